@@ -1,0 +1,40 @@
+# `make train` and `make test` both work on a machine with Python >= 3.11, a C++
+# compiler and a package index; everything else goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# A torch that is already there (a CUDA build, say) is used as it is. Otherwise the
+# pinned release is installed before anything that would pull another one.
+TORCH := torch==2.13.0
+
+.PHONY: train test test-full lint clean
+
+train: $(VENV)/.ready
+	$(BIN)/offload train $(ARGS)
+
+test: $(VENV)/.ready lint
+	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
+
+test-full: $(VENV)/.ready lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check offload integrations tests bench
+	$(BIN)/ruff format --check offload integrations tests bench
+	$(BIN)/mypy
+
+$(VENV)/bin/python:
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	  $(PYTHON) -m venv --system-site-packages $(VENV); else $(PYTHON) -m venv $(VENV); fi
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+NATIVE := CMakeLists.txt $(shell find csrc -type f)
+
+$(VENV)/.ready: $(VENV)/bin/python pyproject.toml $(NATIVE)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[train,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build

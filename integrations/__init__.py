@@ -1,0 +1,1 @@
+"""Integrations with training frameworks; each uses offload's public names only."""

@@ -1,0 +1,144 @@
+"""Every error that this package raises on purpose.
+
+    OffloadError
+    ├── ConfigError              your input: names the field, the value and what is allowed
+    ├── PlanError
+    │   └── InfeasiblePlanError  does not fit: needed and available bytes, per tier
+    ├── TierError                a device failed: tier, path, operation, offset, errno
+    │   ├── TierFullError        no room left on a path
+    │   ├── CorruptRecordError   what was read is not what was written
+    │   └── TierClosedError      used after close
+    ├── CheckpointError          a checkpoint could not be written or read
+    ├── StepAbortedError         a step could not be finished: step, cause, subgroups that had moved
+    ├── SessionBrokenError       the session is closed or broken; what to do instead
+    └── InternalError            our bug, please report
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+from collections.abc import Sequence
+
+
+class OffloadError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """Your input cannot be used.
+
+    Args:
+        field: Name of the setting or argument.
+        value: What was found.
+        allowed: What would be accepted, or what to do.
+    """
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+        super().__init__(f"{field}: {value!r} cannot be used; {allowed}")
+
+
+class PlanError(OffloadError):
+    """No plan could be made."""
+
+
+class InfeasiblePlanError(PlanError):
+    """The state does not fit into the tiers together.
+
+    Args:
+        what: What was being placed.
+        needed_bytes: Bytes that have to be placed.
+        available_bytes: Bytes that each tier or path offers, by name.
+        advice: What to change.
+    """
+
+    def __init__(self, what: str, needed_bytes: int, available_bytes: dict[str, int], advice: str) -> None:
+        self.needed_bytes = needed_bytes
+        self.available_bytes = dict(available_bytes)
+        offers = ", ".join(f"{name}: {count} bytes" for name, count in available_bytes.items()) or "nothing"
+        super().__init__(f"{what} needs {needed_bytes} bytes but there is {offers}; {advice}")
+
+
+class TierError(OffloadError):
+    """A tier could not do what it was asked.
+
+    Args:
+        operation: "read", "write", "open", "reserve", "sync", ...
+        tier: Name of the tier ("file", "memory", ...).
+        path: The path concerned, as the user wrote it.
+        offset: Byte offset in the store, where there is one.
+        errno: The system's error number, where there is one.
+        detail: What else is known, such as the tile's name.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        *,
+        tier: str,
+        path: str,
+        offset: int | None = None,
+        errno: int | None = None,
+        detail: str = "",
+    ) -> None:
+        self.operation = operation
+        self.tier = tier
+        self.path = path
+        self.offset = offset
+        self.errno = errno
+        self.detail = detail
+        where = f" at byte {offset}" if offset is not None else ""
+        code = f": {_errno.errorcode.get(errno, errno)}" if errno is not None else ""
+        more = f" ({detail})" if detail else ""
+        super().__init__(f"{operation} failed on {tier} path {path}{where}{code}{more}")
+
+
+class TierFullError(TierError):
+    """No room is left on a path."""
+
+
+class CorruptRecordError(TierError):
+    """A record that was read is not the one that was written; nothing of it was used."""
+
+
+class TierClosedError(TierError):
+    """The tier was used after it had been closed."""
+
+
+class CheckpointError(OffloadError):
+    """A checkpoint could not be written or read."""
+
+
+class StepAbortedError(OffloadError):
+    """A step could not be finished, so the session is broken.
+
+    Args:
+        step: Number of the step.
+        cause: The error that stopped it.
+        moved: Indices of the subgroups whose update had already finished.
+    """
+
+    def __init__(self, step: int, cause: BaseException, moved: Sequence[int]) -> None:
+        self.step = step
+        self.cause = cause
+        self.moved = tuple(moved)
+        super().__init__(
+            f"step {step} was aborted: {cause}. {len(self.moved)} subgroups had been updated {list(self.moved)}, "
+            "so weights and state belong to no step; resume from the last checkpoint"
+        )
+
+
+class SessionBrokenError(OffloadError):
+    """The session cannot be used any more: it was closed, it broke, or it belongs to another process."""
+
+
+class InternalError(OffloadError):
+    """Something that cannot happen has happened: a bug in this package, please report it."""
+
+
+def invariant(condition: object, message: str) -> None:
+    """Raise `InternalError` with `message` unless `condition` holds; stays on under `python -O`."""
+    if not condition:
+        raise InternalError(f"{message} (this is a bug in offload, please report it)")

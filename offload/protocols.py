@@ -1,0 +1,193 @@
+"""The nouns that layers share, and the interfaces between deciding and doing.
+
+Nothing here does anything: values, `typing.Protocol`s and the layout of one native structure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+SECTOR_BYTES = 4096
+"""Alignment of buffers, of slots and of headers."""
+
+NORM_BLOCK_NUMEL = 4096
+"""Elements whose squares are summed by one fixed tree (see `offload.kernels.reference`)."""
+
+# Errors of a completion that are not an errno; csrc/runtime/completion_queue.h has the same numbers.
+ERROR_HEADER = -1
+ERROR_CHECKSUM = -2
+ERROR_SHORT = -3
+
+
+class TileId(NamedTuple):
+    """Names one tile: an aligned piece of one state tensor of one subgroup."""
+
+    subgroup: int
+    tensor: int
+    tile: int
+
+
+@dataclass(frozen=True, slots=True)
+class TileRequest:
+    """One whole-tile transfer between a slot of a store and a buffer in memory.
+
+    Attributes:
+        op: Operation id; comes back in the completion.
+        tile: Which tile it is; stored in the slot's header and verified on read.
+        step: Version of the tile: the step that wrote it; stored and verified likewise.
+        offset: Byte offset of the slot in the store, a multiple of `SECTOR_BYTES`.
+        address: Memory address of the payload, a multiple of `SECTOR_BYTES`. The buffer belongs to the tier
+            until the completion has been taken from the queue.
+        nbytes: Payload bytes, a multiple of `SECTOR_BYTES`.
+        numel: Elements of the payload that mean something; stored and verified.
+        checksum: On read, the CRC32C that the index expects, or None to accept what the header says. On
+            write, ignored: the tier computes it and reports it in the completion.
+    """
+
+    op: int
+    tile: TileId
+    step: int
+    offset: int
+    address: int
+    nbytes: int
+    numel: int
+    checksum: int | None = None
+
+
+class Completion(NamedTuple):
+    """What a lane reports when an operation has ended; see csrc/runtime/completion_queue.h."""
+
+    op: int
+    error: int
+    checksum: int
+    started_s: float
+    finished_s: float
+    detail: int
+
+
+class Queue(Protocol):
+    """The one queue that all lanes of a session report to (`offload._native.CompletionQueue`)."""
+
+    def post(
+        self,
+        op: int,
+        error: int = 0,
+        checksum: int = 0,
+        started_s: float = 0.0,
+        finished_s: float = 0.0,
+        detail: int = 0,
+    ) -> None:
+        """Report one completion; any thread."""
+
+    def wait(self, timeout_s: float = -1.0) -> list[tuple[int, int, int, float, float, int]]:
+        """Take all completions that have arrived, waiting up to `timeout_s` for the first."""
+
+
+class Tier(Protocol):
+    """One path of a storage tier: slots that whole tiles are read from and written to.
+
+    Transfers are asynchronous and complete in any order, each with exactly one completion on the queue that
+    the tier was opened with: all bytes, or an error. A tier decides nothing: which slot, which tile and which
+    path are the caller's choice. All methods are called from one thread.
+    """
+
+    name: str
+    """Kind of tier, for messages: "file", "memory", ..."""
+
+    path: str
+    """The path as the user wrote it."""
+
+    def read(self, request: TileRequest) -> None:
+        """Start reading a slot into memory; header and checksum are verified before it completes."""
+
+    def write(self, request: TileRequest) -> None:
+        """Start writing a tile into a free slot; the header is made from the request."""
+
+    def sync(self, op: int) -> None:
+        """Make everything written before durable; completes as operation `op`."""
+
+    def free_bytes(self) -> int:
+        """Return the bytes that slots may still grow by: the least of the file system's room and `max_bytes`."""
+
+    def close(self) -> None:
+        """Finish what is in flight, free every resource, and delete what this session created; idempotent."""
+
+
+class DtypeCode(IntEnum):
+    """Element types as the native code numbers them."""
+
+    NONE = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    FLOAT32 = 3
+
+
+class SegmentFlag(IntFlag):
+    """What an update does to a segment."""
+
+    ACTIVE = 1
+    """Update it; without this flag gradient and scalars are ignored."""
+    DECOUPLED_DECAY = 2
+    """Weight decay as in AdamW; without it, as an L2 term of the gradient."""
+    LOAD_MASTER = 4
+    """First take the master from the weight (a widening cast); no effect where the weight is the master."""
+    ZERO_MOMENTS = 8
+    """First take both moments as zero; what the buffers hold is not read."""
+
+
+SEGMENT_DTYPE = np.dtype(
+    [
+        ("master", np.uint64),
+        ("exp_avg", np.uint64),
+        ("exp_avg_sq", np.uint64),
+        ("gradient", np.uint64),
+        ("weight", np.uint64),
+        ("numel", np.uint64),
+        ("gradient_dtype", np.int32),
+        ("weight_dtype", np.int32),
+        ("flags", np.uint32),
+        ("grad_scale", np.float32),
+        ("beta1", np.float32),
+        ("one_minus_beta1", np.float32),
+        ("beta2", np.float32),
+        ("one_minus_beta2", np.float32),
+        ("inv_bias2_sqrt", np.float32),
+        ("eps", np.float32),
+        ("step_size", np.float32),
+        ("decay", np.float32),
+    ]
+)
+"""One row of an update's segment table, the native `Segment` (csrc/kernels/segment.h).
+
+The first five fields are memory addresses of the segment's first element: fp32 master, exp_avg and exp_avg_sq;
+the gradient in `gradient_dtype`; the weight in `weight_dtype`, or 0 where the weight is fp32 and therefore *is*
+the master (`master` then points at the weight). `decay` is 1 - lr * weight_decay with DECOUPLED_DECAY, else
+weight_decay. All scalars are computed in float64 and rounded once (`offload.kernels.reference.scalars`).
+"""
+
+
+class UpdateKernel(Protocol):
+    """Runs optimizer updates on one device, bit for bit as `offload.kernels.reference` defines them."""
+
+    def submit(self, op: int, table: npt.NDArray[Any]) -> None:
+        """Start updating the segments of `table` (dtype `SEGMENT_DTYPE`); completes on the queue as `op`.
+
+        The table is copied; the memory it points at must live until the completion.
+        """
+
+    def close(self) -> None:
+        """Finish what is in flight and end the threads; idempotent."""
+
+
+class Clock(Protocol):
+    """Where time comes from."""
+
+    def now_s(self) -> float:
+        """Return seconds since some fixed moment; never goes back."""
