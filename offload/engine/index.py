@@ -3,7 +3,8 @@
 Invariants:
   * a slot is free, claimed (a write is on its way) or live (an index entry names it), never two of them;
   * a tile has at most one live slot; a write never goes to a live slot;
-  * there are never more slots of a size than the plan reckons with, so its bytes on storage are an upper bound.
+  * there are never more slots of a size than the plan reckons with, so its bytes on storage are an upper bound;
+    free slots on a path that is no longer written to do not count, so that other paths can take their place.
 """
 
 from __future__ import annotations
@@ -117,12 +118,18 @@ class TileIndex:
 
     def retire(self, path: int) -> None:
         """Write to this path no more; what lies there stays readable."""
-        self._stores[path].usable = False
+        store = self._stores[path]
+        if store.usable:
+            store.usable = False
+            for nbytes, offsets in store.free.items():
+                self._unmade[nbytes] += len(offsets)
 
     def _release(self, location: Location) -> None:
         store = self._stores[location.path]
         store.live_bytes -= location.nbytes + SECTOR_BYTES
         store.free.setdefault(location.nbytes, []).append(location.offset)
+        if not store.usable:
+            self._unmade[location.nbytes] += 1
 
     def live_bytes(self) -> tuple[int, ...]:
         """Return, for each path, the bytes of its live and claimed slots."""

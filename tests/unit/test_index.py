@@ -1,0 +1,166 @@
+"""Slots of stores: claims, versions, shares, limits."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.engine.index import Location, Record, TileIndex
+from offload.errors import InternalError
+from offload.layout import Parameter, build_layout
+from offload.plan import Budgets, PathBudget, make_plan
+from offload.protocols import SECTOR_BYTES, DtypeCode, TileId
+
+TILE = TileId(0, 0, 0)
+OTHER = TileId(0, 0, 1)
+WHOLE = 2 * SECTOR_BYTES  # a payload of one sector and its header
+
+
+def index(*limits: int, slots: int = 4, shares: tuple[float, ...] = ()) -> TileIndex:
+    return TileIndex(list(zip(limits, shares or [1.0] * len(limits), strict=True)), {SECTOR_BYTES: slots})
+
+
+def write(stores: TileIndex, tile: TileId, step: int) -> Record:
+    location = stores.claim(SECTOR_BYTES)
+    assert location is not None
+    record = Record(location, step, step)
+    stores.commit(tile, record)
+    stores.check()
+    return record
+
+
+def test_version_lies_where_it_was_written_and_frees_the_one_before():
+    stores = index(1 << 20)
+    assert stores.get(TILE) is None
+    first = write(stores, TILE, 1)
+    assert stores.get(TILE) == first
+    second = write(stores, TILE, 2)
+    assert second.location != first.location
+    assert stores.get(TILE) == second
+    assert write(stores, TILE, 3).location == first.location, "a free slot is used before the store grows"
+    assert stores.live_bytes() == (WHOLE,)
+
+
+def test_claims_end_at_the_limit_and_at_the_planned_count():
+    stores = index(3 * WHOLE - 1)
+    assert [stores.claim(SECTOR_BYTES) for _ in range(3)] == [
+        Location(0, 0, SECTOR_BYTES),
+        Location(0, WHOLE, SECTOR_BYTES),
+        None,
+    ]
+    stores = index(1 << 20, slots=1)
+    assert stores.claim(SECTOR_BYTES) is not None
+    assert stores.claim(SECTOR_BYTES) is None
+    assert stores.claim(2 * SECTOR_BYTES) is None, "a size that the plan does not know"
+
+
+def test_paths_get_their_shares():
+    stores = index(1 << 30, 1 << 30, shares=(3.0, 1.0), slots=400)
+    for tile in range(400):
+        write(stores, TileId(0, 0, tile), 1)
+    assert stores.live_bytes() == (300 * WHOLE, 100 * WHOLE)
+
+
+def test_full_path_hands_over_to_the_next():
+    stores = index(2 * WHOLE, 1 << 30, slots=10)
+    paths = [stores.claim(SECTOR_BYTES).path for _ in range(6)]
+    assert sorted(paths) == [0, 0, 1, 1, 1, 1]
+
+
+def test_abandoned_slot_is_free_again():
+    stores = index(1 << 20, slots=1)
+    location = stores.claim(SECTOR_BYTES)
+    stores.abandon(location)
+    stores.check()
+    assert stores.claim(SECTOR_BYTES) == location
+
+
+def test_retired_path_stays_readable_and_its_slots_can_be_made_elsewhere():
+    stores = index(1 << 20, 1 << 20, slots=4)
+    records = [write(stores, tile, 1) for tile in (TILE, OTHER)]
+    assert sorted(record.location.path for record in records) == [0, 1]
+    flying = stores.claim(SECTOR_BYTES)
+    assert flying.path == 0
+    stores.retire(0)
+    stores.retire(0)
+    stores.abandon(flying)
+    stores.check()
+    assert [stores.get(tile) for tile in (TILE, OTHER)] == records
+    # Four slots in all, one of them stuck on path 0: three on path 1, of which one is live.
+    claims = [stores.claim(SECTOR_BYTES) for _ in range(3)]
+    assert [claim and claim.path for claim in claims] == [1, 1, None]
+    lying_there = next(tile for tile, record in zip((TILE, OTHER), records, strict=True) if record.location.path == 0)
+    stores.commit(lying_there, Record(claims[0], 2, 2))
+    stores.check()
+    assert stores.claim(SECTOR_BYTES).path == 1, "the slot that the tile left on path 0 counts no more"
+    assert stores.live_bytes()[0] == 0
+
+
+def test_retired_path_gives_up_its_free_slots():
+    stores = index(1 << 20, 1 << 20, slots=3)
+    claims = [stores.claim(SECTOR_BYTES) for _ in range(3)]
+    for claim in claims:
+        stores.abandon(claim)
+    stores.retire(claims[0].path)
+    again = [stores.claim(SECTOR_BYTES) for _ in range(4)]
+    assert [claim is not None for claim in again] == [True, True, True, False]
+    assert {claim.path for claim in again[:3]} == {1 - claims[0].path}
+
+
+def test_allowing_more_slots():
+    stores = index(1 << 20, slots=2)
+    assert [stores.claim(SECTOR_BYTES) is None for _ in range(3)] == [False, False, True]
+    stores.allow({SECTOR_BYTES: 3, 2 * SECTOR_BYTES: 1})
+    assert [stores.claim(SECTOR_BYTES) is None for _ in range(2)] == [False, True]
+    assert stores.claim(2 * SECTOR_BYTES) is not None
+    stores.check()
+
+
+def test_slots_that_nobody_claimed_are_refused():
+    stores = index(1 << 20)
+    location = Location(0, 0, SECTOR_BYTES)
+    with pytest.raises(InternalError, match="nobody claimed"):
+        stores.commit(TILE, Record(location, 1, 1))
+    with pytest.raises(InternalError, match="not claimed"):
+        stores.abandon(location)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    numels=st.lists(st.integers(1, 9000), min_size=1, max_size=5),
+    subgroup_numel=st.sampled_from([1024, 2048, 5120]),
+    tile_bytes=st.sampled_from([4096, 8192, 12288]),
+    slots=st.integers(1, 5),
+    shares=st.lists(st.sampled_from([0.1, 1.0, 7.0]), min_size=1, max_size=4),
+    random=st.randoms(use_true_random=False),
+)
+def test_planned_room_is_always_enough(numels, subgroup_numel, tile_bytes, slots, shares, random):
+    """While no more subgroups than staging slots are flushed at once, no claim fails, in stores without slack."""
+    dtypes = [DtypeCode.BFLOAT16, DtypeCode.FLOAT32]
+    parameters = [Parameter(f"p{i}", numel, random.choice(dtypes), 0) for i, numel in enumerate(numels)]
+    layout = build_layout(parameters, subgroup_numel, tile_bytes)
+
+    def offer(limits: list[int]):
+        paths = tuple(
+            PathBudget(f"path{i}", limit, share) for i, (limit, share) in enumerate(zip(limits, shares, strict=True))
+        )
+        return make_plan(layout, Budgets(0, slots * layout.max_subgroup_bytes, paths))
+
+    plan = offer([1 << 40] * len(shares))
+    room = plan.storage_bytes + (max(plan.slot_counts) + SECTOR_BYTES) * (len(shares) - 1)
+    cuts = sorted(random.randrange(room + 1) for _ in shares[1:])
+    plan = offer([stop - start for start, stop in zip([0, *cuts], [*cuts, room], strict=True)])
+    stores = TileIndex([(path.available_bytes, path.share) for path in plan.budgets.paths], plan.slot_counts)
+    flying: dict[int, list] = {}
+    for step in range(4 * len(layout.subgroups)):
+        idle = [s for s in range(len(layout.subgroups)) if s not in flying]
+        if idle and len(flying) < plan.staging_slots and random.random() < 0.7:
+            subgroup = random.choice(idle)
+            flying[subgroup] = [(tile, stores.claim(n)) for tile, _, n in layout.subgroups[subgroup].tiles]
+            assert all(location is not None for _, location in flying[subgroup])
+        elif flying:
+            for tile, location in flying.pop(random.choice(list(flying))):
+                stores.commit(tile, Record(location, step, 0))
+        stores.check()
+        assert sum(stores.live_bytes()) <= plan.storage_bytes
