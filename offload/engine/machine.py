@@ -231,6 +231,7 @@ class Machine:
     def extend(self, plan: Plan) -> None:
         """Take up a plan that adds subgroups (and perhaps staging slots); between sweeps only."""
         invariant(self.idle, "the plan changes between sweeps only")
+        invariant(plan.staging_slots >= len(self._owners), "a plan takes staging slots away")
         self.plan = plan
         self._adopt(plan)
 
@@ -391,6 +392,7 @@ class Machine:
     def _advance(self) -> None:
         if self.broken is None:
             self._assign_slots()
+        if self.broken is None:  # or a flush has just found no room
             self._start_runs()
         if self._sweep is not None:
             failed = self.broken is not None and (self._stopped or not self._in_flight)
@@ -420,7 +422,7 @@ class Machine:
             return
         coming = sum(subgroup not in self._pending for subgroup in self._flushes)
         for subgroup in list(self._dirty):
-            if coming >= len(self._unfetched):
+            if coming >= len(self._unfetched) or self.broken is not None:
                 return
             if self._states[subgroup] is State.DIRTY and subgroup not in self._pending:
                 coming += 1

@@ -1,0 +1,328 @@
+"""The machine alone: events in, operations out. No loop, no executor."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.engine.index import TileIndex
+from offload.engine.machine import Begin, Done, Failed, Machine, ReadTile, Run, State, Stop, Sweep, Visit, WriteTile
+from offload.errors import InternalError, TierError, TierFullError
+from offload.layout import Parameter, build_layout
+from offload.plan import Budgets, PathBudget, Plan, make_plan, visit_order
+from offload.protocols import SECTOR_BYTES, DtypeCode
+
+SUBGROUP_BYTES = 3 * SECTOR_BYTES
+EIO = TierError("write", tier="fake", path="path0", errno=5)
+
+
+def make(subgroups: int, slots: int, resident: int = 0, limits: tuple[int, ...] = (1 << 30,)) -> Machine:
+    """Return a machine over equal subgroups of three tiles, the first `resident` of them at home in memory."""
+    layout = build_layout([Parameter("p", 1024 * subgroups, DtypeCode.BFLOAT16, 0)], 1024, SECTOR_BYTES)
+    offers = tuple(PathBudget(f"path{i}", limit) for i, limit in enumerate(limits))
+    plan = make_plan(layout, Budgets(resident * SUBGROUP_BYTES, slots * SUBGROUP_BYTES, offers))
+    assert sum(plan.resident) == resident
+    return machine_for(plan)
+
+
+def machine_for(plan: Plan) -> Machine:
+    stores = [(path.available_bytes, path.share) for path in plan.budgets.paths]
+    return Machine(plan, TileIndex(stores, plan.slot_counts))
+
+
+def give(machine: Machine, *events) -> list:
+    for event in events:
+        machine.handle(event)
+        machine.check()
+    return machine.take_operations()
+
+
+def sweep(number: int, *subgroups: int, **flags: bool) -> Begin:
+    return Begin(Sweep(number, number, tuple(Visit(subgroup, **flags) for subgroup in subgroups)))
+
+
+def finish(machine: Machine, operations: list) -> list:
+    """Let everything end well, oldest first; return all operations, those given included."""
+    done = []
+    while operations:
+        operation = operations.pop(0)
+        done.append(operation)
+        operations += give(machine, Done(operation.op))
+    return done
+
+
+def test_fresh_subgroup_runs_without_a_fetch():
+    machine = make(1, 1)
+    (run,) = give(machine, sweep(1, 0))
+    assert run == Run(run.op, 1, Visit(0), 0, fresh=True)
+    assert machine.state(0) is State.BUSY
+    assert not give(machine, Done(run.op))
+    assert machine.state(0) is State.DIRTY
+    assert machine.take_finished().number == 1
+    assert machine.moved == [0]
+    assert machine.idle
+    assert not machine.is_fresh(0)
+
+
+def test_state_that_stays_in_memory_is_neither_written_nor_read():
+    machine = make(2, 2)
+    for number in range(1, 4):
+        operations = finish(machine, give(machine, sweep(number, 0, 1)))
+        assert [type(operation) for operation in operations] == [Run, Run]
+        machine.take_finished()
+
+
+def test_flush_then_fetch_when_a_slot_is_wanted():
+    machine = make(2, 1)
+    (run,) = give(machine, sweep(1, 0, 1))
+    writes = give(machine, Done(run.op))
+    assert [type(write) for write in writes] == [WriteTile] * 3
+    assert [write.buffer_offset for write in writes] == [0, SECTOR_BYTES, 2 * SECTOR_BYTES]
+    assert {write.record.step for write in writes} == {1}
+    assert not give(machine, Done(writes[0].op, 10), Done(writes[2].op, 12))
+    assert machine.index.get(writes[0].tile) is None, "a version is committed before all of it is there"
+    (run,) = give(machine, Done(writes[1].op, 11))
+    assert (run.visit.subgroup, run.fresh) == (1, True)
+    give(machine, Done(run.op))
+    machine.take_finished()
+    # The way back: subgroup 1 is dirty in the only slot.
+    writes = give(machine, sweep(2, 0))
+    reads = give(machine, *(Done(write.op) for write in writes))
+    assert [type(read) for read in reads] == [ReadTile] * 3
+    assert [read.record.checksum for read in reads] == [10, 11, 12]
+    assert not give(machine, Done(reads[2].op), Done(reads[0].op))
+    assert machine.state(0) is State.FETCHING
+    (run,) = give(machine, Done(reads[1].op))
+    assert (run.visit.subgroup, run.fresh) == (0, False)
+
+
+def test_overwriting_visit_fetches_nothing():
+    machine = make(2, 1)
+    finish(machine, give(machine, sweep(1, 0, 1)))
+    machine.take_finished()
+    operations = finish(machine, give(machine, sweep(2, 0, overwrites=True)))
+    assert [type(operation) for operation in operations] == [WriteTile] * 3 + [Run]
+    assert operations[-1].fresh is False
+
+
+def test_reading_visit_leaves_state_clean_and_its_slot_free_to_take():
+    machine = make(3, 1)
+    finish(machine, give(machine, sweep(1, 0, 1, 2)))
+    machine.take_finished()
+    operations = finish(machine, give(machine, sweep(2, 0, 1, changes=False)))
+    kinds = [type(operation) for operation in operations]
+    assert kinds == [WriteTile] * 3 + [ReadTile] * 3 + [Run] + [ReadTile] * 3 + [Run]
+    assert machine.state(1) is State.READY
+    assert machine.moved == []
+
+
+def test_reading_visit_of_dirty_state_keeps_it_dirty():
+    machine = make(2, 1)
+    finish(machine, give(machine, sweep(1, 0)))
+    machine.take_finished()
+    finish(machine, give(machine, sweep(2, 0, changes=False)))
+    machine.take_finished()
+    assert machine.state(0) is State.DIRTY
+    writes = give(machine, sweep(3, 1))
+    assert {write.record.step for write in writes} == {1}, "the version is that of the last change"
+
+
+def test_resident_subgroups_fill_the_waits():
+    machine = make(4, 1, resident=2)
+    first = give(machine, sweep(1, 0, 1, 2, 3))
+    assert [run.visit.subgroup for run in first] == [2, 0], "streamed first, then resident"
+    assert [run.slot for run in first] == [0, None]
+    operations = give(machine, Done(first[0].op))
+    assert [type(operation) for operation in operations] == [WriteTile] * 3 + [Run]
+    assert operations[-1].visit.subgroup == 1
+
+
+def test_no_more_than_two_runs_at_once():
+    machine = make(5, 1, resident=4)
+    assert len(give(machine, sweep(1, *range(5)))) == 2
+
+
+def test_old_slots_are_freed_only_when_the_new_version_is_whole():
+    machine = make(2, 1)
+    finish(machine, give(machine, sweep(1, 0, 1)))
+    machine.take_finished()
+    operations = give(machine, sweep(2, 0))
+    while not isinstance(operations[0], Run):
+        operations = give(machine, *(Done(operation.op) for operation in operations))
+    give(machine, Done(operations[0].op))
+    machine.take_finished()
+    writes = give(machine, sweep(3, 1))
+    old = {machine.index.get(write.tile).location for write in writes}
+    new = {write.record.location for write in writes}
+    assert len(old) == len(new) == 3
+    assert not old & new
+    give(machine, Done(writes[0].op), Done(writes[1].op))
+    assert {machine.index.get(write.tile).location for write in writes} == old
+    give(machine, Done(writes[2].op))
+    assert {machine.index.get(write.tile).location for write in writes} == new
+
+
+def test_failed_write_goes_to_another_path():
+    machine = make(2, 1, limits=(1 << 30, 1 << 30))
+    warnings = []
+    machine._on_warning = warnings.append
+    (run,) = give(machine, sweep(1, 0, 1))
+    writes = give(machine, Done(run.op))
+    failing = next(write for write in writes if write.record.location.path == 0)
+    (again,) = give(machine, Failed(failing.op, EIO))
+    assert (again.tile, again.slot, again.buffer_offset) == (failing.tile, failing.slot, failing.buffer_offset)
+    assert again.record.location.path == 1
+    assert machine.broken is None
+    assert "path0" in warnings[0]
+    finish(machine, [again, *(write for write in writes if write is not failing)])
+    assert machine.take_finished().number == 1
+    assert machine.broken is None
+
+
+def test_all_state_moves_to_the_path_that_is_left():
+    machine = make(6, 2, limits=(1 << 30, 1 << 30))
+    for number in range(1, 8):
+        operations = give(machine, sweep(number, *visit_order(range(6), machine.cached)))
+        while operations:
+            operation = operations.pop(0)
+            if isinstance(operation, WriteTile) and operation.record.location.path == 0 and number > 1:
+                operations += give(machine, Failed(operation.op, EIO))
+            else:
+                operations += give(machine, Done(operation.op))
+        assert machine.take_finished().number == number
+        assert machine.broken is None, "a second path with room did not save the run"
+    assert machine.index.live_bytes()[0] == 0
+
+
+def test_failed_write_without_another_path_breaks():
+    machine = make(2, 1)
+    (run,) = give(machine, sweep(1, 0, 1))
+    first, *others = give(machine, Done(run.op))
+    assert not give(machine, Failed(first.op, EIO))
+    assert machine.broken is EIO
+    assert machine.finished is None, "what is in flight still uses the buffers"
+    assert not give(machine, *(Done(write.op) for write in others))
+    assert machine.take_finished().number == 1
+    assert machine.moved == [0]
+
+
+def test_no_visit_starts_when_a_flush_finds_no_room():
+    machine = make(4, 2, resident=1)
+    machine.index.retire(0)
+    first, second = give(machine, sweep(1, 0, 1, 2, 3))
+    assert [first.visit.subgroup, second.visit.subgroup] == [1, 2]
+    assert not give(machine, Done(first.op)), "the resident subgroup is started after all"
+    assert isinstance(machine.broken, TierFullError)
+    assert not give(machine, Done(second.op))
+    assert machine.take_finished().number == 1
+    assert machine.moved == [1, 2]
+
+
+def test_no_other_flush_starts_when_one_finds_no_room():
+    parameters = [Parameter("large", 2048, DtypeCode.BFLOAT16, 0), Parameter("small", 1024, DtypeCode.BFLOAT16, 1)]
+    layout = build_layout([*parameters, Parameter("more", 4096, DtypeCode.BFLOAT16, 2)], 2048, 2 * SECTOR_BYTES)
+    plan = make_plan(layout, Budgets(0, 2 * layout.max_subgroup_bytes, (PathBudget("path0", 1 << 30),)))
+    machine = Machine(plan, TileIndex([(2 * SECTOR_BYTES, 1.0)], plan.slot_counts))  # less than the plan demands
+    finish(machine, give(machine, sweep(1, 0, 1)))
+    machine.take_finished()
+    assert not give(machine, sweep(2, 2, 3)), "the small subgroup is flushed after all"
+    assert isinstance(machine.broken, TierFullError)
+    assert machine.take_finished().number == 2
+
+
+def test_flush_without_room_names_the_tile():
+    machine = make(2, 1)
+    machine.index.retire(0)
+    (run,) = give(machine, sweep(1, 0, 1))
+    assert not give(machine, Done(run.op))
+    assert isinstance(machine.broken, TierFullError)
+    assert "TileId(subgroup=0, tensor=0, tile=0)" in str(machine.broken)
+    assert machine.take_finished().number == 1
+
+
+@pytest.mark.parametrize("kind", [Run, ReadTile])
+def test_failed_run_or_read_breaks_once_all_has_landed(kind: type):
+    machine = make(3, 2)
+    finish(machine, give(machine, sweep(1, 0, 1, 2)))
+    machine.take_finished()
+    operations = give(machine, sweep(2, 0, 1, 2))
+    while not any(isinstance(operation, kind) for operation in operations):
+        operations += give(machine, Done(operations.pop(0).op))
+    failing = next(operation for operation in operations if isinstance(operation, kind))
+    operations.remove(failing)
+    error = TierError("read", tier="fake", path="path0", errno=5)
+    assert not give(machine, Failed(failing.op, error))
+    for operation in operations:
+        assert machine.finished is None
+        assert not give(machine, Done(operation.op))
+    assert machine.take_finished().number == 2
+    assert machine.broken is error
+
+
+def test_stop_ends_the_sweep_without_waiting():
+    machine = make(2, 1)
+    (run,) = give(machine, sweep(1, 0, 1))
+    error = TierError("run", tier="host", path="cpu", detail="no answer")
+    assert not give(machine, Stop(error))
+    assert machine.take_finished().number == 1
+    assert machine.broken is error
+    assert not give(machine, Done(run.op)), "a late answer starts nothing"
+    assert not give(machine, sweep(2, 0))
+    assert machine.take_finished().number == 2
+
+
+def test_reports_that_cannot_be_are_refused_with_their_story():
+    machine = make(1, 1)
+    with pytest.raises(InternalError, match="operation 7 reports back") as caught:
+        machine.handle(Done(7))
+    assert "Done(op=7" in caught.value.__notes__[0]
+    (run,) = give(make_again := make(1, 1), sweep(1, 0))
+    with pytest.raises(InternalError, match="another is under way"):
+        make_again.handle(sweep(2, 0))
+    make_again.handle(Done(run.op))
+    with pytest.raises(InternalError, match="before the last one was taken"):
+        make_again.handle(sweep(3, 0))
+    with pytest.raises(InternalError, match="twice"):
+        make(1, 1).handle(sweep(1, 0, 0))
+
+
+def test_extended_plan_keeps_what_is_there():
+    machine = make(2, 1, resident=1)
+    finish(machine, give(machine, sweep(1, 0, 1)))
+    machine.take_finished()
+    bigger = make(5, 1, resident=1).plan
+    machine.index.allow(bigger.slot_counts)
+    machine.extend(bigger)
+    machine.check()
+    assert not machine.is_fresh(1)
+    assert machine.is_fresh(4)
+    operations = finish(machine, give(machine, sweep(2, 0, 1, 2, 3, 4)))
+    assert [operation.visit.subgroup for operation in operations if isinstance(operation, Run)] == [1, 0, 2, 3, 4]
+    assert machine.take_finished().number == 2
+    assert machine.broken is None
+
+
+def test_extended_plan_takes_no_staging_slot_away():
+    with pytest.raises(InternalError, match="takes staging slots away"):
+        make(3, 2).extend(make(4, 1).plan)
+
+
+@settings(max_examples=60, deadline=None)
+@given(subgroups=st.integers(1, 12), slots=st.integers(1, 14), resident=st.integers(0, 4), order=st.randoms())
+def test_steady_traffic_is_the_streamed_state_less_the_staging_memory(subgroups, slots, resident, order):
+    """With S equal streamed subgroups and A slots a step reads S - A subgroups and writes as many, exactly."""
+    machine = make(subgroups + resident, slots, resident)
+    streamed, staging = subgroups, machine.plan.staging_slots
+    assert staging == min(slots, subgroups)
+    for number in range(1, 5):
+        wanted = visit_order(range(subgroups + resident), machine.cached)
+        operations, counts = give(machine, sweep(number, *wanted)), {ReadTile: 0, WriteTile: 0, Run: 0}
+        while operations:
+            operation = operations.pop(order.randrange(len(operations)))
+            counts[type(operation)] += 1
+            operations += give(machine, Done(operation.op))
+        assert machine.take_finished().number == number
+        moved = 3 * (streamed - staging)
+        fetched = 0 if number == 1 else moved
+        assert counts == {ReadTile: fetched, WriteTile: moved, Run: subgroups + resident}
