@@ -144,8 +144,8 @@ class Plan:
         if self.staging_slots:
             total = sum(path.share for path in self.budgets.paths)
             lines.append(
-                f"  storage      {format_bytes(self.streamed_bytes):>10}  state of {len(subgroups) - count} subgroups, "
-                f"{format_bytes(self.storage_bytes)} with headers and versions in flight"
+                f"  storage      {format_bytes(self.streamed_bytes):>10}  state of {len(subgroups) - count} "
+                f"subgroups, {format_bytes(self.storage_bytes)} with headers and versions in flight"
             )
             for path in self.budgets.paths:
                 lines.append(f"               {path.share / total:>10.0%}  on {path.name}")
@@ -160,10 +160,12 @@ def make_plan(layout: Layout, budgets: Budgets, *, kept: Plan | None = None) -> 
     Args:
         layout: What is to be placed.
         budgets: What each tier offers.
-        kept: A plan for the first subgroups of `layout`, whose homes and staging slots stay as they are.
+        kept: A plan for the first subgroups of `layout`, whose homes stay as they are; its staging slots stay
+            too, though they may have to be larger and there may be more.
 
     Raises:
-        InfeasiblePlanError: If the state does not fit into all tiers together, or staging memory not one subgroup.
+        InfeasiblePlanError: If the state does not fit into all tiers together, or staging memory not one subgroup
+            (or not as many as `kept` has slots).
     """
     resident = list(kept.resident) if kept else []
     left = budgets.host_bytes - (kept.resident_bytes if kept else 0)
@@ -193,6 +195,14 @@ def make_plan(layout: Layout, budgets: Budgets, *, kept: Plan | None = None) -> 
             raise InfeasiblePlanError(
                 "one staging slot",
                 slot_bytes,
+                {"staging_memory": budgets.staging_bytes},
+                "raise staging_memory or lower subgroup_numel",
+            )
+        if kept and slots < kept.staging_slots:
+            # Slots may hold the only copy of what they hold, so there cannot be fewer.
+            raise InfeasiblePlanError(
+                f"{kept.staging_slots} staging slots as large as the largest subgroup",
+                kept.staging_slots * slot_bytes,
                 {"staging_memory": budgets.staging_bytes},
                 "raise staging_memory or lower subgroup_numel",
             )

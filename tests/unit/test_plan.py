@@ -1,0 +1,160 @@
+"""Homes, staging and bytes; the order of visits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.errors import ConfigError, InfeasiblePlanError
+from offload.layout import Parameter, build_layout, extend_layout
+from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan, visit_order
+from offload.plan.budget import DEFAULT_STAGING_SLOTS
+from offload.protocols import SECTOR_BYTES, DtypeCode
+
+SUBGROUP_BYTES = 3 * SECTOR_BYTES
+
+
+def layout_of(subgroups: int):
+    return build_layout([Parameter("p", 1024 * subgroups, DtypeCode.BFLOAT16, 0)], 1024)
+
+
+def paths(*limits: int) -> tuple[PathBudget, ...]:
+    return tuple(PathBudget(f"/path{i}", limit) for i, limit in enumerate(limits))
+
+
+def test_state_that_fits_stays_in_host_memory():
+    plan = make_plan(layout_of(5), Budgets(5 * SUBGROUP_BYTES))
+    assert plan.resident == (True,) * 5
+    assert plan.staging_slots == plan.staging_bytes == plan.storage_bytes == plan.streamed_bytes == 0
+    assert plan.resident_bytes == plan.state_bytes == 5 * SUBGROUP_BYTES
+    assert plan.host_bytes == plan.resident_bytes + plan.overhead_bytes
+
+
+def test_first_subgroups_stay_the_others_stream():
+    plan = make_plan(layout_of(5), Budgets(2 * SUBGROUP_BYTES + 1, 2 * SUBGROUP_BYTES, paths(1 << 30), 100))
+    assert plan.resident == (True, True, False, False, False)
+    assert (plan.staging_slots, plan.slot_bytes) == (2, SUBGROUP_BYTES)
+    assert plan.resident_bytes + plan.streamed_bytes == plan.state_bytes
+    assert plan.host_bytes == plan.resident_bytes + plan.staging_bytes + 100 + plan.overhead_bytes
+    # Nine live tiles of a sector each, and six more while two subgroups are flushed.
+    assert plan.slot_counts == {SECTOR_BYTES: 15}
+    assert plan.storage_bytes == 15 * 2 * SECTOR_BYTES
+
+
+def test_staging_slots():
+    many = layout_of(9)
+    assert make_plan(many, Budgets(0, None, paths(1 << 30))).staging_slots == DEFAULT_STAGING_SLOTS
+    assert make_plan(many, Budgets(0, 7 * SUBGROUP_BYTES - 1, paths(1 << 30))).staging_slots == 6
+    assert make_plan(layout_of(2), Budgets(0, None, paths(1 << 30))).staging_slots == 2, "more than it streams"
+
+
+def test_no_subgroups_need_nothing():
+    plan = make_plan(build_layout([], 1024), Budgets(0))
+    assert plan.host_bytes == plan.overhead_bytes
+    assert "0 subgroups" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("budgets", "needed", "available"),
+    [
+        (Budgets(SUBGROUP_BYTES), 4 * SUBGROUP_BYTES, {"host_memory": SUBGROUP_BYTES}),
+        (Budgets(0, SUBGROUP_BYTES - 1, paths(1 << 30)), SUBGROUP_BYTES, {"staging_memory": SUBGROUP_BYTES - 1}),
+        (
+            Budgets(SUBGROUP_BYTES, SUBGROUP_BYTES, paths(1000, 2000)),
+            # Three streamed subgroups and one in flight, and what may be left over at the end of a path.
+            (12 + 1) * 2 * SECTOR_BYTES,
+            {"host_memory": SUBGROUP_BYTES, "/path0": 1000, "/path1": 2000},
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said_with_numbers(budgets, needed, available):
+    with pytest.raises(InfeasiblePlanError) as caught:
+        make_plan(layout_of(4), budgets)
+    assert caught.value.needed_bytes == needed
+    assert caught.value.available_bytes == available
+    assert str(needed) in str(caught.value)
+
+
+def test_room_on_storage_is_enough_to_the_byte():
+    needed = (12 + 3) * 2 * SECTOR_BYTES
+    make_plan(layout_of(4), Budgets(0, SUBGROUP_BYTES, paths(needed)))
+    with pytest.raises(InfeasiblePlanError):
+        make_plan(layout_of(4), Budgets(0, SUBGROUP_BYTES, paths(needed - 1)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    numels=st.lists(st.integers(1, 9000), min_size=1, max_size=8),
+    host_bytes=st.integers(0, 1 << 20),
+    staging_bytes=st.none() | st.integers(0, 1 << 18),
+    limits=st.lists(st.integers(0, 1 << 21), max_size=3),
+)
+def test_plan_is_never_over_budget(numels, host_bytes, staging_bytes, limits):
+    layout = build_layout([Parameter(f"p{i}", n, DtypeCode.BFLOAT16, i % 2) for i, n in enumerate(numels)], 3000)
+    try:
+        plan = make_plan(layout, Budgets(host_bytes, staging_bytes, paths(*limits)))
+    except InfeasiblePlanError:
+        return
+    assert plan.resident_bytes <= host_bytes
+    assert plan.storage_bytes <= sum(limits)
+    assert staging_bytes is None or plan.staging_bytes <= staging_bytes or not plan.staging_slots
+    assert all(
+        subgroup.state_bytes <= plan.slot_bytes for subgroup in layout.subgroups if not plan.resident[subgroup.index]
+    )
+    assert str(plan)
+
+
+def test_kept_homes_stay():
+    layout = layout_of(4)
+    budgets = Budgets(2 * SUBGROUP_BYTES, 2 * SUBGROUP_BYTES, paths(1 << 30))
+    before = make_plan(layout, budgets)
+    longer = extend_layout(layout, [Parameter("more", 3000, DtypeCode.BFLOAT16, 0)], 1024)
+    after = make_plan(longer, budgets, kept=before)
+    assert after.resident[:4] == before.resident
+    assert after.staging_slots == before.staging_slots
+    assert not any(after.resident[4:]), "the budget was spent before"
+
+
+def test_added_subgroups_do_not_take_staging_slots_away():
+    layout = build_layout([Parameter("p", 4096, DtypeCode.FLOAT32, 0)], 1024)
+    before = make_plan(layout, Budgets(0, 4 * SUBGROUP_BYTES, paths(1 << 30)))
+    assert before.staging_slots == 4
+    longer = extend_layout(layout, [Parameter("more", 2048, DtypeCode.BFLOAT16, 0)], 2048)
+    with pytest.raises(InfeasiblePlanError, match="staging_memory") as caught:
+        make_plan(longer, Budgets(0, 4 * SUBGROUP_BYTES, paths(1 << 30)), kept=before)
+    assert caught.value.needed_bytes == 4 * 2 * SUBGROUP_BYTES
+    after = make_plan(longer, Budgets(0, 8 * SUBGROUP_BYTES, paths(1 << 30)), kept=before)
+    assert (after.staging_slots, after.slot_bytes) == (4, 2 * SUBGROUP_BYTES)
+
+
+def test_cached_subgroups_come_first_in_their_order():
+    assert visit_order([0, 1, 2, 3, 4], {3, 1}) == (1, 3, 0, 2, 4)
+    assert visit_order([4, 0], {1, 2}) == (4, 0)
+    assert visit_order([], {1}) == ()
+
+
+@given(st.lists(st.integers(0, 50), unique=True), st.sets(st.integers(0, 50)))
+def test_visit_order_is_a_stable_rearrangement(wanted, cached):
+    order = visit_order(wanted, cached)
+    assert sorted(order) == sorted(wanted)
+    flags = [subgroup in cached for subgroup in order]
+    assert flags == sorted(flags, reverse=True)
+    for flag in (True, False):
+        assert [s for s in order if (s in cached) is flag] == [s for s in wanted if (s in cached) is flag]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_rates_are_finite_and_positive(value):
+    for make in (
+        lambda: Rates(value),
+        lambda: Rates(1.0, (PathRates(value, 1.0),)),
+        lambda: Rates(1.0, (PathRates(1.0, value),)),
+    ):
+        with pytest.raises(ConfigError, match="rates"):
+            make()
+    if value != 0.0:
+        with pytest.raises(ConfigError, match="latency_s"):
+            Rates(1.0, (PathRates(1.0, 1.0, value),))
