@@ -1,0 +1,181 @@
+"""Which layer may import which, by reading the sources; imports for types count too."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "offload"
+
+# Higher first. A module imports its own layer's package and what is in a lower row; names in one row are
+# siblings that do not import each other, but for those that SIBLINGS allows.
+ROWS: list[tuple[str, ...]] = [
+    ("cli", "integrations"),
+    ("optim",),
+    ("sim", "checkpoint", "engine.session"),
+    ("measure",),
+    ("engine",),
+    ("plan", "tiers", "kernels"),
+    ("layout", "config"),
+    ("protocols",),
+    ("errors",),
+]
+LEVEL = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
+SIBLINGS = {
+    ("cli", "integrations"),
+    ("engine.session", "checkpoint"),
+    ("checkpoint", "engine.session"),
+    ("layout", "config"),
+}
+NATIVE_USERS = {"tiers", "kernels", "engine", "engine.session", "measure", "optim", "cli"}
+PURE = ["plan", "engine/machine.py", "engine/index.py", "layout.py"]
+PURE_MAY_IMPORT = {
+    "__future__",
+    "bisect",
+    "collections",
+    "dataclasses",
+    "enum",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "typing",
+}
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Return the absolute names that a module imports, at any depth; relative imports as "."."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                names.add(".")
+            else:
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def layer_of(name: str) -> str | None:
+    """Return the layer of a dotted name below `offload`; None for what is not in one."""
+    parts = name.split(".")[1:]
+    for depth in (2, 1):
+        if len(parts) >= depth and ".".join(parts[:depth]) in LEVEL:
+            return ".".join(parts[:depth])
+    return None
+
+
+def violations(module: str, source: str) -> list[str]:
+    """Return what a module of that dotted name must not import but does."""
+    own = layer_of(module)
+    wrong = []
+    for name in sorted(imported(ast.parse(source))):
+        if name == ".":
+            wrong.append(f"{module} imports relatively")
+        if name.split(".")[0] != "offload" or own is None:
+            continue
+        other = layer_of(name)
+        if own == "integrations":
+            public = other == "integrations" or (len(name.split(".")) <= 2 and other is None and "._" not in name)
+            if not public:
+                wrong.append(f"{module} imports {name}, which is not a public name")
+        elif name.startswith("offload._native"):
+            if own not in NATIVE_USERS:
+                wrong.append(f"{module} imports native code")
+        elif other is None:
+            if own != "cli":
+                wrong.append(f"{module} imports {name} from the top")
+        elif other != own and LEVEL[other] <= LEVEL[own] and (own, other) not in SIBLINGS:
+            wrong.append(f"{module} imports {name}: {own} may not import {other}")
+    return wrong
+
+
+def sources() -> list[tuple[str, str]]:
+    found = []
+    for folder, prefix in ((PACKAGE, "offload"), (ROOT / "integrations", "offload.integrations")):
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            found.append((".".join((prefix, *parts)).removesuffix(".__init__"), path.read_text()))
+    return found
+
+
+def test_layers_are_kept():
+    modules = sources()
+    assert len(modules) > 10
+    assert not [line for module, source in modules for line in violations(module, source)]
+
+
+def test_every_module_is_in_a_layer():
+    outside = [module for module, _ in sources() if layer_of(module) is None]
+    assert set(outside) <= {"offload", "offload.__main__", "offload._version"}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("offload.plan.homes", "from offload.tiers.file import FileTier"),
+        ("offload.tiers.file", "from offload.plan import Plan"),
+        ("offload.engine.loop", "import offload.engine.session"),
+        (
+            "offload.engine.machine",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from offload import sim",
+        ),
+        ("offload.measure.probe", "from offload.engine.session import Engine"),
+        ("offload.sim.executor", "def late():\n    from offload.engine.session import Engine"),
+        ("offload.sim.executor", "from offload.engine import session"),
+        ("offload.errors", "from offload.protocols import TileId"),
+        ("offload.layout", "import offload"),
+        ("offload.layout", "from . import errors"),
+        ("offload.plan", "from offload._native import queue"),
+        ("offload.integrations.deepspeed", "from offload.engine.session import Engine"),
+        ("offload.integrations.deepspeed", "from offload import config"),
+        ("offload.engine.session", "from offload.sim import predict"),
+    ],
+)
+def test_what_is_forbidden_is_seen(module: str, source: str):
+    assert violations(module, source)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("offload.engine.session", "from offload.engine.machine import Machine\nfrom offload.measure import probe"),
+        ("offload.sim.executor", "from offload.engine.machine import Run\nfrom offload.plan import Plan"),
+        ("offload.optim.adamw", "from offload.sim.predict import predict"),
+        ("offload.integrations.deepspeed", "import offload\nfrom offload import AdamW, errors_of"),
+        ("offload.integrations.deepspeed", "from offload.integrations.shared import x"),
+        (
+            "offload.tiers.file",
+            "import os\nfrom offload._native import FileTier\nfrom offload.errors import TierError",
+        ),
+    ],
+)
+def test_what_is_allowed_is_let_pass(module: str, source: str):
+    assert not violations(module, source)
+
+
+def test_deciding_code_cannot_observe_the_world():
+    """No clock, no I/O, no threads, no randomness: nothing but these modules and the layers below."""
+    for where in PURE:
+        path = PACKAGE / where
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            tree = ast.parse(file.read_text())
+            tops = {name.split(".")[0] for name in imported(tree)} - {"offload"}
+            assert tops <= PURE_MAY_IMPORT, f"{file.name} imports {sorted(tops - PURE_MAY_IMPORT)}"
+            calls = {
+                node.func.id
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            }
+            seen = calls & {"open", "print", "input", "exec", "eval", "__import__", "id", "hash"}
+            assert not seen, f"{file.name} calls {sorted(seen)}"
+
+
+def test_no_assert_in_the_package():
+    for module, source in sources():
+        asserts = [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
+        assert not asserts, f"{module} asserts in lines {asserts}; use offload.errors.invariant"

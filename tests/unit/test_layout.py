@@ -1,0 +1,142 @@
+"""Parameters to subgroups to tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.errors import ConfigError, InternalError
+from offload.layout import (
+    SECTOR_NUMEL,
+    Layout,
+    Parameter,
+    Segment,
+    build_layout,
+    check_layout,
+    check_subgroup_numel,
+    extend_layout,
+)
+from offload.protocols import SECTOR_BYTES, DtypeCode, TileId
+
+DTYPES = [DtypeCode.BFLOAT16, DtypeCode.FLOAT16, DtypeCode.FLOAT32]
+
+parameter_lists = st.lists(
+    st.tuples(st.integers(0, 20_000), st.sampled_from(DTYPES), st.integers(0, 3)), max_size=12
+).map(lambda rows: [Parameter(f"p{i}", *row) for i, row in enumerate(rows)])
+
+
+def test_one_small_parameter():
+    layout = build_layout([Parameter("p", 1, DtypeCode.BFLOAT16, 0)], 1 << 20)
+    (subgroup,) = layout.subgroups
+    assert subgroup.numel == SECTOR_NUMEL
+    assert subgroup.segments == (Segment(0, 0, 0, 1),)
+    assert subgroup.tensors == ("master", "exp_avg", "exp_avg_sq")
+    assert subgroup.state_bytes == layout.state_bytes == layout.max_subgroup_bytes == 3 * SECTOR_BYTES
+    assert [tile for tile, _, _ in subgroup.tiles] == [TileId(0, tensor, 0) for tensor in range(3)]
+
+
+def test_fp32_weight_is_its_master():
+    layout = build_layout([Parameter("p", 1, DtypeCode.FLOAT32, 0)], 1 << 20)
+    assert layout.subgroups[0].tensors == ("exp_avg", "exp_avg_sq")
+    assert layout.state_bytes == 2 * SECTOR_BYTES
+
+
+def test_equal_subgroups_rather_than_a_short_last_one():
+    layout = build_layout([Parameter("p", 9 * 1024, DtypeCode.BFLOAT16, 0)], 8 * 1024)
+    assert [subgroup.numel for subgroup in layout.subgroups] == [5 * 1024, 4 * 1024]
+
+
+def test_frozen_and_empty_parameters_have_no_segments():
+    layout = build_layout([Parameter("p", 0, DtypeCode.BFLOAT16, 0)], 1024)
+    assert layout.subgroups == ()
+    assert layout.places == ((),)
+    assert layout.state_bytes == layout.max_subgroup_bytes == 0
+
+
+def test_input_that_cannot_be_used():
+    twice = [Parameter("p", 1, DtypeCode.BFLOAT16, 0), Parameter("p", 1, DtypeCode.BFLOAT16, 0)]
+    with pytest.raises(ConfigError, match="'p'"):
+        build_layout(twice, 1024)
+    with pytest.raises(ConfigError, match="subgroup_numel: 1023"):
+        build_layout([], 1023)
+    assert check_subgroup_numel(2047) == 1024
+    layout = build_layout(twice[:1], 1024)
+    with pytest.raises(ConfigError, match="'p'"):
+        extend_layout(layout, twice[:1], 1024)
+
+
+@settings(max_examples=150, deadline=None)
+@given(parameter_lists, st.integers(1024, 9000), st.sampled_from([1, 4096, 10_000, 1 << 20]))
+def test_layout_covers_every_element_once(parameters, subgroup_numel, tile_bytes):
+    layout = build_layout(parameters, subgroup_numel, tile_bytes)
+    check_layout(layout)
+    seen = [bytearray(parameter.numel) for parameter in parameters]
+    for subgroup in layout.subgroups:
+        assert subgroup.numel <= subgroup_numel
+        assert subgroup.segments, "a subgroup of nothing"
+        used = bytearray(subgroup.numel)
+        for segment in subgroup.segments:
+            parameter = parameters[segment.parameter]
+            assert (parameter.group, parameter.dtype) == (subgroup.group, subgroup.dtype)
+            assert segment.numel > 0
+            seen[segment.parameter][segment.start : segment.start + segment.numel] = b"\1" * segment.numel
+            assert not any(used[segment.offset : segment.offset + segment.numel])
+            used[segment.offset : segment.offset + segment.numel] = b"\1" * segment.numel
+        assert len(used) == subgroup.numel
+    assert all(all(elements) for elements in seen)
+    for index, places in enumerate(layout.places):
+        found = [layout.subgroups[subgroup].segments[position] for subgroup, position in places]
+        assert [segment.parameter for segment in found] == [index] * len(found)
+        assert sum(segment.numel for segment in found) == parameters[index].numel
+    assert layout.index_by_name == {parameter.name: i for i, parameter in enumerate(parameters)}
+
+
+@settings(max_examples=150, deadline=None)
+@given(parameter_lists, st.integers(1024, 9000), st.sampled_from([1, 4096, 10_000, 1 << 20]))
+def test_tiles_cut_each_tensor_into_aligned_pieces(parameters, subgroup_numel, tile_bytes):
+    for subgroup in build_layout(parameters, subgroup_numel, tile_bytes).subgroups:
+        at = 0
+        for tile, offset, nbytes in subgroup.tiles:
+            assert tile.subgroup == subgroup.index
+            assert offset == at, "tiles leave a gap or overlap"
+            assert 0 < nbytes <= max(-(-tile_bytes // SECTOR_BYTES) * SECTOR_BYTES, SECTOR_BYTES)
+            assert nbytes % SECTOR_BYTES == 0
+            assert tile.tensor == offset // subgroup.tensor_bytes, "a tile crosses tensors"
+            at += nbytes
+        assert at == subgroup.state_bytes
+        assert len({tile for tile, _, _ in subgroup.tiles}) == len(subgroup.tiles)
+
+
+@settings(max_examples=60, deadline=None)
+@given(parameter_lists, parameter_lists, st.integers(1024, 9000), st.integers(1024, 9000))
+def test_extending_keeps_what_was_there(parameters, added, subgroup_numel, other_numel):
+    layout = build_layout(parameters, subgroup_numel)
+    added = [dataclasses.replace(parameter, name="more " + parameter.name) for parameter in added]
+    longer = extend_layout(layout, added, other_numel)
+    check_layout(longer)
+    assert longer.subgroups[: len(layout.subgroups)] == layout.subgroups
+    assert longer.parameters == (*parameters, *added)
+    assert longer.places[: len(parameters)] == layout.places
+    assert extend_layout(layout, [], other_numel) == layout
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: dataclasses.replace(s, index=3), "numbered"),
+        (lambda s: dataclasses.replace(s, numel=1025), "whole sectors"),
+        (lambda s: dataclasses.replace(s, group=9), "another group"),
+        (lambda s: dataclasses.replace(s, dtype=DtypeCode.FLOAT32), "another dtype"),
+        (lambda s: dataclasses.replace(s, segments=s.segments[:1]), "elements covered"),
+        (lambda s: dataclasses.replace(s, segments=s.segments[::-1]), "not covered in order|overlap"),
+        (lambda s: dataclasses.replace(s, segments=(Segment(0, 0, 3, 100), *s.segments[1:])), "unaligned segment"),
+    ],
+)
+def test_check_finds_what_is_wrong(change, message):
+    parameters = [Parameter("a", 100, DtypeCode.BFLOAT16, 0), Parameter("b", 100, DtypeCode.BFLOAT16, 0)]
+    layout = build_layout(parameters, 1024)
+    with pytest.raises(InternalError, match=message):
+        check_layout(Layout(layout.parameters, (change(layout.subgroups[0]),)))
