@@ -1,1 +1,40 @@
-""""""
+"""A simulated world for the engine: clock, lanes, bytes and faults; a checker; predictions."""
+
+from offload.sim.checker import CheckedExecutor
+from offload.sim.data import SimData, SimStore, StoredTile, mix
+from offload.sim.executor import Disorder, Interval, SimExecutor
+from offload.sim.faults import (
+    CorruptPayload,
+    Crash,
+    FailOperation,
+    Fault,
+    MisdirectedWrite,
+    PathFull,
+    ShortTransfer,
+    SimulatedCrash,
+    SlowLane,
+    StuckOperation,
+    random_faults,
+)
+
+__all__ = [
+    "CheckedExecutor",
+    "CorruptPayload",
+    "Crash",
+    "Disorder",
+    "FailOperation",
+    "Fault",
+    "Interval",
+    "MisdirectedWrite",
+    "PathFull",
+    "ShortTransfer",
+    "SimData",
+    "SimExecutor",
+    "SimStore",
+    "SimulatedCrash",
+    "SlowLane",
+    "StoredTile",
+    "StuckOperation",
+    "mix",
+    "random_faults",
+]

@@ -1,0 +1,381 @@
+"""An independent checker: sees only the operations that are issued and the events that are reported.
+
+It is written from the rules below and shares no decision with `offload.engine.machine`: it never asks what should
+be done next, only whether what is done may be done. It serves every executor, simulated or live.
+
+Rules:
+  1. An operation has an id of its own and is reported once.
+  2. A visit runs once in its sweep. A sweep ends well only if each of its visits has run and ended well.
+  3. A visit runs on the whole newest state, unless its subgroup is fresh or the visit overwrites it; `fresh` is
+     set for exactly the subgroups that no visit has changed.
+  4. A staging slot has one owner and a subgroup one slot. Nothing touches memory that an operation in flight
+     uses, but for writes side by side.
+  5. A staging slot changes hands only if its owner's newest state is whole on storage, or its owner is fresh.
+  6. A read takes a tile of the newest whole version from where it lies, by its step and checksum, into its place.
+  7. A write takes a changed tile in its newest version from its place, under the step of its change, to bytes of
+     a store that hold nothing of any newest whole version, nothing of a newer one that is arriving, and nothing
+     in flight; within the path's limit; not on a path that has failed a write.
+  8. Bytes in flight stay within the staging memory; bytes on the paths within `Plan.storage_bytes` (space on a
+     path that has failed is given up: of it only what is live counts).
+  9. After a fatal error (a failed run or read, `Stop`) nothing new is issued. A failed write is issued again
+     before anything else, or nothing more is.
+
+Non-goals: whether an order is good, whether anything happens at all (a run that never ends breaks no rule).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from offload.engine.index import Location, Record
+from offload.engine.loop import Executor
+from offload.engine.machine import (
+    Begin,
+    Done,
+    Event,
+    Failed,
+    Operation,
+    ReadTile,
+    Run,
+    Stop,
+    Sweep,
+    Visit,
+    WriteTile,
+)
+from offload.errors import InternalError, TierError
+from offload.plan.budget import Plan
+from offload.protocols import SECTOR_BYTES, TileId
+
+STORY_LENGTH = 60
+"""Operations and events that a violation tells of."""
+
+
+@dataclass(slots=True)
+class _Subgroup:
+    """What is known of one subgroup.
+
+    Attributes:
+        version: How often visits have changed it; 0 while fresh.
+        step: Step of its last change.
+        slot: Its staging slot.
+        held: Tiles of the newest version that lie in that slot.
+        stored: Version that is whole on storage, and where its tiles lie.
+        arriving: Tiles of the newest version that are on storage while not all are.
+    """
+
+    version: int = 0
+    step: int = 0
+    slot: int | None = None
+    held: set[TileId] = field(default_factory=set)
+    stored_version: int = 0
+    stored: dict[TileId, Record] = field(default_factory=dict)
+    arriving: dict[TileId, Record] = field(default_factory=dict)
+    reads: dict[TileId, int] = field(default_factory=dict)
+    writes: dict[TileId, int] = field(default_factory=dict)
+    run: int | None = None
+
+
+class _Extents:
+    """Byte ranges in use on one path, none overlapping."""
+
+    __slots__ = ("end", "failed", "limit", "starts", "stops", "used")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.starts: list[int] = []
+        self.stops: dict[int, int] = {}
+        self.used = 0
+        self.end = 0
+        self.failed = False
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        position = bisect_left(self.starts, stop)
+        return position > 0 and self.stops[self.starts[position - 1]] > start
+
+    def take(self, start: int, stop: int) -> None:
+        insort(self.starts, start)
+        self.stops[start] = stop
+        self.used += stop - start
+        self.end = max(self.end, stop)
+
+    def leave(self, start: int) -> None:
+        self.starts.pop(bisect_left(self.starts, start))
+        self.used -= self.stops.pop(start) - start
+
+
+class CheckedExecutor:
+    """Passes everything on to another executor and verifies that it keeps the rules.
+
+    Events are handed on one by one, so that each operation is judged by what was known when it was issued.
+
+    Args:
+        inner: The executor that does the work.
+        plan: What the operations belong to.
+    """
+
+    def __init__(self, inner: Executor, plan: Plan) -> None:
+        self.moved: list[int] = []
+        """Subgroups whose changing visit has ended well in the current (or last) sweep, in that order."""
+        self._inner = inner
+        self._plan = plan
+        self._events: deque[Event] = deque()
+        self._story: deque[str | Operation | Event] = deque(maxlen=STORY_LENGTH)
+        self._places = [
+            {tile: (offset, nbytes) for tile, offset, nbytes in subgroup.tiles} for subgroup in plan.layout.subgroups
+        ]
+        self._subgroups = [_Subgroup() for _ in plan.layout.subgroups]
+        self._owners: list[int | None] = [None] * plan.staging_slots
+        self._extents = [_Extents(path.available_bytes) for path in plan.budgets.paths]
+        self._flying: dict[int, Operation] = {}
+        self._flying_bytes = 0
+        self._last_op = 0
+        self._sweep: Sweep | None = None
+        self._visits: dict[int, Visit] = {}  # of the sweep; not yet run
+        self._unended: dict[int, None] = {}  # run or not, not yet ended well
+        self._steps: dict[int, int] = {}
+        self._fatal: Exception | None = None
+        self._again: dict[TileId, None] = {}  # tiles whose write has failed and was not issued again
+
+    # The two faces --------------------------------------------------------------------------------------------
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Verify operations, then pass them on.
+
+        Raises:
+            InternalError: If a rule is broken; notes tell the story.
+        """
+        for operation in operations:
+            self._issued(operation)
+        self._inner.submit(operations)
+
+    def wait(self) -> list[Event]:
+        """Return the next event of the inner executor.
+
+        Raises:
+            InternalError: If a rule is broken; notes tell the story.
+        """
+        while not self._events:
+            self._events.extend(self._inner.wait())
+        event = self._events.popleft()
+        self.observe(event)
+        return [event]
+
+    def observe(self, event: Event) -> None:
+        """Take in an event that reaches the machine on another way."""
+        self._story.append(event)
+        match event:
+            case Begin(sweep):
+                self._begin(sweep)
+            case Done(op, checksum):
+                self._done(self._land(op), checksum)
+            case Failed(op, error):
+                self._failed(self._land(op), error)
+            case Stop(error):
+                self._fatal = self._fatal or error
+
+    def ended(self, *, well: bool) -> None:
+        """Verify how the sweep that was begun last has ended, by what the engine says.
+
+        Args:
+            well: Whether the engine takes it as applied.
+
+        Raises:
+            InternalError: If it is said to have ended well and has not; notes tell the story.
+        """
+        self._require(not (well and self._unended), "2: a sweep ends well before each of its visits")
+        self._sweep = None
+
+    # Issuing --------------------------------------------------------------------------------------------------
+
+    def _issued(self, operation: Operation) -> None:
+        self._story.append(operation)
+        self._require(operation.op > self._last_op, "1: an operation's id is not new")
+        self._last_op = operation.op
+        again = isinstance(operation, WriteTile) and operation.tile in self._again
+        if not again:
+            self._require(self._fatal is None, "9: an operation after a fatal error")
+            self._require(not self._again, "9: an operation before a failed write is issued again")
+        if isinstance(operation, Run):
+            self._issued_run(operation)
+        else:
+            place = self._places[operation.tile.subgroup].get(operation.tile)
+            expected = (operation.buffer_offset, operation.record.location.nbytes)
+            self._require(place == expected, "6, 7: a tile is not where the layout puts it")
+            self._require(not self._plan.resident[operation.tile.subgroup], "4: a transfer of resident state")
+            self._require(0 <= operation.slot < len(self._owners), "4: there is no such staging slot")
+            self._flying_bytes += operation.record.location.nbytes
+            self._require(self._flying_bytes <= self._plan.staging_bytes, "8: too many bytes in flight")
+            if isinstance(operation, ReadTile):
+                self._issued_read(operation)
+            else:
+                self._issued_write(operation)
+        self._flying[operation.op] = operation
+
+    def _issued_run(self, run: Run) -> None:
+        subgroup = self._subgroups[run.visit.subgroup]
+        self._require(self._sweep is not None and run.sweep == self._sweep.number, "2: a visit of another sweep")
+        self._require(self._visits.pop(run.visit.subgroup, None) == run.visit, "2: a visit that is not due")
+        self._require(run.fresh == (subgroup.version == 0), "3: a wrong word on whether the state is fresh")
+        self._require(subgroup.run is None, "4: two visits at once on a subgroup")
+        if self._plan.resident[run.visit.subgroup]:
+            self._require(run.slot is None, "4: resident state in a staging slot")
+        else:
+            self._require(run.slot is not None and 0 <= run.slot < len(self._owners), "4: no staging slot")
+            if run.slot is not None and subgroup.slot != run.slot:
+                self._take_slot(run.visit.subgroup, run.slot)
+            self._require(not subgroup.reads and not subgroup.writes, "4: a visit amid transfers of its slot")
+            if not run.fresh and not run.visit.overwrites:
+                whole = len(subgroup.held) == len(self._places[run.visit.subgroup])
+                self._require(whole, "3: a visit before all of the newest state is there")
+        subgroup.run = run.op
+
+    def _issued_read(self, read: ReadTile) -> None:
+        subgroup = self._subgroups[read.tile.subgroup]
+        if subgroup.slot != read.slot:
+            self._take_slot(read.tile.subgroup, read.slot)
+        self._require(subgroup.run is None, "4: a read into a slot that a visit works on")
+        self._require(not subgroup.writes, "4: a read into a slot that is being written from")
+        self._require(read.tile not in subgroup.reads, "4: two reads into one place")
+        self._require(subgroup.version > 0, "6: a read of state that was never changed")
+        self._require(subgroup.stored_version == subgroup.version, "6: a read of a version that is not the newest")
+        self._require(subgroup.stored.get(read.tile) == read.record, "6: a read from a wrong place or version")
+        subgroup.held.discard(read.tile)
+        subgroup.reads[read.tile] = read.op
+
+    def _issued_write(self, write: WriteTile) -> None:
+        subgroup = self._subgroups[write.tile.subgroup]
+        location = write.record.location
+        self._again.pop(write.tile, None)
+        self._require(subgroup.slot == write.slot, "4: a write from a slot that is not its subgroup's")
+        self._require(subgroup.run is None, "4: a write from a slot that a visit works on")
+        self._require(not subgroup.reads, "4: a write from a slot that is being read into")
+        self._require(write.tile not in subgroup.writes, "7: two writes of one tile")
+        self._require(write.tile in subgroup.held, "7: a write of what is not the newest state")
+        self._require(subgroup.version > subgroup.stored_version, "7: a write of state that is on storage")
+        self._require(write.tile not in subgroup.arriving, "7: a second write of a tile that has arrived")
+        self._require(write.record.step == subgroup.step, "7: a write under another step than that of its change")
+        self._require(0 <= location.path < len(self._extents), "7: there is no such path")
+        extents = self._extents[location.path]
+        start, stop = location.offset, location.offset + SECTOR_BYTES + location.nbytes
+        self._require(start >= 0 and start % SECTOR_BYTES == 0, "7: a slot that is not aligned")
+        self._require(stop <= extents.limit, "7: a write beyond its path's limit")
+        self._require(not extents.failed, "7: a write to a path that has failed a write")
+        self._require(not extents.overlaps(start, stop), "7: a write over bytes that are in use")
+        extents.take(start, stop)
+        bytes_used = sum(path.used if path.failed else path.end for path in self._extents)
+        if bytes_used > self._plan.storage_bytes:
+            # What lies on a path that has failed cannot be moved; elsewhere the plan's bound still holds.
+            bytes_used = sum(path.used for path in self._extents)
+            some_failed = any(path.failed for path in self._extents)
+            self._require(some_failed and bytes_used <= self._plan.storage_bytes, "8: more storage than planned")
+        subgroup.writes[write.tile] = write.op
+
+    def _take_slot(self, number: int, slot: int) -> None:
+        subgroup = self._subgroups[number]
+        if subgroup.slot is not None:
+            self._give_up(subgroup.slot)
+        if self._owners[slot] is not None:
+            self._give_up(slot)
+        self._owners[slot] = number
+        subgroup.slot = slot
+
+    def _give_up(self, slot: int) -> None:
+        owner = self._owners[slot]
+        if owner is None:
+            return
+        subgroup = self._subgroups[owner]
+        idle = subgroup.run is None and not subgroup.reads and not subgroup.writes
+        self._require(idle, "4: a slot changes hands while operations use it")
+        self._require(subgroup.stored_version == subgroup.version, "5: a slot changes hands with unsaved state")
+        subgroup.slot = None
+        subgroup.held.clear()
+        self._owners[slot] = None
+
+    # Reporting ------------------------------------------------------------------------------------------------
+
+    def _begin(self, sweep: Sweep) -> None:
+        broken = self._fatal is not None or self._again
+        self._require(broken or not self._unended, "2: a sweep begins before the last one's visits have ended")
+        self._sweep = sweep
+        self._steps[sweep.number] = sweep.step
+        self._visits = {visit.subgroup: visit for visit in sweep.visits}
+        self._unended = dict.fromkeys(self._visits)
+        self.moved = []
+
+    def _land(self, op: int) -> Operation:
+        operation = self._flying.pop(op, None)
+        if operation is None:
+            raise self._violation("1: an operation is reported that is not in flight")
+        if not isinstance(operation, Run):
+            self._flying_bytes -= operation.record.location.nbytes
+        return operation
+
+    def _done(self, operation: Operation, checksum: int) -> None:
+        match operation:
+            case ReadTile(tile=tile):
+                subgroup = self._subgroups[tile.subgroup]
+                del subgroup.reads[tile]
+                subgroup.held.add(tile)
+            case WriteTile(tile=tile, record=record):
+                subgroup = self._subgroups[tile.subgroup]
+                del subgroup.writes[tile]
+                subgroup.arriving[tile] = Record(record.location, record.step, checksum)
+                if len(subgroup.arriving) == len(self._places[tile.subgroup]):
+                    self._leave(subgroup.stored)
+                    subgroup.stored, subgroup.arriving = subgroup.arriving, {}
+                    subgroup.stored_version = subgroup.version
+            case Run(visit=visit):
+                subgroup = self._subgroups[visit.subgroup]
+                subgroup.run = None
+                if operation.sweep in self._steps and self._sweep and operation.sweep == self._sweep.number:
+                    self._unended.pop(visit.subgroup, None)
+                if visit.changes:
+                    self.moved.append(visit.subgroup)
+                    subgroup.version += 1
+                    subgroup.step = self._steps[operation.sweep]
+                    subgroup.held = set(self._places[visit.subgroup])
+                    self._leave(subgroup.arriving)
+                    subgroup.arriving = {}
+
+    def _failed(self, operation: Operation, error: Exception) -> None:
+        match operation:
+            case WriteTile(tile=tile, record=record):
+                del self._subgroups[tile.subgroup].writes[tile]
+                self._extents[record.location.path].leave(record.location.offset)
+                if isinstance(error, TierError):
+                    self._extents[record.location.path].failed = True
+                    self._again[tile] = None
+                else:
+                    self._fatal = self._fatal or error
+            case ReadTile(tile=tile):
+                del self._subgroups[tile.subgroup].reads[tile]
+                self._fatal = self._fatal or error
+            case Run(visit=visit):
+                self._subgroups[visit.subgroup].run = None
+                self._fatal = self._fatal or error
+
+    def _leave(self, records: dict[TileId, Record]) -> None:
+        for record in records.values():
+            self._extents[record.location.path].leave(record.location.offset)
+
+    # Violations -----------------------------------------------------------------------------------------------
+
+    def stored(self) -> dict[TileId, tuple[Location, int, int]]:
+        """Return where each tile of the newest whole versions lies, with its step and checksum."""
+        return {
+            tile: (record.location, record.step, record.checksum)
+            for subgroup in self._subgroups
+            for tile, record in subgroup.stored.items()
+        }
+
+    def _require(self, condition: object, rule: str) -> None:
+        if not condition:
+            raise self._violation(rule)
+
+    def _violation(self, rule: str) -> InternalError:
+        error = InternalError(f"rule {rule} (this is a bug in offload, please report it)")
+        error.add_note("last operations and events:\n  " + "\n  ".join(f"{what!r:.300}" for what in self._story))
+        return error

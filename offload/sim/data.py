@@ -1,0 +1,184 @@
+"""Bytes for a simulated run: staging slots, resident state and what every path holds, in memory.
+
+The model is unkind on purpose, so that a rule that is broken shows in the bytes: a buffer holds rubbish from the
+moment a read into it starts until it ends; a slot of a store is unreadable from the moment a write to it starts;
+a write takes its payload, and a visit its state, at the last moment.
+
+What a crash leaves is `SimStore.crash`: everything synced that was not written to since, and of the unsynced
+writes some, chosen by the seed.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.engine.machine import ReadTile, Run, WriteTile
+from offload.errors import CorruptRecordError
+from offload.layout import STATE_ITEM_BYTES
+from offload.plan.budget import Plan
+from offload.protocols import TileId
+
+State = npt.NDArray[np.uint32]
+
+Update = Callable[[Run, State], None]
+"""Works on the whole state of a run's subgroup, in place; its words are whatever the callable takes them for."""
+
+RUBBISH = 0xDEADBEEF
+_MASK = 0xFFFFFFFF
+
+
+def mix(run: Run, state: State) -> None:
+    """Stand in for an update: every word depends on its place and on all sweeps that changed it, in order."""
+    if not run.visit.changes:
+        return
+    if run.fresh or run.visit.overwrites:
+        state[:] = np.arange(state.size, dtype=np.uint32)
+        state *= np.uint32(2654435761)
+        state += np.uint32(run.visit.subgroup)
+    state *= np.uint32(1664525)
+    state += np.uint32((1013904223 + 40503 * run.sweep) & _MASK)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTile:
+    """What one slot of a store holds: the header's identity and the payload."""
+
+    tile: TileId
+    step: int
+    checksum: int
+    payload: bytes
+
+
+class SimStore:
+    """Slots of one path by byte offset; None where a write has started and not ended."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, StoredTile | None] = {}
+        self._durable: dict[int, StoredTile | None] = {}
+
+    def sync(self) -> None:
+        """Make everything written so far survive a crash."""
+        self._durable = dict(self.slots)
+
+    def crash(self, rng: random.Random) -> None:
+        """Lose unsynced writes: each slot written since the last sync holds the old, the new, or neither."""
+        for offset in sorted(self.slots.keys() | self._durable.keys()):
+            now, before = self.slots.get(offset), self._durable.get(offset)
+            if now is not before:
+                self.slots[offset] = rng.choice((now, before, None))
+        self._durable = dict(self.slots)
+
+
+class SimData:
+    """Memory and stores of one simulated session.
+
+    Args:
+        plan: Says which memory there is.
+        update: What a run does to a subgroup's state.
+    """
+
+    def __init__(self, plan: Plan, update: Update = mix) -> None:
+        self.plan = plan
+        self.update = update
+        words = plan.slot_bytes // STATE_ITEM_BYTES
+        self.staging = [np.full(words, RUBBISH, np.uint32) for _ in range(plan.staging_slots)]
+        self.resident = {
+            subgroup.index: np.full(subgroup.state_bytes // STATE_ITEM_BYTES, RUBBISH, np.uint32)
+            for subgroup in plan.layout.subgroups
+            if plan.resident[subgroup.index]
+        }
+        self.stores = [SimStore() for _ in plan.budgets.paths]
+
+    def sync(self) -> None:
+        """Make everything written so far, on all paths, survive a crash."""
+        for store in self.stores:
+            store.sync()
+
+    def crash(self, rng: random.Random) -> None:
+        """Lose unsynced writes on all paths."""
+        for store in self.stores:
+            store.crash(rng)
+
+    def begin_read(self, operation: ReadTile) -> None:
+        """Let a read start: the buffer's content is lost."""
+        self._buffer(operation)[:] = RUBBISH
+
+    def end_read(self, operation: ReadTile) -> None:
+        """Let a read end: verify the slot as a tier does, then fill the buffer.
+
+        Raises:
+            CorruptRecordError: If the slot does not hold this tile in this version with this checksum.
+        """
+        record, location = operation.record, operation.record.location
+        found = self.stores[location.path].slots.get(location.offset)
+        if found is None:
+            problem = "the slot holds no record"
+        elif (found.tile, found.step) != (operation.tile, record.step):
+            problem = f"the slot holds {found.tile} of step {found.step}"
+        elif found.checksum != record.checksum or zlib.crc32(found.payload) != record.checksum:
+            problem = "checksum differs"
+        elif len(found.payload) != location.nbytes:
+            problem = f"the slot holds {len(found.payload)} bytes"
+        else:
+            self._buffer(operation)[:] = np.frombuffer(found.payload, np.uint32)
+            return
+        raise CorruptRecordError(
+            "read",
+            tier="simulated",
+            path=self.plan.budgets.paths[location.path].name,
+            offset=location.offset,
+            detail=f"{operation.tile} of step {record.step}: {problem}",
+        )
+
+    def begin_write(self, operation: WriteTile) -> None:
+        """Let a write start: what its slot held is lost."""
+        location = operation.record.location
+        self.stores[location.path].slots[location.offset] = None
+
+    def end_write(self, operation: WriteTile, *, flip_bit: bool = False, misdirect: bool = False) -> int:
+        """Let a write end well, as far as the tier can tell, and return the checksum it reports.
+
+        Args:
+            operation: The write.
+            flip_bit: Whether a bit of the payload flips on the medium.
+            misdirect: Whether it lands in the store's first other slot (or past all, if there is none).
+        """
+        location = operation.record.location
+        slots = self.stores[location.path].slots
+        payload = self._buffer(operation).tobytes()
+        checksum = zlib.crc32(payload)
+        if flip_bit:
+            payload = bytes((payload[0] ^ 1,)) + payload[1:]
+        offset = location.offset
+        if misdirect:
+            others = [other for other in sorted(slots) if other != offset]
+            offset = others[0] if others else offset + (1 << 40)
+        slots[offset] = StoredTile(operation.tile, operation.record.step, checksum, payload)
+        return checksum
+
+    def begin_run(self, run: Run) -> None:
+        """Let a visit start: where it is to fill the state, the memory holds rubbish."""
+        if run.fresh or run.visit.overwrites:
+            self._state(run)[:] = RUBBISH
+
+    def end_run(self, run: Run) -> None:
+        """Let a visit end: do its work."""
+        self.update(run, self._state(run))
+
+    def _buffer(self, operation: ReadTile | WriteTile) -> npt.NDArray[Any]:
+        start = operation.buffer_offset // STATE_ITEM_BYTES
+        numel = operation.record.location.nbytes // STATE_ITEM_BYTES
+        return self.staging[operation.slot][start : start + numel]
+
+    def _state(self, run: Run) -> State:
+        subgroup = run.visit.subgroup
+        if run.slot is None:
+            return self.resident[subgroup]
+        return self.staging[run.slot][: self.plan.layout.subgroups[subgroup].state_bytes // STATE_ITEM_BYTES]

@@ -1,0 +1,327 @@
+"""The simulated executor: a virtual clock and a heap of completions in place of real lanes.
+
+A lane is a serial resource: each path's reads, each path's writes, the CPU. An operation takes the lane's latency
+and its bytes over the lane's rate, after what was given to the lane before it. Two fidelities: timing only, and,
+given `SimData`, with bytes. Same arguments, same run.
+
+Invariants:
+  * an operation is reported once, or (stuck) never;
+  * virtual time never goes back.
+
+Non-goals: contention between lanes (memory bandwidth, one disk's reads against its writes), a host slower than
+its lanes.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from offload.engine.machine import Done, Event, Failed, Operation, ReadTile, Run, Stop, WriteTile
+from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
+from offload.plan.budget import Plan
+from offload.plan.rates import Rates
+from offload.sim.data import SimData
+from offload.sim.faults import (
+    CorruptPayload,
+    Crash,
+    FailOperation,
+    Fault,
+    MisdirectedWrite,
+    PathFull,
+    ShortTransfer,
+    SimulatedCrash,
+    SlowLane,
+    StuckOperation,
+)
+
+_OperationFault = FailOperation | ShortTransfer | StuckOperation | CorruptPayload | MisdirectedWrite
+
+
+class Interval(NamedTuple):
+    """One operation on a lane, for timelines.
+
+    Attributes:
+        lane: "cpu", or "read:<path>" and "write:<path>" with the path's number.
+        label: What it worked on.
+        started_s: When the lane took it up, in virtual seconds.
+        finished_s: When it was through.
+        nbytes: Bytes of state that were moved or updated.
+    """
+
+    lane: str
+    label: str
+    started_s: float
+    finished_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disorder:
+    """How far a simulated run strays from even lanes; what a real machine does by itself.
+
+    Attributes:
+        jitter: Each duration is stretched by a random part of this factor: 0.5 for up to half as long again.
+        servers: Operations that each lane works on at once, every one at its share of the lane's rate; above 1
+            they may finish in another order than they were given.
+        lag_s: How long the engine takes to look; everything that ends meanwhile is reported together.
+    """
+
+    jitter: float = 0.0
+    servers: int = 1
+    lag_s: float = 0.0
+
+
+ORDERLY = Disorder()
+
+
+class _Lane:
+    __slots__ = ("busy_s", "free_s", "latency_s", "name", "nbytes", "s_per_byte")
+
+    def __init__(self, name: str, bytes_per_s: float, latency_s: float, servers: int) -> None:
+        self.name = name
+        self.latency_s = latency_s
+        self.s_per_byte = servers / bytes_per_s
+        self.free_s = [0.0] * servers
+        self.busy_s = 0.0
+        self.nbytes = 0
+
+
+class SimExecutor:
+    """Runs operations on a virtual clock; an `offload.engine.loop.Executor`.
+
+    Args:
+        plan: What the operations belong to.
+        rates: Speed of every lane; one entry for each path of the plan.
+        faults: What goes wrong.
+        seed: Where all randomness comes from.
+        data: Bytes, or None for timing only.
+        disorder: How uneven the lanes are.
+
+    Raises:
+        ConfigError: If `rates` has not one entry for each path, or a fault needs data and there is none.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rates: Rates,
+        faults: Sequence[Fault] = (),
+        seed: int = 0,
+        data: SimData | None = None,
+        disorder: Disorder = ORDERLY,
+    ) -> None:
+        if len(rates.paths) != len(plan.budgets.paths):
+            allowed = f"give one entry for each of the plan's {len(plan.budgets.paths)} paths"
+            raise ConfigError("rates.paths", len(rates.paths), allowed)
+        self.now_s = 0.0
+        self.record_timeline = True
+        """Whether operations that start are added to the timeline."""
+        self.data = data
+        self.events = 0
+        """Events reported so far."""
+        self._plan = plan
+        self._sizes = [subgroup.state_bytes for subgroup in plan.layout.subgroups]
+        self._disorder = disorder
+        self._rng = random.Random(seed)
+        servers = disorder.servers
+        self._cpu = _Lane("cpu", rates.cpu_bytes_per_s, 0.0, servers)
+        self._reads = [
+            _Lane(f"read:{number}", path.read_bytes_per_s, path.latency_s, servers)
+            for number, path in enumerate(rates.paths)
+        ]
+        self._writes = [
+            _Lane(f"write:{number}", path.write_bytes_per_s, path.latency_s, servers)
+            for number, path in enumerate(rates.paths)
+        ]
+        self._heap: list[tuple[float, int, Operation | Event, _OperationFault | PathFull | None]] = []
+        self._pushed = 0  # breaks ties in time: first given, first reported
+        self._out: dict[int, Operation] = {}
+        self._started: list[tuple[_Lane, Operation, float, float, int]] = []
+        self._counts: Counter[str] = Counter()
+        self._planned: dict[tuple[str, int], _OperationFault] = {}
+        self._full: list[PathFull] = []
+        self._slow: list[SlowLane] = []
+        self._crash_at: int | None = None
+        for fault in faults:
+            match fault:
+                case PathFull():
+                    self._full.append(fault)
+                case SlowLane():
+                    self._slow.append(fault)
+                case Crash(event):
+                    self._crash_at = event
+                case CorruptPayload(number) | MisdirectedWrite(number):
+                    if data is None:
+                        raise ConfigError("faults", fault, "give data: without bytes it would have no effect")
+                    self._planned["write", number] = fault
+                case FailOperation(kind, number) | ShortTransfer(kind, number) | StuckOperation(kind, number):
+                    self._planned[kind, number] = fault
+        self._even = disorder == ORDERLY and not faults and data is None
+
+    @property
+    def timeline(self) -> list[Interval]:
+        """All operations that were started while `record_timeline` was set, in that order."""
+        return [
+            Interval(lane.name, _label(operation), started_s, finished_s, nbytes)
+            for lane, operation, started_s, finished_s, nbytes in self._started
+        ]
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Virtual seconds that each lane has worked for, by name."""
+        return {lane.name: lane.busy_s for lane in self._lanes()}
+
+    @property
+    def lane_bytes(self) -> dict[str, int]:
+        """Bytes that each lane has been given, by name."""
+        return {lane.name: lane.nbytes for lane in self._lanes()}
+
+    def _lanes(self) -> list[_Lane]:
+        return [self._cpu, *self._reads, *self._writes]
+
+    def inject(self, event: Event, at_s: float | None = None) -> None:
+        """Have `wait` report an event that no lane makes, such as `Begin`; now or at a later virtual time."""
+        self._push(self.now_s if at_s is None else at_s, event, None)
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Give operations to their lanes."""
+        for operation in operations:
+            if isinstance(operation, Run):
+                lane = self._cpu
+                nbytes = self._sizes[operation.visit.subgroup]
+            else:
+                location = operation.record.location
+                nbytes = location.nbytes
+                lane = (self._reads if isinstance(operation, ReadTile) else self._writes)[location.path]
+            self._out[operation.op] = operation
+            if not self._even:
+                self._submit_uneven(operation, lane, nbytes)
+                continue
+            started_s = max(lane.free_s[0], self.now_s)
+            duration_s = lane.latency_s + nbytes * lane.s_per_byte
+            self._occupy(lane, 0, operation, started_s, duration_s, nbytes)
+            self._push(started_s + duration_s, operation, None)
+
+    def _submit_uneven(self, operation: Operation, lane: _Lane, nbytes: int) -> None:
+        server = min(range(len(lane.free_s)), key=lane.free_s.__getitem__)
+        started_s = max(lane.free_s[server], self.now_s)
+        duration_s = lane.latency_s + nbytes * lane.s_per_byte
+        if self._disorder.jitter:
+            duration_s *= 1 + self._disorder.jitter * self._rng.random()
+        for slow in self._slow:
+            if slow.lane == lane.name and started_s >= slow.from_s:
+                duration_s *= slow.factor
+        self._occupy(lane, server, operation, started_s, duration_s, nbytes)
+        kind = _kind(operation)
+        fault: _OperationFault | PathFull | None = self._planned.get((kind, self._counts[kind]))
+        self._counts[kind] += 1
+        if isinstance(operation, WriteTile):
+            path = operation.record.location.path
+            full = (f for f in self._full if f.path == path and started_s >= f.from_s)
+            fault = next(full, fault)
+        if self.data is not None:
+            match operation:
+                case ReadTile():
+                    self.data.begin_read(operation)
+                case WriteTile() if not isinstance(fault, MisdirectedWrite | PathFull):
+                    self.data.begin_write(operation)
+                case Run():
+                    self.data.begin_run(operation)
+        if not isinstance(fault, StuckOperation):
+            self._push(started_s + duration_s, operation, fault)
+
+    def _occupy(
+        self, lane: _Lane, server: int, operation: Operation, started_s: float, duration_s: float, nbytes: int
+    ) -> None:
+        lane.free_s[server] = started_s + duration_s
+        lane.busy_s += duration_s / len(lane.free_s)
+        lane.nbytes += nbytes
+        if self.record_timeline:
+            self._started.append((lane, operation, started_s, started_s + duration_s, nbytes))
+
+    def _push(self, at_s: float, what: Operation | Event, fault: _OperationFault | PathFull | None) -> None:
+        self._pushed += 1
+        heappush(self._heap, (at_s, self._pushed, what, fault))
+
+    def wait(self) -> list[Event]:
+        """Advance the clock to the next completion and report it, with all others of the same moment.
+
+        With operations out and none that will ever end, reports `Stop`, as the live executor's watchdog does.
+
+        Raises:
+            InternalError: If nothing is out and nothing was injected: a live engine would wait for ever.
+            SimulatedCrash: If the process dies here.
+        """
+        if not self._heap:
+            if not self._out:
+                raise InternalError(f"the engine waits at {self.now_s} s with nothing in flight")
+            operation = next(iter(self._out.values()))
+            self.events += 1
+            return [Stop(self._error(operation, TierError, "no answer"))]
+        until_s = self._heap[0][0] + self._disorder.lag_s
+        events: list[Event] = []
+        while self._heap and self._heap[0][0] <= until_s:
+            at_s, _, what, fault = heappop(self._heap)
+            if self.events == self._crash_at:
+                if self.data is not None:
+                    self.data.crash(self._rng)
+                raise SimulatedCrash(f"in place of event {self.events}, at {self.now_s} s")
+            self.now_s = max(self.now_s, at_s)
+            self.events += 1
+            if isinstance(what, ReadTile | WriteTile | Run):
+                del self._out[what.op]
+                events.append(self._end(what, fault))
+            else:
+                events.append(what)
+        self.now_s = max(self.now_s, until_s)
+        return events
+
+    def _end(self, operation: Operation, fault: _OperationFault | PathFull | None) -> Event:
+        match fault:
+            case FailOperation():
+                return Failed(operation.op, self._error(operation, TierError, "injected", fault.errno))
+            case ShortTransfer():
+                return Failed(operation.op, self._error(operation, TierError, "injected: short transfer"))
+            case PathFull():
+                return Failed(operation.op, self._error(operation, TierFullError, "injected", errno.ENOSPC))
+        if self.data is None:
+            return Done(operation.op)
+        match operation:
+            case ReadTile():
+                try:
+                    self.data.end_read(operation)
+                except CorruptRecordError as error:
+                    return Failed(operation.op, error)
+            case WriteTile():
+                flip_bit, misdirect = isinstance(fault, CorruptPayload), isinstance(fault, MisdirectedWrite)
+                checksum = self.data.end_write(operation, flip_bit=flip_bit, misdirect=misdirect)
+                return Done(operation.op, checksum)
+            case Run():
+                self.data.end_run(operation)
+        return Done(operation.op)
+
+    def _error(self, operation: Operation, kind: type[TierError], detail: str, errno: int | None = None) -> TierError:
+        detail = f"{_label(operation)}: {detail}"
+        if isinstance(operation, Run):
+            return kind("update", tier="host", path="cpu", detail=detail)
+        location = operation.record.location
+        path = self._plan.budgets.paths[location.path].name
+        verb = _kind(operation)
+        return kind(verb, tier="simulated", path=path, offset=location.offset, errno=errno, detail=detail)
+
+
+def _kind(operation: Operation) -> str:
+    return {ReadTile: "read", WriteTile: "write", Run: "run"}[type(operation)]
+
+
+def _label(operation: Operation) -> str:
+    if isinstance(operation, Run):
+        return f"subgroup {operation.visit.subgroup}"
+    tile = operation.tile
+    return f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"

@@ -1,0 +1,127 @@
+"""Faults as data: what goes wrong in a simulated run, and when.
+
+A fault names an operation by its kind and number (the first read is read 0), a path, a lane or a moment. It says
+what the world does, never how the engine should take it. `random_faults` draws some from a seed.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["read", "write", "run"]
+
+
+class SimulatedCrash(Exception):
+    """The simulated process has died; raised out of `SimExecutor.wait`.
+
+    Not an `OffloadError`: nothing in the product may handle it.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class FailOperation:
+    """Operation number `number` of a kind fails with `errno` (a run: with a kernel's failure)."""
+
+    kind: Kind
+    number: int
+    errno: int = errno.EIO
+
+
+@dataclass(frozen=True, slots=True)
+class ShortTransfer:
+    """A transfer moves only half its bytes, which the tier reports as an error."""
+
+    kind: Literal["read", "write"]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StuckOperation:
+    """An operation never reports back; what comes after it on its lane does."""
+
+    kind: Kind
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class CorruptPayload:
+    """Write number `number` reports success, but one bit of its payload flips on the medium; needs data."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MisdirectedWrite:
+    """Write number `number` reports success, but lands in another slot of its store; needs data."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PathFull:
+    """Every write that starts on a path at or after `from_s` fails with ENOSPC."""
+
+    path: int
+    from_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLane:
+    """What starts on a lane ("cpu", "read:0", "write:1", ...) at or after `from_s` takes `factor` times as long."""
+
+    lane: str
+    from_s: float
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """The process dies in place of reporting event number `event`; unsynced writes may be lost."""
+
+    event: int
+
+
+Fault = (
+    FailOperation | ShortTransfer | StuckOperation | CorruptPayload | MisdirectedWrite | PathFull | SlowLane | Crash
+)
+
+
+def random_faults(seed: int, *, paths: int, operations: int, span_s: float = 1.0) -> tuple[Fault, ...]:
+    """Return one to three faults.
+
+    Args:
+        seed: Same seed, same faults.
+        paths: Number of paths of the session.
+        operations: About how many operations of each kind the run has; faults are aimed among them.
+        span_s: About how long the run takes in virtual seconds.
+    """
+    rng = random.Random(seed)
+    return tuple(_random_fault(rng, paths, max(operations, 1), span_s) for _ in range(rng.choice((1, 1, 1, 2, 3))))
+
+
+def _random_fault(rng: random.Random, paths: int, operations: int, span_s: float) -> Fault:
+    number = rng.randrange(operations)
+    transfer: Literal["read", "write"] = rng.choice(("read", "write"))
+    lanes = ["cpu", *(f"{verb}:{path}" for verb in ("read", "write") for path in range(paths))]
+    match rng.randrange(9):
+        case 0:
+            return FailOperation("read", number)
+        case 1:
+            return FailOperation("write", number)
+        case 2:
+            return FailOperation("run", number)
+        case 3:
+            return ShortTransfer(transfer, number)
+        case 4:
+            return StuckOperation(rng.choice(("read", "write", "run")), number)
+        case 5:
+            return CorruptPayload(number)
+        case 6:
+            return MisdirectedWrite(number)
+        case 7 if paths:
+            return PathFull(rng.randrange(paths), rng.random() * span_s)
+        case _:
+            return SlowLane(rng.choice(lanes), rng.random() * span_s, rng.choice((3.0, 30.0, 1000.0)))

@@ -1,0 +1,288 @@
+"""Machines and indices that are wrong on purpose, each in one way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offload.engine.index import Location, Record, TileIndex
+from offload.engine.machine import Machine, ReadTile, Run, State, WriteTile
+
+
+class RunsBeforeTheLastTile(Machine):
+    def _done(self, operation, checksum):
+        if isinstance(operation, ReadTile):
+            subgroup = operation.tile.subgroup
+            if subgroup not in self._fetches:
+                return
+            if self._fetches[subgroup] == 2:
+                self._fetches[subgroup] = 1
+        super()._done(operation, checksum)
+
+
+class ReusesDirtySlot(Machine):
+    def _free_slot(self):
+        slot = super()._free_slot()
+        if slot is None and self._dirty:
+            owner = next(iter(self._dirty))
+            if self._states[owner] is State.DIRTY and owner not in self._pending:
+                slot = self._slots[owner]
+                del self._dirty[owner]
+                self._fresh[owner] = self.index.get(self.plan.layout.subgroups[owner].tiles[0][0]) is None
+                self._vacate(slot)
+        return slot
+
+
+class WritesInPlace(Machine):
+    def _write(self, tile, slot, offset, nbytes):
+        before = self.index.get(tile)
+        if before is None:
+            return super()._write(tile, slot, offset, nbytes)
+        self._issue(
+            WriteTile(self._take_op(), tile, slot, offset, Record(before.location, self._versions[tile.subgroup], 0))
+        )
+        return True
+
+    def _done(self, operation, checksum):
+        if isinstance(operation, WriteTile) and operation.record.location not in self.index._claimed:
+            self.index._records.pop(operation.tile)
+            self.index._claimed.add(operation.record.location)
+        super()._done(operation, checksum)
+
+
+class FreesOldVersionFirst(Machine):
+    def _flush(self, subgroup):
+        for tile, _, _ in self.plan.layout.subgroups[subgroup].tiles:
+            before = self.index._records.pop(tile, None)
+            if before is not None:
+                self.index._release(before.location)
+        super()._flush(subgroup)
+
+
+class CommitsTileByTile(Machine):
+    def _done(self, operation, checksum):
+        if isinstance(operation, WriteTile):
+            flush = self._flushes[operation.tile.subgroup]
+            self.index.commit(operation.tile, replace(operation.record, checksum=checksum))
+            flush.left -= 1
+            if flush.left == 0:
+                del self._flushes[operation.tile.subgroup]
+                self._ready(operation.tile.subgroup)
+        else:
+            super()._done(operation, checksum)
+
+
+class IgnoresFailedRead(Machine):
+    def _failed(self, operation, error):
+        if isinstance(operation, ReadTile):
+            self._done(operation, 0)
+        else:
+            super()._failed(operation, error)
+
+
+class IgnoresFailedWrite(Machine):
+    def _failed(self, operation, error):
+        if isinstance(operation, WriteTile):
+            self._done(operation, 0)
+        else:
+            super()._failed(operation, error)
+
+
+class IgnoresFailedRun(Machine):
+    def _failed(self, operation, error):
+        if isinstance(operation, Run):
+            self._done(operation, 0)
+        else:
+            super()._failed(operation, error)
+
+
+class GoesOnAfterBreaking(Machine):
+    def _advance(self):
+        broken, self.broken = self.broken, None
+        self._assign_slots()
+        self._start_runs()
+        self.broken = self.broken or broken
+        super()._advance()
+
+
+class RunsTwice(Machine):
+    def _start_runs(self):
+        before = len(self._out)
+        super()._start_runs()
+        for operation in self._out[before:]:
+            if isinstance(operation, Run) and operation.op % 5 == 0:
+                self._runs += 1
+                self._issue(replace(operation, op=self._take_op()))
+
+
+class SkipsAVisit(Machine):
+    def _begin(self, sweep):
+        super()._begin(replace(sweep, visits=sweep.visits[:-1]))
+        self._sweep = sweep
+
+
+class EndsBeforeTheLastVisit(Machine):
+    def _advance(self):
+        super()._advance()
+        if self._sweep is not None and not self._pending:
+            self.finished, self._sweep = self._sweep, None
+
+
+class FlushesHalf(Machine):
+    def _flush(self, subgroup):
+        super()._flush(subgroup)
+        flush = self._flushes[subgroup]
+        for operation in [o for o in self._out if isinstance(o, WriteTile) and o.tile.subgroup == subgroup][1::2]:
+            self._out.remove(operation)
+            del self._in_flight[operation.op]
+            flush.left -= 1
+            flush.records.append((operation.tile, operation.record))
+
+
+class RecordsWrongVersion(Machine):
+    def _write(self, tile, slot, offset, nbytes):
+        self._versions[tile.subgroup] += 1
+        return super()._write(tile, slot, offset, nbytes)
+
+
+class ForgetsChecksum(Machine):
+    def _done(self, operation, checksum):
+        super()._done(operation, 0)
+
+
+class FlushesWhileRunning(Machine):
+    def _start_runs(self):
+        super()._start_runs()
+        for subgroup in list(self._dirty):
+            if self._states[subgroup] is State.BUSY and self._unfetched and subgroup not in self._flushes:
+                self._flush(subgroup)
+                self._states[subgroup] = State.BUSY
+
+
+class ForgetsDirtAfterReading(Machine):
+    def _ran(self, visit):
+        super()._ran(visit)
+        if not visit.changes and visit.subgroup in self._dirty:
+            del self._dirty[visit.subgroup]
+            self._states[visit.subgroup] = State.READY
+
+
+class NeverFetches(Machine):
+    def _fetch(self, subgroup, slot):
+        self._pending[subgroup] = replace(visit := self._pending[subgroup], overwrites=True)
+        super()._fetch(subgroup, slot)
+        self._pending[subgroup] = visit
+
+
+class FetchesIntoWrongPlace(Machine):
+    def _issue(self, operation):
+        if isinstance(operation, ReadTile) and operation.tile.tensor:
+            operation = replace(operation, buffer_offset=operation.buffer_offset - operation.record.location.nbytes)
+        super()._issue(operation)
+
+
+class TakesStateForFresh(Machine):
+    def _start_runs(self):
+        before = len(self._out)
+        super()._start_runs()
+        for position, operation in enumerate(self._out[before:], before):
+            if isinstance(operation, Run) and operation.sweep > 1:
+                self._out[position] = replace(operation, fresh=True)
+
+
+class SharesASlot(Machine):
+    def _free_slot(self):
+        slot = super()._free_slot()
+        if slot is None and any(self._states[s] is State.FETCHING for s in self._slots):
+            subgroup = next(s for s in self._slots if self._states[s] is State.FETCHING)
+            return self._slots[subgroup]
+        return slot
+
+
+class GivesUpTooEarly(Machine):
+    def _failed(self, operation, error):
+        if isinstance(operation, WriteTile):
+            self._break(error)
+        else:
+            super()._failed(operation, error)
+
+
+class WaitsForEver(Machine):
+    def _flush(self, subgroup):
+        pass
+
+
+class IndexWithoutLimits(TileIndex):
+    def claim(self, nbytes):
+        for store in self._stores:
+            store.limit_bytes += 1 << 20
+        return super().claim(nbytes)
+
+
+class IndexThatForgetsToFree(TileIndex):
+    def __init__(self, stores, slot_counts):
+        super().__init__(stores, {nbytes: 1000 * count for nbytes, count in slot_counts.items()})
+
+    def _release(self, location):
+        self._stores[location.path].live_bytes -= location.nbytes
+
+
+class IndexThatOverlaps(TileIndex):
+    def claim(self, nbytes):
+        location = super().claim(nbytes)
+        if location is not None and location.offset >= 4096:
+            self._claimed.remove(location)
+            location = Location(location.path, location.offset - 4096, nbytes)
+            self._claimed.add(location)
+        return location
+
+
+class IndexOfOldVersions(TileIndex):
+    def __init__(self, stores, slot_counts):
+        super().__init__(stores, slot_counts)
+        self._before = {}
+
+    def commit(self, tile, record):
+        self._before[tile] = self._records.get(tile, record)
+        super().commit(tile, record)
+
+    def get(self, tile):
+        return self._before.get(tile)
+
+
+class IndexThatTrustsFailedPaths(TileIndex):
+    def retire(self, path):
+        pass
+
+
+MACHINES = [
+    RunsBeforeTheLastTile,
+    ReusesDirtySlot,
+    WritesInPlace,
+    FreesOldVersionFirst,
+    CommitsTileByTile,
+    IgnoresFailedRead,
+    IgnoresFailedWrite,
+    IgnoresFailedRun,
+    GoesOnAfterBreaking,
+    RunsTwice,
+    SkipsAVisit,
+    EndsBeforeTheLastVisit,
+    FlushesHalf,
+    RecordsWrongVersion,
+    ForgetsChecksum,
+    FlushesWhileRunning,
+    ForgetsDirtAfterReading,
+    NeverFetches,
+    FetchesIntoWrongPlace,
+    TakesStateForFresh,
+    SharesASlot,
+    GivesUpTooEarly,
+    WaitsForEver,
+]
+INDICES = [
+    IndexWithoutLimits,
+    IndexThatForgetsToFree,
+    IndexThatOverlaps,
+    IndexOfOldVersions,
+    IndexThatTrustsFailedPaths,
+]

@@ -1,0 +1,239 @@
+"""One seed, one scenario: a random plan, random sweeps, random faults; run it and compare with a run in memory."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from offload.engine.index import TileIndex
+from offload.engine.loop import pump
+from offload.engine.machine import Begin, Machine, Run, Sweep, Visit
+from offload.errors import InternalError, OffloadError
+from offload.layout import Layout, Parameter, build_layout
+from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, make_plan, visit_order
+from offload.protocols import SECTOR_BYTES, DtypeCode
+from offload.sim import (
+    CheckedExecutor,
+    Crash,
+    Disorder,
+    FailOperation,
+    Fault,
+    PathFull,
+    ShortTransfer,
+    SimData,
+    SimExecutor,
+    SimulatedCrash,
+    SlowLane,
+    mix,
+)
+from offload.sim import random_faults as draw_faults
+
+MAX_EVENTS = 5000
+ROOMY_BYTES = 1 << 40
+
+
+@dataclass
+class Scenario:
+    seed: int
+    plan: Plan
+    rates: Rates
+    disorder: Disorder
+    faults: tuple[Fault, ...]
+    sweeps: list[tuple[Visit, ...]]
+    cached_first: bool
+
+
+@dataclass
+class Outcome:
+    """How a run ended: "done", "broken" (with the error) or "crashed"."""
+
+    how: str
+    error: Exception | None = None
+    events: int = 0
+    seen: dict[tuple[int, int], int | None] = field(default_factory=dict)
+
+
+def random_layout(rng: random.Random) -> Layout:
+    dtypes = [DtypeCode.BFLOAT16, DtypeCode.FLOAT32]
+    parameters = [
+        Parameter(f"p{i}", rng.randrange(1, 5000), rng.choice(dtypes), rng.randrange(2))
+        for i in range(rng.randrange(1, 6))
+    ]
+    return build_layout(parameters, rng.choice((1024, 1024, 2048, 4096)), rng.choice((4096, 4096, 8192, 16384)))
+
+
+def tight_plan(rng: random.Random, layout: Layout) -> Plan:
+    """Return a plan whose paths offer no byte more than it demands (or, for some seeds, plenty)."""
+    paths = rng.randrange(1, 5)
+    host_bytes = rng.choice((0, 0, 0, layout.state_bytes // 3, layout.state_bytes // 2, layout.state_bytes))
+    staging_bytes = rng.choice((1, 1, 2, 2, 3, 3, 4, 5, 6)) * layout.max_subgroup_bytes
+    shares = [rng.choice((0.1, 1.0, 1.0, 3.0)) for _ in range(paths)]
+
+    def plan(limits: list[int]) -> Plan:
+        offers = [
+            PathBudget(f"path{i}", limit, share) for i, (limit, share) in enumerate(zip(limits, shares, strict=True))
+        ]
+        return make_plan(layout, Budgets(host_bytes, staging_bytes, tuple(offers)))
+
+    roomy = plan([ROOMY_BYTES] * paths)
+    if not roomy.staging_slots or rng.random() < 0.3:
+        return roomy
+    demand = roomy.storage_bytes + (max(roomy.slot_counts) + SECTOR_BYTES) * (paths - 1)
+    cuts = sorted(rng.randrange(demand + 1) for _ in range(paths - 1))
+    return plan([stop - start for start, stop in zip([0, *cuts], [*cuts, demand], strict=True)])
+
+
+def random_sweep(rng: random.Random, count: int) -> tuple[Visit, ...]:
+    wanted = [s for s in range(count) if rng.random() < 0.7] if rng.random() < 0.5 else list(range(count))
+    if rng.random() < 0.2:
+        rng.shuffle(wanted)
+    match rng.randrange(6):
+        case 0:
+            return tuple(Visit(s, changes=False) for s in wanted)
+        case 1:
+            return tuple(Visit(s, overwrites=True) for s in wanted)
+        case 2:
+            changes = [rng.random() < 0.6 for _ in wanted]
+            return tuple(Visit(s, c, c and rng.random() < 0.3) for s, c in zip(wanted, changes, strict=True))
+        case _:
+            return tuple(Visit(s) for s in wanted)
+
+
+def make_scenario(seed: int, *, faulty: bool | None = None) -> Scenario:
+    rng = random.Random(seed)
+    layout = random_layout(rng)
+    plan = tight_plan(rng, layout)
+    count = len(layout.subgroups)
+    sweeps = [random_sweep(rng, count) for _ in range(rng.randrange(2, 6))]
+
+    def speed() -> float:
+        return 10 ** rng.uniform(5, 8)
+
+    rates = Rates(speed(), tuple(PathRates(speed(), speed(), rng.choice((0.0, 1e-4))) for _ in plan.budgets.paths))
+    even = rng.random() < 0.3
+    lag_s = rng.choice((0.0, 0.0, 0.02))
+    disorder = Disorder() if even else Disorder(rng.choice((0.0, 0.5, 5.0)), rng.randrange(1, 4), lag_s)
+    if faulty is None:
+        faulty = rng.random() < 0.5
+    transfers = sum(len(s.tiles) for s in layout.subgroups) * len(sweeps)
+    faults = draw_faults(seed, paths=len(plan.budgets.paths), operations=max(transfers // 2, 1)) if faulty else ()
+    if faulty and rng.random() < 0.1:
+        faults += (Crash(rng.randrange(1, 2 * transfers + 2)),)
+    return Scenario(seed, plan, rates, disorder, faults, sweeps, rng.random() < 0.8)
+
+
+def in_memory(plan: Plan, sweeps: list[tuple[Visit, ...]], first: int = 1) -> dict[tuple[int, int], int | None]:
+    """Run sweeps on plain arrays; return what the reading visits see, by (sweep, subgroup)."""
+    states: dict[int, np.ndarray] = {}
+    seen: dict[tuple[int, int], int | None] = {}
+    for number, visits in enumerate(sweeps, start=first):
+        for visit in visits:
+            fresh = visit.subgroup not in states
+            run = Run(0, number, visit, None, fresh)
+            if not visit.changes:
+                seen[number, visit.subgroup] = None if fresh else zlib.crc32(states[visit.subgroup])
+                continue
+            words = plan.layout.subgroups[visit.subgroup].state_bytes // 4
+            state = states.setdefault(visit.subgroup, np.zeros(words, np.uint32))
+            mix(run, state)
+    return seen
+
+
+def survivable(scenario: Scenario) -> bool:
+    """Return whether no fault of the scenario may break it: lanes that are slow, one path lost amid plenty."""
+    harmful = [fault for fault in scenario.faults if not isinstance(fault, SlowLane | Crash)]
+    paths = scenario.plan.budgets.paths
+    plenty = len(paths) > 1 and all(path.available_bytes >= ROOMY_BYTES for path in paths)
+    lost_path = len(harmful) == 1 and (
+        isinstance(harmful[0], PathFull)
+        or (isinstance(harmful[0], FailOperation | ShortTransfer) and harmful[0].kind == "write")
+    )
+    return not harmful or (plenty and lost_path)
+
+
+def run_scenario(
+    scenario: Scenario,
+    machine_type: type[Machine] = Machine,
+    index_type: type[TileIndex] = TileIndex,
+    *,
+    self_check: bool = True,
+) -> Outcome:
+    """Run a scenario, then read everything back.
+
+    Raises:
+        InternalError: If a rule was broken.
+        AssertionError: If it ended in a way that it must not.
+    """
+    plan = scenario.plan
+    stores = [(path.available_bytes, path.share) for path in plan.budgets.paths]
+    machine = machine_type(plan, index_type(stores, plan.slot_counts))
+    outcome = Outcome("done")
+    updated: list[int] = []
+
+    def visit(run: Run, state: np.ndarray) -> None:
+        if run.visit.changes:
+            mix(run, state)
+            updated.append(run.visit.subgroup)
+        else:
+            outcome.seen[run.sweep, run.visit.subgroup] = None if run.fresh else zlib.crc32(state)
+
+    data = SimData(plan, visit)
+    inner = SimExecutor(plan, scenario.rates, scenario.faults, scenario.seed, data, scenario.disorder)
+    executor = CheckedExecutor(inner, plan)
+
+    def finished(machine: Machine) -> bool:
+        assert inner.events < MAX_EVENTS, "it goes on for ever"
+        if self_check:
+            machine.check()
+        return machine.finished is not None
+
+    everything = tuple(Visit(s, changes=False) for s in range(len(plan.layout.subgroups)))
+    sweeps = [*scenario.sweeps, everything]
+    synced: dict = {}
+    expected = in_memory(plan, sweeps)
+    try:
+        for number, visits in enumerate(sweeps, start=1):
+            by_subgroup = {v.subgroup: v for v in visits}
+            order = [v.subgroup for v in visits]
+            if scenario.cached_first:
+                order = list(visit_order(order, machine.cached))
+            updated.clear()
+            executor_sweep = Sweep(number, 10 * number, tuple(by_subgroup[s] for s in order))
+            inner.inject(Begin(executor_sweep))
+            pump(machine, executor, finished)
+            sweep = machine.take_finished()
+            assert sweep is executor_sweep
+            executor.ended(well=machine.broken is None)
+            assert machine.moved == executor.moved == updated, "it does not say which subgroups have moved"
+            if machine.broken is not None:
+                outcome.how, outcome.error = "broken", machine.broken
+                break
+            if scenario.seed % 3 == 0 and number == 1:
+                data.sync()
+                synced = executor.stored()
+    except SimulatedCrash:
+        outcome.how = "crashed"
+        # What was synced and is still the newest version must have survived; nothing may have written over it.
+        for tile, (location, step, checksum) in executor.stored().items():
+            if synced.get(tile) == (location, step, checksum):
+                found = data.stores[location.path].slots[location.offset]
+                assert found is not None, "a tile is gone"
+                assert (found.tile, found.step, zlib.crc32(found.payload)) == (tile, step, checksum)
+    outcome.events = inner.events
+    for key, checksum in outcome.seen.items():
+        assert checksum == expected[key], f"sweep {key[0]} sees wrong bytes of subgroup {key[1]}"
+    if outcome.how == "done":
+        assert len(outcome.seen) == len(expected), "a visit has not happened"
+    if outcome.how == "broken":
+        assert isinstance(outcome.error, OffloadError), repr(outcome.error)
+        assert not isinstance(outcome.error, InternalError), repr(outcome.error)
+        assert not survivable(scenario), f"it broke for too little: {outcome.error!r}"
+        # A broken machine ends every further sweep at once and issues nothing for it.
+        before = machine.in_flight
+        machine.handle(Begin(Sweep(len(sweeps) + 1, 0, everything)))
+        assert not machine.take_operations()
+        assert before or machine.take_finished() is not None
+    return outcome
