@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from offload.errors import invariant
+from offload.errors import InternalError, invariant
 from offload.protocols import SECTOR_BYTES, TileId
 
 
@@ -96,7 +96,8 @@ class TileIndex:
 
     def commit(self, tile: TileId, record: Record) -> None:
         """Make a claimed slot the newest version of `tile`; the slot of the version before becomes free."""
-        invariant(record.location in self._claimed, f"{tile} was written to a slot nobody claimed")
+        if record.location not in self._claimed:  # not by `invariant`: its message would be made for every tile
+            raise InternalError(f"{tile} was written to a slot nobody claimed (this is a bug in offload)")
         before = self._records.get(tile)
         self._claimed.remove(record.location)
         self._records[tile] = record

@@ -248,7 +248,8 @@ class Machine:
                 case Begin(sweep):
                     self._begin(sweep)
                 case Done(op, checksum):
-                    self._done(self._pop(op), checksum)
+                    if not self._done(self._pop(op), checksum) and self.broken is None:
+                        return  # one tile of several: nothing to decide
                 case Failed(op, error):
                     self._failed(self._pop(op), error)
                 case Stop(error):
@@ -326,25 +327,29 @@ class Machine:
                 case State.READY | State.DIRTY:
                     self._runnable.append(subgroup)
 
-    def _done(self, operation: Operation, checksum: int) -> None:
+    def _done(self, operation: Operation, checksum: int) -> bool:
+        """Take in that an operation has ended well; return whether a subgroup's state has changed."""
         match operation:
             case ReadTile(tile=tile):
                 self._fetches[tile.subgroup] -= 1
-                if self._fetches[tile.subgroup] == 0:
-                    del self._fetches[tile.subgroup]
-                    self._ready(tile.subgroup)
+                if self._fetches[tile.subgroup]:
+                    return False
+                del self._fetches[tile.subgroup]
+                self._ready(tile.subgroup)
             case WriteTile(tile=tile, record=record):
                 flush = self._flushes[tile.subgroup]
                 flush.records.append((tile, Record(record.location, record.step, checksum)))
                 flush.left -= 1
-                if flush.left == 0:
-                    # All tiles of the new version are there: only now do the old slots go.
-                    for written, new in flush.records:
-                        self.index.commit(written, new)
-                    del self._flushes[tile.subgroup]
-                    self._ready(tile.subgroup)
+                if flush.left:
+                    return False
+                # All tiles of the new version are there: only now do the old slots go.
+                for written, new in flush.records:
+                    self.index.commit(written, new)
+                del self._flushes[tile.subgroup]
+                self._ready(tile.subgroup)
             case Run(visit=visit):
                 self._ran(visit)
+        return True
 
     def _ready(self, subgroup: int) -> None:
         self._states[subgroup] = State.READY
@@ -485,7 +490,8 @@ class Machine:
         return True
 
     def _issue(self, operation: Operation) -> None:
-        invariant(self.broken is None, f"{operation} after a fatal error")
+        if self.broken is not None:  # not by `invariant`: the message costs more than all else here
+            raise InternalError(f"{operation} after a fatal error (this is a bug in offload, please report it)")
         self._in_flight[operation.op] = operation
         self._out.append(operation)
 
