@@ -16,6 +16,7 @@ from offload.sim.faults import (
     StuckOperation,
     random_faults,
 )
+from offload.sim.predict import Prediction, predict
 
 __all__ = [
     "CheckedExecutor",
@@ -27,6 +28,7 @@ __all__ = [
     "Interval",
     "MisdirectedWrite",
     "PathFull",
+    "Prediction",
     "ShortTransfer",
     "SimData",
     "SimExecutor",
@@ -36,5 +38,6 @@ __all__ = [
     "StoredTile",
     "StuckOperation",
     "mix",
+    "predict",
     "random_faults",
 ]

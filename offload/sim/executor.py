@@ -203,10 +203,18 @@ class SimExecutor:
             if not self._even:
                 self._submit_uneven(operation, lane, nbytes)
                 continue
-            started_s = max(lane.free_s[0], self.now_s)
+            # What `_submit_uneven` comes to with even lanes: predictions spend their time here.
+            started_s = lane.free_s[0]
+            if started_s < self.now_s:
+                started_s = self.now_s
             duration_s = lane.latency_s + nbytes * lane.s_per_byte
-            self._occupy(lane, 0, operation, started_s, duration_s, nbytes)
-            self._push(started_s + duration_s, operation, None)
+            finished_s = lane.free_s[0] = started_s + duration_s
+            lane.busy_s += duration_s
+            lane.nbytes += nbytes
+            if self.record_timeline:
+                self._started.append((lane, operation, started_s, finished_s, nbytes))
+            self._pushed += 1
+            heappush(self._heap, (finished_s, self._pushed, operation, None))
 
     def _submit_uneven(self, operation: Operation, lane: _Lane, nbytes: int) -> None:
         server = min(range(len(lane.free_s)), key=lane.free_s.__getitem__)
@@ -217,7 +225,11 @@ class SimExecutor:
         for slow in self._slow:
             if slow.lane == lane.name and started_s >= slow.from_s:
                 duration_s *= slow.factor
-        self._occupy(lane, server, operation, started_s, duration_s, nbytes)
+        finished_s = lane.free_s[server] = started_s + duration_s
+        lane.busy_s += duration_s / len(lane.free_s)
+        lane.nbytes += nbytes
+        if self.record_timeline:
+            self._started.append((lane, operation, started_s, finished_s, nbytes))
         kind = _kind(operation)
         fault: _OperationFault | PathFull | None = self._planned.get((kind, self._counts[kind]))
         self._counts[kind] += 1
@@ -234,16 +246,7 @@ class SimExecutor:
                 case Run():
                     self.data.begin_run(operation)
         if not isinstance(fault, StuckOperation):
-            self._push(started_s + duration_s, operation, fault)
-
-    def _occupy(
-        self, lane: _Lane, server: int, operation: Operation, started_s: float, duration_s: float, nbytes: int
-    ) -> None:
-        lane.free_s[server] = started_s + duration_s
-        lane.busy_s += duration_s / len(lane.free_s)
-        lane.nbytes += nbytes
-        if self.record_timeline:
-            self._started.append((lane, operation, started_s, started_s + duration_s, nbytes))
+            self._push(finished_s, operation, fault)
 
     def _push(self, at_s: float, what: Operation | Event, fault: _OperationFault | PathFull | None) -> None:
         self._pushed += 1

@@ -1,0 +1,79 @@
+"""What a step will take: the real machine, run over simulated lanes without the bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.config import format_bytes
+from offload.engine.index import TileIndex
+from offload.engine.loop import pump
+from offload.engine.machine import Begin, Machine, Sweep, Visit
+from offload.errors import ConfigError, invariant
+from offload.plan.budget import Plan
+from offload.plan.order import visit_order
+from offload.plan.rates import Rates
+from offload.sim.executor import Interval, SimExecutor
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One steady-state step.
+
+    Attributes:
+        step_s: From its begin to the end of its last update, in seconds.
+        busy_s: Seconds that each lane works, by its name ("cpu", "read:0", "write:1", ...).
+        lane_bytes: Bytes that each lane moves or updates.
+        bound_by: The lane that works longest.
+        timeline: Every operation, by the moment it was given to its lane; the step begins at 0 seconds.
+    """
+
+    step_s: float
+    busy_s: dict[str, float]
+    lane_bytes: dict[str, int]
+    bound_by: str
+    timeline: tuple[Interval, ...]
+
+    def __str__(self) -> str:
+        lines = [f"a step takes {self.step_s:.3g} s, bound by {self.bound_by}"]
+        for lane, busy_s in self.busy_s.items():
+            share = busy_s / self.step_s if self.step_s else 0.0
+            size = format_bytes(self.lane_bytes[lane])
+            lines.append(f"  {lane:<10} {size:>10} in {busy_s:.3g} s, busy {share:.0%} of the time")
+        return "\n".join(lines)
+
+
+def predict(plan: Plan, rates: Rates, steps: int = 3) -> Prediction:
+    """Simulate steps that update everything, back to back, and return the last.
+
+    The first step finds fresh state and fetches nothing; the second meets the state where it will stay.
+
+    Args:
+        plan: What to predict.
+        rates: Speed of every lane; one entry for each path of the plan.
+        steps: Steps to simulate; at least 2 for a steady state. Costs about 5 us for each tile of each step.
+
+    Raises:
+        ConfigError: If `rates` has not one entry for each path, or `steps` is less than 1.
+    """
+    if steps < 1:
+        raise ConfigError("steps", steps, "simulate at least 1")
+    index = TileIndex([(path.available_bytes, path.share) for path in plan.budgets.paths], plan.slot_counts)
+    machine = Machine(plan, index)
+    executor = SimExecutor(plan, rates)
+    everything = range(len(plan.layout.subgroups))
+    for number in range(1, steps + 1):
+        executor.record_timeline = number == steps
+        begun_s, busy_before, bytes_before = executor.now_s, executor.busy_s, executor.lane_bytes
+        visits = tuple(Visit(subgroup) for subgroup in visit_order(everything, machine.cached))
+        executor.inject(Begin(Sweep(number, number, visits)))
+        pump(machine, executor, lambda machine: machine.finished is not None)
+        invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
+        machine.take_finished()
+    busy_s = {lane: seconds - busy_before[lane] for lane, seconds in executor.busy_s.items()}
+    lane_bytes = {lane: count - bytes_before[lane] for lane, count in executor.lane_bytes.items()}
+    timeline = tuple(
+        interval._replace(started_s=interval.started_s - begun_s, finished_s=interval.finished_s - begun_s)
+        for interval in executor.timeline
+    )
+    bound_by = max(busy_s, key=lambda lane: busy_s[lane])
+    return Prediction(executor.now_s - begun_s, busy_s, lane_bytes, bound_by, timeline)
