@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 
 from offload._native import CompletionQueue, IoThreads, StoreFile
-from offload.errors import ConfigError
+from offload.errors import ConfigError, TierError
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.common import check_request, closed_error, system_error
 from offload.tiers.places import LOCK_NAME, hold_lock, release_lock
@@ -145,6 +145,8 @@ class FileTier:
                 self._io = IoThreads(queue, threads, piece_bytes, checksum)
             except OSError as cause:
                 raise system_error("open", cause, self) from cause
+            except RuntimeError as cause:  # the system has no more threads
+                raise TierError("open", tier=self.name, path=self.path, detail=str(cause)) from cause
             undo.pop_all()
 
     def read(self, request: TileRequest) -> None:

@@ -454,3 +454,24 @@ def test_in_memory_there_is_no_path() -> None:
     tier = MemoryTier(uuid.uuid4(), CompletionQueue())
     assert tier.path == "memory:"
     tier.close()
+
+
+def test_a_system_without_threads_to_spare(tmp_path: Path) -> None:
+    code = (
+        "import os, resource, sys, uuid\n"
+        "from offload._native import CompletionQueue\n"
+        "from offload.errors import TierError\n"
+        "from offload.tiers import FileTier\n"
+        # The stacks of 64 threads do not fit, so one of them cannot be started.
+        "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), used + (96 << 20)))\n"
+        "try:\n"
+        "    FileTier(sys.argv[1], uuid.uuid4(), CompletionQueue(), threads=64)\n"
+        "except TierError as error:\n"
+        "    print(error, os.listdir(sys.argv[1]))\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert out.stdout.startswith("open failed on file path")
+    assert out.stdout.endswith("[]\n")
