@@ -1,17 +1,17 @@
 """Every error that this package raises on purpose.
 
-    OffloadError
-    ├── ConfigError              your input: names the field, the value and what is allowed
-    ├── PlanError
-    │   └── InfeasiblePlanError  does not fit: needed and available bytes, per tier
-    ├── TierError                a device failed: tier, path, operation, offset, errno
-    │   ├── TierFullError        no room left on a path
-    │   ├── CorruptRecordError   what was read is not what was written
-    │   └── TierClosedError      used after close
-    ├── CheckpointError          a checkpoint could not be written or read
-    ├── StepAbortedError         a step could not be finished: step, cause, subgroups that had moved
-    ├── SessionBrokenError       the session is closed or broken; what to do instead
-    └── InternalError            our bug, please report
+OffloadError
+├── ConfigError              your input: names the field, the value and what is allowed
+├── PlanError
+│   └── InfeasiblePlanError  does not fit: needed and available bytes, per tier
+├── TierError                a device failed: tier, path, operation, offset, errno
+│   ├── TierFullError        no room left on a path
+│   ├── CorruptRecordError   what was read is not what was written
+│   └── TierClosedError      used after close
+├── CheckpointError          a checkpoint could not be written or read
+├── StepAbortedError         a step could not be finished: step, cause, subgroups that had moved
+├── SessionBrokenError       the session is closed or broken; what to do instead
+└── InternalError            our bug, please report
 """
 
 from __future__ import annotations

@@ -1,0 +1,194 @@
+"""`OffloadConfig`: what a user may say, parsed and validated before a file is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offload.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(field: str, value: object) -> int:
+    """Return a size in bytes from an integer or a string such as "8GiB" or "500MB".
+
+    Raises:
+        ConfigError: If it is not a size; names `field`.
+    """
+    allowed = 'give bytes as an integer >= 0, or a string such as "8GiB" or "500MB"'
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(field, value, allowed)
+    if isinstance(value, int):
+        if value < 0:
+            raise ConfigError(field, value, allowed)
+        return value
+    match = _SIZE.fullmatch(value)
+    if match is None or match.group(2).lower() not in _UNITS:
+        raise ConfigError(field, value, allowed)
+    number, unit = match.group(1), _UNITS[match.group(2).lower()]
+    return int(number) * unit if number.isdigit() else int(float(number) * unit)
+
+
+def format_bytes(count: float) -> str:
+    """Return a size for people, in binary units: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathConfig:
+    """One place in a storage tier.
+
+    Attributes:
+        path: A directory that exists and can be written.
+        max_bytes: Most bytes the session may occupy there; None for all that is free.
+        share: Weight of this path when tiles are spread over several; only the ratio to the others matters.
+    """
+
+    path: str
+    max_bytes: int | None = None
+    share: float = 1.0
+
+    @classmethod
+    def parse(cls, field: str, value: object) -> PathConfig:
+        """Return a path from a string or a mapping with `path`, `max_bytes` and `share`.
+
+        Raises:
+            ConfigError: If a key is unknown or a value is not usable.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str | os.PathLike):
+            value = {"path": os.fspath(value)}
+        if not isinstance(value, Mapping) or "path" not in value:
+            raise ConfigError(field, value, 'give a directory, or {"path": ..., "max_bytes": ...}')
+        _check_keys(field, value, ["path", "max_bytes", "share"])
+        path = os.fspath(value["path"]) if isinstance(value["path"], str | os.PathLike) else value["path"]
+        if not isinstance(path, str) or not path:
+            raise ConfigError(f"{field}.path", path, "give a directory")
+        max_bytes = value.get("max_bytes")
+        if max_bytes is not None:
+            max_bytes = parse_bytes(f"{field}.max_bytes", max_bytes)
+        share = value.get("share", 1.0)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
+            raise ConfigError(f"{field}.share", share, "give a number greater than 0")
+        return cls(path=path, max_bytes=max_bytes, share=float(share))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """Where optimizer state may live and how much of each tier it may use.
+
+    Sizes are integers (bytes) or strings such as "8GiB". Values are checked on construction.
+
+    Attributes:
+        host_memory: Bytes of host memory for state at home there. None: all of the state without `paths`,
+            otherwise up to half of the memory that is available.
+        gpu_memory: Bytes of GPU memory for state at home there. Only 0 is supported in this version.
+        paths: Directories for the state that does not fit; each a string or
+            `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to `share`.
+        staging_memory: Bytes of host memory through which streamed state passes. None: four subgroups.
+        subgroup_numel: Most elements of a subgroup. None: chosen from the model's size.
+        threads: CPU threads of the update. None: as many as this process may use.
+        gradient_dtype: "parameter" (gradients in the weight's dtype) or "float32".
+        keep_grads: Whether `.grad` stays until the step. Only True is supported in this version.
+        checksum: Whether tiles on storage carry a checksum that is verified on every read.
+        checkpoints_kept: How many checkpoints' slots stay reserved on the paths.
+        io_backend: "auto" or "threads".
+        placement: "auto" or "cpu", the device that runs updates.
+        rates: "auto": measured by a short probe and refined by every step.
+    """
+
+    host_memory: int | str | None = None
+    gpu_memory: int | str = 0
+    paths: Sequence[str | os.PathLike[str] | Mapping[str, Any] | PathConfig] = ()
+    staging_memory: int | str | None = None
+    subgroup_numel: int | None = None
+    threads: int | None = None
+    gradient_dtype: str = "parameter"
+    keep_grads: bool = True
+    checksum: bool = True
+    checkpoints_kept: int = 1
+    io_backend: str = "auto"
+    placement: str | float = "auto"
+    rates: str = "auto"
+
+    def __post_init__(self) -> None:
+        for field in ("host_memory", "staging_memory"):
+            value = getattr(self, field)
+            if value is not None:
+                self._set(field, parse_bytes(field, value))
+        self._set("gpu_memory", parse_bytes("gpu_memory", self.gpu_memory))
+        if self.gpu_memory != 0:
+            raise ConfigError("gpu_memory", self.gpu_memory, "use 0: state at home on a GPU is not supported yet")
+        if isinstance(self.paths, str | os.PathLike | Mapping) or not isinstance(self.paths, Sequence):
+            raise ConfigError("paths", self.paths, "give a list of directories")
+        self._set("paths", tuple(PathConfig.parse(f"paths[{i}]", p) for i, p in enumerate(self.paths)))
+        for field, least in (("subgroup_numel", 1024), ("threads", 1)):
+            value = getattr(self, field)
+            if value is not None:
+                _check_int(field, value, least)
+        _check_int("checkpoints_kept", self.checkpoints_kept, 0)
+        _check_choice("gradient_dtype", self.gradient_dtype, ("parameter", "float32"))
+        if not isinstance(self.checksum, bool):
+            raise ConfigError("checksum", self.checksum, "use true or false")
+        if self.keep_grads is not True:
+            raise ConfigError("keep_grads", self.keep_grads, "use true: gradients stay in .grad until the step")
+        _check_choice("io_backend", self.io_backend, ("auto", "threads"))
+        _check_choice("placement", self.placement, ("auto", "cpu"))
+        _check_choice("rates", self.rates, ("auto",))
+
+    def _set(self, field: str, value: object) -> None:
+        object.__setattr__(self, field, value)
+
+    @property
+    def path_configs(self) -> tuple[PathConfig, ...]:
+        """The paths, parsed."""
+        return tuple(path for path in self.paths if isinstance(path, PathConfig))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> OffloadConfig:
+        """Return a config from the same names as the fields, as read from JSON.
+
+        Raises:
+            ConfigError: If a key is unknown or a value is not usable.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError("offload", values, "give an object of OffloadConfig's fields")
+        _check_keys("offload", values, [field.name for field in dataclasses.fields(cls)])
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """Return all fields as JSON that `from_dict` reads back."""
+        return json.dumps(dataclasses.asdict(self))
+
+
+def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{field}.{key}", values[key], f"unknown key; known are {', '.join(known)}")
+
+
+def _check_int(field: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(field, value, f"give an integer >= {least}")
+
+
+def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(field, value, "use " + " or ".join(f'"{choice}"' for choice in choices))

@@ -1,0 +1,27 @@
+"""The one loop, live and simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from offload.engine.machine import Event, Machine, Operation
+
+
+class Executor(Protocol):
+    """Drives lanes: does what it is told, reports what happened, decides nothing."""
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Start operations; each is reported exactly once by a later `wait`."""
+
+    def wait(self) -> list[Event]:
+        """Wait for something to happen and return what has happened, in the order in which it did."""
+
+
+def pump(machine: Machine, executor: Executor, until: Callable[[Machine], bool]) -> None:
+    """Carry operations to the executor and events to the machine until `until` holds."""
+    executor.submit(machine.take_operations())
+    while not until(machine):
+        for event in executor.wait():
+            machine.handle(event)
+        executor.submit(machine.take_operations())

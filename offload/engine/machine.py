@@ -1,0 +1,493 @@
+"""The step as a state machine: events in, operations out. Pure: no clock, no I/O, no threads, no randomness.
+
+The machine does not know what a step is. It runs *sweeps*: a sequence of visits, each of one subgroup, that read
+or change its state. A step is a sweep of updates; reading or loading state is a sweep too.
+
+States of a streamed subgroup::
+
+    ABSENT -> FETCHING -> READY -> BUSY -> DIRTY -> FLUSHING -> READY (clean, cached) -> ABSENT
+
+A resident subgroup is RESIDENT or BUSY. A subgroup whose state has never been changed is *fresh*: nothing is
+fetched for it, and its first visit starts from undefined memory (the visitor fills it).
+
+Invariants, verified by `check`:
+  * a staging slot belongs to at most one subgroup; a subgroup in any state but ABSENT or RESIDENT has one;
+  * a visit runs when its subgroup's state is whole in memory, and only one visit at a time runs on a subgroup;
+  * a slot changes hands only when its content is on storage in its newest version (or is fresh);
+  * a tile is written to a free slot of a store; the version before is freed when all of the new one is written;
+  * after a fatal error no new operation is issued.
+
+Non-goals: which path a tile goes to (`TileIndex.claim`), the order of visits (`offload.plan.visit_order`), memory
+addresses (the executor knows them).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from offload.engine.index import Record, TileIndex
+from offload.errors import InternalError, OffloadError, TierError, TierFullError, invariant
+from offload.plan.budget import Plan
+from offload.protocols import TileId
+
+MAX_RUNS_IN_FLIGHT = 2
+"""A second visit is handed over while one runs, so that the device does not idle in between."""
+
+
+class State(Enum):
+    """Where a subgroup's state is; see the module's docstring."""
+
+    ABSENT = auto()
+    FETCHING = auto()
+    READY = auto()
+    BUSY = auto()
+    DIRTY = auto()
+    FLUSHING = auto()
+    RESIDENT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One subgroup's turn in a sweep.
+
+    Attributes:
+        subgroup: Which one.
+        changes: Whether the visitor changes the state.
+        overwrites: Whether the visitor replaces the whole state, so that nothing has to be fetched.
+    """
+
+    subgroup: int
+    changes: bool = True
+    overwrites: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A sequence of visits that succeeds or fails as one.
+
+    Attributes:
+        number: Identifies the sweep; grows by one.
+        step: Version that changed tiles get.
+        visits: In the order to be preferred; no subgroup twice.
+    """
+
+    number: int
+    step: int
+    visits: tuple[Visit, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTile:
+    """Fetch one tile: from its slot in a store to its place in staging slot `slot`."""
+
+    op: int
+    tile: TileId
+    slot: int
+    buffer_offset: int
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class WriteTile:
+    """Flush one tile: from its place in staging slot `slot` to a free slot of a store."""
+
+    op: int
+    tile: TileId
+    slot: int
+    buffer_offset: int
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Let the visitor work on a subgroup's state.
+
+    Attributes:
+        op: Operation id.
+        sweep: Number of the sweep.
+        visit: The visit.
+        slot: Staging slot that holds the state, or None for a resident subgroup.
+        fresh: Whether the memory is undefined: the state has never been changed.
+    """
+
+    op: int
+    sweep: int
+    visit: Visit
+    slot: int | None
+    fresh: bool
+
+
+Operation = ReadTile | WriteTile | Run
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Event: start a sweep. None may be under way."""
+
+    sweep: Sweep
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Event: an operation has ended well; `checksum` is what a write reports."""
+
+    op: int
+    checksum: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Event: an operation has failed; nothing of it counts."""
+
+    op: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Event: issue nothing new; a sweep under way fails with `error` now, without waiting for what is in flight."""
+
+    error: OffloadError
+
+
+Event = Begin | Done | Failed | Stop
+
+
+@dataclass(slots=True)
+class _Flush:
+    left: int
+    records: list[tuple[TileId, Record]] = field(default_factory=list)
+
+
+class Machine:
+    """Runs sweeps over the subgroups of a plan.
+
+    Args:
+        plan: Homes and staging slots.
+        index: Slots of the stores.
+        on_warning: Told, in words, of a path that is no longer written to.
+    """
+
+    def __init__(
+        self, plan: Plan, index: TileIndex, on_warning: Callable[[str], None] = lambda message: None
+    ) -> None:
+        self.plan = plan
+        self.index = index
+        self.broken: Exception | None = None
+        self.finished: Sweep | None = None
+        """The last sweep that ended, well or (with `broken` set) not; taken by `take_finished`."""
+        self.moved: list[int] = []
+        """Subgroups whose changing visit has finished in the current (or last) sweep, in that order."""
+        self._on_warning = on_warning
+        self._states: list[State] = []
+        self._fresh: list[bool] = []
+        self._owners: list[int | None] = []
+        self._slots: dict[int, int] = {}
+        self._in_flight: dict[int, Operation] = {}
+        self._fetches: dict[int, int] = {}
+        self._flushes: dict[int, _Flush] = {}
+        self._dirty: dict[int, None] = {}  # in the order of their last change
+        self._versions: dict[int, int] = {}
+        self._sweep: Sweep | None = None
+        self._pending: dict[int, Visit] = {}  # not yet run; of these:
+        self._unfetched: deque[int] = deque()  # ... streamed and without a staging slot
+        self._runnable: deque[int] = deque()  # ... streamed and whole in staging memory
+        self._fillers: deque[int] = deque()  # ... resident
+        self._stopped = False
+        self._runs = 0
+        self._next_op = 1
+        self._out: list[Operation] = []
+        self._history: deque[Event] = deque(maxlen=32)
+        self._adopt(plan)
+
+    # What the outside sees ------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sweep is under way (flushes may still be)."""
+        return self._sweep is None
+
+    @property
+    def in_flight(self) -> int:
+        """Number of operations that have been issued and not reported back."""
+        return len(self._in_flight)
+
+    @property
+    def cached(self) -> frozenset[int]:
+        """Streamed subgroups whose newest state lies in staging memory."""
+        return frozenset(self._slots)
+
+    def state(self, subgroup: int) -> State:
+        """Return where a subgroup's state is."""
+        return self._states[subgroup]
+
+    def is_fresh(self, subgroup: int) -> bool:
+        """Return whether a subgroup's state has never been changed."""
+        return self._fresh[subgroup]
+
+    def extend(self, plan: Plan) -> None:
+        """Take up a plan that adds subgroups (and perhaps staging slots); between sweeps only."""
+        invariant(self.idle, "the plan changes between sweeps only")
+        self.plan = plan
+        self._adopt(plan)
+
+    def take_finished(self) -> Sweep | None:
+        """Return the sweep that has ended since the last call, if any."""
+        finished, self.finished = self.finished, None
+        return finished
+
+    def handle(self, event: Event) -> None:
+        """Take in one event; operations that follow from it are then in `take_operations`."""
+        self._history.append(event)
+        try:
+            match event:
+                case Begin(sweep):
+                    self._begin(sweep)
+                case Done(op, checksum):
+                    self._done(self._pop(op), checksum)
+                case Failed(op, error):
+                    self._failed(self._pop(op), error)
+                case Stop(error):
+                    self._stopped = True
+                    self._break(error)
+            self._advance()
+        except InternalError as error:
+            error.add_note("last events:\n  " + "\n  ".join(f"{event!r:.200}" for event in self._history))
+            raise
+
+    def take_operations(self) -> list[Operation]:
+        """Return the operations to be started now, in order; each is returned once."""
+        out, self._out = self._out, []
+        return out
+
+    def check(self) -> None:
+        """Verify the invariants that the module states.
+
+        Raises:
+            InternalError: If one does not hold.
+        """
+        for subgroup, state in enumerate(self._states):
+            slot = self._slots.get(subgroup)
+            resident = self.plan.resident[subgroup]
+            if state in (State.ABSENT, State.RESIDENT):
+                invariant(slot is None, f"subgroup {subgroup} is {state} and has slot {slot}")
+            if resident:
+                invariant(state in (State.RESIDENT, State.BUSY), f"resident subgroup {subgroup} is {state}")
+                invariant(slot is None, f"resident subgroup {subgroup} has a slot")
+            elif state is not State.ABSENT:
+                invariant(slot is not None, f"subgroup {subgroup} is {state} without a slot")
+                invariant(self._owners[slot or 0] == subgroup, f"slot {slot} is not subgroup {subgroup}'s")
+            invariant((state is State.FETCHING) == (subgroup in self._fetches), f"fetch of {subgroup} is lost")
+            invariant((state is State.FLUSHING) == (subgroup in self._flushes), f"flush of {subgroup} is lost")
+        invariant(
+            sum(owner is not None for owner in self._owners) == len(self._slots),
+            "a slot has an owner that left it",
+        )
+        for subgroup, visit in self._pending.items():
+            invariant(visit.subgroup == subgroup, f"the visit of {subgroup} is filed wrongly")
+            state = self._states[subgroup]
+            queue = {State.ABSENT: self._unfetched, State.RESIDENT: self._fillers}.get(state, self._runnable)
+            waits = state in (State.FETCHING, State.FLUSHING, State.BUSY)
+            invariant(waits or subgroup in queue, f"subgroup {subgroup} is {state} and waits for nothing")
+        runs = sum(isinstance(operation, Run) for operation in self._in_flight.values())
+        invariant(runs == self._runs, f"{self._runs} runs are counted, {runs} are in flight")
+        self.index.check()
+
+    # Events ---------------------------------------------------------------------------------------------------
+
+    def _adopt(self, plan: Plan) -> None:
+        for subgroup in range(len(self._states), len(plan.layout.subgroups)):
+            self._states.append(State.RESIDENT if plan.resident[subgroup] else State.ABSENT)
+            self._fresh.append(True)
+        self._owners.extend([None] * (plan.staging_slots - len(self._owners)))
+
+    def _pop(self, op: int) -> Operation:
+        invariant(op in self._in_flight, f"operation {op} reports back but is not in flight")
+        return self._in_flight.pop(op)
+
+    def _begin(self, sweep: Sweep) -> None:
+        invariant(self._sweep is None, "a sweep begins while another is under way")
+        invariant(self.finished is None, "a sweep begins before the last one was taken")
+        subgroups = [visit.subgroup for visit in sweep.visits]
+        invariant(len(set(subgroups)) == len(subgroups), "a sweep visits a subgroup twice")
+        self._sweep = sweep
+        self.moved = []
+        self._pending = {visit.subgroup: visit for visit in sweep.visits}
+        for subgroup in subgroups:
+            match self._states[subgroup]:
+                case State.RESIDENT:
+                    self._fillers.append(subgroup)
+                case State.ABSENT:
+                    self._unfetched.append(subgroup)
+                case State.READY | State.DIRTY:
+                    self._runnable.append(subgroup)
+
+    def _done(self, operation: Operation, checksum: int) -> None:
+        match operation:
+            case ReadTile(tile=tile):
+                self._fetches[tile.subgroup] -= 1
+                if self._fetches[tile.subgroup] == 0:
+                    del self._fetches[tile.subgroup]
+                    self._ready(tile.subgroup)
+            case WriteTile(tile=tile, record=record):
+                flush = self._flushes[tile.subgroup]
+                flush.records.append((tile, Record(record.location, record.step, checksum)))
+                flush.left -= 1
+                if flush.left == 0:
+                    # All tiles of the new version are there: only now do the old slots go.
+                    for written, new in flush.records:
+                        self.index.commit(written, new)
+                    del self._flushes[tile.subgroup]
+                    self._ready(tile.subgroup)
+            case Run(visit=visit):
+                self._ran(visit)
+
+    def _ready(self, subgroup: int) -> None:
+        self._states[subgroup] = State.READY
+        if subgroup in self._pending:
+            self._runnable.append(subgroup)
+
+    def _ran(self, visit: Visit) -> None:
+        subgroup = visit.subgroup
+        self._runs -= 1
+        if visit.changes:
+            self._fresh[subgroup] = False
+            self._versions[subgroup] = self._sweep.step if self._sweep else self._versions.get(subgroup, 0)
+            self.moved.append(subgroup)
+        if self.plan.resident[subgroup]:
+            self._states[subgroup] = State.RESIDENT
+        elif visit.changes or subgroup in self._dirty:
+            self._dirty.pop(subgroup, None)
+            self._dirty[subgroup] = None
+            self._states[subgroup] = State.DIRTY
+        else:
+            self._states[subgroup] = State.READY
+
+    def _failed(self, operation: Operation, error: Exception) -> None:
+        if isinstance(operation, WriteTile) and isinstance(error, TierError):
+            # The staging slot still holds the tile, so it can go elsewhere; but this path is not trusted again.
+            location = operation.record.location
+            self.index.retire(location.path)
+            self.index.abandon(location)
+            self._on_warning(f"{error}; tiles go to other paths from now on")
+            again = (operation.tile, operation.slot, operation.buffer_offset, location.nbytes)
+            if self.broken is None and self._write(*again):
+                return
+        if isinstance(operation, Run):
+            self._runs -= 1
+            subgroup = operation.visit.subgroup
+            self._states[subgroup] = State.RESIDENT if self.plan.resident[subgroup] else State.DIRTY
+        self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        if self.broken is None:
+            self.broken = error
+
+    # Decisions ------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        if self.broken is None:
+            self._assign_slots()
+            self._start_runs()
+        if self._sweep is not None:
+            failed = self.broken is not None and (self._stopped or not self._in_flight)
+            if failed or (not self._pending and not self._runs):
+                self.finished, self._sweep = self._sweep, None
+                for waiting in (self._pending, self._unfetched, self._runnable, self._fillers):
+                    waiting.clear()
+
+    def _start_runs(self) -> None:
+        # Streamed subgroups first, as they free staging memory; resident ones fill the waits.
+        while self._sweep is not None and self._runs < MAX_RUNS_IN_FLIGHT and (self._runnable or self._fillers):
+            subgroup = (self._runnable or self._fillers).popleft()
+            visit = self._pending.pop(subgroup)
+            self._states[subgroup] = State.BUSY
+            self._runs += 1
+            slot, fresh = self._slots.get(subgroup), self._fresh[subgroup]
+            self._issue(Run(self._take_op(), self._sweep.number, visit, slot, fresh))
+
+    def _assign_slots(self) -> None:
+        """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""
+        while self._unfetched:
+            slot = self._free_slot()
+            if slot is None:
+                break
+            self._fetch(self._unfetched.popleft(), slot)
+        if not self._unfetched:
+            return
+        coming = sum(subgroup not in self._pending for subgroup in self._flushes)
+        for subgroup in list(self._dirty):
+            if coming >= len(self._unfetched):
+                return
+            if self._states[subgroup] is State.DIRTY and subgroup not in self._pending:
+                coming += 1
+                self._flush(subgroup)
+
+    def _free_slot(self) -> int | None:
+        """Return a slot that is empty or whose content is on storage and not wanted in this sweep."""
+        clean = None
+        for slot, owner in enumerate(self._owners):
+            if owner is None:
+                return slot
+            if clean is None and self._states[owner] is State.READY and owner not in self._pending:
+                clean = slot
+        if clean is not None:
+            owner = self._owners[clean]
+            invariant(owner is not None and owner not in self._dirty, "a dirty slot is given away")
+            self._vacate(clean)
+        return clean
+
+    def _vacate(self, slot: int) -> None:
+        owner = self._owners[slot]
+        if owner is not None:
+            self._states[owner] = State.ABSENT
+            del self._slots[owner]
+        self._owners[slot] = None
+
+    def _fetch(self, subgroup: int, slot: int) -> None:
+        self._owners[slot] = subgroup
+        self._slots[subgroup] = slot
+        if self._fresh[subgroup] or self._pending[subgroup].overwrites:
+            self._ready(subgroup)
+            return
+        tiles = self.plan.layout.subgroups[subgroup].tiles
+        self._states[subgroup] = State.FETCHING
+        self._fetches[subgroup] = len(tiles)
+        for tile, offset, _ in tiles:
+            record = self.index.get(tile)
+            if record is None:
+                raise InternalError(f"{tile} was changed but never written, and its memory is gone")
+            self._issue(ReadTile(self._take_op(), tile, slot, offset, record))
+
+    def _flush(self, subgroup: int) -> None:
+        tiles = self.plan.layout.subgroups[subgroup].tiles
+        slot = self._slots[subgroup]
+        self._states[subgroup] = State.FLUSHING
+        del self._dirty[subgroup]
+        self._flushes[subgroup] = _Flush(len(tiles))
+        for tile, offset, nbytes in tiles:
+            if not self._write(tile, slot, offset, nbytes):
+                detail = f"no path has room left for {tile}"
+                self._break(TierFullError("write", tier="storage", path="(all)", detail=detail))
+                return
+
+    def _write(self, tile: TileId, slot: int, offset: int, nbytes: int) -> bool:
+        location = self.index.claim(nbytes)
+        if location is None:
+            return False
+        record = Record(location, self._versions[tile.subgroup], 0)
+        self._issue(WriteTile(self._take_op(), tile, slot, offset, record))
+        return True
+
+    def _issue(self, operation: Operation) -> None:
+        invariant(self.broken is None, f"{operation} after a fatal error")
+        self._in_flight[operation.op] = operation
+        self._out.append(operation)
+
+    def _take_op(self) -> int:
+        op = self._next_op
+        self._next_op += 1
+        return op

@@ -1,0 +1,257 @@
+"""Parameters -> shard -> subgroups -> tiles: where each element of the state belongs. Pure.
+
+Invariants:
+  * a subgroup holds parameters of one group and one weight dtype, in order;
+  * every segment starts at a multiple of `SEGMENT_ALIGN_NUMEL` elements in its subgroup and in its parameter, so
+    vector loads of state and weight stay aligned;
+  * a subgroup's tensors are whole sectors; its tiles cut each tensor into equal aligned pieces (the last may be
+    shorter);
+  * a parameter's segments cover it once, in order. Frozen or empty parameters have none.
+
+Not here: which tier anything lives in (`offload.plan`) or where in memory or on disk (`offload.engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from offload.errors import ConfigError, invariant
+from offload.protocols import SECTOR_BYTES, DtypeCode, TileId
+
+STATE_ITEM_BYTES = 4
+"""Every state tensor is fp32."""
+
+SECTOR_NUMEL = SECTOR_BYTES // STATE_ITEM_BYTES
+SEGMENT_ALIGN_NUMEL = 64
+MAX_TILE_BYTES = 8 << 20
+"""Large enough that a disk reaches its bandwidth at depth 2, small enough to spread over several paths."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter (or one rank's piece of it), as the layout sees it.
+
+    Attributes:
+        name: Unique name, used in errors and to address its state.
+        numel: Number of elements; 0 is allowed.
+        dtype: Element type of the weight.
+        group: Index of its hyperparameter group.
+    """
+
+    name: str
+    numel: int
+    dtype: DtypeCode
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One parameter's run inside a subgroup; all in elements.
+
+    Attributes:
+        parameter: Index of the parameter in the layout.
+        start: Where the run begins in the parameter.
+        offset: Where the run begins in each of the subgroup's state tensors.
+        numel: Length of the run.
+    """
+
+    parameter: int
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Subgroup:
+    """A contiguous run of a shard's elements: the unit of placement and update.
+
+    Attributes:
+        index: Position in the layout.
+        group: The hyperparameter group of all its segments.
+        dtype: The weight dtype of all its segments.
+        numel: Elements of each state tensor, padding included; a multiple of `SECTOR_NUMEL`.
+        segments: Its parameters' runs, in order.
+        tile_numel: Elements of each tile but the last.
+    """
+
+    index: int
+    group: int
+    dtype: DtypeCode
+    numel: int
+    segments: tuple[Segment, ...]
+    tile_numel: int
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of its state tensors; an fp32 weight *is* its master and needs no copy."""
+        return MOMENTS if self.dtype is DtypeCode.FLOAT32 else ("master", *MOMENTS)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of one state tensor, padding included."""
+        return self.numel * STATE_ITEM_BYTES
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all state tensors, padding included."""
+        return len(self.tensors) * self.tensor_bytes
+
+    @cached_property
+    def tiles(self) -> tuple[tuple[TileId, int, int], ...]:
+        """Every tile as (id, byte offset in the subgroup's state, bytes); tensors follow each other."""
+        found = []
+        tile_bytes = self.tile_numel * STATE_ITEM_BYTES
+        for tensor in range(len(self.tensors)):
+            base = tensor * self.tensor_bytes
+            for tile, start in enumerate(range(0, self.tensor_bytes, tile_bytes)):
+                nbytes = min(tile_bytes, self.tensor_bytes - start)
+                found.append((TileId(self.index, tensor, tile), base + start, nbytes))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All parameters of one rank and the subgroups that hold their state."""
+
+    parameters: tuple[Parameter, ...]
+    subgroups: tuple[Subgroup, ...]
+
+    @cached_property
+    def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each parameter, its (subgroup, position of the segment in it), in order."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.parameters]
+        for subgroup in self.subgroups:
+            for position, segment in enumerate(subgroup.segments):
+                found[segment.parameter].append((subgroup.index, position))
+        return tuple(tuple(items) for items in found)
+
+    @cached_property
+    def index_by_name(self) -> dict[str, int]:
+        """Position of each parameter by name."""
+        return {parameter.name: index for index, parameter in enumerate(self.parameters)}
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of all state, padding included."""
+        return sum(subgroup.state_bytes for subgroup in self.subgroups)
+
+    @cached_property
+    def max_subgroup_bytes(self) -> int:
+        """State bytes of the largest subgroup; 0 without any."""
+        return max((subgroup.state_bytes for subgroup in self.subgroups), default=0)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def check_subgroup_numel(subgroup_numel: int) -> int:
+    """Return the usable subgroup size: whole sectors, at least one.
+
+    Raises:
+        ConfigError: If it is smaller than one sector's elements.
+    """
+    if subgroup_numel < SECTOR_NUMEL:
+        raise ConfigError("subgroup_numel", subgroup_numel, f"use at least {SECTOR_NUMEL} elements")
+    return subgroup_numel // SECTOR_NUMEL * SECTOR_NUMEL
+
+
+def build_layout(
+    parameters: Iterable[Parameter], subgroup_numel: int, max_tile_bytes: int = MAX_TILE_BYTES
+) -> Layout:
+    """Cut parameters into subgroups of at most `subgroup_numel` elements each.
+
+    Each run of parameters with one group and dtype is cut into subgroups of equal size, so that a short last one
+    does not disturb the pipeline.
+
+    Args:
+        parameters: All parameters with state, in the caller's order; names are unique.
+        subgroup_numel: Most elements a subgroup may have; rounded down to whole sectors.
+        max_tile_bytes: Most bytes a tile may have; rounded up to whole sectors.
+
+    Raises:
+        ConfigError: If `subgroup_numel` is smaller than a sector or two parameters share a name.
+    """
+    return extend_layout(Layout((), ()), parameters, subgroup_numel, max_tile_bytes)
+
+
+def extend_layout(
+    layout: Layout, added: Iterable[Parameter], subgroup_numel: int, max_tile_bytes: int = MAX_TILE_BYTES
+) -> Layout:
+    """Return `layout` with more parameters; its subgroups stay as they are and new ones follow."""
+    subgroup_numel = check_subgroup_numel(subgroup_numel)
+    added = tuple(added)
+    parameters = layout.parameters + added
+    if len({parameter.name for parameter in parameters}) != len(parameters):
+        names = [parameter.name for parameter in parameters]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError("parameters", twice, "give each parameter a name of its own")
+    buckets: dict[tuple[int, DtypeCode], list[int]] = {}
+    for index, parameter in enumerate(added, start=len(layout.parameters)):
+        if parameter.numel > 0:
+            buckets.setdefault((parameter.group, parameter.dtype), []).append(index)
+    subgroups = list(layout.subgroups)
+    for (group, dtype), members in buckets.items():
+        for segments in _cut(members, parameters, subgroup_numel):
+            last = segments[-1]
+            numel = _round_up(last.offset + last.numel, SECTOR_NUMEL)
+            tile_count = -(-numel * STATE_ITEM_BYTES // _round_up(max_tile_bytes, SECTOR_BYTES))
+            tile_numel = _round_up(-(-numel // tile_count), SECTOR_NUMEL)
+            subgroups.append(Subgroup(len(subgroups), group, dtype, numel, tuple(segments), tile_numel))
+    result = Layout(parameters, tuple(subgroups))
+    check_layout(result)
+    return result
+
+
+def _cut(members: Sequence[int], parameters: Sequence[Parameter], limit: int) -> list[list[Segment]]:
+    """Fill subgroups of equal size, none over `limit` elements, cutting parameters where one is full."""
+    total = sum(_round_up(parameters[index].numel, SEGMENT_ALIGN_NUMEL) for index in members)
+    count = -(-total // limit)
+    size = min(limit, _round_up(-(-total // count), SECTOR_NUMEL))
+    cut: list[list[Segment]] = [[]]
+    used = 0
+    for index in members:
+        start = 0
+        while start < parameters[index].numel:
+            if used == size:
+                cut.append([])
+                used = 0
+            numel = min(parameters[index].numel - start, size - used)
+            cut[-1].append(Segment(index, start, used, numel))
+            start += numel
+            used += _round_up(numel, SEGMENT_ALIGN_NUMEL)
+    return cut
+
+
+def check_layout(layout: Layout) -> None:
+    """Verify the invariants that the module states.
+
+    Raises:
+        InternalError: If one does not hold.
+    """
+    covered = [0] * len(layout.parameters)
+    for index, subgroup in enumerate(layout.subgroups):
+        invariant(subgroup.index == index, f"subgroup {index} is numbered {subgroup.index}")
+        invariant(subgroup.numel % SECTOR_NUMEL == 0, f"subgroup {index} is not whole sectors")
+        end = 0
+        for segment in subgroup.segments:
+            parameter = layout.parameters[segment.parameter]
+            invariant(parameter.group == subgroup.group, f"{parameter.name} is in a subgroup of another group")
+            invariant(parameter.dtype == subgroup.dtype, f"{parameter.name} is in a subgroup of another dtype")
+            invariant(segment.offset >= end, f"segments overlap in subgroup {index}")
+            invariant(segment.offset % SEGMENT_ALIGN_NUMEL == 0, f"unaligned segment in subgroup {index}")
+            invariant(segment.start % SEGMENT_ALIGN_NUMEL == 0, f"unaligned cut of {parameter.name}")
+            invariant(segment.start == covered[segment.parameter], f"{parameter.name} is not covered in order")
+            covered[segment.parameter] += segment.numel
+            end = segment.offset + segment.numel
+        invariant(end <= subgroup.numel, f"a segment leaves subgroup {index}")
+        invariant(
+            sum(nbytes for _, _, nbytes in subgroup.tiles) == subgroup.state_bytes,
+            f"tiles do not cover subgroup {index}",
+        )
+    for parameter, numel in zip(layout.parameters, covered, strict=True):
+        invariant(numel == parameter.numel, f"{parameter.name}: {numel} of {parameter.numel} elements covered")

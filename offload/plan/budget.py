@@ -1,0 +1,210 @@
+"""From layout and budgets to a plan: homes, staging slots, bytes per path."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from offload.config import format_bytes
+from offload.errors import InfeasiblePlanError
+from offload.layout import Layout
+from offload.protocols import SECTOR_BYTES
+
+DEFAULT_STAGING_SLOTS = 4
+"""One fetching, one updating, one flushing, and one to spare so that none waits for another."""
+
+FIXED_OVERHEAD_BYTES = 32 << 20
+"""Threads' stacks, tables, the library's code: what a session costs whatever the model's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathBudget:
+    """What one path offers.
+
+    Attributes:
+        name: The path, as the user wrote it.
+        available_bytes: Bytes that the session may occupy there.
+        share: Weight of the path when tiles are spread.
+    """
+
+    name: str
+    available_bytes: int
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What each tier offers.
+
+    Attributes:
+        host_bytes: Bytes for state at home in host memory.
+        staging_bytes: Bytes for staging slots; None for `DEFAULT_STAGING_SLOTS` slots.
+        paths: What each path offers.
+        gradient_bytes: Bytes of the gradient slots, named in the plan.
+    """
+
+    host_bytes: int
+    staging_bytes: int | None = None
+    paths: tuple[PathBudget, ...] = ()
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Homes, staging and bytes of all subgroups.
+
+    Attributes:
+        layout: What is placed.
+        resident: For each subgroup, whether its home is host memory (else it is streamed).
+        staging_slots: Number of staging slots, each as large as the largest streamed subgroup.
+        slot_bytes: Bytes of one staging slot.
+        budgets: What the plan was made from.
+    """
+
+    layout: Layout
+    resident: tuple[bool, ...]
+    staging_slots: int
+    slot_bytes: int
+    budgets: Budgets
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all state."""
+        return self.layout.state_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of state at home in host memory."""
+        return sum(s.state_bytes for s in self.layout.subgroups if self.resident[s.index])
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Bytes of state at home on the paths."""
+        return self.state_bytes - self.resident_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of all staging slots."""
+        return self.staging_slots * self.slot_bytes
+
+    @cached_property
+    def slot_counts(self) -> dict[int, int]:
+        """For each payload size, the most slots the stores need at once: live versions and those in flight.
+
+        A version never overwrites the one before, so each subgroup that is being flushed needs a second slot for
+        each of its tiles; no more subgroups than staging slots are flushed at once.
+        """
+        live: Counter[int] = Counter()
+        flying: Counter[int] = Counter()
+        for subgroup in self.layout.subgroups:
+            if not self.resident[subgroup.index]:
+                sizes = Counter(nbytes for _, _, nbytes in subgroup.tiles)
+                live += sizes
+                flying |= sizes
+        return {n: count + min(count, self.staging_slots * flying[n]) for n, count in sorted(live.items())}
+
+    @property
+    def storage_bytes(self) -> int:
+        """Most bytes the paths hold at once: every live tile with its header, and the versions in flight."""
+        return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in self.slot_counts.items())
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Host memory besides state, staging and gradients: segment tables, block sums and what is fixed."""
+        segments = sum(len(subgroup.segments) for subgroup in self.layout.subgroups)
+        blocks = sum(-(-parameter.numel // 4096) for parameter in self.layout.parameters)
+        return FIXED_OVERHEAD_BYTES + 512 * segments + 8 * blocks
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the session will use, all told."""
+        return self.resident_bytes + self.staging_bytes + self.budgets.gradient_bytes + self.overhead_bytes
+
+    def __str__(self) -> str:
+        subgroups = self.layout.subgroups
+        count = sum(self.resident)
+        largest = max((subgroup.numel for subgroup in subgroups), default=0)
+        numel = sum(parameter.numel for parameter in self.layout.parameters)
+        lines = [
+            f"{numel:,} parameters, {format_bytes(self.state_bytes)} of optimizer state in "
+            f"{len(subgroups)} subgroups of at most {largest:,} elements",
+            f"  host memory  {format_bytes(self.resident_bytes):>10}  state of {count} subgroups at home there",
+        ]
+        if self.staging_slots:
+            lines.append(
+                f"               {format_bytes(self.staging_bytes):>10}  staging, {self.staging_slots} slots of "
+                f"{format_bytes(self.slot_bytes)}"
+            )
+        lines.append(
+            f"               {format_bytes(self.budgets.gradient_bytes):>10}  gradients (in place of torch's own)"
+        )
+        lines.append(f"               {format_bytes(self.overhead_bytes):>10}  tables, threads and other overhead")
+        lines.append(f"               {format_bytes(self.host_bytes):>10}  in all")
+        if self.staging_slots:
+            total = sum(path.share for path in self.budgets.paths)
+            lines.append(
+                f"  storage      {format_bytes(self.streamed_bytes):>10}  state of {len(subgroups) - count} subgroups, "
+                f"{format_bytes(self.storage_bytes)} with headers and versions in flight"
+            )
+            for path in self.budgets.paths:
+                lines.append(f"               {path.share / total:>10.0%}  on {path.name}")
+        return "\n".join(lines)
+
+
+def make_plan(layout: Layout, budgets: Budgets, *, kept: Plan | None = None) -> Plan:
+    """Choose the home of every subgroup.
+
+    Subgroups stay in host memory, first ones first, as long as the budget lasts; the others stream.
+
+    Args:
+        layout: What is to be placed.
+        budgets: What each tier offers.
+        kept: A plan for the first subgroups of `layout`, whose homes and staging slots stay as they are.
+
+    Raises:
+        InfeasiblePlanError: If the state does not fit into all tiers together, or staging memory not one subgroup.
+    """
+    resident = list(kept.resident) if kept else []
+    left = budgets.host_bytes - (kept.resident_bytes if kept else 0)
+    for subgroup in layout.subgroups[len(resident) :]:
+        resident.append(subgroup.state_bytes <= left)
+        if resident[-1]:
+            left -= subgroup.state_bytes
+    streamed = [subgroup for subgroup in layout.subgroups if not resident[subgroup.index]]
+    slot_bytes = max((subgroup.state_bytes for subgroup in streamed), default=0)
+    if not streamed:
+        return Plan(layout, tuple(resident), 0, 0, budgets)
+    offers = {
+        "host_memory": budgets.host_bytes,
+        **{path.name: path.available_bytes for path in budgets.paths},
+    }
+    if not budgets.paths:
+        raise InfeasiblePlanError(
+            "the optimizer state",
+            layout.state_bytes,
+            offers,
+            "raise host_memory or give paths to stream from",
+        )
+    slots = DEFAULT_STAGING_SLOTS
+    if budgets.staging_bytes is not None:
+        slots = budgets.staging_bytes // slot_bytes
+        if slots < 1:
+            raise InfeasiblePlanError(
+                "one staging slot",
+                slot_bytes,
+                {"staging_memory": budgets.staging_bytes},
+                "raise staging_memory or lower subgroup_numel",
+            )
+    plan = Plan(layout, tuple(resident), min(slots, len(streamed)), slot_bytes, budgets)
+    # What is left at the end of each path may be too short for a slot.
+    largest = max(plan.slot_counts) + SECTOR_BYTES
+    needed = plan.storage_bytes + largest * (len(budgets.paths) - 1)
+    if needed > sum(path.available_bytes for path in budgets.paths):
+        raise InfeasiblePlanError(
+            "state on storage (with the versions in flight)",
+            needed,
+            offers,
+            "raise host_memory, free space on a path, or add a path",
+        )
+    return plan
