@@ -30,6 +30,7 @@ from offload.tiers import (
     slot_bytes,
     tier_error,
 )
+from offload.tiers.places import release_lock
 
 TARGET = 4 << 20
 FILE_KINDS = ["file-direct", "file-buffered", "file-tmpfs"]
@@ -470,8 +471,20 @@ def test_a_system_without_threads_to_spare(tmp_path: Path) -> None:
         "except TierError as error:\n"
         "    print(error, os.listdir(sys.argv[1]))\n"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert out.stdout.startswith("open failed on file path")
     assert out.stdout.endswith("[]\n")
+
+
+def test_threads_never_need_the_interpreter(build: Build) -> None:
+    harness = build("file-buffered")
+    harness.fill(64 << 10)
+    for index in range(50):
+        harness.tier.write(harness.request(index * slot_bytes(64 << 10), 64 << 10))
+    tier = tier_of(harness)
+    del tier._file
+    del tier._io  # the destructor joins, and keeps the interpreter meanwhile
+    assert all(c.error == 0 for c in harness.collect(50))
+    tier._closed = True
+    tier._remove()
+    release_lock(tier._lock)
