@@ -136,9 +136,7 @@ class FileTier:
                     os.fsync(file.fileno())
                 descriptor, self.direct = _open_data(self.data_path, direct)
                 # Takes the descriptor over, whatever happens next.
-                self._file = StoreFile(
-                    descriptor, self.direct, store.bytes, max_bytes or 0, DEFAULT_EXTENT_BYTES
-                )
+                self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, DEFAULT_EXTENT_BYTES)
                 # fdatasync of the file does not make its name durable.
                 for directory in (self.store_path, self.store_path.parent):
                     _sync_directory(directory)

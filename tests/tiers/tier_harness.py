@@ -90,9 +90,7 @@ class Harness:
         tier = self.tier.inner if isinstance(self.tier, FaultyTier) else self.tier
         if isinstance(tier, MemoryTier):
             start, record = next(
-                (start, record)
-                for start, record in tier.slots.items()
-                if start <= offset < start + len(record)
+                (start, record) for start, record in tier.slots.items() if start <= offset < start + len(record)
             )
             record[offset - start] ^= mask
             return

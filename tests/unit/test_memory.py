@@ -26,9 +26,7 @@ def mapping_of(address: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    "nbytes", [1, 4095, 4096, 4097, 1 << 20, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 12345]
-)
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 12345])
 def test_size_and_alignment(nbytes: int) -> None:
     arena = Arena(nbytes)
     assert arena.nbytes == nbytes
