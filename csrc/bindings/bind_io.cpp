@@ -1,5 +1,4 @@
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <sys/vfs.h>
@@ -45,6 +44,12 @@ SlotIdentity slot_identity(const std::array<std::uint8_t, 16>& store, std::uint3
   identity.nbytes = nbytes;
   return identity;
 }
+
+// What Python holds of a StoreFile. A shared_ptr that nanobind makes takes the GIL when it lets
+// go, which I/O threads must never do; this one is shared in C++ alone.
+struct SharedFile {
+  std::shared_ptr<StoreFile> file;
+};
 
 // A header's bytes need not be aligned in a Python object.
 SlotHeader header_from(const nb::bytes& raw) {
@@ -133,18 +138,19 @@ void bind_files(nb::module_& module) {
         return static_cast<std::uint32_t>(room.f_type);
       },
       "path"_a, "The number by which statfs names the file system that path lies on.");
-  nb::class_<StoreFile>(module, "StoreFile", "The data file of a store: its descriptor (taken over) and its growth.")
+  nb::class_<SharedFile>(module, "StoreFile", "The data file of a store: its descriptor (taken over) and its growth.")
       .def(
           "__init__",
-          [](StoreFile* self, int fd, bool direct, const nb::bytes& store, std::uint64_t max_bytes,
+          [](SharedFile* self, int fd, bool direct, const nb::bytes& store, std::uint64_t max_bytes,
              std::uint64_t extent_bytes) {
-            new (self) StoreFile(fd, direct, store_bytes(store), max_bytes, extent_bytes);
+            const auto uuid = store_bytes(store);
+            new (self) SharedFile{std::make_shared<StoreFile>(fd, direct, uuid, max_bytes, extent_bytes)};
           },
           "fd"_a, "direct"_a, "store"_a, "max_bytes"_a = 0, "extent_bytes"_a = std::uint64_t{256} << 20)
-      .def_prop_ro("direct", &StoreFile::direct, "Whether the file is open with O_DIRECT.")
-      .def_prop_ro("used_bytes", &StoreFile::used_bytes, "End of the furthest slot that was ever written.")
-      .def_prop_ro("allocated_bytes", &StoreFile::allocated_bytes, "Bytes preallocated so far.")
-      .def("free_bytes", &StoreFile::free_bytes,
+      .def_prop_ro("direct", [](const SharedFile& self) { return self.file->direct(); }, "Whether the file is open with O_DIRECT.")
+      .def_prop_ro("used_bytes", [](const SharedFile& self) { return self.file->used_bytes(); }, "End of the furthest slot that was ever written.")
+      .def_prop_ro("allocated_bytes", [](const SharedFile& self) { return self.file->allocated_bytes(); }, "Bytes preallocated so far.")
+      .def("free_bytes", [](const SharedFile& self) { return self.file->free_bytes(); },
            "Bytes by which slots may still grow: the lesser of the file system's room and max_bytes.");
 
   nb::class_<IoThreads>(module, "IoThreads",
@@ -154,14 +160,14 @@ void bind_files(nb::module_& module) {
            "checksum"_a, nb::keep_alive<1, 2>())
       .def(
           "read",
-          [](IoThreads& self, std::shared_ptr<StoreFile> file, std::uint64_t op, std::uint32_t subgroup,
+          [](IoThreads& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup,
              std::uint32_t tensor, std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset,
              std::uintptr_t address, std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
             IoRequest request;
             request.kind = IoKind::kRead;
             request.op = op;
-            request.identity = slot_identity(file->store(), subgroup, tensor, tile, step, numel, nbytes);
-            request.file = std::move(file);
+            request.identity = slot_identity(file.file->store(), subgroup, tensor, tile, step, numel, nbytes);
+            request.file = file.file;
             request.offset = offset;
             request.address = reinterpret_cast<void*>(address);
             request.has_expected_crc = checksum.has_value();
@@ -172,14 +178,14 @@ void bind_files(nb::module_& module) {
           "nbytes"_a, "checksum"_a = nb::none(), "Start reading a slot; see offload.protocols.TileRequest.")
       .def(
           "write",
-          [](IoThreads& self, std::shared_ptr<StoreFile> file, std::uint64_t op, std::uint32_t subgroup,
+          [](IoThreads& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup,
              std::uint32_t tensor, std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset,
              std::uintptr_t address, std::uint64_t nbytes) {
             IoRequest request;
             request.kind = IoKind::kWrite;
             request.op = op;
-            request.identity = slot_identity(file->store(), subgroup, tensor, tile, step, numel, nbytes);
-            request.file = std::move(file);
+            request.identity = slot_identity(file.file->store(), subgroup, tensor, tile, step, numel, nbytes);
+            request.file = file.file;
             request.offset = offset;
             request.address = reinterpret_cast<void*>(address);
             self.submit(std::move(request));
@@ -188,11 +194,11 @@ void bind_files(nb::module_& module) {
           "nbytes"_a, "Start writing a slot; see offload.protocols.TileRequest.")
       .def(
           "sync",
-          [](IoThreads& self, std::shared_ptr<StoreFile> file, std::uint64_t op) {
+          [](IoThreads& self, const SharedFile& file, std::uint64_t op) {
             IoRequest request;
             request.kind = IoKind::kSync;
             request.op = op;
-            request.file = std::move(file);
+            request.file = file.file;
             self.submit(std::move(request));
           },
           "file"_a, "op"_a, "Make every write that was submitted before durable (fdatasync).")

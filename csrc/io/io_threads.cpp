@@ -205,12 +205,11 @@ struct IoThreads::State {
       completion.detail = outcome.offset;
       completion.finished_s = monotonic_seconds();
       item.request.file.reset();
+      // Before a sync may start: its completion comes after those of the writes it covers.
+      queue.push(completion);
       lock.lock();
       lane.active[index] = Lane::kIdle;
       lane.finished.notify_all();
-      lock.unlock();
-      queue.push(completion);
-      lock.lock();
     }
   }
 

@@ -62,14 +62,10 @@ def closed_error(operation: str, tier: NamedPath, *, foreign: bool = False) -> T
 def system_error(operation: str, cause: OSError, tier: NamedPath) -> TierError:
     """Return the error that a failed system call stands for."""
     kind = TierFullError if cause.errno in FULL_ERRNOS else TierError
-    return kind(
-        operation, tier=tier.name, path=tier.path, errno=cause.errno, detail=cause.strerror or str(cause)
-    )
+    return kind(operation, tier=tier.name, path=tier.path, errno=cause.errno, detail=cause.strerror or str(cause))
 
 
-def tier_error(
-    operation: str, completion: Completion, request: TileRequest | None, tier: NamedPath
-) -> TierError:
+def tier_error(operation: str, completion: Completion, request: TileRequest | None, tier: NamedPath) -> TierError:
     """Return the error that a failed completion stands for.
 
     Args:

@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 
 from offload._native import CompletionQueue, IoThreads, StoreFile
-from offload.errors import ConfigError
+from offload.errors import ConfigError, TierError
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.common import check_request, closed_error, system_error
 from offload.tiers.places import LOCK_NAME, hold_lock, release_lock
@@ -136,15 +136,15 @@ class FileTier:
                     os.fsync(file.fileno())
                 descriptor, self.direct = _open_data(self.data_path, direct)
                 # Takes the descriptor over, whatever happens next.
-                self._file = StoreFile(
-                    descriptor, self.direct, store.bytes, max_bytes or 0, DEFAULT_EXTENT_BYTES
-                )
+                self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, DEFAULT_EXTENT_BYTES)
                 # fdatasync of the file does not make its name durable.
                 for directory in (self.store_path, self.store_path.parent):
                     _sync_directory(directory)
                 self._io = IoThreads(queue, threads, piece_bytes, checksum)
             except OSError as cause:
                 raise system_error("open", cause, self) from cause
+            except RuntimeError as cause:  # the system has no more threads
+                raise TierError("open", tier=self.name, path=self.path, detail=str(cause)) from cause
             undo.pop_all()
 
     def read(self, request: TileRequest) -> None:

@@ -34,9 +34,7 @@ _FILE_SYSTEMS = {
     0x5346544E: "ntfs",
 }
 
-NETWORK_FILE_SYSTEMS = frozenset(
-    {"nfs", "fuse", "cifs", "smb2", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs"}
-)
+NETWORK_FILE_SYSTEMS = frozenset({"nfs", "fuse", "cifs", "smb2", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs"})
 """Types whose data usually lies on another machine."""
 
 # Locks that this process holds, by identity of the file, with the holder's pid: closing any descriptor of a
