@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -343,3 +344,9 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         assert caught.value.code == 0
         assert says in capsys.readouterr().out
     assert cli.main([]) == 2
+
+
+def test_the_command_starts_before_torch_is_loaded() -> None:
+    # Otherwise --help takes seconds, and the policy that `main` sets for torch's threads comes too late.
+    check = "import sys, offload.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=120, check=False).returncode == 0
