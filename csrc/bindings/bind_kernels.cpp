@@ -1,3 +1,112 @@
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../kernels/dispatch.h"
+#include "../kernels/float_environment.h"
+#include "../kernels/jobs.h"
 #include "bindings.h"
 
-void bind_kernels(nanobind::module_&) {}
+namespace nb = nanobind;
+using namespace offload;
+
+namespace {
+
+std::vector<std::string> instruction_sets() {
+  std::vector<std::string> names;
+  for (const KernelSet* set : supported_kernels()) names.emplace_back(set->name);
+  return names;
+}
+
+const KernelSet& kernels_named(const std::string& name) {
+  const auto sets = supported_kernels();
+  if (name.empty()) return *sets.back();
+  for (const KernelSet* set : sets)
+    if (name == set->name) return *set;
+  throw std::invalid_argument("this CPU does not have instruction set \"" + name + "\"");
+}
+
+std::vector<Segment> copy_table(std::uintptr_t address, std::size_t rows) {
+  const Segment* table = reinterpret_cast<const Segment*>(address);
+  const std::string problem = check_table(table, rows);
+  if (!problem.empty()) throw std::invalid_argument(problem);
+  return std::vector<Segment>(table, table + rows);
+}
+
+GradientBlocks checked(const GradientBlocks& work) {
+  const std::string problem = check_gradient_blocks(work);
+  if (!problem.empty()) throw std::invalid_argument(problem);
+  return work;
+}
+
+// A worker pool with one instruction set: what offload.kernels wraps. Takes addresses, checks values.
+class CpuKernels {
+ public:
+  CpuKernels(CompletionQueue& queue, unsigned threads, const std::string& instruction_set)
+      : queue_(queue), kernels_(kernels_named(instruction_set)), pool_(threads) {}
+
+  const char* instruction_set() const { return kernels_.name; }
+  unsigned threads() const { return pool_.threads(); }
+
+  void submit(std::uint64_t op, std::uintptr_t table, std::size_t rows) {
+    pool_.submit(std::make_shared<ReportingTableJob>(copy_table(table, rows), kernels_.update, queue_, op));
+  }
+  void run(std::uintptr_t table, std::size_t rows) {
+    TableJob job(copy_table(table, rows), kernels_.update);
+    pool_.run(job);
+  }
+  void stream(std::uintptr_t table, std::size_t rows, std::uint32_t variant) {
+    const auto kernel = kernels_.stream;
+    TableJob job(copy_table(table, rows), [kernel, variant](const Segment& s, std::uint64_t begin, std::uint64_t end) {
+      kernel(s, begin, end, variant);
+    });
+    pool_.run(job);
+  }
+  void gradient_blocks(std::uintptr_t source, std::int32_t source_dtype, std::uint64_t numel, std::uintptr_t blocks,
+                       std::uintptr_t destination, std::int32_t destination_dtype) {
+    GradientBlocksJob job(checked({reinterpret_cast<const void*>(source), source_dtype, numel,
+                                   reinterpret_cast<double*>(blocks), reinterpret_cast<void*>(destination),
+                                   destination_dtype}),
+                          kernels_);
+    pool_.run(job);
+  }
+  void close() { pool_.close(); }
+
+ private:
+  CompletionQueue& queue_;
+  const KernelSet& kernels_;
+  WorkerPool pool_;  // last: it joins its workers before what they use goes
+};
+
+}  // namespace
+
+void bind_kernels(nb::module_& module) {
+  module.attr("SEGMENT_BYTES") = sizeof(Segment);
+  module.def("instruction_sets", &instruction_sets,
+             "Return the names of the instruction sets that this CPU runs, fastest last.");
+  module.def(
+      "sum_in_order",
+      [](std::uintptr_t address, std::size_t count) {
+        nb::gil_scoped_release release;
+        const DefaultFloatEnvironment environment;
+        return sum_in_order(reinterpret_cast<const double*>(address), count);
+      },
+      nb::arg("address"), nb::arg("count"), "Add float64 values one after the other, starting from 0.0.");
+
+  using release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<CpuKernels>(module, "CpuKernels", "Worker threads that run update kernels; see offload.kernels.")
+      .def(nb::init<CompletionQueue&, unsigned, const std::string&>(), nb::keep_alive<1, 2>(), nb::arg("queue"),
+           nb::arg("threads"), nb::arg("instruction_set") = "")
+      .def_prop_ro("instruction_set", &CpuKernels::instruction_set)
+      .def_prop_ro("threads", &CpuKernels::threads)
+      .def("submit", &CpuKernels::submit, release(), nb::arg("op"), nb::arg("table"), nb::arg("rows"))
+      .def("run", &CpuKernels::run, release(), nb::arg("table"), nb::arg("rows"))
+      .def("stream", &CpuKernels::stream, release(), nb::arg("table"), nb::arg("rows"), nb::arg("variant"))
+      .def("gradient_blocks", &CpuKernels::gradient_blocks, release(), nb::arg("source"), nb::arg("source_dtype"),
+           nb::arg("numel"), nb::arg("blocks"), nb::arg("destination"), nb::arg("destination_dtype"))
+      .def("close", &CpuKernels::close, release());
+}

@@ -1,6 +1,72 @@
-"""The `offload` command."""
+"""The `offload` command: one subcommand a module, imported only when it runs.
+
+Exit status: 0 done, 1 failed (or a comparison found a difference), 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NoReturn
+
+from offload.cli import settings
+from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
 
-def main() -> int:
-    """Run the command line; return the exit status."""
-    return 0
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, like every other error of the command."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="offload",
+        description="Trains models whose optimizer state does not fit in memory, without changing the numbers.",
+    )
+    parser.add_argument("--version", action="version", version=f"offload {version('offload')}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    settings.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; those of the process if None.
+
+    Returns:
+        The exit status.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 2
+    # Idle threads of torch's pool spin by default, which starves the engine's own threads (and whatever else
+    # runs here) of cores: forward and backward take twice as long beside one busy thread. Sleeping costs nothing
+    # measurable at the size of these operations. Read once, when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        checked = settings.TrainSettings.from_arguments(arguments)
+        # Loads torch, which takes seconds: --help and bad values should not wait for it.
+        from offload.cli import train
+
+        return train.run(checked)
+    except KeyboardInterrupt:
+        print("offload: interrupted", file=sys.stderr)
+        return 130
+    except InternalError:
+        raise  # Our bug: the traceback is what a report needs.
+    except OffloadError as error:
+        print(f"offload {arguments.command}: {_one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | PlanError) else 1
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

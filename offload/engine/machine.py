@@ -24,7 +24,7 @@ addresses (the executor knows them).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -216,9 +216,9 @@ class Machine:
         return len(self._in_flight)
 
     @property
-    def cached(self) -> frozenset[int]:
-        """Streamed subgroups whose newest state lies in staging memory."""
-        return frozenset(self._slots)
+    def slots(self) -> Mapping[int, int]:
+        """The staging slot of each streamed subgroup that has one."""
+        return self._slots
 
     def state(self, subgroup: int) -> State:
         """Return where a subgroup's state is."""

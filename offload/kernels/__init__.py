@@ -1,1 +1,23 @@
-""""""
+"""Update kernels: the definition (`reference`) and what runs it fast on the CPU."""
+
+from offload.kernels.cpu import (
+    CpuUpdateKernel,
+    StreamVariant,
+    blocks_numel,
+    instruction_sets,
+    norm_sq,
+    sum_in_order,
+)
+from offload.kernels.reference import DTYPE_CODES, Scalars, scalars
+
+__all__ = [
+    "DTYPE_CODES",
+    "CpuUpdateKernel",
+    "Scalars",
+    "StreamVariant",
+    "blocks_numel",
+    "instruction_sets",
+    "norm_sq",
+    "scalars",
+    "sum_in_order",
+]

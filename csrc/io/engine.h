@@ -1,0 +1,87 @@
+// How whole slots move between a store's file and memory; every I/O engine has this face.
+//
+// Invariants: each submitted request gives exactly one completion on the queue that the engine
+// was made with: all bytes, verified, or an error. A short transfer is continued inside. The
+// engine never looks at a payload except to take its checksum, and never calls Python.
+// Not done here: choosing slots, paths or order; limiting what is in flight.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "header.h"
+#include "store_file.h"
+
+namespace offload {
+
+enum class IoKind : int { kRead = 0, kWrite = 1, kSync = 2, kAllocate = 3 };
+
+struct IoRequest {
+  IoKind kind = IoKind::kRead;  // kAllocate is for faults only
+  std::uint64_t op = 0;
+  std::shared_ptr<StoreFile> file;
+  std::uint64_t offset = 0;  // of the slot, a multiple of kSectorBytes
+  SlotIdentity identity;     // nbytes: payload length, a multiple of kSectorBytes
+  void* address = nullptr;   // of the payload, a multiple of kSectorBytes; lent until completion
+  bool has_expected_crc = false;
+  std::uint32_t expected_crc = 0;  // read: must equal the header's
+};
+
+class IoEngine {
+ public:
+  virtual ~IoEngine() = default;
+
+  // Start a request; never blocks on I/O. Throws std::runtime_error after close.
+  virtual void submit(IoRequest request) = 0;
+
+  // Finish everything in flight (each with its completion) and free all resources; idempotent.
+  virtual void close() = 0;
+};
+
+// Faults for tests, counted in system calls: the nth next call of a kind fails with an errno
+// (EINTR is retried like a real one) or moves at most limit_bytes. Thread-safe; costs one
+// relaxed load a call while none is set.
+class FaultList {
+ public:
+  struct Fault {
+    IoKind kind = IoKind::kRead;
+    std::uint64_t nth = 1;  // 1: the next call
+    int error = 0;          // > 0: fail with this errno
+    std::size_t limit_bytes = 0;
+  };
+
+  void add(const Fault& fault) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    faults_.push_back(fault);
+    any_.store(true, std::memory_order_relaxed);
+  }
+
+  // Count one call of this kind; true and *fired where a fault is due.
+  bool due(IoKind kind, Fault* fired) {
+    if (!any_.load(std::memory_order_relaxed)) return false;
+    std::lock_guard<std::mutex> lock(mutex_);
+    bool found = false;
+    for (std::size_t i = 0; i < faults_.size();) {
+      if (faults_[i].kind == kind && --faults_[i].nth == 0) {
+        *fired = faults_[i];
+        found = true;
+        faults_.erase(faults_.begin() + static_cast<std::ptrdiff_t>(i));
+      } else {
+        ++i;
+      }
+    }
+    any_.store(!faults_.empty(), std::memory_order_relaxed);
+    return found;
+  }
+
+ private:
+  std::atomic<bool> any_{false};
+  std::mutex mutex_;
+  std::vector<Fault> faults_;
+};
+
+}  // namespace offload

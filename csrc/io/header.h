@@ -1,0 +1,78 @@
+// The on-disk format: what a slot of a store begins with.
+//
+// A slot is a header of 4096 bytes and the payload, both at multiples of 4096 bytes of the
+// store's file. All numbers are little-endian:
+//
+//   bytes        type      field
+//      0 ..    7 u64       magic, the characters "OFFLSLOT"
+//      8 ..   11 u32       format, 1
+//     12 ..   15 u32       flags; bit 0: payload_crc holds a checksum (else it is 0)
+//     16 ..   31 u8[16]    store, the uuid of the session's store in network order
+//     32 ..   35 u32       subgroup
+//     36 ..   39 u32       tensor
+//     40 ..   43 u32       tile
+//     44 ..   47 u32       payload_crc, CRC32C of the payload's nbytes
+//     48 ..   55 u64       step, the version of the tile
+//     56 ..   63 u64       numel, elements of the payload that mean something
+//     64 ..   71 u64       nbytes, length of the payload
+//     72 .. 4091 u8[4020]  zero
+//   4092 .. 4095 u32       header_crc, CRC32C of bytes 0 .. 4091
+//
+// The header is written after (or in one request with the end of) the payload, and a slot is
+// never overwritten while anything refers to it, so a torn write is either no header of the
+// expected tile and step, or a payload without its checksum.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the slot header is written as it lies in memory: little-endian machines only"
+#endif
+
+namespace offload {
+
+constexpr std::size_t kSectorBytes = 4096;
+constexpr std::uint64_t kSlotMagic = 0x544f4c534c46464full;  // "OFFLSLOT"
+constexpr std::uint32_t kSlotFormat = 1;
+constexpr std::uint32_t kSlotHasChecksum = 1u << 0;
+
+// Which version of which tile a slot holds: what a reader expects and a writer promises.
+struct SlotIdentity {
+  std::uint8_t store[16] = {};
+  std::uint32_t subgroup = 0;
+  std::uint32_t tensor = 0;
+  std::uint32_t tile = 0;
+  std::uint64_t step = 0;
+  std::uint64_t numel = 0;
+  std::uint64_t nbytes = 0;
+};
+
+struct SlotHeader {
+  std::uint64_t magic;
+  std::uint32_t format;
+  std::uint32_t flags;
+  std::uint8_t store[16];
+  std::uint32_t subgroup;
+  std::uint32_t tensor;
+  std::uint32_t tile;
+  std::uint32_t payload_crc;
+  std::uint64_t step;
+  std::uint64_t numel;
+  std::uint64_t nbytes;
+  std::uint8_t zero[4020];
+  std::uint32_t header_crc;
+};
+static_assert(sizeof(SlotHeader) == kSectorBytes && offsetof(SlotHeader, step) == 48 &&
+              offsetof(SlotHeader, zero) == 72 && offsetof(SlotHeader, header_crc) == 4092);
+
+// Fill header; has_checksum says whether payload_crc was computed.
+void make_header(const SlotIdentity& identity, bool has_checksum, std::uint32_t payload_crc, SlotHeader* header);
+
+// Is this a whole header of this format, whatever slot it belongs to?
+bool header_intact(const SlotHeader& header);
+
+// 0, or kErrorHeader where the header is damaged or belongs to another tile, step or store.
+std::int32_t check_header(const SlotHeader& header, const SlotIdentity& expected);
+
+}  // namespace offload

@@ -1,0 +1,432 @@
+// The update, the norm and the stream, written once over a vector type that each instruction set supplies.
+//
+// Included by one translation unit per instruction set, after it has defined `Simd` in an unnamed
+// namespace. Everything here is in an unnamed namespace too, and nothing of the standard library is
+// called: an inline function emitted by the AVX-512 unit might otherwise be the copy that the linker
+// keeps for everybody, and run on a CPU that has no AVX-512.
+//
+// Rounding: every operation is rounded on its own (`-ffp-contract=off`, no fused multiply-add), in the
+// order that offload/kernels/reference.py writes down. Loads and stores take any alignment.
+//
+// What a vector type supplies (F: fp32 vector; H: as many 16-bit elements; D: float64 vector):
+//   kWidth, kDoubleWidth, kPairBytes (alignment that `stream_pair` needs; 0: not available)
+//   set1, zero, load, store, stream, add, sub, mul, div, sqrt, negate    on F
+//   widen<dtype>(address) -> F, narrow<dtype>(F) -> H, store_half(address, H), stream_pair(address, H, H)
+//   load_double<dtype>(address) -> D, add_double, square_double, load_d, store_d
+#pragma once
+
+#include "kernels.h"
+
+namespace offload {
+namespace {
+
+using Byte = unsigned char;
+
+inline float bits_to_float(std::uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline std::uint32_t float_to_bits(float value) {
+  std::uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// Round to nearest even by integer arithmetic: the hardware's own conversion flushes subnormals.
+inline std::uint16_t to_bfloat16(float value) {
+  const std::uint32_t bits = float_to_bits(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Round to nearest even; below 2^-14 to subnormals, from 65520 on to infinity.
+inline std::uint16_t to_float16(float value) {
+  const std::uint32_t bits = float_to_bits(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000u;
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7e00;
+  if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);
+  if (magnitude >= 0x38800000u) {
+    const std::uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+    return static_cast<std::uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
+  }
+  if (magnitude <= 0x33000000u) return static_cast<std::uint16_t>(sign);  // 2^-25 is a tie: to even, zero
+  const std::uint32_t shift = 126u - (magnitude >> 23);
+  const std::uint32_t mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+  std::uint32_t half = mantissa >> shift;
+  const std::uint32_t rest = mantissa & ((1u << shift) - 1u);
+  const std::uint32_t tie = 1u << (shift - 1u);
+  if (rest > tie || (rest == tie && (half & 1u))) ++half;
+  return static_cast<std::uint16_t>(sign | half);
+}
+
+inline float from_float16(std::uint16_t half) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
+  const std::uint32_t exponent = (half >> 10) & 31u;
+  const std::uint32_t mantissa = half & 0x3ffu;
+  if (exponent == 31u) return bits_to_float(sign | 0x7f800000u | (mantissa << 13) | (mantissa ? 0x400000u : 0u));
+  if (exponent == 0u) {
+    const float value = static_cast<float>(static_cast<std::int32_t>(mantissa)) * 0x1p-24f;  // exact
+    return bits_to_float(sign | float_to_bits(value));
+  }
+  return bits_to_float(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+}
+
+template <int dtype>
+constexpr std::size_t size_of() {
+  return dtype == kFloat32 ? 4 : 2;
+}
+
+template <int dtype>
+inline float widen_one(const Byte* address) {
+  if constexpr (dtype == kFloat32) {
+    float value;
+    __builtin_memcpy(&value, address, sizeof value);
+    return value;
+  } else {
+    std::uint16_t half;
+    __builtin_memcpy(&half, address, sizeof half);
+    if constexpr (dtype == kBfloat16) return bits_to_float(static_cast<std::uint32_t>(half) << 16);
+    return from_float16(half);
+  }
+}
+
+// One element at a time: the scalar instruction set, and the ends of ranges in all others.
+struct Single {
+  using F = float;
+  using H = std::uint16_t;
+  using D = double;
+  static constexpr std::size_t kWidth = 1;
+  static constexpr std::size_t kDoubleWidth = 1;
+  static constexpr std::size_t kPairBytes = 0;
+
+  static F set1(float value) { return value; }
+  static F zero() { return 0.0f; }
+  static F load(const Byte* address) { return widen_one<kFloat32>(address); }
+  static void store(Byte* address, F value) { __builtin_memcpy(address, &value, sizeof value); }
+  static void stream(Byte* address, F value) { store(address, value); }
+  static F add(F a, F b) { return a + b; }
+  static F sub(F a, F b) { return a - b; }
+  static F mul(F a, F b) { return a * b; }
+  static F div(F a, F b) { return a / b; }
+  static F sqrt(F a) { return __builtin_sqrtf(a); }
+  static F negate(F a) { return -a; }
+  template <int dtype>
+  static F widen(const Byte* address) {
+    return widen_one<dtype>(address);
+  }
+  template <int dtype>
+  static H narrow(F value) {
+    if constexpr (dtype == kBfloat16) return to_bfloat16(value);
+    return to_float16(value);
+  }
+  static H load_half(const Byte* address) {
+    H value;
+    __builtin_memcpy(&value, address, sizeof value);
+    return value;
+  }
+  static void store_half(Byte* address, H value) { __builtin_memcpy(address, &value, sizeof value); }
+  static void stream_pair(Byte*, H, H) {}
+
+  template <int dtype>
+  static D load_double(const Byte* address) {
+    return static_cast<double>(widen_one<dtype>(address));
+  }
+  static D load_d(const double* address) { return *address; }
+  static void store_d(double* address, D value) { *address = value; }
+  static D add_double(D a, D b) { return a + b; }
+  static D square_double(D a) { return a * a; }
+};
+
+inline Byte* pointer(std::uint64_t address) { return reinterpret_cast<Byte*>(static_cast<std::uintptr_t>(address)); }
+
+enum class Decay { kNone, kL2, kDecoupled };
+
+// A segment's scalars in registers. Flags stay run-time values: their branches are the same all the way
+// through a range, so they cost nothing beside memory, and they would multiply the code by twelve.
+template <class V>
+struct Constants {
+  explicit Constants(const Segment& s)
+      : grad_scale(V::set1(s.grad_scale)),
+        beta1(V::set1(s.beta1)),
+        one_minus_beta1(V::set1(s.one_minus_beta1)),
+        beta2(V::set1(s.beta2)),
+        one_minus_beta2(V::set1(s.one_minus_beta2)),
+        inv_bias2_sqrt(V::set1(s.inv_bias2_sqrt)),
+        eps(V::set1(s.eps)),
+        step_size(V::set1(s.step_size)),
+        decay(V::set1(s.decay)),
+        mode((s.flags & kDecoupledDecay) ? Decay::kDecoupled : s.decay != 0.0f ? Decay::kL2 : Decay::kNone),
+        load_master((s.flags & kLoadMaster) && s.weight != 0),
+        zero_moments(s.flags & kZeroMoments),
+        master(pointer(s.master)),
+        exp_avg(pointer(s.exp_avg)),
+        exp_avg_sq(pointer(s.exp_avg_sq)),
+        gradient(pointer(s.gradient)),
+        weight(pointer(s.weight)) {}
+
+  typename V::F grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias2_sqrt, eps, step_size, decay;
+  Decay mode;
+  bool load_master, zero_moments;
+  Byte *master, *exp_avg, *exp_avg_sq;
+  const Byte* gradient;
+  Byte* weight;
+};
+
+// Update V::kWidth elements from `i` on; return the new master.
+template <class V, int gradient_dtype, int weight_dtype>
+inline typename V::F update_vector(const Constants<V>& c, std::uint64_t i) {
+  using F = typename V::F;
+  F p;
+  if constexpr (weight_dtype != kNone) {
+    p = c.load_master ? V::template widen<weight_dtype>(c.weight + 2 * i) : V::load(c.master + 4 * i);
+  } else {
+    p = V::load(c.master + 4 * i);
+  }
+  F m = c.zero_moments ? V::zero() : V::load(c.exp_avg + 4 * i);
+  F v = c.zero_moments ? V::zero() : V::load(c.exp_avg_sq + 4 * i);
+  F g = V::template widen<gradient_dtype>(c.gradient + size_of<gradient_dtype>() * i);
+
+  g = V::mul(g, c.grad_scale);
+  if (c.mode == Decay::kL2) g = V::add(g, V::mul(p, c.decay));
+  if (c.mode == Decay::kDecoupled) p = V::mul(p, c.decay);
+  m = V::add(V::mul(m, c.beta1), V::mul(g, c.one_minus_beta1));
+  v = V::add(V::mul(v, c.beta2), V::mul(V::mul(g, g), c.one_minus_beta2));
+  const F denominator = V::add(V::mul(V::sqrt(v), c.inv_bias2_sqrt), c.eps);
+  p = V::sub(p, V::mul(V::div(m, denominator), c.step_size));
+
+  V::store(c.exp_avg + 4 * i, m);
+  V::store(c.exp_avg_sq + 4 * i, v);
+  V::store(c.master + 4 * i, p);
+  return p;
+}
+
+template <class V, int gradient_dtype, int weight_dtype>
+inline void update_and_store(const Constants<V>& c, std::uint64_t i) {
+  const typename V::F p = update_vector<V, gradient_dtype, weight_dtype>(c, i);
+  if constexpr (weight_dtype != kNone) V::store_half(c.weight + 2 * i, V::template narrow<weight_dtype>(p));
+  (void)p;
+}
+
+// Elements to go one by one until `address` (fp32) is on a cache line; at most 15.
+inline std::uint64_t head_numel(const Byte* address, std::uint64_t numel) {
+  const std::uint64_t past = (reinterpret_cast<std::uintptr_t>(address) & 63u) / 4;
+  const std::uint64_t head = past == 0 ? 0 : 16 - past;
+  return numel >= 64 ? head : 0;
+}
+
+template <int gradient_dtype, int weight_dtype>
+void update_active(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  using V = Simd;
+  constexpr std::uint64_t width = V::kWidth;
+  const Constants<Single> single(segment);
+  std::uint64_t i = begin;
+  if constexpr (width > 1) {
+    const Constants<V> c(segment);
+    const std::uint64_t body = begin + head_numel(c.master + 4 * begin, end - begin);
+    for (; i < body; ++i) update_and_store<Single, gradient_dtype, weight_dtype>(single, i);
+    if constexpr (weight_dtype != kNone) {
+      // Past the caches: nobody reads the weight before the next forward pass, and a line that is
+      // written whole need not be read first. The same for state, which *is* read first, costs time.
+      if (reinterpret_cast<std::uintptr_t>(c.weight + 2 * i) % V::kPairBytes == 0) {
+        for (; i + 2 * width <= end; i += 2 * width) {
+          const auto low = V::template narrow<weight_dtype>(update_vector<V, gradient_dtype, weight_dtype>(c, i));
+          const auto high =
+              V::template narrow<weight_dtype>(update_vector<V, gradient_dtype, weight_dtype>(c, i + width));
+          V::stream_pair(c.weight + 2 * i, low, high);
+        }
+      }
+    }
+    for (; i + width <= end; i += width) update_and_store<V, gradient_dtype, weight_dtype>(c, i);
+  }
+  for (; i < end; ++i) update_and_store<Single, gradient_dtype, weight_dtype>(single, i);
+}
+
+template <int weight_dtype>
+void load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  Byte* master = pointer(segment.master);
+  const Byte* weight = pointer(segment.weight);
+  std::uint64_t i = begin;
+  for (; i + Simd::kWidth <= end; i += Simd::kWidth)
+    Simd::store(master + 4 * i, Simd::template widen<weight_dtype>(weight + 2 * i));
+  for (; i < end; ++i) Single::store(master + 4 * i, widen_one<weight_dtype>(weight + 2 * i));
+}
+
+template <int gradient_dtype>
+void update_for_gradient(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  switch (segment.weight ? segment.weight_dtype : kNone) {
+    case kBfloat16:
+      return update_active<gradient_dtype, kBfloat16>(segment, begin, end);
+    case kFloat16:
+      return update_active<gradient_dtype, kFloat16>(segment, begin, end);
+    default:
+      return update_active<gradient_dtype, kNone>(segment, begin, end);
+  }
+}
+
+void update(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  if (segment.flags & kActive) {
+    switch (segment.gradient_dtype) {
+      case kBfloat16:
+        return update_for_gradient<kBfloat16>(segment, begin, end);
+      case kFloat16:
+        return update_for_gradient<kFloat16>(segment, begin, end);
+      default:
+        return update_for_gradient<kFloat32>(segment, begin, end);
+    }
+  }
+  if ((segment.flags & kLoadMaster) && segment.weight) {
+    if (segment.weight_dtype == kBfloat16) load_master<kBfloat16>(segment, begin, end);
+    if (segment.weight_dtype == kFloat16) load_master<kFloat16>(segment, begin, end);
+  }
+  if (segment.flags & kZeroMoments) {
+    __builtin_memset(pointer(segment.exp_avg) + 4 * begin, 0, 4 * (end - begin));
+    __builtin_memset(pointer(segment.exp_avg_sq) + 4 * begin, 0, 4 * (end - begin));
+  }
+}
+
+// The value at position `i` (a vector of them) when a block has been folded down to `n` positions.
+// Folding adds the upper half to the lower one, so every addition is vertical.
+template <class V, int dtype, std::size_t n>
+inline typename V::D folded(const Byte* block, std::size_t i) {
+  if constexpr (n == kNormBlockNumel) {
+    return V::square_double(V::template load_double<dtype>(block + size_of<dtype>() * i));
+  } else {
+    return V::add_double(folded<V, dtype, 2 * n>(block, i), folded<V, dtype, 2 * n>(block, i + n));
+  }
+}
+
+// Four folds in registers, the rest in a buffer that stays in the first-level cache.
+template <int dtype>
+double block_sum(const Byte* block) {
+  constexpr std::size_t kBuffered = kNormBlockNumel / 16;
+  alignas(64) double sums[kBuffered];
+  for (std::size_t i = 0; i < kBuffered; i += Simd::kDoubleWidth)
+    Simd::store_d(sums + i, folded<Simd, dtype, kBuffered>(block, i));
+  std::size_t n = kBuffered / 2;
+  for (; n >= Simd::kDoubleWidth; n /= 2)
+    for (std::size_t i = 0; i < n; i += Simd::kDoubleWidth)
+      Simd::store_d(sums + i, Simd::add_double(Simd::load_d(sums + i), Simd::load_d(sums + i + n)));
+  for (; n >= 1; n /= 2)
+    for (std::size_t i = 0; i < n; ++i) sums[i] = sums[i] + sums[i + n];
+  return sums[0];
+}
+
+// Copy a block; the source is then in the first-level cache, where the sum finds it.
+template <int source_dtype>
+void copy_block(const Byte* source, std::size_t numel, Byte* destination, std::int32_t destination_dtype) {
+  if (destination == source) return;
+  if (destination_dtype == source_dtype) {
+    __builtin_memcpy(destination, source, numel * size_of<source_dtype>());
+    return;
+  }
+  std::size_t i = 0;
+  for (; i + Simd::kWidth <= numel; i += Simd::kWidth)
+    Simd::store(destination + 4 * i, Simd::template widen<source_dtype>(source + size_of<source_dtype>() * i));
+  for (; i < numel; ++i)
+    Single::store(destination + 4 * i, widen_one<source_dtype>(source + size_of<source_dtype>() * i));
+}
+
+template <int source_dtype>
+void blocks_of(const Byte* source, std::uint64_t numel, double* blocks, Byte* destination,
+               std::int32_t destination_dtype) {
+  constexpr std::size_t block_bytes = kNormBlockNumel * size_of<source_dtype>();
+  const std::size_t destination_bytes = kNormBlockNumel * (destination_dtype == kFloat32 ? 4 : 2);
+  for (; numel >= kNormBlockNumel; numel -= kNormBlockNumel) {
+    if (destination) {
+      copy_block<source_dtype>(source, kNormBlockNumel, destination, destination_dtype);
+      destination += destination_bytes;
+    }
+    *blocks++ = block_sum<source_dtype>(source);
+    source += block_bytes;
+  }
+  if (numel == 0) return;
+  if (destination) copy_block<source_dtype>(source, numel, destination, destination_dtype);
+  alignas(64) Byte padded[block_bytes];
+  const std::size_t used = numel * size_of<source_dtype>();
+  __builtin_memcpy(padded, source, used);
+  __builtin_memset(padded + used, 0, block_bytes - used);
+  *blocks = block_sum<source_dtype>(padded);
+}
+
+void gradient_blocks(const void* source, std::int32_t source_dtype, std::uint64_t numel, double* blocks,
+                     void* destination, std::int32_t destination_dtype) {
+  const Byte* from = static_cast<const Byte*>(source);
+  Byte* to = static_cast<Byte*>(destination);
+  switch (source_dtype) {
+    case kBfloat16:
+      return blocks_of<kBfloat16>(from, numel, blocks, to, destination_dtype);
+    case kFloat16:
+      return blocks_of<kFloat16>(from, numel, blocks, to, destination_dtype);
+    default:
+      return blocks_of<kFloat32>(from, numel, blocks, to, destination_dtype);
+  }
+}
+
+template <bool nontemporal>
+inline void stream_state(Byte* address) {
+  const Simd::F value = Simd::negate(Simd::load(address));
+  if constexpr (nontemporal) {
+    Simd::stream(address, value);
+  } else {
+    Simd::store(address, value);
+  }
+}
+
+template <bool nontemporal>
+inline void stream_weight(Byte* weight, const Byte* gradient) {
+  const Simd::H low = Simd::load_half(gradient);
+  const Simd::H high = Simd::load_half(gradient + 2 * Simd::kWidth);
+  if constexpr (nontemporal && Simd::kPairBytes > 0) {
+    Simd::stream_pair(weight, low, high);
+  } else {
+    Simd::store_half(weight, low);
+    Simd::store_half(weight + 2 * Simd::kWidth, high);
+  }
+}
+
+template <bool state_nontemporal, bool weight_nontemporal>
+void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end, bool tensor_by_tensor) {
+  constexpr std::uint64_t step = 2 * Simd::kWidth;
+  Byte* states[] = {pointer(segment.master), pointer(segment.exp_avg), pointer(segment.exp_avg_sq)};
+  const Byte* gradient = pointer(segment.gradient);
+  Byte* weight = pointer(segment.weight);
+  if (tensor_by_tensor) {
+    for (std::uint64_t from = begin; from < end; from += kNormBlockNumel) {
+      const std::uint64_t to = from + kNormBlockNumel < end ? from + kNormBlockNumel : end;
+      for (Byte* state : states)
+        for (std::uint64_t i = from; i + Simd::kWidth <= to; i += Simd::kWidth)
+          stream_state<state_nontemporal>(state + 4 * i);
+      for (std::uint64_t i = from; i + step <= to; i += step)
+        stream_weight<weight_nontemporal>(weight + 2 * i, gradient + 2 * i);
+    }
+    return;
+  }
+  for (std::uint64_t i = begin; i + step <= end; i += step) {
+    for (std::uint64_t k = i; k < i + step; k += Simd::kWidth) {
+      stream_state<state_nontemporal>(states[0] + 4 * k);
+      stream_state<state_nontemporal>(states[1] + 4 * k);
+      stream_state<state_nontemporal>(states[2] + 4 * k);
+    }
+    stream_weight<weight_nontemporal>(weight + 2 * i, gradient + 2 * i);
+  }
+}
+
+void stream(const Segment& segment, std::uint64_t begin, std::uint64_t end, std::uint32_t variant) {
+  const bool by_tensor = variant & kStreamTensorByTensor;
+  switch (variant & 3u) {
+    case 0:
+      return stream_range<false, false>(segment, begin, end, by_tensor);
+    case 1:
+      return stream_range<false, true>(segment, begin, end, by_tensor);
+    case 2:
+      return stream_range<true, false>(segment, begin, end, by_tensor);
+    default:
+      return stream_range<true, true>(segment, begin, end, by_tensor);
+  }
+}
+
+}  // namespace
+}  // namespace offload

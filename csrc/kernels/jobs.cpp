@@ -1,0 +1,139 @@
+#include "jobs.h"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace offload {
+namespace {
+
+// What a segment costs beside its elements, in elements: a call, a switch, cold lines.
+constexpr std::uint64_t kSegmentCost = 64;
+
+std::size_t size_of_dtype(std::int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
+
+// Non-temporal stores are not ordered by the release that ends a piece; this makes them so.
+void drain_nontemporal_stores() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+std::string check_segment(const Segment& s) {
+  if (s.flags & ~static_cast<std::uint32_t>(kAllFlags)) return "unknown flags " + std::to_string(s.flags);
+  const bool active = s.flags & kActive;
+  const bool loads = s.flags & kLoadMaster;
+  const bool zeroes = s.flags & kZeroMoments;
+  if (s.numel == 0 || !(active || loads || zeroes)) return "";
+  if (s.weight != 0 && s.weight_dtype != kBfloat16 && s.weight_dtype != kFloat16)
+    return "weight_dtype " + std::to_string(s.weight_dtype) +
+           " is not a 16-bit type (an fp32 weight is the master: weight must be 0)";
+  if (s.weight == 0 && s.weight_dtype != kFloat32 && s.weight_dtype != kNone)
+    return "weight is null but weight_dtype is " + std::to_string(s.weight_dtype);
+  if (s.weight % 2) return "weight is not aligned to 2 bytes";
+  if ((active || loads) && s.master == 0) return "master is null";
+  if ((active || zeroes) && (s.exp_avg == 0 || s.exp_avg_sq == 0)) return "exp_avg or exp_avg_sq is null";
+  if (s.master % 4 || s.exp_avg % 4 || s.exp_avg_sq % 4) return "state is not aligned to 4 bytes";
+  if (active && s.gradient == 0) return "gradient is null";
+  if (active && (s.gradient_dtype < kBfloat16 || s.gradient_dtype > kFloat32))
+    return "gradient_dtype " + std::to_string(s.gradient_dtype) + " is not a dtype code";
+  return "";
+}
+
+}  // namespace
+
+std::string check_table(const Segment* table, std::size_t rows) {
+  if (rows > 0xffffffffu) return "more than 2^32 segments";
+  for (std::size_t i = 0; i < rows; ++i) {
+    const std::string problem = check_segment(table[i]);
+    if (!problem.empty()) return "segment " + std::to_string(i) + ": " + problem;
+  }
+  return "";
+}
+
+TableJob::Cut::Cut(std::vector<Segment> table) : segments(std::move(table)) {
+  Piece piece{0, 0, 0, 0};
+  std::uint64_t cost = 0;  // of the piece being filled
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    const std::uint64_t numel = segments[i].numel;
+    const std::uint32_t index = static_cast<std::uint32_t>(i);
+    const bool touched = segments[i].flags & (kActive | kLoadMaster | kZeroMoments);
+    if (numel == 0 || !touched) continue;
+    std::uint64_t taken = 0;
+    while (taken < numel) {
+      if (cost == 0) piece = Piece{index, index, taken, taken};
+      cost += kSegmentCost;
+      // Whole norm blocks only, so that the next piece starts as well aligned as this segment does.
+      const std::uint64_t room = cost < kPieceNumel ? (kPieceNumel - cost + 4095) / 4096 * 4096 : 4096;
+      const std::uint64_t now = std::min(numel - taken, room);
+      taken += now;
+      cost += now;
+      piece.last = index;
+      piece.end = taken;
+      if (cost >= kPieceNumel) {
+        pieces.push_back(piece);
+        cost = 0;
+      }
+    }
+  }
+  if (cost > 0) pieces.push_back(piece);
+}
+
+TableJob::TableJob(Cut cut, Kernel kernel)
+    : Job(cut.pieces.size()), cut_(std::move(cut)), kernel_(std::move(kernel)) {}
+
+void TableJob::run_piece(std::size_t index) noexcept {
+  const Piece& piece = cut_.pieces[index];
+  for (std::uint32_t i = piece.first; i <= piece.last; ++i) {
+    const Segment& segment = cut_.segments[i];
+    const std::uint64_t begin = i == piece.first ? piece.begin : 0;
+    const std::uint64_t end = i == piece.last ? piece.end : segment.numel;
+    if (begin < end) kernel_(segment, begin, end);
+  }
+  drain_nontemporal_stores();
+}
+
+std::string check_gradient_blocks(const GradientBlocks& work) {
+  const auto is_dtype = [](std::int32_t dtype) { return dtype >= kBfloat16 && dtype <= kFloat32; };
+  if (!is_dtype(work.source_dtype)) return "source_dtype " + std::to_string(work.source_dtype) + " is not a dtype code";
+  if (work.numel == 0) return "";
+  if (work.source == nullptr) return "source is null";
+  if (work.blocks == nullptr || reinterpret_cast<std::uintptr_t>(work.blocks) % 8)
+    return "blocks is null or not aligned to 8 bytes";
+  if (work.destination == nullptr) return "";
+  if (work.destination_dtype != work.source_dtype && work.destination_dtype != kFloat32)
+    return "a gradient is copied as it is or widened to fp32, not converted from dtype " +
+           std::to_string(work.source_dtype) + " to " + std::to_string(work.destination_dtype);
+  const auto from = reinterpret_cast<std::uintptr_t>(work.source);
+  const auto to = reinterpret_cast<std::uintptr_t>(work.destination);
+  const bool same = from == to && work.destination_dtype == work.source_dtype;
+  if (!same && from < to + work.numel * size_of_dtype(work.destination_dtype) &&
+      to < from + work.numel * size_of_dtype(work.source_dtype))
+    return "source and destination overlap";
+  return "";
+}
+
+GradientBlocksJob::GradientBlocksJob(const GradientBlocks& work, const KernelSet& kernels)
+    : Job((work.numel + kPieceNumel - 1) / kPieceNumel), work_(work), kernels_(kernels) {}
+
+void GradientBlocksJob::run_piece(std::size_t piece) noexcept {
+  const std::uint64_t begin = piece * kPieceNumel;
+  const std::uint64_t numel = std::min(kPieceNumel, work_.numel - begin);
+  char* destination = static_cast<char*>(work_.destination);
+  kernels_.gradient_blocks(
+      static_cast<const char*>(work_.source) + begin * size_of_dtype(work_.source_dtype), work_.source_dtype, numel,
+      work_.blocks + begin / kNormBlockNumel,
+      destination ? destination + begin * size_of_dtype(work_.destination_dtype) : nullptr, work_.destination_dtype);
+}
+
+double sum_in_order(const double* values, std::size_t count) {
+  double total = 0.0;
+  for (std::size_t i = 0; i < count; ++i) total = total + values[i];
+  return total;
+}
+
+}  // namespace offload

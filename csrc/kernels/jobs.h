@@ -1,0 +1,107 @@
+// The kernels as jobs: what to run, cut into pieces that are large enough to pay for being taken.
+//
+// Invariants: a table is copied when a job is made; cutting changes no number (blocks of the norm are never
+// cut; elements of an update know nothing of each other). Pieces begin at multiples of 4096 elements of
+// their segment, so that aligned tensors stay aligned.
+// Not done here: keeping the memory that a table points at alive (the caller does, until the job ends).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../runtime/completion_queue.h"
+#include "kernels.h"
+#include "worker_pool.h"
+
+namespace offload {
+
+// Elements of a piece: 1.75 MiB of an update's traffic, under a millisecond, hundreds of times the cost of taking
+// it; small enough that the last one keeps nobody waiting.
+constexpr std::uint64_t kPieceNumel = 64 * 1024;
+
+// Return what is wrong with a table ("segment 3: ..."), or an empty string. Sees nulls, alignment, unknown
+// codes and impossible combinations; whether memory is there, it cannot see.
+std::string check_table(const Segment* table, std::size_t rows);
+
+// Updates the segments of a table; pieces may span many small segments.
+class TableJob : public Job {
+ public:
+  using Kernel = std::function<void(const Segment&, std::uint64_t, std::uint64_t)>;
+
+  TableJob(std::vector<Segment> segments, Kernel kernel) : TableJob(Cut(std::move(segments)), std::move(kernel)) {}
+
+ protected:
+  void run_piece(std::size_t piece) noexcept override;
+  void finished(double, double) noexcept override {}
+
+ private:
+  // A run of elements: from element `begin` of segment `first` to element `end` of segment `last`.
+  struct Piece {
+    std::uint32_t first, last;
+    std::uint64_t begin, end;
+  };
+  struct Cut {
+    explicit Cut(std::vector<Segment> table);
+    std::vector<Segment> segments;
+    std::vector<Piece> pieces;
+  };
+
+  TableJob(Cut cut, Kernel kernel);
+
+  const Cut cut_;
+  const Kernel kernel_;
+};
+
+// The same, reporting to a queue, which must outlive the job.
+class ReportingTableJob final : public TableJob {
+ public:
+  ReportingTableJob(std::vector<Segment> segments, Kernel kernel, CompletionQueue& queue, std::uint64_t op)
+      : TableJob(std::move(segments), std::move(kernel)), queue_(queue), op_(op) {}
+
+ protected:
+  void finished(double started_s, double finished_s) noexcept override {
+    Completion completion;
+    completion.op = op_;
+    completion.started_s = started_s;
+    completion.finished_s = finished_s;
+    queue_.push(completion);
+  }
+
+ private:
+  CompletionQueue& queue_;
+  const std::uint64_t op_;
+};
+
+// Sums of squares of one gradient, and its copy or widening on the way.
+struct GradientBlocks {
+  const void* source;
+  std::int32_t source_dtype;
+  std::uint64_t numel;
+  double* blocks;
+  void* destination;
+  std::int32_t destination_dtype;
+};
+
+// Return what is wrong with the arguments, or an empty string.
+std::string check_gradient_blocks(const GradientBlocks& work);
+
+class GradientBlocksJob final : public Job {
+ public:
+  GradientBlocksJob(const GradientBlocks& work, const KernelSet& kernels);
+
+ protected:
+  void run_piece(std::size_t piece) noexcept override;
+  void finished(double, double) noexcept override {}
+
+ private:
+  const GradientBlocks work_;
+  const KernelSet& kernels_;
+};
+
+// Add doubles one after the other, starting from zero.
+double sum_in_order(const double* values, std::size_t count);
+
+}  // namespace offload

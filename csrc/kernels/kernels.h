@@ -1,0 +1,49 @@
+// What each instruction set provides: plain functions over ranges, no threads, no allocation.
+//
+// Invariants: all sets give the same bits for the same input (offload/kernels/reference.py says which);
+// how a range is cut never changes a number. Callers run them with the default floating-point
+// environment (float_environment.h). Every function may run on many threads over disjoint ranges.
+// Not done here: choosing a set (dispatch.h), splitting work (work.h), checking arguments (validate.h).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "segment.h"
+
+namespace offload {
+
+// Elements whose squares one fixed tree adds; NORM_BLOCK_NUMEL of offload/protocols.py.
+constexpr std::size_t kNormBlockNumel = 4096;
+
+// Ways to stream over an update's bytes; combined by `|`. For measuring bandwidth only.
+enum : std::uint32_t {
+  kStreamWeightNontemporal = 1,
+  kStreamStateNontemporal = 2,
+  kStreamTensorByTensor = 4,  // 4096 elements of one tensor, then of the next, instead of all side by side
+};
+
+struct KernelSet {
+  const char* name;
+
+  // Update elements [begin, end) of a segment, as its flags say.
+  void (*update)(const Segment& segment, std::uint64_t begin, std::uint64_t end);
+
+  // Write the sums of squares of `numel` elements, one double for each started block of 4096. Unless
+  // `destination` is null, also copy the elements there (same dtype, or 16-bit widened to fp32).
+  // Source anywhere; destination anywhere that does not overlap it, or the source itself.
+  void (*gradient_blocks)(const void* source, std::int32_t source_dtype, std::uint64_t numel, double* blocks,
+                          void* destination, std::int32_t destination_dtype);
+
+  // Touch the bytes that an update of [begin, end) touches (negated state, gradient copied to the
+  // weight) with next to no arithmetic. Gradient and weight must have the same element size.
+  void (*stream)(const Segment& segment, std::uint64_t begin, std::uint64_t end, std::uint32_t variant);
+};
+
+extern const KernelSet kScalarKernels;
+#if defined(OFFLOAD_X86_KERNELS)
+extern const KernelSet kAvx2Kernels;
+extern const KernelSet kAvx512Kernels;
+#endif
+
+}  // namespace offload

@@ -1,0 +1,81 @@
+# One section for each file in csrc/bindings/.
+
+# bind_runtime.cpp
+class CompletionQueue:
+    def __init__(self) -> None: ...
+    def post(
+        self,
+        op: int,
+        error: int = 0,
+        checksum: int = 0,
+        started_s: float = 0.0,
+        finished_s: float = 0.0,
+        detail: int = 0,
+    ) -> None: ...
+    def wait(self, timeout_s: float = -1.0) -> list[tuple[int, int, int, float, float, int]]: ...
+
+# bind_io.cpp
+def crc32c(address: int, nbytes: int, seed: int = 0) -> int: ...
+def crc32c_portable(address: int, nbytes: int, seed: int = 0) -> int: ...
+def crc32c_combine(crc_a: int, crc_b: int, nbytes_b: int) -> int: ...
+def crc32c_implementation() -> str: ...
+def make_slot_header(
+    store: bytes,
+    subgroup: int,
+    tensor: int,
+    tile: int,
+    step: int,
+    numel: int,
+    nbytes: int,
+    checksum: int | None = None,
+) -> bytes: ...
+def check_slot_header(
+    raw: bytes, store: bytes, subgroup: int, tensor: int, tile: int, step: int, numel: int, nbytes: int
+) -> bool: ...
+def parse_slot_header(raw: bytes) -> tuple[bytes, int, int, int, int, int, int, int | None] | None: ...
+def file_system_magic(path: str) -> int: ...
+
+class StoreFile:
+    def __init__(
+        self, fd: int, direct: bool, store: bytes, max_bytes: int = 0, extent_bytes: int = 268435456
+    ) -> None: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def allocated_bytes(self) -> int: ...
+    def free_bytes(self) -> int: ...
+
+class IoThreads:
+    def __init__(self, queue: CompletionQueue, threads: int, piece_bytes: int, checksum: bool) -> None: ...
+    def read(
+        self,
+        file: StoreFile,
+        op: int,
+        subgroup: int,
+        tensor: int,
+        tile: int,
+        step: int,
+        numel: int,
+        offset: int,
+        address: int,
+        nbytes: int,
+        checksum: int | None = None,
+    ) -> None: ...
+    def write(
+        self,
+        file: StoreFile,
+        op: int,
+        subgroup: int,
+        tensor: int,
+        tile: int,
+        step: int,
+        numel: int,
+        offset: int,
+        address: int,
+        nbytes: int,
+    ) -> None: ...
+    def sync(self, file: StoreFile, op: int) -> None: ...
+    def close(self) -> None: ...
+    def inject(self, kind: str, nth: int = 1, error: int = 0, limit_bytes: int = 0) -> None: ...

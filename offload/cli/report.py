@@ -1,0 +1,221 @@
+"""The table at the end of a run, and its two pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.record import LAST_STEPS, Interval
+from offload.cli.values import format_seconds
+from offload.config import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LANE_COLOURS = {
+    "cpu": "#4c78a8",
+    "gpu": "#b279a2",
+    "read": "#54a24b",
+    "write": "#e4853a",
+    "h2d": "#72b7b2",
+    "d2h": "#9d755d",
+}
+_LANE_ORDER = tuple(_LANE_COLOURS)
+_LANE_TITLES = {"cpu": "CPU update", "gpu": "GPU update", "h2d": "host to GPU", "d2h": "GPU to host"}
+_SHADES = (0.55, 0.95)
+_TEXT_COLOURS = ("black", "white")
+_LIGHT = "#bbbbbb"
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """Return what a run came to, as aligned lines of text."""
+    rows: list[tuple[str, str]] = []
+    if summary["steps"]:
+        rows = list(_rows(summary))
+    if summary["verdict"]:
+        rows.append(("comparison", summary["verdict"]))
+    if summary["steps"]:
+        rows.append(("results", summary["output"]))
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def seconds(name: str) -> str:
+        return "unknown" if summary[name] is None else format_seconds(summary[name])
+
+    rows = [
+        ("steps", f"{summary['steps']} in {format_seconds(summary['seconds'])}"),
+        (
+            "loss",
+            f"{summary['first_loss']:.3f} at first, {summary['final_loss']:.3f} over the last "
+            f"{summary['final_loss_steps']} steps; single bytes alone {summary['text']['byte_entropy']:.3f}",
+        ),
+        ("throughput", f"{summary['tokens_per_s']:,.0f} tokens/s (median)"),
+        ("forward", f"{seconds('forward_s')} (median)"),
+        ("backward", f"{seconds('backward_s')} (median)"),
+        ("step", f"{seconds('step_s')} (median; clipping and zero_grad included)"),
+    ]
+    predicted, measured = summary["predicted_step_s"], summary["optimizer_step_s"]
+    if predicted and measured:
+        rows.append(
+            (
+                "prediction",
+                f"{format_seconds(predicted)} for the step alone, measured {format_seconds(measured)} "
+                f"({measured / predicted:.2f} times as long)",
+            )
+        )
+    if summary["state_bytes"]:
+        rows.append(
+            (
+                "state",
+                f"{format_bytes(summary['state_bytes'])}, {summary['resident_share']:.0%} resident in memory, "
+                f"{format_bytes(summary['streamed_bytes'])} streamed",
+            )
+        )
+    for index, path in enumerate(summary["paths"]):
+        rows.append(
+            (
+                f"path {index}",
+                f"{format_bytes(path['read_bytes'] or 0)} read, {format_bytes(path['write_bytes'] or 0)} written "
+                f"a step; {path['path']}",
+            )
+        )
+    if summary["in_memory"]:
+        rows.append(("in memory", f"step {format_seconds(summary['in_memory']['step_s'])} (median), same loop"))
+    return rows
+
+
+def draw_losses(path: Path, losses: Sequence[float], byte_entropy: float) -> None:
+    """Draw the loss over the steps, raw and averaged, beside what needs no context."""
+    from matplotlib.ticker import MaxNLocator
+
+    figure, axes = _figure(8.0, 4.5)
+    steps = range(1, len(losses) + 1)
+    axes.plot(steps, losses, color=_LIGHT, linewidth=1, label="each step")
+    means = [sum(part) / len(part) for part in (losses[max(0, end - LAST_STEPS) : end] for end in steps)]
+    axes.plot(steps, means, color=_LANE_COLOURS["cpu"], linewidth=2, label=f"mean of the last {LAST_STEPS} steps")
+    axes.axhline(byte_entropy, color="#666666", linestyle=":", linewidth=1.2, label="entropy of single bytes")
+    axes.set_title("Training loss", loc="left")
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross-entropy (nats a byte)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def draw_lanes(path: Path, timeline: Sequence[Interval], paths: Sequence[str], *, step: int) -> None:
+    """Draw one step: a row a lane, a bar an operation, overlapping operations of a lane below each other.
+
+    Args:
+        path: The picture's file.
+        timeline: The step's operations, as `optimizer.timeline()` gives them.
+        paths: What the path numbers in the lanes' names stand for.
+        step: Number of the step, for the title.
+    """
+    lanes = sorted({interval[0] for interval in timeline}, key=_lane_key)
+    figure, axes = _figure(10.0, 1.9 + 0.62 * max(1, len(lanes)) + 0.2 * len(paths))
+    start_s = min((interval[2] for interval in timeline), default=0.0)
+    span_s = max((interval[3] for interval in timeline), default=0.0) - start_s or 1e-6
+    unit, factor = ("s", 1.0) if span_s >= 10 else ("ms", 1e3) if span_s >= 10e-3 else ("µs", 1e6)
+    for row, lane in enumerate(lanes):
+        intervals = sorted((interval for interval in timeline if interval[0] == lane), key=lambda item: item[2:4])
+        _draw_lane(axes, row, intervals, start_s=start_s, span_s=span_s, factor=factor)
+        axes.text(
+            1.01, row, _lane_figures(intervals, span_s), transform=_row_transform(axes), va="center", fontsize=8
+        )
+    axes.set_yticks(range(len(lanes)), [_lane_title(lane) for lane in lanes])
+    axes.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
+    axes.set_xlim(0, span_s * factor * 1.01)
+    axes.set_xlabel(f"time since the step's first operation ({unit})")
+    axes.set_title(f"Lanes during step {step}", loc="left")
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="#e5e5e5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    if not timeline:
+        axes.text(0.5, 0.5, "no operations", transform=axes.transAxes, ha="center", va="center")
+    names = [f"path {index}: {_shortened(name, 110)}" for index, name in enumerate(paths)]
+    figure.supxlabel("\n".join(names), fontsize=8, color="#555555", x=0.01, ha="left")
+    _save(figure, path)
+
+
+def _draw_lane(
+    axes: Axes, row: int, intervals: Sequence[Interval], *, start_s: float, span_s: float, factor: float
+) -> None:
+    tracks = _tracks(intervals)
+    depth = max(tracks, default=0) + 1
+    height = 0.76 / depth
+    colour = _LANE_COLOURS.get(intervals[0][0].split(":")[0], "#888888")
+    for number, ((_, label, began_s, ended_s, _), track) in enumerate(zip(intervals, tracks, strict=True)):
+        centre = row - 0.38 + height * (track + 0.5)
+        left, width = (began_s - start_s) * factor, (ended_s - began_s) * factor
+        # Two shades in turn, so that operations that follow each other without a gap can be told apart.
+        axes.barh(centre, width, height, left, color=colour, alpha=_SHADES[number % 2], linewidth=0)
+        # About 105 characters of this size fit across.
+        if depth == 1 and len(label) < 105 * (ended_s - began_s) / span_s:
+            axes.text(
+                left + width / 2, centre, label, ha="center", va="center", fontsize=7, color=_TEXT_COLOURS[number % 2]
+            )
+
+
+def _tracks(intervals: Sequence[Interval]) -> list[int]:
+    """Return for each interval, in order of their start, the first track that is free by then."""
+    free_from_s: list[float] = []
+    tracks = []
+    for _, _, began_s, ended_s, _ in intervals:
+        track = next((index for index, free_s in enumerate(free_from_s) if free_s <= began_s), len(free_from_s))
+        if track == len(free_from_s):
+            free_from_s.append(ended_s)
+        free_from_s[track] = ended_s
+        tracks.append(track)
+    return tracks
+
+
+def _lane_figures(intervals: Sequence[Interval], span_s: float) -> str:
+    """Return a lane's bytes, its rate while busy, and the share of the step that it was busy for."""
+    busy_s = 0.0
+    covered_until_s = float("-inf")
+    for _, _, began_s, ended_s, _ in intervals:
+        busy_s += max(0.0, ended_s - max(began_s, covered_until_s))
+        covered_until_s = max(covered_until_s, ended_s)
+    nbytes = sum(interval[4] for interval in intervals)
+    moved = f"{format_bytes(nbytes)} at {format_bytes(nbytes / busy_s)}/s" if nbytes and busy_s else ""
+    return "\n".join(part for part in (moved, f"busy {busy_s / span_s:.0%}") if part)
+
+
+def _lane_key(lane: str) -> tuple[int, int, str]:
+    kind, _, index = lane.partition(":")
+    order = _LANE_ORDER.index(kind) if kind in _LANE_ORDER else len(_LANE_ORDER)
+    return order, int(index) if index.isdecimal() else 0, lane
+
+
+def _lane_title(lane: str) -> str:
+    kind, _, index = lane.partition(":")
+    return f"{kind} path {index}" if index else _LANE_TITLES.get(lane, lane)
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else "…" + text[1 - length :]
+
+
+def _row_transform(axes: Axes) -> Any:
+    """Return coordinates that are a share of the width in x, and a lane's row in y."""
+    return axes.get_yaxis_transform()
+
+
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+    # Not pyplot: it would keep figures in a global list and look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=140)

@@ -1,0 +1,182 @@
+"""The options of `offload train`: their defaults, their help, and what is checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from offload.cli.values import parse_count
+from offload.config import parse_bytes
+from offload.errors import ConfigError
+
+DTYPES = ("bf16", "fp32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSettings:
+    """What `offload train` was asked to do; see the help of each option. Sizes are in bytes."""
+
+    params: int
+    layers: int | None
+    hidden: int | None
+    seq: int
+    batch: int
+    accumulate: int
+    steps: int
+    lr: float
+    clip: float
+    data: str | None
+    host_memory: int | None
+    staging_memory: int | None
+    paths: tuple[str, ...]
+    subgroup_numel: int | None
+    threads: int | None
+    device: str
+    dtype: str
+    seed: int
+    compare_in_memory: bool
+    output: str | None
+    quiet: bool
+    json: bool
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> TrainSettings:
+        """Return checked settings.
+
+        Raises:
+            ConfigError: A value is out of range or cannot be read.
+        """
+        for name in ("seq", "batch", "accumulate", "steps", "threads"):
+            value = getattr(arguments, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name}", value, "give at least 1")
+        if not (math.isfinite(arguments.lr) and arguments.lr >= 0):
+            raise ConfigError("--lr", arguments.lr, "give a number of at least 0")
+        if not arguments.clip >= 0:
+            raise ConfigError("--clip", arguments.clip, "give the largest gradient norm, or 0 for no clipping")
+        if not 0 <= arguments.seed < 2**63:
+            raise ConfigError("--seed", arguments.seed, "give an integer from 0 to 2**63 - 1")
+        values = vars(arguments) | {
+            "params": parse_count("--params", arguments.params),
+            "paths": tuple(arguments.path or ()),
+        }
+        readers = {"host_memory": parse_bytes, "staging_memory": parse_bytes, "subgroup_numel": parse_count}
+        for name, read in readers.items():
+            if values[name] is not None:
+                values[name] = read(f"--{name.replace('_', '-')}", values[name])
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__})
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of a step, counted from 0: a short linear warm-up, then a cosine down to a tenth."""
+        warmup = min(100, max(1, self.steps // 10))
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        share = (step - warmup) / max(1, self.steps - warmup)
+        return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+
+
+_EPILOG = """\
+examples:
+  offload train                                 a 25M-parameter model for a few minutes, state mostly on disk
+  offload train --params 1B --path /mnt/nvme0/offload --path /mnt/nvme1/offload --host-memory 4GiB
+  offload train --steps 20 --compare-in-memory  check that offloading does not change a single bit
+
+The run's folder holds metrics.jsonl (a line a step), summary.json, loss.png and lanes.png.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand `train` to what `ArgumentParser.add_subparsers` returned."""
+    parser = commands.add_parser(
+        "train",
+        help="train a language model on any text through the whole engine",
+        description="Train a decoder-only language model, byte by byte, on any text file or folder, with its "
+        "optimizer state offloaded.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--params",
+        metavar="COUNT",
+        default="25M",
+        help="parameters to aim for, such as 25e6 or 1.5B; picks depth and width (default: %(default)s)",
+    )
+    model.add_argument("--layers", metavar="N", type=int, help="layers (default: picked for --params)")
+    model.add_argument(
+        "--hidden", metavar="N", type=int, help="hidden width, a multiple of 16 (default: picked for --params)"
+    )
+    model.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="of the weights and gradients (default: %(default)s)"
+    )
+    model.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--data",
+        metavar="PATH",
+        help="text file, or folder read recursively (default: the sources of Python's standard library)",
+    )
+    training.add_argument("--seq", metavar="N", type=int, default=128, help="bytes a sequence (default: %(default)s)")
+    training.add_argument(
+        "--batch", metavar="N", type=int, default=8, help="sequences a micro-step (default: %(default)s)"
+    )
+    training.add_argument(
+        "--accumulate", metavar="N", type=int, default=1, help="micro-steps a step (default: %(default)s)"
+    )
+    training.add_argument("--steps", metavar="N", type=int, default=160, help="(default: %(default)s)")
+    training.add_argument(
+        "--lr",
+        metavar="RATE",
+        type=float,
+        default=1e-3,
+        help="peak learning rate; warms up over a tenth of the steps (100 at most), then falls to a tenth "
+        "along a cosine (default: %(default)s)",
+    )
+    training.add_argument(
+        "--clip",
+        metavar="NORM",
+        type=float,
+        default=1.0,
+        help="largest gradient norm, 0 for any (default: %(default)s)",
+    )
+    training.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="of weights and batches (default: %(default)s)"
+    )
+
+    offloading = parser.add_argument_group("offloading")
+    offloading.add_argument(
+        "--path",
+        metavar="DIR",
+        action="append",
+        help="where streamed state is stored; repeat for several disks (default: OUTPUT/state)",
+    )
+    offloading.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        help="budget for state that stays in host memory, such as 8GiB (default: a quarter of the state)",
+    )
+    offloading.add_argument(
+        "--staging-memory", metavar="SIZE", help="buffers for state on its way (default: the engine's choice)"
+    )
+    offloading.add_argument(
+        "--subgroup-numel", metavar="COUNT", help="parameters a subgroup (default: the engine's choice)"
+    )
+    offloading.add_argument(
+        "--threads", metavar="N", type=int, help="CPU threads of model and updates (default: one a core)"
+    )
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--compare-in-memory",
+        action="store_true",
+        help="run the same steps again with all state in host memory; exit with 1 unless every weight and loss is "
+        "identical bit for bit",
+    )
+    output.add_argument("--output", metavar="DIR", help="new or empty folder for the results (default: runs/TIME)")
+    output.add_argument(
+        "--json", action="store_true", help="print the summary as JSON on stdout, and nothing else there"
+    )
+    output.add_argument("--quiet", action="store_true", help="no progress and no table")

@@ -1,0 +1,150 @@
+"""Bytes to train on: any text file or folder, as one tensor of byte values.
+
+The same files give the same tensor in the same order on every run. No tokenizer: the vocabulary is the 256
+byte values, so any text works and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import codecs
+import math
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload.errors import ConfigError
+
+VOCABULARY = 256
+TEXT_MAX_BYTES = 1 << 30
+"""No more than this is read: the text is held in memory, and training sees a sample of it anyway."""
+
+_SNIFFED_BYTES = 8192
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What is trained on.
+
+    Attributes:
+        source: Where it came from, for people.
+        files: Number of files.
+        values: Byte values, uint8, on the CPU.
+    """
+
+    source: str
+    files: int
+    values: torch.Tensor
+
+    def byte_entropy(self) -> float:
+        """Return the entropy of single bytes in nats: the loss of a model that ignores all context."""
+        counts = torch.bincount(self.values.long(), minlength=VOCABULARY)
+        shares: list[float] = [count / len(self.values) for count in counts.tolist() if count]
+        return -math.fsum(share * math.log(share) for share in shares)
+
+
+class Batches:
+    """An endless, seeded sequence of random windows of a text.
+
+    Has a generator of its own, so that what else draws random numbers does not change the batches.
+    """
+
+    def __init__(self, text: Text, *, batch: int, seq: int, seed: int) -> None:
+        self._values = text.values
+        self._batch = batch
+        self._seq = seq
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __next__(self) -> torch.Tensor:
+        """Return the next windows: int64 of shape (batch, seq + 1), each input followed by its target."""
+        starts = torch.randint(len(self._values) - self._seq, (self._batch,), generator=self._generator)
+        return torch.stack([self._values[start : start + self._seq + 1] for start in starts.tolist()]).long()
+
+
+def load_text(data: str | None, *, min_bytes: int) -> Text:
+    """Read the text to train on.
+
+    Args:
+        data: A text file, or a folder whose text files are read recursively (names and folders that begin with
+            a dot, links and binary files are left out); the sources of Python's standard library if None.
+        min_bytes: How much is needed at least.
+
+    Raises:
+        ConfigError: There is nothing there, it cannot be read, it is not text, or it is too short.
+    """
+    if data is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        text = _read(f"Python's standard library ({root})", _standard_library(root))
+    else:
+        path = Path(data).expanduser()
+        if path.is_file():
+            text = _read(str(path), [path])
+            if not text.files:
+                raise ConfigError("--data", data, "it cannot be read as text; give a text file or a folder of them")
+        elif path.is_dir():
+            text = _read(str(path), _files_below(path))
+        else:
+            raise ConfigError("--data", data, "there is no such file or folder")
+    if not text.files:
+        raise ConfigError("--data", data, "there is no readable text file in this folder")
+    if len(text.values) < min_bytes:
+        raise ConfigError(
+            "--data",
+            data or text.source,
+            f"it has {len(text.values)} bytes of text and at least {min_bytes} are needed; "
+            "give more text or a shorter --seq",
+        )
+    return text
+
+
+def _standard_library(root: Path) -> Iterator[Path]:
+    for path in _files_below(root):
+        if path.suffix == ".py" and _NOT_STDLIB.isdisjoint(path.relative_to(root).parts):
+            yield path
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    """Yield the files of a folder, those of a folder before those of its sub-folders, sorted by name."""
+    for folder, subfolders, names in os.walk(root):
+        # In place: this is how os.walk learns which folders to enter, and in which order.
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            if not name.startswith(".") and path.is_file() and not path.is_symlink():
+                yield path
+
+
+def _read(source: str, paths: Iterable[Path]) -> Text:
+    content = bytearray()
+    files = 0
+    for path in paths:
+        room = TEXT_MAX_BYTES - len(content)
+        if room <= 0:
+            break
+        piece = _read_if_text(path, room)
+        if piece:
+            content += piece
+            if not piece.endswith(b"\n"):
+                content += b"\n"
+            files += 1
+    # torch.frombuffer refuses an empty buffer.
+    values = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return Text(source, files, values)
+
+
+def _read_if_text(path: Path, max_bytes: int) -> bytes:
+    """Return a file's bytes, or none if it cannot be read or does not begin like UTF-8 text."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(min(_SNIFFED_BYTES, max_bytes))
+            if b"\0" in head:
+                return b""
+            # Incremental: the head may end in the middle of a character.
+            codecs.getincrementaldecoder("utf-8")().decode(head)
+            return head + file.read(max_bytes - len(head))
+    except (OSError, UnicodeDecodeError):
+        return b""

@@ -1,0 +1,358 @@
+"""`offload train`: trains a language model through the whole engine and says what that cost.
+
+Deciding what to run is in `settings`, what is left behind in `record` and `report`; here is the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from offload.cli.model import Shape, build_model, choose_shape, parameter_groups
+from offload.cli.progress import Progress
+from offload.cli.record import Comparison, RunRecord, StepRecord, same_losses, to_json, write_text
+from offload.cli.report import draw_lanes, draw_losses, table
+from offload.cli.settings import TrainSettings
+from offload.cli.text import VOCABULARY, Batches, Text, load_text
+from offload.errors import ConfigError, OffloadError
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_EXTRA = ("transformers", "matplotlib", "tqdm")
+
+
+def run(settings: TrainSettings) -> int:
+    """Train, write the run's folder, print the outcome.
+
+    Returns:
+        The exit status: 0, 1 if a comparison found a difference, 130 if interrupted.
+
+    Raises:
+        OffloadError: The input cannot be used or the engine failed; what there was by then has been written.
+    """
+    _check_extra()
+    _check_device(settings.device)
+    shape = choose_shape(settings.params, layers=settings.layers, hidden=settings.hidden)
+    text = load_text(settings.data, min_bytes=settings.seq + 1)
+    say = _Speaker(settings)
+    with _run_folder(settings) as (folder, paths), _reproducible(settings.threads):
+        config = _offload_config(settings, shape, paths)
+        say(
+            f"model: {shape.numel:,} parameters, {shape.layers} layers, hidden width {shape.hidden}, {settings.dtype}"
+        )
+        say(f"text: {text.source}, {len(text.values):,} bytes in {text.files} files")
+        run = _Run(settings, shape, text, folder)
+        status = 0
+        try:
+            run.train(config, run.main, "metrics.jsonl", "offloaded")
+            if settings.compare_in_memory:
+                run.compare(_in_memory_config(settings))
+        except KeyboardInterrupt:
+            status = 130
+            run.interrupted = True
+        except OffloadError as error:
+            run.error = str(error)
+            raise
+        finally:
+            summary = run.write(paths)
+        if status == 130:
+            done = len(run.main.steps)
+            print(f"offload train: interrupted after {done} steps; results so far are in {folder}", file=sys.stderr)
+        elif run.comparison is not None and not run.comparison.identical:
+            status = 1
+            if settings.quiet:
+                print(f"offload train: {run.comparison.verdict()}", file=sys.stderr)
+    if settings.json:
+        print(to_json(summary, indent=2))
+    say(table(summary))
+    return status
+
+
+class _Run:
+    """What one invocation computes and leaves behind."""
+
+    def __init__(self, settings: TrainSettings, shape: Shape, text: Text, folder: Path) -> None:
+        self.settings = settings
+        self.main = RunRecord()
+        self.in_memory = RunRecord()
+        self.comparison: Comparison | None = None
+        self.interrupted = False
+        self.error: str | None = None
+        self._shape = shape
+        self._text = text
+        self._folder = folder
+        self._weights: dict[str, torch.Tensor] = {}
+
+    def train(self, config: Any, record: RunRecord, metrics_name: str, title: str) -> None:
+        """Train a fresh model from the seed, into `record`, and keep a copy of its weights for a comparison."""
+        settings = self.settings
+        offload = importlib.import_module("offload")
+        started_s = time.perf_counter()
+        model = build_model(
+            self._shape,
+            seq=settings.seq,
+            dtype=_DTYPES[settings.dtype],
+            device=settings.device,
+            seed=settings.seed,
+        )
+        batches = Batches(self._text, batch=settings.batch, seq=settings.seq, seed=settings.seed)
+        progress = Progress(settings.steps, title=title, quiet=settings.quiet)
+        try:
+            with (
+                offload.AdamW(
+                    parameter_groups(model, weight_decay=0.1),
+                    lr=settings.lr,
+                    betas=(0.9, 0.95),
+                    eps=1e-8,
+                    weight_decay=0.1,
+                    offload=config,
+                ) as optimizer,
+                (self._folder / metrics_name).open("w", encoding="utf-8") as lines,
+            ):
+                record.plan = str(optimizer.plan)
+                _Speaker(settings)(record.plan)
+                for index in range(settings.steps):
+                    step = _iterate(model, optimizer, batches, settings, index)
+                    record.steps.append(step)
+                    record.timeline = list(optimizer.timeline())
+                    lines.write(step.as_line() + "\n")
+                    lines.flush()  # So that an interrupted run has every step that was done.
+                    progress.show(step)
+        finally:
+            progress.close()
+            record.seconds = time.perf_counter() - started_s
+        if settings.compare_in_memory:
+            self._weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
+
+    def compare(self, config: Any) -> None:
+        """Train again with another configuration and compare."""
+        ours = self._weights
+        gc.collect()  # The first model is in reference cycles; its memory is needed now.
+        self.train(config, self.in_memory, "metrics-in-memory.jsonl", "in memory")
+        self.comparison = _compare(ours, self._weights, self.main, self.in_memory)
+        self._weights = {}
+
+    def write(self, paths: tuple[str, ...]) -> dict[str, Any]:
+        """Write summary and pictures of what there is; return the summary."""
+        settings = self.settings
+        summary = self.main.summary()
+        path_bytes = summary.pop("path_bytes", [])
+        summary = {
+            "environment": _environment(),
+            "settings": {name: getattr(settings, name) for name in settings.__dataclass_fields__},
+            "model": {
+                "numel": self._shape.numel,
+                "layers": self._shape.layers,
+                "hidden": self._shape.hidden,
+                "intermediate": self._shape.intermediate,
+                "heads": self._shape.heads,
+            },
+            "text": {
+                "source": self._text.source,
+                "files": self._text.files,
+                "bytes": len(self._text.values),
+                "byte_entropy": self._text.byte_entropy(),
+            },
+            "output": str(self._folder),
+            "interrupted": self.interrupted,
+            "error": self.error,
+            **summary,
+            "paths": [{"path": path, **moved} for path, moved in zip(paths, path_bytes, strict=False)],
+            "in_memory": self.in_memory.summary() if self.in_memory.steps else None,
+            "comparison": self.comparison.as_dict() if self.comparison is not None else None,
+            "verdict": self.comparison.verdict() if self.comparison is not None else None,
+        }
+        if self.main.steps:
+            write_text(self._folder / "summary.json", to_json(summary, indent=2) + "\n")
+            draw_losses(self._folder / "loss.png", self.main.losses, summary["text"]["byte_entropy"])
+            draw_lanes(self._folder / "lanes.png", self.main.timeline, paths, step=len(self.main.steps))
+        return summary
+
+
+def _iterate(model: Any, optimizer: Any, batches: Batches, settings: TrainSettings, index: int) -> StepRecord:
+    """Run one iteration: forward and backward of every micro-step, then the optimizer's step."""
+    lr = settings.learning_rate(index)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    forward_s = backward_s = 0.0
+    loss_sum = torch.zeros((), device=settings.device)
+    iteration_started_s = started_s = _now_s(settings.device)
+    for _ in range(settings.accumulate):
+        windows = next(batches).to(settings.device)
+        logits = model(input_ids=windows[:, :-1]).logits
+        loss = cross_entropy(logits.float().reshape(-1, VOCABULARY), windows[:, 1:].reshape(-1))
+        forward_done_s = _now_s(settings.device)
+        torch.autograd.backward(loss / settings.accumulate)
+        loss_sum += loss.detach()
+        backward_done_s = _now_s(settings.device)
+        forward_s += forward_done_s - started_s
+        backward_s += backward_done_s - forward_done_s
+        started_s = backward_done_s
+    if settings.clip:
+        optimizer.clip_grad_norm_(settings.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    finished_s = _now_s(settings.device)
+    metrics = dict(optimizer.metrics())
+    return StepRecord(
+        step=index + 1,
+        loss=loss_sum.item() / settings.accumulate,
+        lr=lr,
+        norm=float(metrics.get("gradient_norm", math.nan)),
+        tokens_per_s=settings.batch * settings.seq * settings.accumulate / (finished_s - iteration_started_s),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        step_s=finished_s - started_s,
+        metrics=metrics,
+    )
+
+
+def _now_s(device: str) -> float:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _compare(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], our_run: RunRecord, their_run: RunRecord
+) -> Comparison:
+    different_numel = 0
+    first_different = None
+    for name, weight in ours.items():
+        bits = torch.int16 if weight.element_size() == 2 else torch.int32
+        # As integers: as numbers, NaN would differ from itself and -0.0 would equal 0.0.
+        count = int((weight.view(bits) != theirs[name].view(bits)).sum())
+        different_numel += count
+        if count and first_different is None:
+            first_different = name
+    return Comparison(
+        numel=sum(weight.numel() for weight in ours.values()),
+        different_numel=different_numel,
+        first_different=first_different,
+        losses_identical=same_losses(our_run.losses, their_run.losses),
+        finite=all(math.isfinite(loss) for loss in our_run.losses),
+    )
+
+
+def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...]) -> Any:
+    """Return the configuration asked for; without a budget, a quarter of the state stays in host memory."""
+    # An fp32 weight is its own master; the moments are fp32 either way.
+    bytes_per_parameter = 8 if settings.dtype == "fp32" else 12
+    host_memory = settings.host_memory
+    if host_memory is None:
+        host_memory = shape.numel * bytes_per_parameter // 4
+    return importlib.import_module("offload").OffloadConfig(
+        host_memory=host_memory,
+        paths=list(paths),
+        staging_memory=settings.staging_memory,
+        subgroup_numel=settings.subgroup_numel,
+        threads=settings.threads,
+    )
+
+
+def _in_memory_config(settings: TrainSettings) -> Any:
+    return importlib.import_module("offload").OffloadConfig(
+        subgroup_numel=settings.subgroup_numel, threads=settings.threads
+    )
+
+
+@contextlib.contextmanager
+def _run_folder(settings: TrainSettings) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Make the run's folder; yield it and the paths for state; remove whatever stayed empty."""
+    if settings.output is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        names = (f"runs/{stamp}" + (f"-{count}" if count else "") for count in range(1000))
+        folder = next(path for path in map(Path, names) if not path.exists())
+    else:
+        folder = Path(settings.output).expanduser()
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError("--output", settings.output, "give a folder that is new or empty")
+    state = folder / "state"
+    try:
+        (folder if settings.paths else state).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--output", str(folder), f"the folder cannot be made: {error.strerror}") from error
+    try:
+        yield folder, settings.paths or (str(state),)
+    finally:
+        for leftover in (state, folder):
+            with contextlib.suppress(OSError):
+                leftover.rmdir()  # Fails, as it should, unless the folder is empty.
+
+
+@contextlib.contextmanager
+def _reproducible(threads: int | None) -> Iterator[None]:
+    """Make torch's own operations repeatable; settings of the process are as before afterwards."""
+    # Read by CUDA's matrix library when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    threads_before = torch.get_num_threads()
+    before = torch.are_deterministic_algorithms_enabled()
+    # A debugging aid that comes with it and costs a pass over memory.
+    aid: Any = torch.utils.deterministic
+    fill_before = aid.fill_uninitialized_memory
+    torch.set_num_threads(threads or threads_before)
+    torch.use_deterministic_algorithms(True)
+    aid.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads_before)
+        torch.use_deterministic_algorithms(before)
+        aid.fill_uninitialized_memory = fill_before
+
+
+def _check_extra() -> None:
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OffloadError(f"{', '.join(missing)} not installed; run: pip install 'offload[train]'")
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError("--device", device, "give cpu, cuda or cuda:N")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (torch.device(device).index or 0) >= count:
+            raise ConfigError("--device", device, f"this torch sees {count} CUDA devices; use cpu")
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "offload": importlib.metadata.version("offload"),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "command": sys.argv,
+    }
+
+
+class _Speaker:
+    """Prints what people want to read: on stdout, or on stderr where stdout is for JSON; nothing when quiet."""
+
+    def __init__(self, settings: TrainSettings) -> None:
+        self._quiet = settings.quiet
+        self._to_stderr = settings.json
+
+    def __call__(self, text: str) -> None:
+        if not self._quiet:
+            print(text, file=sys.stderr if self._to_stderr else sys.stdout, flush=True)

@@ -1,0 +1,127 @@
+"""Arenas: the large, aligned, exact-size blocks of memory that all state and staging buffers are cut from.
+
+Throughput of storage depends on the pages behind a buffer more than on the I/O interface, so arenas ask for
+huge pages and are touched once, up front, and never freed until the session ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offload.errors import OffloadError, invariant
+from offload.protocols import SECTOR_BYTES
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+HUGE_PAGE_BYTES = 2 << 20
+
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it
+
+
+class Arena:
+    """One anonymous mapping, cut into views by its owner.
+
+    Aligned to 2 MiB where it is at least that large, else to 4 KiB. Not inherited by a fork: in the child the
+    addresses are not mapped, so views must not be touched there (and nothing is copied on write here).
+
+    Args:
+        nbytes: Size; more than 0. Memory beyond it is never touched.
+        huge_pages: Ask for transparent huge pages.
+        prefault: Touch every page now, so that later use never waits and a shortage shows here.
+
+    Attributes:
+        address: Memory address of the first byte.
+        nbytes: The size asked for.
+
+    Raises:
+        OffloadError: the system does not have that much memory.
+    """
+
+    def __init__(self, nbytes: int, *, huge_pages: bool = True, prefault: bool = False) -> None:
+        invariant(nbytes > 0, f"an arena of {nbytes} bytes")
+        self.nbytes = nbytes
+        large = nbytes >= HUGE_PAGE_BYTES
+        alignment = HUGE_PAGE_BYTES if large else SECTOR_BYTES
+        # The kernel promises page alignment only; the rest is address space, not memory.
+        slack = alignment - mmap.PAGESIZE if alignment > mmap.PAGESIZE else 0
+        try:
+            mapping = mmap.mmap(-1, nbytes + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError, ValueError) as cause:
+            raise OffloadError(f"no memory for an arena of {nbytes} bytes: {cause}") from cause
+        self._mapping: mmap.mmap | None = mapping
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self._skip = -start % alignment
+        self.address = start + self._skip
+        mapping.madvise(mmap.MADV_DONTFORK)
+        if huge_pages and large:
+            try:
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+            except OSError as cause:
+                if cause.errno != errno.EINVAL:  # a kernel without huge pages: slower, not wrong
+                    raise
+        if prefault:
+            try:
+                self._prefault()
+            except OffloadError:
+                self.close()
+                raise
+
+    def numpy(self, offset: int, numel: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return a one-dimensional view of `numel` elements from byte `offset` on; nothing is copied."""
+        nbytes = numel * np.dtype(dtype).itemsize
+        if self._mapping is None:
+            raise OffloadError("the arena has been closed")
+        invariant(
+            offset >= 0 and numel >= 0 and offset + nbytes <= self.nbytes,
+            f"a view of bytes {offset} to {offset + nbytes} in an arena of {self.nbytes}",
+        )
+        if numel == 0:
+            return np.empty(0, dtype)
+        return np.frombuffer(self._mapping, dtype, numel, self._skip + offset)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a one-dimensional CPU tensor of `numel` elements from byte `offset` on; nothing is copied.
+
+        `offset` is a multiple of the element size.
+        """
+        import torch
+
+        invariant(offset % dtype.itemsize == 0, f"a tensor of {dtype} at byte {offset}")
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        # By way of numpy, whose array holds the buffer open; torch.frombuffer does not, and close() could
+        # then pull the memory from under the tensor.
+        return torch.from_numpy(self.numpy(offset, numel * dtype.itemsize, np.uint8)).view(dtype)
+
+    def close(self) -> None:
+        """Give the memory back, or leave that to the last view where some still live; idempotent."""
+        mapping, self._mapping = self._mapping, None
+        if mapping is None:
+            return
+        # Where views hold the mapping open, dropping our reference leaves its end to them.
+        with contextlib.suppress(BufferError):
+            mapping.close()
+
+    def _prefault(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        # Through ctypes, which releases the GIL meanwhile; mmap.madvise does not.
+        length = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        failed = libc.madvise(
+            ctypes.c_void_p(self.address), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE)
+        )
+        if failed == 0:
+            return
+        code = ctypes.get_errno()
+        if code == errno.EINVAL:
+            self.numpy(0, self.nbytes, np.uint8)[:: mmap.PAGESIZE] = 0
+            return
+        raise OffloadError(f"no memory for an arena of {self.nbytes} bytes: {os.strerror(code)}")

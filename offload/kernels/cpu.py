@@ -1,0 +1,236 @@
+"""The CPU's update kernel: worker threads of our own, running the widest instruction set that the CPU has.
+
+Invariants: bit for bit what `offload.kernels.reference` defines, whatever the instruction set, the number of
+threads, the cutting of work, and the caller's floating-point mode. Nothing is read or written twice.
+Not done here: owning the memory that tables and addresses point at; ordering of updates that share memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from enum import IntFlag
+from importlib import import_module
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from offload.errors import InternalError, SessionBrokenError, invariant
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, DtypeCode, Queue
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_native: Any = import_module("offload._native")
+invariant(SEGMENT_DTYPE.itemsize == _native.SEGMENT_BYTES, "SEGMENT_DTYPE is not the native Segment")
+
+
+class StreamVariant(IntFlag):
+    """How `CpuUpdateKernel.stream` moves bytes; combined by `|`."""
+
+    PLAIN = 0
+    WEIGHT_NONTEMPORAL = 1
+    """Write the weight past the caches."""
+    STATE_NONTEMPORAL = 2
+    """Write the state past the caches."""
+    TENSOR_BY_TENSOR = 4
+    """4096 elements of one tensor, then of the next, instead of all side by side."""
+
+
+def instruction_sets() -> list[str]:
+    """Return the instruction sets that this CPU runs, fastest last: "scalar", "avx2", "avx512"."""
+    return list(_native.instruction_sets())
+
+
+def sum_in_order(values: npt.NDArray[np.float64]) -> float:
+    """Add float64 values one after the other, starting from 0.0."""
+    values = np.ascontiguousarray(values, np.float64)
+    return float(_native.sum_in_order(values.ctypes.data, values.size))
+
+
+def norm_sq(blocks: Iterable[npt.NDArray[np.float64]]) -> float:
+    """Return the squared L2 norm of gradients from each parameter's block sums, in the order of parameters.
+
+    Not finite exactly if a gradient held an infinity or a NaN (or the norm is beyond float64).
+    """
+    total = 0.0
+    for parameter in blocks:
+        total += sum_in_order(parameter)
+    return total
+
+
+class CpuUpdateKernel:
+    """Runs updates, and sums of squares, on worker threads that it owns. An `UpdateKernel`.
+
+    `submit` and `close` may be called from any thread; so may `run` and `gradient_blocks`, which share the
+    workers with submitted updates. Updates in flight at once must not share memory. Also a context manager.
+
+    Args:
+        queue: Where submitted updates report, an `offload._native.CompletionQueue`. None if only the
+            synchronous calls will be used.
+        threads: Number of worker threads; None for one per CPU that this process may use.
+        instruction_set: One of `instruction_sets()`; None for the fastest.
+
+    Raises:
+        ValueError: `threads` is below 1, or the CPU lacks the instruction set.
+    """
+
+    def __init__(
+        self, queue: Queue | None = None, threads: int | None = None, *, instruction_set: str | None = None
+    ) -> None:
+        if threads is None:
+            threads = (
+                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            )
+        if threads < 1:
+            raise ValueError(f"threads: {threads} cannot be used; at least 1 is needed")
+        if instruction_set is not None and instruction_set not in instruction_sets():
+            raise ValueError(
+                f"instruction_set: {instruction_set!r} cannot be used; this CPU has {instruction_sets()}"
+            )
+        self._can_submit = queue is not None
+        self._closed = False
+        self._native = _native.CpuKernels(
+            _native.CompletionQueue() if queue is None else queue, threads, instruction_set or ""
+        )
+
+    @property
+    def instruction_set(self) -> str:
+        """Name of the instruction set in use."""
+        return str(self._native.instruction_set)
+
+    @property
+    def threads(self) -> int:
+        """Number of worker threads."""
+        return int(self._native.threads)
+
+    def submit(self, op: int, table: npt.NDArray[Any]) -> None:
+        """Start updating the segments of `table`; completes on the queue as operation `op`.
+
+        The table is copied; the memory it points at must live until the completion, whose `started_s` is
+        when the first worker took it up.
+
+        Args:
+            op: Comes back in the completion.
+            table: dtype `SEGMENT_DTYPE`, shape [segments], contiguous. Segments must not overlap.
+
+        Raises:
+            InternalError: The table cannot be right, or the kernel was made without a queue. Nothing was
+                started.
+            SessionBrokenError: The kernel is closed, or belongs to the parent process.
+        """
+        invariant(self._can_submit, "an update was submitted to a kernel that has no queue")
+        address, rows = self._checked(table)
+        self._call("submit", op, address, rows)
+
+    def run(self, table: npt.NDArray[Any]) -> None:
+        """Update the segments of `table` and return when they are done; the GIL is released.
+
+        A table that is one piece of work (65536 elements or fewer) runs on the calling thread.
+
+        Raises:
+            InternalError, SessionBrokenError: As `submit` does.
+        """
+        address, rows = self._checked(table)
+        self._call("run", address, rows)
+
+    def gradient_blocks(
+        self,
+        source_address: int,
+        source_dtype: DtypeCode,
+        numel: int,
+        blocks_address: int,
+        destination_address: int = 0,
+        destination_dtype: DtypeCode = DtypeCode.NONE,
+    ) -> None:
+        """Write the sums of squares of a gradient's blocks, and optionally copy it, in one pass.
+
+        Synchronous; the GIL is released. 65536 elements or fewer are done on the calling thread.
+
+        Args:
+            source_address: Address of the gradient, any alignment.
+            source_dtype: Its element type.
+            numel: Its elements.
+            blocks_address: Address of float64, shape [ceil(numel / NORM_BLOCK_NUMEL)].
+            destination_address: Where the gradient is copied to, 0 for nowhere. Must not overlap the source,
+                unless it is the source.
+            destination_dtype: The source's dtype, or FLOAT32 to widen.
+
+        Raises:
+            InternalError: The arguments cannot be right. Nothing was written.
+            SessionBrokenError: The kernel is closed, or belongs to the parent process.
+        """
+        self._call(
+            "gradient_blocks",
+            source_address,
+            int(source_dtype),
+            numel,
+            blocks_address,
+            destination_address,
+            int(destination_dtype),
+        )
+
+    def stream(self, table: npt.NDArray[Any], variant: StreamVariant) -> None:
+        """Move the bytes that `run` would move, with next to no arithmetic, to measure what memory allows.
+
+        State is negated, 16-bit gradients are copied to 16-bit weights. Up to 31 elements at the end of a
+        segment may be left out.
+
+        Args:
+            table: As for `run`; every segment with a 16-bit gradient and a 16-bit weight. With
+                `WEIGHT_NONTEMPORAL` or `STATE_NONTEMPORAL`, tensors aligned to 64 bytes.
+            variant: How to store.
+
+        Raises:
+            InternalError: The table cannot be right or cannot be streamed over.
+        """
+        address, rows = self._checked(table)
+        invariant(
+            np.all(table["weight"] != 0) and np.all(table["gradient_dtype"] != int(DtypeCode.FLOAT32)),
+            "only segments with 16-bit gradients and weights can be streamed over",
+        )
+        if variant & (StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.STATE_NONTEMPORAL):
+            aligned = all(
+                np.all(table[name] % 64 == 0) for name in ("master", "exp_avg", "exp_avg_sq", "weight")
+            )
+            invariant(aligned, "non-temporal streams need tensors aligned to 64 bytes")
+        self._call("stream", address, rows, int(variant))
+
+    def close(self) -> None:
+        """Finish what is in flight and end the threads; idempotent."""
+        self._closed = True
+        self._native.close()
+
+    def __enter__(self) -> Self:
+        """Return the kernel itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _checked(self, table: npt.NDArray[Any]) -> tuple[int, int]:
+        invariant(table.dtype == SEGMENT_DTYPE, f"a segment table has dtype {table.dtype}, not SEGMENT_DTYPE")
+        invariant(
+            table.ndim == 1 and table.flags.c_contiguous,
+            f"a segment table of shape {table.shape} is not one contiguous row of segments",
+        )
+        return table.ctypes.data, table.size
+
+    def _call(self, method: str, *arguments: int) -> None:
+        if self._closed:
+            raise SessionBrokenError("the update kernel is closed; make a new one")
+        try:
+            getattr(self._native, method)(*arguments)
+        except ValueError as error:
+            raise InternalError(f"{method}: {error} (this is a bug in offload, please report it)") from error
+        except RuntimeError as error:
+            raise SessionBrokenError(f"{method}: {error}; make a new one") from error
+
+
+def blocks_numel(numel: int) -> int:
+    """Return how many block sums a gradient of `numel` elements has."""
+    return -(-numel // NORM_BLOCK_NUMEL)

@@ -1,0 +1,90 @@
+"""What every tier needs: request checks, and the error that a failed completion stands for."""
+
+from __future__ import annotations
+
+import errno
+from typing import Protocol
+
+from offload.errors import CorruptRecordError, TierClosedError, TierError, TierFullError, invariant
+from offload.protocols import (
+    ERROR_CHECKSUM,
+    ERROR_HEADER,
+    ERROR_SHORT,
+    SECTOR_BYTES,
+    Completion,
+    TileRequest,
+)
+
+SLOT_HEADER_BYTES = SECTOR_BYTES
+"""Bytes in front of a slot's payload; csrc/io/header.h describes them."""
+
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""System errors that mean that a path has no room: device, quota, largest file."""
+
+_CORRUPT = {
+    ERROR_HEADER: "the slot's header is damaged or belongs to another tile, step or store",
+    ERROR_CHECKSUM: "the payload does not have the checksum that was recorded for it",
+    ERROR_SHORT: "the store's file ends before the slot does",
+}
+
+
+class NamedPath(Protocol):
+    """The part of a tier that messages are made from."""
+
+    name: str
+    path: str
+
+
+def slot_bytes(nbytes: int) -> int:
+    """Return the bytes that a slot for `nbytes` of payload takes in a store, header included."""
+    return SLOT_HEADER_BYTES + -(-nbytes // SECTOR_BYTES) * SECTOR_BYTES
+
+
+def check_request(request: TileRequest) -> None:
+    """Raise `InternalError` unless a request is aligned as `TileRequest` says it has to be."""
+    invariant(request.offset >= 0 and request.offset % SECTOR_BYTES == 0, f"unaligned slot: {request}")
+    invariant(request.address > 0 and request.address % SECTOR_BYTES == 0, f"unaligned buffer: {request}")
+    invariant(request.nbytes >= 0 and request.nbytes % SECTOR_BYTES == 0, f"unaligned length: {request}")
+
+
+def describe(request: TileRequest) -> str:
+    """Return a tile's name for messages."""
+    subgroup, tensor, tile = request.tile
+    return f"subgroup {subgroup}, tensor {tensor}, tile {tile}, step {request.step}"
+
+
+def closed_error(operation: str, tier: NamedPath, *, foreign: bool = False) -> TierClosedError:
+    """Return the error for using a tier after `close`, or in another process than the one that made it."""
+    detail = "it belongs to the process that opened it" if foreign else "it has been closed"
+    return TierClosedError(operation, tier=tier.name, path=tier.path, detail=detail)
+
+
+def system_error(operation: str, cause: OSError, tier: NamedPath) -> TierError:
+    """Return the error that a failed system call stands for."""
+    kind = TierFullError if cause.errno in FULL_ERRNOS else TierError
+    return kind(operation, tier=tier.name, path=tier.path, errno=cause.errno, detail=cause.strerror or str(cause))
+
+
+def tier_error(operation: str, completion: Completion, request: TileRequest | None, tier: NamedPath) -> TierError:
+    """Return the error that a failed completion stands for.
+
+    Args:
+        operation: "read", "write" or "sync", as asked for.
+        completion: A completion whose `error` is not 0.
+        request: What was asked for; None for a sync.
+        tier: The tier that reported it.
+
+    Returns:
+        `TierFullError` where there was no room, `CorruptRecordError` where what was read is not what was
+        written, else a plain `TierError` with the system's error number. The caller raises it.
+    """
+    invariant(completion.error != 0, "an error was made from a completion that succeeded")
+    offset = completion.detail if completion.detail or request is None else request.offset
+    tile = describe(request) if request is not None else ""
+    place = None if request is None else offset
+    if completion.error < 0:
+        what = _CORRUPT.get(completion.error, f"unknown error {completion.error}")
+        detail = f"{tile}: {what}" if tile else what
+        return CorruptRecordError(operation, tier=tier.name, path=tier.path, offset=place, detail=detail)
+    kind = TierFullError if completion.error in FULL_ERRNOS else TierError
+    return kind(operation, tier=tier.name, path=tier.path, offset=place, errno=completion.error, detail=tile)

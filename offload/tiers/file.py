@@ -1,0 +1,277 @@
+"""A directory of a local file system as a path of slots."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import mmap
+import os
+import socket
+import tempfile
+import uuid
+from pathlib import Path
+
+from offload._native import CompletionQueue, IoThreads, StoreFile
+from offload.errors import ConfigError, TierError
+from offload.protocols import SECTOR_BYTES, TileRequest
+from offload.tiers.common import check_request, closed_error, system_error
+from offload.tiers.places import LOCK_NAME, hold_lock, release_lock
+
+DATA_NAME = "tiles"
+RECORD_NAME = "store.json"
+STORE_FORMAT = 1
+
+DEFAULT_THREADS = 2
+DEFAULT_PIECE_BYTES = 4 << 20
+DEFAULT_EXTENT_BYTES = 256 << 20
+
+_log = logging.getLogger(__name__)
+
+
+def store_directory(path: str | os.PathLike[str], store: uuid.UUID) -> Path:
+    """Return where a store lies under the path that it belongs to."""
+    return Path(path) / f"offload-{store}"
+
+
+def check_directory(path: str) -> None:
+    """Make sure that `path` is a directory that files can be made in; leaves nothing behind.
+
+    Raises:
+        ConfigError: it is not; names the field "paths".
+    """
+    if not os.path.exists(path):
+        raise ConfigError("paths", path, "there is no such directory: create it, or name one that exists")
+    if not os.path.isdir(path):
+        raise ConfigError("paths", path, "it is not a directory: name a directory")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as cause:
+        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return  # writable but full: free_bytes() says so, in bytes
+        reason = cause.strerror or str(cause)
+        raise ConfigError(
+            "paths", path, f"no file can be made there ({reason}): make it writable, or name another"
+        ) from cause
+
+
+class FileTier:
+    """Slots in one preallocated file of a directory, read and written by threads of their own.
+
+    The store is `<path>/offload-<uuid>/` with the slots in `tiles`, a description in `store.json`, and a
+    `lock` that this process holds until `close`, which deletes the store. Nothing that was there before is
+    touched. The file is opened past the page cache (O_DIRECT) where the file system allows it.
+
+    A process forked from this one cannot use the tier: every method raises there, except `close`, which does
+    nothing. After a failed sync every later one fails too, because the kernel reports lost pages only once.
+
+    Args:
+        path: An existing, writable directory.
+        store: The session's store.
+        queue: Where completions go; must outlive the tier.
+        max_bytes: Most that the file may grow to; None for what the file system has.
+        threads: Threads for each direction.
+        piece_bytes: Most that one system call moves, a multiple of 4096.
+        checksum: Compute payload checksums on write and verify them on read. Without, completions report 0,
+            headers are still verified, and only the index tells a finished write from a torn one.
+        direct: Try O_DIRECT; False for the page cache.
+        keep: Leave the store in place at `close`.
+
+    Attributes:
+        direct: Whether the file is open with O_DIRECT.
+        store_path: The store's directory.
+        data_path: The file with the slots.
+
+    Raises:
+        ConfigError: `path` or a size cannot be used; nothing has been created.
+        TierError: the store could not be created; what had been created is gone again.
+    """
+
+    name = "file"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        store: uuid.UUID,
+        queue: CompletionQueue,
+        *,
+        max_bytes: int | None = None,
+        threads: int = DEFAULT_THREADS,
+        piece_bytes: int = DEFAULT_PIECE_BYTES,
+        checksum: bool = True,
+        direct: bool = True,
+        keep: bool = False,
+    ) -> None:
+        self.path = os.fspath(path)
+        if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
+            raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
+        if threads < 1:
+            raise ConfigError("threads", threads, "use at least one")
+        if piece_bytes < SECTOR_BYTES or piece_bytes % SECTOR_BYTES or piece_bytes > 1 << 30:
+            raise ConfigError("piece_bytes", piece_bytes, "use a multiple of 4096 of at most 1 GiB")
+        check_directory(self.path)
+        # Later steps must not depend on the working directory.
+        self.store_path = store_directory(os.path.abspath(self.path), store)
+        self.data_path = self.store_path / DATA_NAME
+        self.keep = keep
+        self._pid = os.getpid()
+        self._closed = False
+        with contextlib.ExitStack() as undo:
+            try:
+                self.store_path.mkdir(mode=0o700)
+                undo.callback(self._remove)
+                self._lock = hold_lock(self.store_path / LOCK_NAME)
+                undo.callback(release_lock, self._lock)
+                record = {
+                    "format": STORE_FORMAT,
+                    "uuid": str(store),
+                    "pid": self._pid,
+                    "host": socket.gethostname(),
+                }
+                with open(self.store_path / RECORD_NAME, "x", encoding="utf-8") as file:
+                    json.dump(record, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                descriptor, self.direct = _open_data(self.data_path, direct)
+                # Takes the descriptor over, whatever happens next.
+                self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, DEFAULT_EXTENT_BYTES)
+                # fdatasync of the file does not make its name durable.
+                for directory in (self.store_path, self.store_path.parent):
+                    _sync_directory(directory)
+                self._io = IoThreads(queue, threads, piece_bytes, checksum)
+            except OSError as cause:
+                raise system_error("open", cause, self) from cause
+            except RuntimeError as cause:  # the system has no more threads
+                raise TierError("open", tier=self.name, path=self.path, detail=str(cause)) from cause
+            undo.pop_all()
+
+    def read(self, request: TileRequest) -> None:
+        """Start reading a slot; see `offload.protocols.Tier`. After an error the buffer holds anything."""
+        self._check_open("read")
+        check_request(request)
+        subgroup, tensor, tile = request.tile
+        self._io.read(
+            self._file,
+            request.op,
+            subgroup,
+            tensor,
+            tile,
+            request.step,
+            request.numel,
+            request.offset,
+            request.address,
+            request.nbytes,
+            request.checksum,
+        )
+
+    def write(self, request: TileRequest) -> None:
+        """Start writing a slot; see `offload.protocols.Tier`. The file grows by extents as it needs to."""
+        self._check_open("write")
+        check_request(request)
+        subgroup, tensor, tile = request.tile
+        self._io.write(
+            self._file,
+            request.op,
+            subgroup,
+            tensor,
+            tile,
+            request.step,
+            request.numel,
+            request.offset,
+            request.address,
+            request.nbytes,
+        )
+
+    def sync(self, op: int) -> None:
+        """Make every write that was submitted before durable; completes as `op`."""
+        self._check_open("sync")
+        self._io.sync(self._file, op)
+
+    def free_bytes(self) -> int:
+        """Return the bytes by which slots may still grow, headers included."""
+        self._check_open("free_bytes")
+        return self._file.free_bytes()
+
+    def inject(self, kind: str, nth: int = 1, error: int = 0, limit_bytes: int = 0) -> None:
+        """For tests: make the `nth` next system call fail.
+
+        Args:
+            kind: "read", "write", "sync" or "allocate".
+            nth: Which call of that kind, counted from 1.
+            error: The errno to fail with (EINTR is retried, like a real one); 0 for a short transfer.
+            limit_bytes: Most that a short transfer moves.
+        """
+        self._check_open("inject")
+        self._io.inject(kind, nth, error, limit_bytes)
+
+    def close(self) -> None:
+        """Finish what is in flight, end the threads, delete the store unless `keep`; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid:
+            return
+        self._io.close()
+        del self._file  # closes the descriptor: nothing is in flight any more
+        try:
+            if not self.keep:
+                self._remove()
+        finally:
+            release_lock(self._lock)
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise closed_error(operation, self)
+        if os.getpid() != self._pid:
+            raise closed_error(operation, self, foreign=True)
+
+    def _remove(self) -> None:
+        """Delete what this object has created, and nothing else."""
+        for name in (DATA_NAME, RECORD_NAME, LOCK_NAME):
+            with contextlib.suppress(FileNotFoundError):
+                (self.store_path / name).unlink()
+        try:
+            self.store_path.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError as cause:
+            _log.warning("left %s in place: %s", self.store_path, cause.strerror)
+
+
+def _open_data(path: Path, direct: bool) -> tuple[int, bool]:
+    """Create the data file; return its descriptor and whether it is open with O_DIRECT."""
+    buffered = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    if direct:
+        # Some file systems refuse the flag at open, some at the first transfer.
+        descriptor = -1
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+            with mmap.mmap(-1, SECTOR_BYTES) as page:
+                page[:8] = b"aligned?"
+                written = os.pwritev(descriptor, [page], 0)
+                if written == SECTOR_BYTES and os.preadv(descriptor, [page], 0) == SECTOR_BYTES:
+                    os.ftruncate(descriptor, 0)
+                    os.close(buffered)
+                    return descriptor, True
+        except OSError as cause:
+            if cause.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSPC, errno.EDQUOT):
+                os.close(buffered)
+                raise
+            _log.info("%s: no O_DIRECT (%s), using the page cache", path, cause.strerror)
+        if descriptor >= 0:
+            os.close(descriptor)
+        os.ftruncate(buffered, 0)
+    return buffered, False
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as cause:
+        if cause.errno != errno.EINVAL:  # not every file system can sync a directory
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,154 @@
+"""A path of slots in memory: the simulator's storage, and the smallest thing that is a tier."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import time
+import uuid
+
+import psutil
+
+from offload._native import check_slot_header, crc32c, make_slot_header, parse_slot_header
+from offload.protocols import (
+    ERROR_CHECKSUM,
+    ERROR_HEADER,
+    ERROR_SHORT,
+    SECTOR_BYTES,
+    Clock,
+    Queue,
+    TileRequest,
+)
+from offload.tiers.common import SLOT_HEADER_BYTES, check_request, closed_error
+
+
+class MonotonicClock:
+    """The clock that native lanes stamp their completions with."""
+
+    def now_s(self) -> float:
+        """Return CLOCK_MONOTONIC in seconds."""
+        return time.monotonic()
+
+
+class MemoryTier:
+    """Slots as byte strings in this process, with the headers and checks of a real store.
+
+    Transfers are done inside the call and their completion is on the queue when it returns. Keeps no more
+    than has been written; nothing survives `close`.
+
+    Args:
+        store: The session's store; goes into the headers.
+        queue: Where completions go.
+        max_bytes: Most that the store may reach to; None for what the machine has available.
+        checksum: Compute payload checksums on write and verify them on read.
+        clock: What completions are stamped with.
+
+    Attributes:
+        slots: Header and payload of each slot by offset; a test may damage them.
+    """
+
+    name = "memory"
+
+    def __init__(
+        self,
+        store: uuid.UUID,
+        queue: Queue,
+        *,
+        path: str = "memory:",
+        max_bytes: int | None = None,
+        checksum: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
+        self.path = path
+        self.slots: dict[int, bytearray] = {}
+        self._store = store.bytes
+        self._queue = queue
+        self._max_bytes = max_bytes
+        self._checksum = checksum
+        self._clock = clock if clock is not None else MonotonicClock()
+        self._used_bytes = 0
+        self._pid = os.getpid()
+        self._closed = False
+
+    def read(self, request: TileRequest) -> None:
+        """Copy a slot into memory; see `offload.protocols.Tier`. The buffer is left alone on an error."""
+        self._check_open("read")
+        check_request(request)
+        started_s = self._clock.now_s()
+        error, checksum = self._read(request)
+        self._report(request, error, checksum, started_s)
+
+    def write(self, request: TileRequest) -> None:
+        """Copy a tile into a slot; see `offload.protocols.Tier`."""
+        self._check_open("write")
+        check_request(request)
+        started_s = self._clock.now_s()
+        end = request.offset + SLOT_HEADER_BYTES + request.nbytes
+        if self._max_bytes is not None and end > self._max_bytes:
+            self._report(request, errno.ENOSPC, 0, started_s)
+            return
+        checksum = crc32c(request.address, request.nbytes) if self._checksum else None
+        record = bytearray(SLOT_HEADER_BYTES + request.nbytes)
+        record[:SLOT_HEADER_BYTES] = make_slot_header(
+            self._store, *request.tile, request.step, request.numel, request.nbytes, checksum
+        )
+        ctypes.memmove(_payload_address(record), request.address, request.nbytes)
+        self.slots[request.offset] = record
+        self._used_bytes = max(self._used_bytes, end)
+        self._report(request, 0, checksum or 0, started_s)
+
+    def sync(self, op: int) -> None:
+        """Complete as `op`: memory has nothing to make durable."""
+        self._check_open("sync")
+        now_s = self._clock.now_s()
+        self._queue.post(op, 0, 0, now_s, now_s, 0)
+
+    def free_bytes(self) -> int:
+        """Return the bytes by which slots may still grow, headers included."""
+        self._check_open("free_bytes")
+        available = int(psutil.virtual_memory().available)
+        return available if self._max_bytes is None else min(available, self._max_bytes - self._used_bytes)
+
+    def close(self) -> None:
+        """Free all slots; idempotent."""
+        self._closed = True
+        self.slots.clear()
+
+    def _read(self, request: TileRequest) -> tuple[int, int]:
+        record = self.slots.get(request.offset)
+        if record is None:
+            beyond = request.offset + SECTOR_BYTES > self._used_bytes
+            return (ERROR_SHORT if beyond else ERROR_HEADER), 0
+        header = bytes(record[:SLOT_HEADER_BYTES])
+        expected = (*request.tile, request.step, request.numel, request.nbytes)
+        fields = parse_slot_header(header)
+        if fields is None or not check_slot_header(header, self._store, *expected):
+            return ERROR_HEADER, 0
+        promised = fields[-1]
+        if request.checksum is not None and request.checksum != (promised or 0):
+            return ERROR_CHECKSUM, 0
+        if len(record) != SLOT_HEADER_BYTES + request.nbytes:
+            return ERROR_SHORT, 0
+        found = 0
+        if self._checksum and promised is not None:
+            found = crc32c(_payload_address(record), request.nbytes)
+            if found != promised:
+                return ERROR_CHECKSUM, found
+        ctypes.memmove(request.address, _payload_address(record), request.nbytes)
+        return 0, found
+
+    def _report(self, request: TileRequest, error: int, checksum: int, started_s: float) -> None:
+        detail = request.offset if error else 0
+        self._queue.post(request.op, error, checksum, started_s, self._clock.now_s(), detail)
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise closed_error(operation, self)
+        if os.getpid() != self._pid:
+            raise closed_error(operation, self, foreign=True)
+
+
+def _payload_address(record: bytearray) -> int:
+    # A bytearray does not move while its length stays, so the address outlives this export.
+    return ctypes.addressof(ctypes.c_char.from_buffer(record)) + SLOT_HEADER_BYTES

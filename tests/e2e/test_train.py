@@ -1,0 +1,56 @@
+"""`offload train` as a user runs it: a process of its own, the real engine, real files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MAIN = "import sys; from offload.cli import main; sys.exit(main())"
+
+
+def _train(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    size = ["--params", "200k", "--seq", "32", "--batch", "2", "--steps", "3", "--subgroup-numel", "32k"]
+    command = [sys.executable, "-c", MAIN, "train", *size, "--output", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_offloading_changes_no_bit(tmp_path: Path, dtype: str) -> None:
+    done = _train(tmp_path / "run", "--compare-in-memory", "--quiet", "--json", "--dtype", dtype)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["comparison"]["identical"] is True
+    assert summary["comparison"]["finite"] is True
+    assert summary["resident_share"] < 0.5
+    assert summary["paths"][0]["read_bytes"] > 0
+    assert summary["paths"][0]["write_bytes"] > 0
+    assert json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8")) == summary
+
+
+@pytest.mark.slow
+def test_two_paths_share_the_traffic_and_nothing_is_left_on_them(tmp_path: Path) -> None:
+    paths = [tmp_path / "disk0", tmp_path / "disk1"]
+    for path in paths:
+        path.mkdir()
+    options = [option for path in paths for option in ("--path", str(path))]
+    done = _train(tmp_path / "run", *options, "--accumulate", "2")
+    assert done.returncode == 0, done.stderr
+    assert "path 1" in done.stdout
+    files = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert files == ["lanes.png", "loss.png", "metrics.jsonl", "summary.json"]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(lines[-1][f"optimizer/path/{index}/read_bytes"] > 0 for index in range(2))
+    assert [list(path.iterdir()) for path in paths] == [[], []]
+
+
+@pytest.mark.slow
+def test_an_unusable_path_is_one_line(tmp_path: Path) -> None:
+    done = _train(tmp_path / "run", "--path", str(tmp_path / "nowhere"))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "nowhere" in done.stderr
+    assert "Traceback" not in done.stderr

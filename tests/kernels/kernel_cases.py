@@ -1,0 +1,151 @@
+"""Inputs for the kernels' tests, and what "the same bits" means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from offload.kernels import reference
+from offload.kernels.reference import Scalars, SegmentTensors
+from offload.protocols import SegmentFlag
+
+GUARD = 0xA5
+SIZES = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 12345)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, None)
+
+_INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_SPECIAL = (
+    0.0,
+    -0.0,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    1e-45,
+    -1e-40,
+    1.17549435e-38,
+    3.4e38,
+    -3.4e38,
+)
+
+
+def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits, NaN being equal to NaN whatever its payload."""
+    nan = torch.isnan(expected)
+    if not torch.equal(torch.isnan(actual), nan):
+        return False
+    bits = [torch.where(nan, 0, x.view(_INTEGERS[x.dtype])) for x in (actual, expected)]
+    return torch.equal(*bits)
+
+
+def values(seed: int, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+    """Return "plain" values of a usual size, or "wild" ones: any exponent, and every special value."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "plain":
+        return torch.randn(numel, generator=generator).mul(0.1).to(dtype)
+    integer = _INTEGERS[dtype]
+    limits = torch.iinfo(integer)
+    wild = torch.randint(limits.min, limits.max + 1, (numel,), generator=generator, dtype=torch.int64)
+    wild = wild.to(integer).view(dtype)
+    at = torch.rand(numel, generator=generator) < 0.2
+    special = torch.tensor(_SPECIAL)[torch.randint(len(_SPECIAL), (numel,), generator=generator)].to(dtype)
+    return torch.where(at, special, wild)
+
+
+class Placed:
+    """A copy of a tensor's bytes at a chosen offset from a 256-byte boundary, between guard bytes."""
+
+    def __init__(self, tensor: torch.Tensor, offset: int = 0) -> None:
+        self.dtype = tensor.dtype
+        self._nbytes = tensor.numel() * tensor.element_size()
+        self._raw = np.full(self._nbytes + 1024, GUARD, np.uint8)
+        self._start = 256 + (-self._raw.ctypes.data % 256) + offset
+        self._inside[:] = tensor.contiguous().view(torch.uint8).numpy()
+        self.address = self._raw.ctypes.data + self._start
+
+    @property
+    def _inside(self) -> np.ndarray:
+        return self._raw[self._start : self._start + self._nbytes]
+
+    def tensor(self) -> torch.Tensor:
+        """Return a copy of what is there now, having checked the guards."""
+        outside = np.concatenate([self._raw[: self._start], self._raw[self._start + self._nbytes :]])
+        assert np.all(outside == GUARD), "written out of bounds"
+        tensor = torch.empty(self._nbytes // self.dtype.itemsize, dtype=self.dtype)
+        tensor.view(torch.uint8).numpy()[:] = self._inside
+        return tensor
+
+
+@dataclass
+class Case:
+    """One segment twice: as tensors for the reference, and as bytes for a kernel."""
+
+    tensors: SegmentTensors
+    placed: dict[str, Placed]
+
+    @classmethod
+    def make(
+        cls,
+        numel: int,
+        *,
+        seed: int = 0,
+        kind: str = "plain",
+        gradient_dtype: torch.dtype = torch.bfloat16,
+        weight_dtype: torch.dtype | None = torch.bfloat16,
+        flags: SegmentFlag = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY,
+        scalars: Scalars | None = None,
+        offsets: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
+    ) -> Case:
+        exp_avg_sq = values(seed + 2, numel, torch.float32, kind)
+        tensors = SegmentTensors(
+            master=values(seed, numel, torch.float32, kind),
+            exp_avg=values(seed + 1, numel, torch.float32, kind),
+            exp_avg_sq=exp_avg_sq if kind == "wild" else exp_avg_sq.abs(),
+            gradient=values(seed + 3, numel, gradient_dtype, kind),
+            weight=None if weight_dtype is None else values(seed + 4, numel, weight_dtype, kind),
+            flags=flags,
+            scalars=scalars or some_scalars(flags),
+        )
+        names = ("master", "exp_avg", "exp_avg_sq", "gradient", "weight")
+        placed = {
+            name: Placed(tensor, offset)
+            for name, offset in zip(names, offsets, strict=True)
+            if (tensor := getattr(tensors, name)) is not None
+        }
+        return cls(tensors, placed)
+
+    def row(self) -> np.ndarray:
+        """Return the segment's row, pointing at the bytes."""
+        row = reference.segment_table([self.tensors])
+        for name, placed in self.placed.items():
+            row[name] = placed.address
+        return row
+
+    def check(self) -> None:
+        """Run the reference and compare everything with what the kernel left behind."""
+        reference.update(self.tensors)
+        for name, placed in self.placed.items():
+            assert same_bits(placed.tensor(), getattr(self.tensors, name)), (
+                f"{name} differs from the reference"
+            )
+
+
+def some_scalars(
+    flags: SegmentFlag, *, weight_decay: float = 0.1, step: int = 3, grad_scale: float = 0.37
+) -> Scalars:
+    return reference.scalars(
+        step,
+        lr=1e-3,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=weight_decay,
+        decoupled=bool(flags & SegmentFlag.DECOUPLED_DECAY),
+        grad_scale=grad_scale,
+    )
+
+
+def table_of(cases: list[Case]) -> np.ndarray:
+    """Return one table with a row for each case."""
+    return np.concatenate([case.row() for case in cases])

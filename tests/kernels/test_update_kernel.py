@@ -1,0 +1,302 @@
+"""Every instruction set against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import DTYPES, SIZES, WEIGHT_DTYPES, Case, some_scalars, table_of
+
+from offload.errors import InternalError, SessionBrokenError
+from offload.kernels import CpuUpdateKernel, instruction_sets
+from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
+
+ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
+LOAD, ZERO = SegmentFlag.LOAD_MASTER, SegmentFlag.ZERO_MOMENTS
+UPDATES = [
+    ACTIVE | decay | extra
+    for decay in (SegmentFlag(0), DECOUPLED)
+    for extra in (SegmentFlag(0), LOAD, ZERO, LOAD | ZERO)
+]
+OTHERS = [SegmentFlag(0), DECOUPLED, LOAD, ZERO, LOAD | ZERO]
+
+
+@pytest.fixture(scope="module", params=instruction_sets())
+def kernel(request):
+    with CpuUpdateKernel(threads=2, instruction_set=request.param) as kernel:
+        assert kernel.instruction_set == request.param
+        yield kernel
+
+
+def run_and_check(kernel: CpuUpdateKernel, cases: list[Case]) -> None:
+    kernel.run(table_of(cases))
+    for case in cases:
+        case.check()
+
+
+@pytest.mark.parametrize("kind", ["plain", "wild"])
+@pytest.mark.parametrize("numel", SIZES)
+def test_sizes(kernel, numel, kind):
+    run_and_check(
+        kernel,
+        [
+            Case.make(numel, seed=numel + 10 * i, kind=kind, gradient_dtype=g, weight_dtype=w)
+            for i, (g, w) in enumerate(itertools.product(DTYPES, WEIGHT_DTYPES))
+        ],
+    )
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("flags", UPDATES + OTHERS)
+def test_flags(kernel, flags, weight_decay):
+    scalars = some_scalars(flags, weight_decay=weight_decay)
+    run_and_check(
+        kernel,
+        [
+            Case.make(333, seed=i, kind=kind, gradient_dtype=g, weight_dtype=w, flags=flags, scalars=scalars)
+            for i, (g, w, kind) in enumerate(itertools.product(DTYPES, WEIGHT_DTYPES, ("plain", "wild")))
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        (4, 4, 4, 2, 2),
+        (0, 0, 0, 1, 0),
+        (0, 0, 0, 0, 32),
+        (32, 32, 32, 16, 16),
+        (60, 4, 8, 6, 30),
+        (4, 4, 4, 0, 34),
+    ],
+)
+def test_any_alignment(kernel, offsets):
+    run_and_check(
+        kernel,
+        [
+            Case.make(numel, seed=numel, gradient_dtype=g, weight_dtype=w, offsets=offsets)
+            for numel, g, w in itertools.product((5, 63, 64, 65, 200, 4097), DTYPES, WEIGHT_DTYPES)
+        ],
+    )
+
+
+def test_every_sixteen_bit_gradient_and_weight(kernel):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        case = Case.make(2**16, gradient_dtype=dtype, weight_dtype=dtype, flags=ACTIVE | LOAD)
+        case.tensors.gradient.copy_(every.view(dtype))
+        case.tensors.weight.copy_(every.roll(777).view(dtype))
+        case = Case(
+            case.tensors, {name: type(p)(getattr(case.tensors, name)) for name, p in case.placed.items()}
+        )
+        run_and_check(kernel, [case])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_of_the_weight(kernel, dtype):
+    """Masters at, just below and just above every tie between two weights, subnormals included."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).to(torch.float32)
+    halves = halves[torch.isfinite(halves)]
+    step = {torch.bfloat16: 1 << 15, torch.float16: 1 << 12}[dtype]
+    bits = halves.view(torch.int32)
+    middles = torch.cat([bits + step + d for d in (-1, 0, 1)]).view(torch.float32)
+    small = torch.arange(0, 2048, dtype=torch.float32) * 2.0**-26  # fp16's subnormals and their ties
+    master = torch.cat([middles, small, -small, torch.nextafter(small, torch.tensor(1.0))])
+    scalars = some_scalars(ACTIVE)._replace(step_size=0.0, decay=0.0, eps=1.0)
+    case = Case.make(master.numel(), weight_dtype=dtype, flags=ACTIVE, scalars=scalars)
+    case.tensors.master.copy_(master)
+    case.placed["master"] = type(case.placed["master"])(master)
+    run_and_check(kernel, [case])
+    assert torch.equal(case.tensors.master, master), "the update was to change nothing but the weight"
+    finite = torch.isfinite(master)
+    assert torch.equal(case.tensors.weight[finite], master[finite].to(dtype))  # torch's own cast agrees
+
+
+def test_subnormals_survive(kernel):
+    """Gradients so small that v is subnormal, and weights that are."""
+    for dtype in WEIGHT_DTYPES:
+        case = Case.make(500, gradient_dtype=torch.float32, weight_dtype=dtype)
+        for name, factor in (
+            ("gradient", 1e-21),
+            ("exp_avg", 1e-41),
+            ("exp_avg_sq", 1e-42),
+            ("master", 1e-39),
+        ):
+            tensor = getattr(case.tensors, name)
+            tensor.mul_(factor)
+            case.placed[name] = type(case.placed[name])(tensor)
+        run_and_check(kernel, [case])
+        assert torch.any((case.tensors.exp_avg_sq > 0) & (case.tensors.exp_avg_sq < 1.17549435e-38))
+
+
+def test_untouched_without_flags(kernel):
+    cases = [Case.make(100, kind="wild", flags=flags) for flags in (SegmentFlag(0), DECOUPLED)]
+    before = [{name: placed.tensor() for name, placed in case.placed.items()} for case in cases]
+    kernel.run(table_of(cases))
+    for case, tensors in zip(cases, before, strict=True):
+        for name, placed in case.placed.items():
+            assert torch.equal(placed.tensor().view(torch.uint8), tensors[name].view(torch.uint8))
+
+
+def test_unread_fields_may_be_null(kernel):
+    case = Case.make(100, flags=ZERO)
+    row = case.row()
+    for name in ("master", "gradient", "weight", "gradient_dtype", "weight_dtype"):
+        row[name] = 0
+    kernel.run(row)
+    assert not case.placed["exp_avg"].tensor().any()
+    empty = np.zeros(3, SEGMENT_DTYPE)
+    empty["flags"] = int(ACTIVE)
+    kernel.run(empty)
+    kernel.run(np.zeros(0, SEGMENT_DTYPE))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_change_nothing(threads):
+    """Large segments among thousands of tiny ones, some of them inactive, cut into many pieces."""
+    flags = [*UPDATES, SegmentFlag(0), LOAD, ZERO]
+    cases = [
+        Case.make(i % 23, seed=i, flags=flags[i % len(flags)], kind="wild" if i % 3 else "plain")
+        for i in range(2000)
+    ]
+    cases.insert(700, Case.make(200_001, seed=5, offsets=(4, 4, 4, 2, 2)))
+    cases.insert(900, Case.make(131_072, seed=6, gradient_dtype=torch.float32))
+    cases.insert(901, Case.make(100_000, seed=7, flags=SegmentFlag(0)))
+    with CpuUpdateKernel(threads=threads) as kernel:
+        run_and_check(kernel, cases)
+
+
+@pytest.mark.parametrize("numel", [100, 200_000])
+def test_float_mode_of_the_caller_changes_nothing(kernel, numel):
+    """Neither on the calling thread (small tables) nor on workers that were started under it."""
+    case = Case.make(numel, gradient_dtype=torch.float32)
+    for name in ("gradient", "exp_avg", "exp_avg_sq", "master"):
+        tensor = getattr(case.tensors, name).mul_(1e-39)
+        case.placed[name] = type(case.placed[name])(tensor)
+    row = case.row()
+    assert torch.set_flush_denormal(True)
+    try:
+        kernel.run(row)
+        with CpuUpdateKernel(threads=1, instruction_set=kernel.instruction_set) as young:
+            empty = np.zeros(0, SEGMENT_DTYPE)
+            young.run(empty)
+        assert (torch.tensor([1e-39]) * 1.0).item() == 0.0, "the caller's mode is still the caller's"
+    finally:
+        torch.set_flush_denormal(False)
+    case.check()
+
+
+def test_workers_started_while_flushing(kernel):
+    case = Case.make(200_000, gradient_dtype=torch.float32)
+    for name in ("gradient", "exp_avg_sq", "master"):
+        tensor = getattr(case.tensors, name).mul_(1e-39)
+        case.placed[name] = type(case.placed[name])(tensor)
+    torch.set_flush_denormal(True)
+    try:
+        with CpuUpdateKernel(threads=2, instruction_set=kernel.instruction_set) as young:
+            young.run(case.row())
+    finally:
+        torch.set_flush_denormal(False)
+    case.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.lists(
+        st.tuples(
+            st.integers(0, 300),
+            st.sampled_from(DTYPES),
+            st.sampled_from(WEIGHT_DTYPES),
+            st.integers(0, 15),
+            st.sampled_from(["plain", "wild"]),
+            st.tuples(
+                *[st.integers(0, 31).map(lambda x: 4 * x)] * 3,
+                st.integers(0, 63),
+                st.integers(0, 63).map(lambda x: 2 * x),
+            ),
+            st.integers(1, 10**6),
+            st.sampled_from([0.0, 1e-30, 0.01, 1.0, 3e38, float("inf"), float("nan")]),
+            st.floats(width=32),
+        ),
+        max_size=8,
+    ),
+    seed=st.integers(0, 2**30),
+)
+def test_any_table(kernel, data, seed):
+    cases = []
+    for i, (numel, gradient, weight, flags, kind, offsets, step, decay, scale) in enumerate(data):
+        scalars = some_scalars(SegmentFlag(flags), step=step, grad_scale=scale)._replace(
+            decay=float(np.float32(decay))
+        )
+        cases.append(
+            Case.make(
+                numel,
+                seed=seed + 10 * i,
+                kind=kind,
+                gradient_dtype=gradient,
+                weight_dtype=weight,
+                flags=SegmentFlag(flags),
+                scalars=scalars,
+                offsets=offsets,
+            )
+        )
+    if cases:
+        run_and_check(kernel, cases)
+
+
+WRONG = {
+    "null master": {"master": 0},
+    "null moment": {"exp_avg_sq": 0},
+    "null gradient": {"gradient": 0},
+    "odd state": {"exp_avg": 2},
+    "odd weight": {"weight": 1},
+    "gradient code": {"gradient_dtype": 7},
+    "no gradient code": {"gradient_dtype": 0},
+    "fp32 weight": {"weight_dtype": int(DtypeCode.FLOAT32)},
+    "null weight": {"weight": 0},
+    "unknown flag": {"flags": 16},
+}
+
+
+@pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG.keys())
+def test_wrong_tables_are_refused(kernel, changes):
+    cases = [Case.make(10), Case.make(10)]
+    table = table_of(cases)
+    for name, value in changes.items():
+        table[name][1] = (
+            table[name][1] + value if name in ("exp_avg", "weight") and value in (1, 2) else value
+        )
+    before = cases[0].placed["master"].tensor()
+    with pytest.raises(InternalError, match="segment 1"):
+        kernel.run(table)
+    assert torch.equal(cases[0].placed["master"].tensor(), before), "something was updated"
+
+
+def test_wrong_arrays_are_refused(kernel):
+    with pytest.raises(InternalError, match="dtype"):
+        kernel.run(np.zeros(4, np.float32))
+    with pytest.raises(InternalError, match="contiguous"):
+        kernel.run(np.zeros(4, SEGMENT_DTYPE)[::2])
+    with pytest.raises(InternalError, match="contiguous"):
+        kernel.run(np.zeros((2, 2), SEGMENT_DTYPE))
+    with pytest.raises(InternalError, match="no queue"):
+        kernel.submit(1, np.zeros(0, SEGMENT_DTYPE))
+
+
+def test_wrong_constructions_are_refused():
+    with pytest.raises(ValueError, match="threads"):
+        CpuUpdateKernel(threads=0)
+    with pytest.raises(ValueError, match="instruction_set"):
+        CpuUpdateKernel(instruction_set="mmx")
+
+
+def test_closed():
+    kernel = CpuUpdateKernel(threads=2)
+    kernel.close()
+    kernel.close()
+    with pytest.raises(SessionBrokenError, match="closed"):
+        kernel.run(np.zeros(0, SEGMENT_DTYPE))

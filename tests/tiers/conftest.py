@@ -1,0 +1,97 @@
+"""Fixtures of the tier tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tier_harness import KINDS, Build, Harness
+
+from offload._native import CompletionQueue
+from offload.protocols import Tier
+from offload.tiers import FaultyTier, FileTier, MemoryTier
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    """A folder on a tmpfs."""
+    if not os.path.isdir("/dev/shm") or not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no tmpfs here")
+    path = Path(tempfile.mkdtemp(prefix="offload-test-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def build(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
+    """Makes a harness of a kind: `build(kind, max_bytes=..., checksum=..., ...)`; closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(kind: str, *, store: uuid.UUID | None = None, **options: object) -> Harness:
+            queue = CompletionQueue()
+            store = store or uuid.uuid4()
+            tier: Tier
+            if kind in ("memory", "faulty"):
+                tier = MemoryTier(store, queue, **options)  # type: ignore[arg-type]
+                if kind == "faulty":
+                    tier = FaultyTier(tier, queue)
+            else:
+                folder = request.getfixturevalue("tmpfs") if kind == "file-tmpfs" else tmp_path
+                options.setdefault("direct", kind == "file-direct")
+                options.setdefault("piece_bytes", 64 << 10)
+                tier = FileTier(folder, store, queue, **options)  # type: ignore[arg-type]
+                if kind == "file-direct" and not tier.direct:
+                    tier.close()
+                    pytest.skip("no O_DIRECT on the file system of the temporary folder")
+            stack.callback(tier.close)
+            return Harness(tier, queue)
+
+        yield make
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of tier in turn."""
+    return str(request.param)
+
+
+@pytest.fixture
+def harness(build: Build, kind: str) -> Harness:
+    """A harness of each kind in turn, with default options."""
+    return build(kind)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts small file systems: `mounted("tmpfs", "size=1m")`, `mounted("ext4", nbytes=...)`; needs root."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    with contextlib.ExitStack() as stack:
+
+        def mount(kind: str, options: str = "defaults", nbytes: int = 0) -> Path:
+            point = Path(tempfile.mkdtemp(prefix="mount-", dir=tmp_path))
+            device = kind
+            if kind != "tmpfs":
+                device = str(point) + ".image"
+                Path(device).touch()
+                os.truncate(device, nbytes)
+                if shutil.which(f"mkfs.{kind}") is None:
+                    pytest.skip(f"no mkfs.{kind}")
+                subprocess.run([f"mkfs.{kind}", "-q", device], check=True)
+                options = f"loop,{options}"
+            done = subprocess.run(
+                ["mount", "-t", kind, "-o", options, device, str(point)], capture_output=True, text=True
+            )
+            if done.returncode != 0:
+                pytest.skip(f"cannot mount {kind}: {done.stderr.strip()}")
+            stack.callback(subprocess.run, ["umount", str(point)], check=True)
+            return point
+
+        yield mount

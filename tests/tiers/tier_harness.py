@@ -1,0 +1,117 @@
+"""One harness for every tier: a store, its queue, and memory to move tiles from and to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from offload._native import CompletionQueue
+from offload.engine.memory import Arena
+from offload.protocols import Completion, Tier, TileId, TileRequest
+from offload.tiers import SLOT_HEADER_BYTES, FaultyTier, FileTier, MemoryTier
+
+ARENA_BYTES = 8 << 20
+TILE = TileId(1, 2, 3)
+KINDS = ["memory", "faulty", "file-direct", "file-buffered", "file-tmpfs"]
+
+
+class Harness:
+    """A tier with everything that a test needs around it."""
+
+    def __init__(self, tier: Tier, queue: CompletionQueue) -> None:
+        self.tier = tier
+        self.queue = queue
+        self.arena = Arena(ARENA_BYTES)
+        self.ops = 0
+
+    def request(
+        self,
+        offset: int,
+        nbytes: int,
+        *,
+        at: int = 0,
+        tile: TileId = TILE,
+        step: int = 7,
+        numel: int | None = None,
+        checksum: int | None = None,
+    ) -> TileRequest:
+        """Return a request between the slot at `offset` and byte `at` of the arena."""
+        self.ops += 1
+        return TileRequest(
+            op=self.ops,
+            tile=tile,
+            step=step,
+            offset=offset,
+            address=self.arena.address + at,
+            nbytes=nbytes,
+            numel=nbytes // 4 if numel is None else numel,
+            checksum=checksum,
+        )
+
+    def fill(self, nbytes: int, seed: int = 0, at: int = 0) -> bytes:
+        """Put random bytes into the arena; return them."""
+        data = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+        self.arena.numpy(at, nbytes, np.uint8)[:] = data
+        return data.tobytes()
+
+    def bytes_at(self, at: int, nbytes: int) -> bytes:
+        """Return what lies in the arena."""
+        return self.arena.numpy(at, nbytes, np.uint8).tobytes()
+
+    def collect(self, count: int) -> list[Completion]:
+        """Return exactly `count` completions, in order of arrival; there must not be more."""
+        found: list[Completion] = []
+        while len(found) < count:
+            arrived = self.queue.wait(60.0)
+            assert arrived, f"only {len(found)} of {count} completions arrived"
+            found.extend(Completion(*record) for record in arrived)
+        found.extend(Completion(*record) for record in self.queue.wait(0.0))
+        assert len(found) == count
+        return found
+
+    def write(self, request: TileRequest) -> Completion:
+        """Write and wait."""
+        self.tier.write(request)
+        (completion,) = self.collect(1)
+        assert completion.op == request.op
+        return completion
+
+    def read(self, request: TileRequest) -> Completion:
+        """Read and wait."""
+        self.tier.read(request)
+        (completion,) = self.collect(1)
+        assert completion.op == request.op
+        return completion
+
+    def flip(self, offset: int, mask: int = 1) -> None:
+        """Damage one byte of the store behind the tier's back."""
+        tier = self.tier.inner if isinstance(self.tier, FaultyTier) else self.tier
+        if isinstance(tier, MemoryTier):
+            start, record = next(
+                (start, record) for start, record in tier.slots.items() if start <= offset < start + len(record)
+            )
+            record[offset - start] ^= mask
+            return
+        assert isinstance(tier, FileTier)
+        with open(tier.data_path, "r+b") as file:
+            old = os.pread(file.fileno(), 1, offset)
+            os.pwrite(file.fileno(), bytes([old[0] ^ mask]), offset)
+
+    def cut(self, end: int) -> None:
+        """End the store at byte `end`, as a file that lost its tail does."""
+        tier = self.tier.inner if isinstance(self.tier, FaultyTier) else self.tier
+        if isinstance(tier, MemoryTier):
+            for start, record in list(tier.slots.items()):
+                if start + SLOT_HEADER_BYTES > end:
+                    del tier.slots[start]
+                else:
+                    tier.slots[start] = record[: end - start]
+            tier._used_bytes = end
+            return
+        assert isinstance(tier, FileTier)
+        os.truncate(tier.data_path, end)
+
+
+Build = Callable[..., Harness]

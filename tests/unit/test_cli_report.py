@@ -1,0 +1,126 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from offload.cli import report
+from offload.cli.record import Comparison, Interval, RunRecord, StepRecord, same_losses, to_json
+
+PNG = b"\x89PNG"
+
+
+def _record(step: int, loss: float = 2.0, **metrics: float) -> StepRecord:
+    return StepRecord(
+        step, loss, 1e-3, 0.5, 100.0 * step, 0.1, 0.2, 0.3, {"step": step, "path/0/read_bytes": 7, **metrics}
+    )
+
+
+def _summary(run: RunRecord) -> dict[str, object]:
+    values = run.summary()
+    paths = [{"path": "/p", **moved} for moved in values.pop("path_bytes", [])]
+    return values | {
+        "paths": paths,
+        "text": {"byte_entropy": 3.2},
+        "output": "runs/x",
+        "verdict": None,
+        "in_memory": None,
+    }
+
+
+def test_a_line_holds_the_step_and_the_optimizer_s_own_metrics() -> None:
+    line = json.loads(_record(3, math.nan, **{"lane/cpu/busy_s": 0.25}).as_line())
+    assert line["step"] == 3
+    assert line["loss"] is None
+    assert line["norm"] == 0.5
+    assert line["optimizer/path/0/read_bytes"] == 7
+    assert line["optimizer/lane/cpu/busy_s"] == 0.25
+
+
+def test_the_summary_leaves_the_first_step_out_of_its_medians() -> None:
+    run = RunRecord([_record(step, 6.0 - step, predicted_step_s=0.1 * step) for step in (1, 2, 3, 4)])
+    summary = run.summary()
+    assert summary["tokens_per_s"] == 300
+    assert summary["predicted_step_s"] == pytest.approx(0.3)
+    assert summary["first_loss"] == 5.0
+    assert summary["final_loss"] == 3.5
+    assert summary["path_bytes"] == [{"read_bytes": 7, "write_bytes": None}]
+    assert summary["state_bytes"] is None
+
+
+def test_the_final_loss_is_the_mean_of_the_last_steps() -> None:
+    run = RunRecord([_record(step, float(step)) for step in range(1, 41)])
+    assert run.summary()["final_loss"] == 30.5
+
+
+def test_the_table_says_what_is_known() -> None:
+    known = {
+        "step_s": 0.2,
+        "predicted_step_s": 0.1,
+        "state_bytes": 4 * 2**20,
+        "resident_bytes": 2**20,
+        "resident_share": 0.25,
+        "streamed_bytes": 3 * 2**20,
+    }
+    text = report.table(_summary(RunRecord([_record(1, **known), _record(2, **known)])))
+    assert "25% resident" in text
+    assert "100 ms for the step alone, measured 200 ms (2.00 times as long)" in text
+    assert "path 0" in text
+    assert "runs/x" in text
+    assert "resident" not in report.table(_summary(RunRecord([_record(1)])))
+
+
+def test_a_run_of_no_steps_has_an_empty_table() -> None:
+    assert report.table(_summary(RunRecord())) == ""
+
+
+@pytest.mark.parametrize(("numel", "same", "identical"), [(0, True, True), (1, True, False), (0, False, False)])
+def test_a_comparison_is_identical_only_if_nothing_differs(numel: int, same: bool, identical: bool) -> None:
+    comparison = Comparison(10, numel, "w" if numel else None, same, True)
+    assert comparison.identical is identical
+    assert comparison.verdict().startswith("identical" if identical else "DIFFERENT")
+    assert comparison.as_dict()["identical"] is identical
+
+
+def test_equality_of_runs_that_blew_up_is_called_worthless() -> None:
+    assert "not finite" in Comparison(10, 0, None, True, False).verdict()
+
+
+def test_losses_are_compared_exactly_with_nan_equal_to_itself() -> None:
+    assert same_losses([1.0, math.nan], [1.0, math.nan])
+    assert not same_losses([1.0], [1.0, 1.0])
+    assert not same_losses([1.0], [math.nextafter(1.0, 2.0)])
+
+
+def test_json_has_no_numbers_that_parsers_refuse() -> None:
+    assert json.loads(to_json({"a": [math.nan, math.inf, (1.5, -math.inf)]})) == {"a": [None, None, [1.5, None]]}
+
+
+def _interval(began_s: float, ended_s: float, nbytes: int = 0, lane: str = "cpu") -> Interval:
+    return (lane, "tile", began_s, ended_s, nbytes)
+
+
+def test_overlapping_operations_get_tracks_of_their_own() -> None:
+    assert report._tracks([_interval(0, 2), _interval(1, 3), _interval(2, 4), _interval(2.5, 5)]) == [0, 1, 0, 2]
+
+
+def test_busy_time_counts_overlaps_once() -> None:
+    intervals = [_interval(0, 2, 2**20), _interval(1, 3, 2**20), _interval(5, 6, 2**20)]
+    assert report._lane_figures(intervals, 10.0) == "3.0 MiB at 768.0 KiB/s\nbusy 40%"
+
+
+def test_lanes_are_drawn_in_the_order_of_the_data_and_by_number() -> None:
+    lanes = ["write:0", "read:10", "other", "read:2", "cpu"]
+    assert sorted(lanes, key=report._lane_key) == ["cpu", "read:2", "read:10", "write:0", "other"]
+
+
+@pytest.mark.parametrize(
+    "timeline",
+    [[], [_interval(5, 5)], [_interval(0, 1), _interval(0.5, 2, 99, "read:0"), _interval(1, 3, 0, "new:lane")]],
+    ids=["empty", "instant", "overlapping"],
+)
+def test_pictures_are_drawn_of_anything(tmp_path: Path, timeline: list[Interval]) -> None:
+    report.draw_lanes(tmp_path / "lanes.png", timeline, ["/a", "/b" * 200], step=1)
+    report.draw_losses(tmp_path / "loss.png", [3.0, math.nan, 2.0], 3.2)
+    assert (tmp_path / "lanes.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "loss.png").read_bytes().startswith(PNG)

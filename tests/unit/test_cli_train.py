@@ -1,0 +1,352 @@
+"""The command around the engine: what it prints, writes and returns, with a stand-in for the optimizer."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload import cli
+from offload.errors import InternalError, TierFullError
+
+
+class _AdamW(torch.optim.AdamW):
+    """In-memory optimizer with the face of `offload.AdamW`; keeps what it was made with for the tests to see."""
+
+    made: list["_AdamW"]
+    on_step: Callable[["_AdamW"], None]
+    plan = "the plan"
+
+    def __init__(self, params: Any, *, offload: Any, **arguments: Any) -> None:
+        super().__init__(params, **arguments)
+        self.config = offload
+        self.closed = False
+        self.steps = 0
+        self.rates: list[float] = []
+        self.made.append(self)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(weights, max_norm)
+
+    def step(self, closure: Any = None) -> None:
+        self.rates.append(self.param_groups[0]["lr"])
+        super().step()
+        self.steps += 1
+        type(self).on_step(self)
+
+    def metrics(self) -> dict[str, float]:
+        moved = {f"path/{index}/{what}": 5 for index in range(len(self.config.paths)) for what in ("read_bytes",)}
+        return {"step": self.steps, "step_s": 0.2, "predicted_step_s": 0.1, "gradient_norm": 1.5} | moved
+
+    def timeline(self) -> list[tuple[str, str, float, float, int]]:
+        return [("cpu", "update 0", 0.0, 0.1, 100)]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> "_AdamW":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@pytest.fixture(autouse=True)
+def standin(monkeypatch: pytest.MonkeyPatch) -> type[_AdamW]:
+    """Replace the engine for every test here."""
+    monkeypatch.setattr(_AdamW, "made", [], raising=False)
+    monkeypatch.setattr(_AdamW, "on_step", staticmethod(lambda optimizer: None), raising=False)
+    monkeypatch.setattr(offload, "AdamW", _AdamW, raising=False)
+    from offload.config import OffloadConfig
+
+    monkeypatch.setattr(offload, "OffloadConfig", OffloadConfig, raising=False)
+    return _AdamW
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., int]:
+    """Return a function that runs a tiny training into tmp_path/run."""
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20, encoding="utf-8")
+
+    def run(*extra: str) -> int:
+        size = ["--layers", "1", "--hidden", "16", "--seq", "8", "--batch", "2", "--steps", "3"]
+        files = ["--data", str(tmp_path / "text.txt"), "--output", str(tmp_path / "run")]
+        return cli.main(["train", *size, *files, *extra])
+
+    return run
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_run_leaves_its_files_and_prints_plan_and_table(
+    train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train() == 0
+    printed = capsys.readouterr()
+    assert "the plan" in printed.out
+    assert "2.00 times as long" in printed.out
+    assert "step 3/3" in printed.err
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "metrics.jsonl",
+        "summary.json",
+        "loss.png",
+        "lanes.png",
+    }
+    assert [line["step"] for line in _lines(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
+    summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
+    assert summary["paths"] == [{"path": str(tmp_path / "run/state"), "read_bytes": 5, "write_bytes": None}]
+
+
+def test_most_state_is_streamed_unless_told_otherwise(
+    train: Callable[..., int], tmp_path: Path, standin: type[_AdamW]
+) -> None:
+    assert train() == 0
+    optimizer = standin.made[0]
+    numel = sum(weight.numel() for group in optimizer.param_groups for weight in group["params"])
+    assert optimizer.config.host_memory == numel * 12 // 4
+    assert [path.path for path in optimizer.config.paths] == [str(tmp_path / "run/state")]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert optimizer.closed
+
+
+def test_options_reach_the_engine(train: Callable[..., int], tmp_path: Path, standin: type[_AdamW]) -> None:
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    options = ["--host-memory", "1MiB", "--staging-memory", "4096", "--subgroup-numel", "2k", "--threads", "1"]
+    assert train("--path", paths[0], "--path", paths[1], *options) == 0
+    config = standin.made[0].config
+    assert [path.path for path in config.paths] == paths
+    assert (config.host_memory, config.staging_memory, config.subgroup_numel, config.threads) == (
+        2**20,
+        4096,
+        2000,
+        1,
+    )
+    assert not (tmp_path / "run/state").exists()
+
+
+def test_the_rate_warms_up_and_falls(train: Callable[..., int], standin: type[_AdamW]) -> None:
+    assert train("--steps", "20", "--lr", "0.5") == 0
+    rates = standin.made[0].rates
+    assert rates[:2] == [0.25, 0.5]
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert 0.05 < rates[-1] < 0.06
+
+
+def test_accumulation_equals_one_large_batch_in_tokens(train: Callable[..., int], tmp_path: Path) -> None:
+    assert train("--accumulate", "3", "--clip", "0", "--dtype", "fp32") == 0
+    assert all(line["norm"] == 1.5 for line in _lines(tmp_path / "run/metrics.jsonl"))
+
+
+def test_json_is_all_there_is_on_stdout(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--json") == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["steps"] == 3
+    assert "the plan" in printed.err
+
+
+def test_quiet_says_nothing(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--quiet") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_same_seed_gives_the_same_losses(train: Callable[..., int], tmp_path: Path) -> None:
+    def losses(seed: str, name: str) -> list[float]:
+        torch.rand(3)
+        assert train("--quiet", "--seed", seed, "--output", str(tmp_path / name)) == 0
+        return [line["loss"] for line in _lines(tmp_path / name / "metrics.jsonl")]
+
+    assert losses("1", "a") == losses("1", "b")
+    assert losses("1", "c") != losses("2", "d")
+
+
+def test_a_comparison_of_equals_succeeds(train: Callable[..., int], tmp_path: Path, standin: type[_AdamW]) -> None:
+    assert train("--quiet", "--compare-in-memory") == 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
+    assert summary["comparison"]["identical"] is True
+    assert summary["in_memory"]["steps"] == 3
+    offloaded, in_memory = standin.made
+    assert offloaded.config.paths
+    assert not in_memory.config.paths
+    assert in_memory.config.host_memory is None
+
+
+def test_one_flipped_bit_fails_a_comparison(
+    train: Callable[..., int],
+    tmp_path: Path,
+    standin: type[_AdamW],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def flip(optimizer: _AdamW) -> None:
+        if optimizer.config.paths and optimizer.steps == 3:
+            weight = optimizer.param_groups[1]["params"][0]
+            with torch.no_grad():
+                weight.view(torch.int16)[0] ^= 1
+
+    monkeypatch.setattr(standin, "on_step", staticmethod(flip))
+    assert train("--quiet", "--compare-in-memory") == 1
+    assert "DIFFERENT: 1 of" in capsys.readouterr().err
+    comparison = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))["comparison"]
+    assert comparison["different_numel"] == 1
+    assert comparison["losses_identical"] is True
+    assert "norm" in comparison["first_different"]
+
+
+def test_an_interrupt_closes_the_optimizer_and_keeps_what_there_is(
+    train: Callable[..., int],
+    tmp_path: Path,
+    standin: type[_AdamW],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(optimizer: _AdamW) -> None:
+        if optimizer.steps == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(standin, "on_step", staticmethod(interrupt))
+    assert train("--quiet", "--compare-in-memory") == 130
+    assert "interrupted after 1 steps" in capsys.readouterr().err
+    assert standin.made[0].closed
+    assert len(standin.made) == 1
+    assert len(_lines(tmp_path / "run/metrics.jsonl")) == 1
+    summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
+    assert summary["interrupted"] is True
+    assert summary["comparison"] is None
+    assert (tmp_path / "run/lanes.png").exists()
+
+
+def test_a_failing_device_is_one_line_and_keeps_what_there_is(
+    train: Callable[..., int],
+    tmp_path: Path,
+    standin: type[_AdamW],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(optimizer: _AdamW) -> None:
+        if optimizer.steps == 3:
+            raise TierFullError("write", tier="file", path="/p")
+
+    monkeypatch.setattr(standin, "on_step", staticmethod(fail))
+    assert train("--quiet") == 1
+    assert capsys.readouterr().err == "offload train: write failed on file path /p\n"
+    assert standin.made[0].closed
+    summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
+    assert summary["steps"] == 2
+    assert "write failed" in summary["error"]
+
+
+def test_a_bug_of_ours_keeps_its_traceback(
+    train: Callable[..., int], standin: type[_AdamW], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(optimizer: _AdamW) -> None:
+        raise InternalError("impossible")
+
+    monkeypatch.setattr(standin, "on_step", staticmethod(fail))
+    with pytest.raises(InternalError, match="impossible"):
+        train("--quiet")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--params", "many"], "--params: 'many' cannot be used"),
+        (["--seq", "0"], "--seq: 0 cannot be used"),
+        (["--batch", "-1"], "--batch: -1"),
+        (["--accumulate", "0"], "--accumulate: 0"),
+        (["--steps", "0"], "--steps: 0"),
+        (["--threads", "0"], "--threads: 0"),
+        (["--lr", "nan"], "--lr: nan"),
+        (["--clip", "-1"], "--clip: -1.0"),
+        (["--seed", "-1"], "--seed: -1"),
+        (["--hidden", "20"], "--hidden: 20"),
+        (["--layers", "0"], "--layers: 0"),
+        (["--host-memory", "much"], "--host-memory: 'much'"),
+        (["--staging-memory", "-1"], "--staging-memory: '-1'"),
+        (["--subgroup-numel", "0"], "--subgroup-numel: '0'"),
+        (["--subgroup-numel", "12"], "subgroup_numel: 12"),
+        (["--data", "/there/is/no/such/folder"], "--data: '/there/is/no/such/folder'"),
+        (["--seq", "5000"], "--data"),
+        (["--device", "abacus"], "--device: 'abacus'"),
+        (["--device", "meta"], "--device: 'meta'"),
+        (["--device", "cuda:99"], "--device: 'cuda:99'"),
+        (["--output", os.sep], "--output: '/'"),
+        (["--output", "/dev/null/x"], "--output: '/dev/null/x'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    train: Callable[..., int], tmp_path: Path, options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(*options) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("offload train: " + says)
+    assert printed.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("options", [["--dtype", "int4"], ["--steps", "few"], ["--what"]])
+def test_a_misspelt_option_is_one_line(
+    train: Callable[..., int], options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train(*options)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_missing_extra_is_named_with_its_command(
+    train: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert train() == 1
+    assert capsys.readouterr().err == "offload train: matplotlib not installed; run: pip install 'offload[train]'\n"
+
+
+def test_an_old_run_is_not_overwritten(train: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--quiet") == 0
+    assert train("--quiet") == 2
+    assert "new or empty" in capsys.readouterr().err
+
+
+def test_the_default_output_is_a_new_folder_each_time(
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train", "--layers", "1", "--hidden", "16", "--seq", "8", "--batch", "1", "--steps", "1"]
+    for _ in range(2):
+        assert cli.main([*arguments, "--quiet", "--data", str(tmp_path / "text.txt")]) == 0
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_settings_of_the_process_are_as_before_afterwards(train: Callable[..., int]) -> None:
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    assert train("--quiet", "--threads", "1") == 0
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, says in [
+        (["--version"], "offload 0."),
+        (["--help"], "train"),
+        (["train", "--help"], "default: 25M"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 0
+        assert says in capsys.readouterr().out
+    assert cli.main([]) == 2
+
+
+def test_the_command_starts_before_torch_is_loaded() -> None:
+    # Otherwise --help takes seconds, and the policy that `main` sets for torch's threads comes too late.
+    check = "import sys, offload.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=120, check=False).returncode == 0

@@ -1,0 +1,141 @@
+"""Arenas: alignment, views, lifetime, forks, shortage."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offload.engine.memory import HUGE_PAGE_BYTES, Arena
+from offload.errors import InternalError, OffloadError
+
+
+def mapping_of(address: int) -> str:
+    """Return what /proc/self/smaps says about the mapping that contains an address."""
+    entries = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+    for entry in entries[1:]:
+        start, end = (int(part, 16) for part in entry.split(" ", 1)[0].split("-"))
+        if start <= address < end:
+            return entry
+    return ""
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 12345])
+def test_size_and_alignment(nbytes: int) -> None:
+    arena = Arena(nbytes)
+    assert arena.nbytes == nbytes
+    assert arena.address % (HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 4096) == 0
+    view = arena.numpy(0, nbytes, np.uint8)
+    assert view.ctypes.data == arena.address
+    view[:] = 7
+    assert view.sum() == 7 * nbytes
+    with pytest.raises(InternalError):
+        arena.numpy(0, nbytes + 1, np.uint8)
+    with pytest.raises(InternalError):
+        arena.numpy(-1, 1, np.uint8)
+    del view
+    arena.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_tensors_are_views(dtype: torch.dtype) -> None:
+    arena = Arena(1 << 16)
+    tensor = arena.tensor(4096, 100, dtype)
+    assert tensor.data_ptr() == arena.address + 4096
+    assert (tensor.dtype, tensor.numel()) == (dtype, 100)
+    tensor.fill_(3)
+    assert torch.equal(arena.tensor(4096, 100, dtype), tensor)
+    assert arena.numpy(4096 + 100 * dtype.itemsize, 1, np.uint8)[0] == 0
+    assert arena.tensor(0, 0, dtype).numel() == 0
+    if dtype.itemsize > 1:
+        with pytest.raises(InternalError):
+            arena.tensor(1, 1, dtype)
+
+
+def test_views_outlive_the_arena() -> None:
+    arena = Arena(4 << 20)
+    array = arena.numpy(0, 1 << 20, np.float32)
+    tensor = arena.tensor(0, 1 << 20, torch.float32)[10:20]
+    array[:] = 5
+    address = arena.address
+    arena.close()
+    arena.close()
+    del array
+    assert tensor.sum() == 50
+    assert mapping_of(address)
+    before = Path("/proc/self/statm").read_text().split()[0]
+    del tensor
+    after = Path("/proc/self/statm").read_text().split()[0]
+    assert int(before) - int(after) >= (4 << 20) // 4096
+
+
+def test_closed_arenas_give_no_views() -> None:
+    arena = Arena(4096)
+    arena.close()
+    with pytest.raises(OffloadError, match="closed"):
+        arena.numpy(0, 1, np.uint8)
+    with pytest.raises(OffloadError, match="closed"):
+        arena.tensor(0, 1, torch.uint8)
+
+
+def test_the_kernel_was_told() -> None:
+    flags = re.search(r"VmFlags: (.*)", mapping_of((huge := Arena(4 << 20)).address))
+    assert flags is not None
+    assert {"dc", "hg"} <= set(flags.group(1).split())  # not copied on fork; huge pages wanted
+    flags = re.search(r"VmFlags: (.*)", mapping_of((small := Arena(4 << 20, huge_pages=False)).address))
+    assert flags is not None
+    assert "hg" not in flags.group(1).split()
+    huge.close()
+    small.close()
+
+
+def test_prefaulting_touches_every_page_and_no_more() -> None:
+    nbytes = 3 * HUGE_PAGE_BYTES + 5000
+    cold, warm = Arena(nbytes, huge_pages=False), Arena(nbytes, huge_pages=False, prefault=True)
+
+    def resident(arena: Arena) -> int:
+        found = re.search(r"Rss: +(\d+) kB", mapping_of(arena.address))
+        assert found is not None
+        return int(found.group(1)) << 10
+
+    assert resident(cold) == 0
+    assert resident(warm) == -(-nbytes // 4096) * 4096
+    assert not warm.numpy(0, nbytes, np.uint8).any()
+    cold.close()
+    warm.close()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 46, 1 << 62, 1 << 70])
+def test_a_shortage_names_the_bytes(nbytes: int) -> None:
+    with pytest.raises(OffloadError, match=str(nbytes)):
+        Arena(nbytes)
+
+
+def test_a_limit_on_address_space_is_a_shortage_too() -> None:
+    code = (
+        "import resource; from offload.engine.memory import Arena; from offload.errors import OffloadError\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+        "try:\n    Arena(64 << 30)\nexcept OffloadError as error:\n    print(error)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert str(64 << 30) in out.stdout
+
+
+def test_nothing_is_no_arena() -> None:
+    with pytest.raises(InternalError):
+        Arena(0)
+
+
+def test_a_fork_does_not_inherit() -> None:
+    arena = Arena(4 << 20, prefault=True)
+    child = os.fork()
+    if child == 0:
+        os._exit(1 if mapping_of(arena.address) else 0)
+    assert os.waitpid(child, 0)[1] == 0
+    arena.close()
