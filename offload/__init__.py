@@ -1,1 +1,88 @@
-"""Optimizer-state offloading that never changes the numbers."""
+"""Optimizer-state offloading over host memory and storage that never changes the numbers.
+
+Public names are loaded when they are first used: importing the package loads neither torch nor anything native.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig
+    from offload.engine.session import Engine
+    from offload.engine.tables import GroupScalars
+    from offload.errors import (
+        CheckpointError,
+        ConfigError,
+        CorruptRecordError,
+        InfeasiblePlanError,
+        InternalError,
+        OffloadError,
+        PlanError,
+        SessionBrokenError,
+        StepAbortedError,
+        TierClosedError,
+        TierError,
+        TierFullError,
+    )
+    from offload.layout import Parameter
+    from offload.optim import Adam, AdamW
+    from offload.protocols import DtypeCode
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Adam": "offload.optim",
+    "AdamW": "offload.optim",
+    "CheckpointError": "offload.errors",
+    "ConfigError": "offload.errors",
+    "CorruptRecordError": "offload.errors",
+    "DtypeCode": "offload.protocols",
+    "Engine": "offload.engine.session",
+    "GroupScalars": "offload.engine.tables",
+    "InfeasiblePlanError": "offload.errors",
+    "InternalError": "offload.errors",
+    "OffloadConfig": "offload.config",
+    "OffloadError": "offload.errors",
+    "Parameter": "offload.layout",
+    "PlanError": "offload.errors",
+    "SessionBrokenError": "offload.errors",
+    "StepAbortedError": "offload.errors",
+    "TierClosedError": "offload.errors",
+    "TierError": "offload.errors",
+    "TierFullError": "offload.errors",
+}
+"""Where each public name lives; a test holds that it is there and nowhere else."""
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "CheckpointError",
+    "ConfigError",
+    "CorruptRecordError",
+    "DtypeCode",
+    "Engine",
+    "GroupScalars",
+    "InfeasiblePlanError",
+    "InternalError",
+    "OffloadConfig",
+    "OffloadError",
+    "Parameter",
+    "PlanError",
+    "SessionBrokenError",
+    "StepAbortedError",
+    "TierClosedError",
+    "TierError",
+    "TierFullError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

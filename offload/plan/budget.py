@@ -14,6 +14,9 @@ from offload.protocols import SECTOR_BYTES
 DEFAULT_STAGING_SLOTS = 4
 """One fetching, one updating, one flushing, and one to spare so that none waits for another."""
 
+LEAST_SLOT_BYTES = 3 * SECTOR_BYTES
+"""The smallest subgroup with all three tensors fits every staging slot, so that parameters can be added later."""
+
 FIXED_OVERHEAD_BYTES = 32 << 20
 """Threads' stacks, tables, the library's code: what a session costs whatever the model's size."""
 
@@ -175,6 +178,7 @@ def make_plan(layout: Layout, budgets: Budgets, *, kept: Plan | None = None) -> 
             left -= subgroup.state_bytes
     streamed = [subgroup for subgroup in layout.subgroups if not resident[subgroup.index]]
     slot_bytes = max((subgroup.state_bytes for subgroup in streamed), default=0)
+    slot_bytes = max(slot_bytes, LEAST_SLOT_BYTES)
     if not streamed:
         return Plan(layout, tuple(resident), 0, 0, budgets)
     offers = {

@@ -1,8 +1,9 @@
 """A simulated world for the engine: clock, lanes, bytes and faults; a checker; predictions."""
 
+from offload.engine.executor import Interval
 from offload.sim.checker import CheckedExecutor
 from offload.sim.data import SimData, SimStore, StoredTile, mix
-from offload.sim.executor import Disorder, Interval, SimExecutor
+from offload.sim.executor import Disorder, SimExecutor
 from offload.sim.faults import (
     CorruptPayload,
     Crash,

@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
 
+from offload.engine.executor import Interval
 from offload.engine.machine import Done, Event, Failed, Operation, ReadTile, Run, Stop, WriteTile
 from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
 from offload.plan.budget import Plan
@@ -41,24 +41,6 @@ from offload.sim.faults import (
 )
 
 _OperationFault = FailOperation | ShortTransfer | StuckOperation | CorruptPayload | MisdirectedWrite
-
-
-class Interval(NamedTuple):
-    """One operation on a lane, for timelines.
-
-    Attributes:
-        lane: "cpu", or "read:<path>" and "write:<path>" with the path's number.
-        label: What it worked on.
-        started_s: When the lane took it up, in virtual seconds.
-        finished_s: When it was through.
-        nbytes: Bytes of state that were moved or updated.
-    """
-
-    lane: str
-    label: str
-    started_s: float
-    finished_s: float
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

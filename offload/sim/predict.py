@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.config import format_bytes
+from offload.engine.executor import Interval
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Begin, Machine, Sweep, Visit
@@ -12,7 +13,7 @@ from offload.errors import ConfigError, invariant
 from offload.plan.budget import Plan
 from offload.plan.order import visit_order
 from offload.plan.rates import Rates
-from offload.sim.executor import Interval, SimExecutor
+from offload.sim.executor import SimExecutor
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def predict(plan: Plan, rates: Rates, steps: int = 3) -> Prediction:
     for number in range(1, steps + 1):
         executor.record_timeline = number == steps
         begun_s, busy_before, bytes_before = executor.now_s, executor.busy_s, executor.lane_bytes
-        visits = tuple(Visit(subgroup) for subgroup in visit_order(everything, machine.cached))
+        visits = tuple(Visit(subgroup) for subgroup in visit_order(everything, machine.slots))
         executor.inject(Begin(Sweep(number, number, visits)))
         pump(machine, executor, lambda machine: machine.finished is not None)
         invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")

@@ -8,6 +8,7 @@ from offload._native import CompletionQueue
 from offload.errors import ConfigError
 from offload.protocols import Tier
 from offload.tiers.common import SLOT_HEADER_BYTES, slot_bytes, tier_error
+from offload.tiers.directories import check_directories, directory_free_bytes
 from offload.tiers.faulty import Fault, FaultKind, FaultyTier
 from offload.tiers.file import FileTier
 from offload.tiers.memory import MemoryTier
@@ -21,6 +22,8 @@ __all__ = [
     "FaultyTier",
     "FileTier",
     "MemoryTier",
+    "check_directories",
+    "directory_free_bytes",
     "file_system",
     "identity",
     "lock_holder",

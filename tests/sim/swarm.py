@@ -14,6 +14,7 @@ from offload.engine.machine import Begin, Machine, Run, Sweep, Visit
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, make_plan, visit_order
+from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES, DtypeCode
 from offload.sim import (
     CheckedExecutor,
@@ -69,7 +70,7 @@ def tight_plan(rng: random.Random, layout: Layout) -> Plan:
     """Return a plan whose paths offer no byte more than it demands (or, for some seeds, plenty)."""
     paths = rng.randrange(1, 5)
     host_bytes = rng.choice((0, 0, 0, layout.state_bytes // 3, layout.state_bytes // 2, layout.state_bytes))
-    staging_bytes = rng.choice((1, 1, 2, 2, 3, 3, 4, 5, 6)) * layout.max_subgroup_bytes
+    staging_bytes = rng.choice((1, 1, 2, 2, 3, 3, 4, 5, 6)) * max(layout.max_subgroup_bytes, LEAST_SLOT_BYTES)
     shares = [rng.choice((0.1, 1.0, 1.0, 3.0)) for _ in range(paths)]
 
     def plan(limits: list[int]) -> Plan:
@@ -199,7 +200,7 @@ def run_scenario(
             by_subgroup = {v.subgroup: v for v in visits}
             order = [v.subgroup for v in visits]
             if scenario.cached_first:
-                order = list(visit_order(order, machine.cached))
+                order = list(visit_order(order, machine.slots))
             updated.clear()
             executor_sweep = Sweep(number, 10 * number, tuple(by_subgroup[s] for s in order))
             inner.inject(Begin(executor_sweep))

@@ -10,6 +10,7 @@ from offload.engine.index import Location, Record, TileIndex
 from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, make_plan
+from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES, DtypeCode, TileId
 
 TILE = TileId(0, 0, 0)
@@ -145,7 +146,7 @@ def test_planned_room_is_always_enough(numels, subgroup_numel, tile_bytes, slots
         paths = tuple(
             PathBudget(f"path{i}", limit, share) for i, (limit, share) in enumerate(zip(limits, shares, strict=True))
         )
-        return make_plan(layout, Budgets(0, slots * layout.max_subgroup_bytes, paths))
+        return make_plan(layout, Budgets(0, slots * max(layout.max_subgroup_bytes, LEAST_SLOT_BYTES), paths))
 
     plan = offer([1 << 40] * len(shares))
     room = plan.storage_bytes + (max(plan.slot_counts) + SECTOR_BYTES) * (len(shares) - 1)

@@ -1,0 +1,196 @@
+"""The live executor: real lanes, one completion queue.
+
+It does what the machine says and reports what happened. Transfers run on the tiers' threads and updates on the
+kernel's; both report to one queue, on which the session's engine thread waits. All methods but `wake` belong to
+that thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from offload.engine.machine import Done, Event, Failed, Operation, ReadTile, Run, Stop
+from offload.errors import OffloadError, TierError
+from offload.layout import STATE_ITEM_BYTES
+from offload.plan.budget import Plan
+from offload.protocols import Completion, Queue, Tier, TileRequest, UpdateKernel
+
+WAKE = 0
+"""Operation id of a completion that only wakes the engine thread."""
+
+STALL_S = 300.0
+"""How long a lane may be silent with operations in flight before the session gives up on it."""
+
+
+class Interval(NamedTuple):
+    """One operation on a lane, for timelines.
+
+    Attributes:
+        lane: "cpu", or "read:<path>" and "write:<path>" with the path's number.
+        label: What it worked on.
+        started_s: When it was taken up, on the monotonic clock.
+        finished_s: When it was through.
+        nbytes: Bytes of state that were moved or updated.
+    """
+
+    lane: str
+    label: str
+    started_s: float
+    finished_s: float
+    nbytes: int
+
+
+Visitor = Callable[[Run], "Any | None"]
+"""Works on a subgroup's state: returns a segment table for the kernel, or None if it did the work itself."""
+
+
+class LiveExecutor:
+    """Drives tiers and kernel.
+
+    Args:
+        tiers: One for each path, opened on `queue`.
+        kernel: Runs updates; reports to `queue`.
+        queue: What everything reports to.
+        tier_error: Turns a failed completion into the error to raise.
+        verify: Whether reads compare the checksum that the index has.
+        stall_s: See `STALL_S`.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        kernel: UpdateKernel,
+        queue: Queue,
+        tier_error: Callable[[str, Completion, TileRequest | None, Tier], TierError],
+        *,
+        verify: bool = True,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self.timeline: list[Interval] = []
+        """Operations that have ended, in that order; whoever starts a step empties it."""
+        self._tiers = tiers
+        self._kernel = kernel
+        self._queue = queue
+        self._tier_error = tier_error
+        self._verify = verify
+        self._stall_s = stall_s
+        self._heard_s = time.monotonic()
+        self._visitor: Visitor = lambda run: None
+        self._slot_bytes = 0
+        self._staging_address = 0
+        self._plan: Plan | None = None
+        self._in_flight: dict[int, tuple[Operation, TileRequest | None]] = {}
+        self._events: list[Event] = []
+
+    def bind(self, plan: Plan, staging_address: int) -> None:
+        """Take up a plan and the address of its first staging slot; with nothing in flight only."""
+        self._plan = plan
+        self._slot_bytes = plan.slot_bytes
+        self._staging_address = staging_address
+
+    def slot_address(self, slot: int) -> int:
+        """Return the memory address of a staging slot."""
+        return self._staging_address + slot * self._slot_bytes
+
+    def visit_with(self, visitor: Visitor) -> None:
+        """Use `visitor` for the runs of the next sweep."""
+        self._visitor = visitor
+
+    def wake(self) -> None:
+        """Make `wait` return; any thread."""
+        self._queue.post(WAKE)
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Start operations; one that cannot be started is reported as failed by the next `wait`."""
+        for operation in operations:
+            if not self._in_flight:
+                self._heard_s = time.monotonic()
+            try:
+                self._start(operation)
+            except OffloadError as error:
+                self._fail(operation, error)
+            except Exception as error:  # a visitor's own failure must not take the engine thread down
+                self._fail(operation, error)
+
+    def _fail(self, operation: Operation, error: Exception) -> None:
+        self._in_flight.pop(operation.op, None)
+        self._events.append(Failed(operation.op, error))
+        self.wake()
+
+    def _start(self, operation: Operation) -> None:
+        if isinstance(operation, Run):
+            self._in_flight[operation.op] = (operation, None)
+            started_s = time.monotonic()
+            table = self._visitor(operation)
+            if table is None:
+                self._queue.post(operation.op, started_s=started_s, finished_s=time.monotonic())
+            else:
+                self._kernel.submit(operation.op, table)
+            return
+        location = operation.record.location
+        request = TileRequest(
+            op=operation.op,
+            tile=operation.tile,
+            step=operation.record.step,
+            offset=location.offset,
+            address=self.slot_address(operation.slot) + operation.buffer_offset,
+            nbytes=location.nbytes,
+            numel=location.nbytes // STATE_ITEM_BYTES,
+            checksum=operation.record.checksum if self._verify and isinstance(operation, ReadTile) else None,
+        )
+        self._in_flight[operation.op] = (operation, request)
+        tier = self._tiers[location.path]
+        if isinstance(operation, ReadTile):
+            tier.read(request)
+        else:
+            tier.write(request)
+
+    def wait(self) -> list[Event]:
+        """Return what has happened; an empty list if somebody woke the thread."""
+        silence_s = time.monotonic() - self._heard_s
+        timeout_s = max(self._stall_s - silence_s, 0.0) if self._in_flight else -1.0
+        records = [] if self._events else self._queue.wait(timeout_s)
+        events, self._events = self._events, []
+        if records:
+            self._heard_s = time.monotonic()
+        elif not events and self._in_flight:
+            operation, request = next(iter(self._in_flight.values()))
+            return [Stop(self._stalled(operation, request))]
+        for record in records:
+            completion = Completion(*record)
+            if completion.op != WAKE:
+                events.append(self._report(completion))
+        return events
+
+    def _report(self, completion: Completion) -> Event:
+        operation, request = self._in_flight.pop(completion.op)
+        if isinstance(operation, Run):
+            lane, subgroup = "cpu", operation.visit.subgroup
+            nbytes = self._plan.layout.subgroups[subgroup].state_bytes if self._plan else 0
+            label = f"subgroup {subgroup}"
+        else:
+            tile, location = operation.tile, operation.record.location
+            lane = f"{'read' if isinstance(operation, ReadTile) else 'write'}:{location.path}"
+            nbytes = location.nbytes
+            label = f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"
+        if completion.error == 0:
+            self.timeline.append(Interval(lane, label, completion.started_s, completion.finished_s, nbytes))
+            return Done(completion.op, completion.checksum)
+        if request is None or isinstance(operation, Run):
+            detail = f"the kernel reports {completion.error}"
+            return Failed(completion.op, TierError("update", tier="host", path="cpu", detail=detail))
+        tier = self._tiers[operation.record.location.path]
+        return Failed(completion.op, self._tier_error(lane.partition(":")[0], completion, request, tier))
+
+    def _stalled(self, operation: Operation, request: TileRequest | None) -> TierError:
+        verb = type(operation).__name__
+        path = "cpu" if isinstance(operation, Run) else self._tiers[operation.record.location.path].path
+        return TierError(
+            verb,
+            tier="host" if isinstance(operation, Run) else "file",
+            path=path,
+            offset=request.offset if request else None,
+            detail=f"no answer for {self._stall_s:.0f} s",
+        )

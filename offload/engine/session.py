@@ -1,0 +1,713 @@
+"""`Engine`: one session, the owner of every lifetime, and the framework-neutral face of everything here.
+
+A session has one engine thread, which owns machine and executor. Public methods may be called from any thread, one
+at a time; they post a request to the engine thread and wait for its answer. Between requests the engine thread
+finishes flushes.
+
+Errors: a request on a session that was closed, that broke, or that belongs to another process (after a fork) raises
+`SessionBrokenError`. A step that cannot be finished raises `StepAbortedError` and breaks the session.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import torch
+
+from offload._native import CompletionQueue
+from offload.config import OffloadConfig
+from offload.engine.executor import Interval, LiveExecutor
+from offload.engine.index import TileIndex
+from offload.engine.loop import pump
+from offload.engine.machine import Begin, Machine, Run, Sweep, Visit
+from offload.engine.memory import Arena
+from offload.engine.tables import GroupScalars, Tables
+from offload.errors import ConfigError, InfeasiblePlanError, SessionBrokenError, StepAbortedError, invariant
+from offload.kernels import CpuUpdateKernel, sum_in_order
+from offload.layout import (
+    SECTOR_NUMEL,
+    SEGMENT_ALIGN_NUMEL,
+    STATE_ITEM_BYTES,
+    Layout,
+    Parameter,
+    Segment,
+    extend_layout,
+)
+from offload.measure import lane_totals, quick_probe, refine
+from offload.plan import Budgets, PathBudget, Plan, Rates, make_plan, visit_order
+from offload.plan.budget import DEFAULT_STAGING_SLOTS
+from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Tier
+from offload.tiers import check_directories, directory_free_bytes, open_tier, tier_error
+
+log = logging.getLogger("offload")
+
+TORCH_DTYPES = {
+    DtypeCode.BFLOAT16: torch.bfloat16,
+    DtypeCode.FLOAT16: torch.float16,
+    DtypeCode.FLOAT32: torch.float32,
+}
+
+STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
+
+AUTO_SUBGROUPS = 16
+AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
+"""Without `subgroup_numel`: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
+
+
+def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a flat tensor over memory that somebody else owns and keeps alive."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_char * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
+class Engine:
+    """Optimizer state of one rank, wherever it lives, and its update.
+
+    The engine knows parameters by position (or name), weights and gradients by memory address. Whoever binds an
+    address keeps the memory alive and does not write to it during `step`.
+
+    Args:
+        parameters: Name, size, weight dtype and group of each parameter.
+        config: Tiers and budgets.
+        gradient_slots: Whether the engine provides memory for gradients (`gradient_slot`).
+
+    Raises:
+        ConfigError: If a path cannot be used; raised before any file is touched.
+        InfeasiblePlanError: If the state does not fit into the tiers.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Parameter], config: OffloadConfig | None = None, *, gradient_slots: bool = False
+    ) -> None:
+        self.config = config or OffloadConfig()
+        self._core = _Core(tuple(parameters), self.config, gradient_slots)
+        # The engine thread holds the core and never this object, so an engine that is forgotten is closed.
+        self._finalizer = weakref.finalize(self, self._core.close)
+
+    # State of affairs
+
+    @property
+    def plan(self) -> Plan:
+        """What lives where."""
+        return self._core.plan
+
+    @property
+    def rates(self) -> Rates:
+        """Speeds of the lanes: probed at first, refined by every step."""
+        return self._core.rates
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why the session cannot be used any more, or None."""
+        return self._core.broken or self._core.machine.broken
+
+    def step_count(self, parameter: int | str) -> int:
+        """Return the number of updates that a parameter has had."""
+        return int(self._core.tables.steps[self._core.position(parameter)])
+
+    def timeline(self) -> list[Interval]:
+        """Return what the lanes did in the last step and since, in the order in which it ended."""
+        return list(self._core.executor.timeline)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the last step as a flat dict.
+
+        Keys: `step`, `step_s`, `state_bytes`, `resident_bytes`, `streamed_bytes`, `resident_share`; for each lane
+        (`cpu`, `read:<path>`, `write:<path>`) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path
+        `path/<number>/read_bytes` and `path/<number>/write_bytes`.
+        """
+        return self._core.metrics()
+
+    # Memory
+
+    def add(self, parameters: Sequence[Parameter]) -> None:
+        """Add parameters; the homes of the state that is there stay as they are.
+
+        Raises:
+            InfeasiblePlanError: If the new state does not fit; nothing has changed then.
+        """
+        self._core.add(tuple(parameters))
+
+    def bind_weight(self, parameter: int | str, address: int) -> None:
+        """Say where a parameter's weight lies: contiguous, in the parameter's dtype."""
+        self._core.tables.weights[self._core.position(parameter)] = address
+
+    def reload_master(self, parameter: int | str) -> None:
+        """Take the master from the weight when the parameter is next updated; the moments stay."""
+        self._core.tables.reload_master(self._core.position(parameter))
+
+    def gradient_slot(self, parameter: int | str) -> torch.Tensor:
+        """Return the memory for a parameter's gradient: flat, in the config's gradient dtype.
+
+        Raises:
+            ConfigError: If the engine was made without gradient slots.
+        """
+        return self._core.gradient_slot(self._core.position(parameter))
+
+    def gradient_arrived(self, parameter: int | str, address: int, dtype: DtypeCode) -> None:
+        """Take in a parameter's whole (accumulated) gradient: gather its norm and, with slots, copy it there.
+
+        Args:
+            parameter: Which one.
+            address: Where the gradient lies; if that is its slot, nothing is copied.
+            dtype: Its element type; widened where the slot is float32.
+        """
+        self._core.gradient_arrived(self._core.position(parameter), address, dtype)
+
+    def bind_gradient(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
+        """Say where a parameter's gradient lies for the next norm and step.
+
+        Args:
+            parameter: Which one.
+            address: Its first element, at any alignment.
+            dtype: Its element type.
+            gathered: Whether `gradient_arrived` gathered its norm and it has not changed since.
+        """
+        self._core.bind_gradient(self._core.position(parameter), address, dtype, gathered)
+
+    # Work
+
+    def gradient_norm_sq(self, parameters: Iterable[int | str]) -> float:
+        """Return the squared L2 norm of the bound gradients, as `offload.kernels.reference` defines it.
+
+        It is not finite if and only if an element is not. What was gathered on arrival is used, the rest is read.
+        """
+        return self._core.gradient_norm_sq([self._core.position(parameter) for parameter in parameters])
+
+    def step(
+        self,
+        groups: Sequence[GroupScalars],
+        *,
+        scale: float = 1.0,
+        clip: float = 1.0,
+        active: Iterable[int | str] | None = None,
+    ) -> None:
+        """Update state and weights of all active parameters from their bound gradients.
+
+        Args:
+            groups: Hyperparameters, by group index.
+            scale: What the gradients were multiplied by (loss scale); they are divided by it.
+            clip: Factor for the unscaled gradients.
+            active: Parameters that have a gradient; None for all. The others stay as they are, bit for bit.
+
+        Raises:
+            StepAbortedError: If it could not be finished; the session is broken.
+            SessionBrokenError: If the session cannot be used.
+        """
+        everything = range(len(self.plan.layout.parameters))
+        chosen = everything if active is None else [self._core.position(parameter) for parameter in active]
+        self._core.step(groups, scale, clip, list(chosen))
+
+    def read_state(self, parameters: Iterable[int | str]) -> list[dict[str, torch.Tensor]]:
+        """Return master, exp_avg and exp_avg_sq of each parameter as new flat fp32 CPU tensors."""
+        return self._core.read_state([self._core.position(parameter) for parameter in parameters])
+
+    def write_state(
+        self, values: Mapping[int | str, Mapping[str, torch.Tensor]], steps: Mapping[int | str, int] | None = None
+    ) -> None:
+        """Replace state: any of master, exp_avg and exp_avg_sq of each parameter (flat fp32), and step counts.
+
+        Where the weight is fp32 it *is* the master, and a master that is given is written to it. A tensor that is
+        not given keeps its value.
+        """
+        core = self._core
+        core.write_state(
+            {core.position(parameter): tensors for parameter, tensors in values.items()},
+            {core.position(parameter): step for parameter, step in (steps or {}).items()},
+        )
+
+    def close(self) -> None:
+        """Finish what is in flight and free everything, the session's files included; idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class _Request:
+    """A sweep that a caller waits for; the engine thread chooses the order of its visits."""
+
+    subgroups: Sequence[int]
+    visitor: Callable[[Run], npt.NDArray[Any] | None]
+    changes: bool
+    future: Future[list[int]]
+
+
+@dataclass(slots=True)
+class _Call:
+    """Something to be done on the engine thread with nothing in flight."""
+
+    function: Callable[[], None]
+    future: Future[list[int]]
+
+
+class _Core:
+    """What the engine thread works with. Construction succeeds whole or leaves nothing behind."""
+
+    def __init__(self, parameters: tuple[Parameter, ...], config: OffloadConfig, gradient_slots: bool) -> None:
+        self.config = config
+        self.broken: Exception | None = None
+        self.tables = Tables()
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.RLock()
+        self._inbox: deque[_Request | _Call | None] = deque()
+        self._tiers: list[Tier] = []
+        self._arenas: list[Arena] = []
+        self._staging: Arena | None = None
+        self._residents: dict[int, int] = {}
+        self._has_slots = gradient_slots
+        self._slots: list[torch.Tensor] = []
+        self._blocks: list[npt.NDArray[np.float64]] = []
+        self._gathered: list[bool] = []
+        self._thread: threading.Thread | None = None
+        self._kernel: CpuUpdateKernel | None = None
+        self._threads = config.threads or len(os.sched_getaffinity(0))
+        self._step_number = self._version = self._sweeps = 0
+        self._step_s = 0.0
+        paths = config.path_configs
+        check_directories([path.path for path in paths])
+        numel = sum(parameter.numel for parameter in parameters)
+        self._subgroup_numel = _choose_subgroup_numel(config, numel)
+        layout = extend_layout(Layout((), ()), parameters, self._subgroup_numel)
+        self.plan = make_plan(layout, self._first_budgets(layout))
+        log.info("%s", self.plan)
+        queue = CompletionQueue()
+        try:
+            store = uuid.uuid4()
+            for path in paths:
+                opened = open_tier(path.path, store, queue, max_bytes=path.max_bytes, checksum=config.checksum)
+                self._tiers.append(opened)
+            self._kernel = CpuUpdateKernel(queue, self._threads)
+            self.executor = LiveExecutor(self._tiers, self._kernel, queue, tier_error, verify=config.checksum)
+            limits = [(tier.free_bytes(), path.share) for tier, path in zip(self._tiers, paths, strict=True)]
+            index = TileIndex(limits, self.plan.slot_counts)
+            self.machine = Machine(self.plan, index, log.warning)
+            self._adopt(self.plan, Layout((), ()))
+            address = self._staging.address if self._staging else 0
+            self.rates = quick_probe(self._kernel, self._tiers, queue, address, self.plan)
+        except BaseException:
+            self._free()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
+        self._thread.start()
+
+    # Set-up
+
+    def _first_budgets(self, layout: Layout) -> Budgets:
+        config = self.config
+        host, staging = config.host_memory, config.staging_memory
+        if host is None:
+            available = psutil.virtual_memory().available
+            host = available // 2 if config.paths else layout.state_bytes
+            if layout.state_bytes > available and not config.paths:
+                offers = {"host memory": available}
+                raise InfeasiblePlanError(
+                    "the optimizer state", layout.state_bytes, offers, "give paths to stream it from"
+                )
+        paths = []
+        for path in config.path_configs:
+            free = directory_free_bytes(path.path)
+            offered = free if path.max_bytes is None else min(free, path.max_bytes)
+            paths.append(PathBudget(path.path, offered, path.share))
+        invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")
+        gradients = sum(self._slot_bytes(parameter) for parameter in layout.parameters)
+        return Budgets(int(host), None if staging is None else int(staging), tuple(paths), gradients)
+
+    def _slot_dtype(self, parameter: Parameter) -> DtypeCode:
+        return DtypeCode.FLOAT32 if self.config.gradient_dtype == "float32" else parameter.dtype
+
+    def _slot_bytes(self, parameter: Parameter) -> int:
+        if not self._has_slots:
+            return 0
+        numel = -(-parameter.numel // SEGMENT_ALIGN_NUMEL) * SEGMENT_ALIGN_NUMEL
+        return numel * TORCH_DTYPES[self._slot_dtype(parameter)].itemsize
+
+    def _arena(self, nbytes: int) -> Arena:
+        arena = Arena(nbytes)
+        self._arenas.append(arena)
+        return arena
+
+    def _adopt(self, plan: Plan, before: Layout) -> None:
+        """Allocate memory for what `plan` adds to the layout `before`; nothing is in flight."""
+        parameters = plan.layout.parameters[len(before.parameters) :]
+        added = [s for s in plan.layout.subgroups[len(before.subgroups) :] if plan.resident[s.index]]
+        if added:
+            address = self._arena(sum(subgroup.state_bytes for subgroup in added)).address
+            for subgroup in added:
+                self._residents[subgroup.index] = address
+                address += subgroup.state_bytes
+        if plan.staging_slots and (self._staging is None or plan.staging_bytes > self._staging.nbytes):
+            staging, old = self._arena(plan.staging_bytes), self._staging
+            if old is not None:
+                for subgroup_index, slot in self.machine.slots.items():
+                    nbytes = plan.layout.subgroups[subgroup_index].state_bytes
+                    source = self.executor.slot_address(slot)
+                    ctypes.memmove(staging.address + slot * plan.slot_bytes, source, nbytes)
+                self._arenas.remove(old)
+                old.close()
+            self._staging = staging
+        self.executor.bind(plan, self._staging.address if self._staging else 0)
+        slots = sum(self._slot_bytes(parameter) for parameter in parameters)
+        arena = self._arena(slots) if slots else None
+        offset = 0
+        for parameter in parameters:
+            dtype = TORCH_DTYPES[self._slot_dtype(parameter)]
+            if arena is not None and parameter.numel:
+                self._slots.append(arena.tensor(offset, parameter.numel, dtype))
+            else:
+                self._slots.append(torch.empty(0, dtype=dtype))
+            offset += self._slot_bytes(parameter)
+            self._blocks.append(np.zeros(-(-parameter.numel // NORM_BLOCK_NUMEL), np.float64))
+            self._gathered.append(False)
+        self.tables.extend(plan.layout)
+
+    def add(self, parameters: tuple[Parameter, ...]) -> None:
+        """See `Engine.add`."""
+        before = self.plan
+        layout = extend_layout(before.layout, parameters, self._subgroup_numel)
+        gradients = sum(self._slot_bytes(parameter) for parameter in layout.parameters)
+        budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
+        if self.config.host_memory is None and not self.config.paths:
+            budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
+        try:
+            plan = make_plan(layout, budgets, kept=before)
+        except InfeasiblePlanError:
+            # Larger slots may be the reason, as those there are in use: cut the new state to their size.
+            most = before.slot_bytes // (len(STATE_NAMES) * STATE_ITEM_BYTES)
+            if most >= self._subgroup_numel or not before.staging_slots:
+                raise
+            layout = extend_layout(before.layout, parameters, most)
+            plan = make_plan(layout, budgets, kept=before)
+
+        def extend() -> None:
+            self._adopt(plan, before.layout)
+            self.machine.index.allow(plan.slot_counts)
+            self.machine.extend(plan)
+            self.plan = plan
+
+        with self._lock:
+            self._post(_Call(extend, Future()))
+
+    # The engine thread
+
+    def _serve(self) -> None:
+        machine, executor = self.machine, self.executor
+        current: _Request | None = None
+        request: _Request | _Call | None = None
+        try:
+            while True:
+                pump(machine, executor, lambda m: m.finished is not None or (m.idle and bool(self._inbox)))
+                if machine.take_finished() is not None:
+                    invariant(current is not None, "a sweep ended that nobody asked for")
+                    if current is not None and machine.broken is not None:
+                        current.future.set_exception(machine.broken)
+                    elif current is not None:
+                        current.future.set_result(list(machine.moved))
+                    current = None
+                    continue
+                request = self._inbox.popleft()
+                if request is None:
+                    return
+                if isinstance(request, _Call):
+                    pump(machine, executor, lambda m: m.in_flight == 0 or m.broken is not None)
+                    request.function()
+                    request.future.set_result([])
+                    continue
+                current = request
+                executor.visit_with(request.visitor)
+                self._sweeps += 1
+                self._version += request.changes
+                order = visit_order(request.subgroups, machine.slots)
+                visits = tuple(Visit(subgroup, request.changes) for subgroup in order)
+                machine.handle(Begin(Sweep(self._sweeps, self._version, visits)))
+        except Exception as error:
+            # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
+            self.broken = error
+            for left in (request, current, *self._inbox):
+                if left is not None and not left.future.done():
+                    left.future.set_exception(error)
+
+    def _post(self, request: _Request | _Call) -> list[int]:
+        self.check_usable()
+        self._inbox.append(request)
+        self.executor.wake()
+        if self.broken is not None and not request.future.done():
+            request.future.set_exception(self.broken)  # the engine thread ended in between
+        try:
+            return request.future.result()
+        except KeyboardInterrupt:
+            # The sweep goes on to its end before the interrupt does, so that no state is left half-way.
+            request.future.exception()
+            raise
+
+    def _sweep(
+        self, subgroups: Sequence[int], visitor: Callable[[Run], npt.NDArray[Any] | None], *, changes: bool
+    ) -> list[int]:
+        return self._post(_Request(subgroups, visitor, changes, Future()))
+
+    def check_usable(self) -> None:
+        """Raise `SessionBrokenError` unless this process can use the session."""
+        if os.getpid() != self._pid:
+            raise SessionBrokenError("this is a forked copy of a session; only the process that made it can use it")
+        if self._closed:
+            raise SessionBrokenError("the session is closed; make a new optimizer to go on")
+        broken = self.broken or self.machine.broken
+        if broken is not None:
+            self.broken = broken
+            raise SessionBrokenError(f"the session broke and cannot be used any more: {broken}") from broken
+
+    # Requests
+
+    def position(self, parameter: int | str) -> int:
+        """Return a parameter's position from its position or name."""
+        layout = self.plan.layout
+        if isinstance(parameter, str):
+            if parameter not in layout.index_by_name:
+                raise ConfigError("parameter", parameter, "use a name that the engine was made with")
+            return layout.index_by_name[parameter]
+        if not 0 <= parameter < len(layout.parameters):
+            raise ConfigError("parameter", parameter, f"use a position below {len(layout.parameters)}")
+        return parameter
+
+    def gradient_slot(self, position: int) -> torch.Tensor:
+        """See `Engine.gradient_slot`."""
+        if not self._has_slots:
+            raise ConfigError("gradient_slots", False, "make the engine with gradient_slots=True")
+        return self._slots[position]
+
+    def gradient_arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
+        """See `Engine.gradient_arrived`."""
+        self.check_usable()
+        slot = self._slots[position]
+        kept, kept_dtype = address, dtype
+        if self._has_slots and slot.numel():
+            kept, kept_dtype = slot.data_ptr(), self._slot_dtype(self.plan.layout.parameters[position])
+        self._gather(position, address, dtype, kept, kept_dtype)
+        self.bind_gradient(position, kept, kept_dtype, True)
+
+    def _gather(self, position: int, address: int, dtype: DtypeCode, kept: int, kept_dtype: DtypeCode) -> None:
+        numel = self.plan.layout.parameters[position].numel
+        copies = kept != address
+        invariant(self._kernel is not None, "a gradient arrived before the kernel was made")
+        if self._kernel is not None and numel:
+            self._kernel.gradient_blocks(
+                address,
+                dtype,
+                numel,
+                self._blocks[position].ctypes.data,
+                kept if copies else 0,
+                kept_dtype if copies else DtypeCode.NONE,
+            )
+
+    def bind_gradient(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
+        """See `Engine.bind_gradient`."""
+        self.tables.gradients[position] = address
+        self.tables.gradient_dtypes[position] = int(dtype)
+        self._gathered[position] = gathered
+
+    def gradient_norm_sq(self, positions: Sequence[int]) -> float:
+        """See `Engine.gradient_norm_sq`."""
+        self.check_usable()
+        total = 0.0
+        for position in positions:
+            if not self._gathered[position]:
+                address, dtype = int(self.tables.gradients[position]), int(self.tables.gradient_dtypes[position])
+                self._gather(position, address, DtypeCode(dtype), address, DtypeCode(dtype))
+                self._gathered[position] = True
+            total += sum_in_order(self._blocks[position])
+        return total
+
+    def _address(self, run: Run) -> int:
+        if run.slot is None:
+            return self._residents[run.visit.subgroup]
+        return self.executor.slot_address(run.slot)
+
+    def step(self, groups: Sequence[GroupScalars], scale: float, clip: float, active: list[int]) -> None:
+        """See `Engine.step`."""
+        with self._lock:
+            self.check_usable()
+            if not scale or not math.isfinite(scale):
+                raise ConfigError("scale", scale, "give a finite number that is not 0")
+            for position in active:
+                parameter = self.plan.layout.parameters[position]
+                bound = self.tables.weights[position] and self.tables.gradients[position]
+                if parameter.numel and not bound:
+                    raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
+            started_s = time.monotonic()
+            tables = self.tables
+            subgroups = tables.begin_step(groups, scale, clip, active)
+
+            def update(run: Run) -> npt.NDArray[Any]:
+                table = tables.fill(run.visit.subgroup, self._address(run), fresh=run.fresh, update=True)
+                tables.changed(run.visit.subgroup)
+                return table
+
+            self._refine_rates()
+            self.executor.timeline = []
+            try:
+                self._sweep(subgroups, update, changes=True)
+            except (SessionBrokenError, KeyboardInterrupt):
+                raise
+            except Exception as error:
+                self.broken = self.broken or error
+                raise StepAbortedError(self._step_number + 1, error, self.machine.moved) from error
+            finally:
+                # Also when an interrupt came: the sweep has ended, well or not, before it gets here.
+                if self.broken is None and self.machine.broken is None:
+                    tables.steps[active] += 1
+                    self._step_number += 1
+                    self._step_s = time.monotonic() - started_s
+
+    def _make_whole(self, run: Run) -> None:
+        """Fill memory that is undefined, and masters that are to be taken from their weights, before it is read."""
+        subgroup = run.visit.subgroup
+        if (run.fresh or self.tables.needs_reload(subgroup)) and self._kernel is not None:
+            self._kernel.run(self.tables.fill(subgroup, self._address(run), fresh=run.fresh, update=False))
+
+    def _pieces(self, run: Run) -> list[tuple[Segment, dict[str, torch.Tensor]]]:
+        """Return each segment of a subgroup in memory with views of its state tensors."""
+        subgroup = self.plan.layout.subgroups[run.visit.subgroup]
+        address = self._address(run)
+        pieces = []
+        for segment in subgroup.segments:
+            views = {
+                name: tensor_at(
+                    address + number * subgroup.tensor_bytes + segment.offset * STATE_ITEM_BYTES, segment.numel
+                )
+                for number, name in enumerate(subgroup.tensors)
+            }
+            if "master" not in views:
+                weight = int(self.tables.weights[segment.parameter])
+                views["master"] = tensor_at(weight + segment.start * STATE_ITEM_BYTES, segment.numel)
+            pieces.append((segment, views))
+        return pieces
+
+    def _subgroups_of(self, positions: Iterable[int]) -> tuple[int, ...]:
+        places = self.plan.layout.places
+        return tuple(sorted({subgroup for position in positions for subgroup, _ in places[position]}))
+
+    def read_state(self, positions: list[int]) -> list[dict[str, torch.Tensor]]:
+        """See `Engine.read_state`."""
+        with self._lock:
+            numels = {position: self.plan.layout.parameters[position].numel for position in positions}
+            found = {
+                position: {name: torch.empty(numel) for name in STATE_NAMES} for position, numel in numels.items()
+            }
+
+            def read(run: Run) -> None:
+                self._make_whole(run)
+                for segment, views in self._pieces(run):
+                    if segment.parameter in found:
+                        for name in STATE_NAMES:
+                            target = found[segment.parameter][name]
+                            target[segment.start : segment.start + segment.numel] = views[name]
+
+            self._sweep(self._subgroups_of(positions), read, changes=False)
+            return [found[position] for position in positions]
+
+    def write_state(self, values: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> None:
+        """See `Engine.write_state`."""
+        with self._lock:
+            self.check_usable()
+            for position, tensors in values.items():
+                parameter = self.plan.layout.parameters[position]
+                for name, tensor in tensors.items():
+                    if tensor.numel() != parameter.numel:
+                        allowed = f"give {parameter.numel} elements"
+                        raise ConfigError(f"{name} of {parameter.name}", tensor.numel(), allowed)
+
+            def write(run: Run) -> None:
+                self._make_whole(run)
+                self.tables.changed(run.visit.subgroup)
+                for segment, views in self._pieces(run):
+                    for name, tensor in values.get(segment.parameter, {}).items():
+                        views[name].copy_(tensor.reshape(-1)[segment.start : segment.start + segment.numel])
+
+            self._sweep(self._subgroups_of(values), write, changes=True)
+            for position, step in steps.items():
+                self.tables.steps[position] = step
+
+    # Figures
+
+    def _refine_rates(self) -> None:
+        self.rates = refine(self.rates, lane_totals(self.executor.timeline))
+
+    def metrics(self) -> dict[str, float]:
+        """See `Engine.metrics`."""
+        plan = self.plan
+        found: dict[str, float] = {
+            "step": self._step_number,
+            "step_s": self._step_s,
+            "state_bytes": plan.state_bytes,
+            "resident_bytes": plan.resident_bytes,
+            "streamed_bytes": plan.streamed_bytes,
+            "resident_share": plan.resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
+        }
+        totals = lane_totals(list(self.executor.timeline))
+        lanes = ["cpu", *(f"{verb}:{path}" for path in range(len(self._tiers)) for verb in ("read", "write"))]
+        for lane in lanes:
+            nbytes, busy_s = totals.get(lane, (0, 0.0))
+            found[f"lane/{lane}/busy_s"] = busy_s
+            found[f"lane/{lane}/bytes"] = nbytes
+            if lane != "cpu":
+                verb, path = lane.split(":")
+                found[f"path/{path}/{verb}_bytes"] = nbytes
+        return found
+
+    # The end
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+            if self._thread is not None:
+                self._inbox.append(None)
+                self.executor.wake()
+                self._thread.join()
+            self._free()
+
+    def _free(self) -> None:
+        # Lanes first: they write into the arenas until they are closed.
+        if self._kernel is not None:
+            self._kernel.close()
+        for tier in self._tiers:
+            tier.close()
+        self._slots.clear()
+        for arena in self._arenas:
+            arena.close()
+
+
+def _choose_subgroup_numel(config: OffloadConfig, numel: int) -> int:
+    """Return the subgroup size that the config asks for, or one that suits the model and the staging memory."""
+    if config.subgroup_numel is not None:
+        return config.subgroup_numel
+    least, most = AUTO_SUBGROUP_NUMEL
+    chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
+    if config.staging_memory is not None:
+        item_bytes = len(STATE_NAMES) * STATE_ITEM_BYTES
+        chosen = min(chosen, int(config.staging_memory) // (DEFAULT_STAGING_SLOTS * item_bytes))
+    return max(SECTOR_NUMEL, chosen // SECTOR_NUMEL * SECTOR_NUMEL)

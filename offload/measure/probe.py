@@ -1,0 +1,115 @@
+"""A probe of a fraction of a second, so that the first prediction rests on measurements too.
+
+It uses the tiers and the kernel of the session that asks, before the session's first operation, and the session's
+own staging memory, whose content is undefined at that moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from offload.errors import invariant
+from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES
+from offload.plan import PathRates, Plan, Rates
+from offload.protocols import (
+    SECTOR_BYTES,
+    SEGMENT_DTYPE,
+    Completion,
+    DtypeCode,
+    Queue,
+    SegmentFlag,
+    Tier,
+    TileId,
+    TileRequest,
+    UpdateKernel,
+)
+from offload.tiers import tier_error
+
+PROBE_TILES = 4
+PROBE_NUMEL = 1 << 21
+ROUNDS = 3
+
+
+def quick_probe(kernel: UpdateKernel, tiers: Sequence[Tier], queue: Queue, address: int, plan: Plan) -> Rates:
+    """Measure the update and every path with a few tiles.
+
+    Args:
+        kernel: The session's kernel.
+        tiers: The session's tiers, with nothing in any slot yet.
+        queue: What both report to; nothing else does meanwhile.
+        address: Staging memory, `plan.staging_bytes` long; its content is lost. 0 without any.
+        plan: What the session is about to do.
+
+    Raises:
+        TierError: If a path fails.
+    """
+    paths = [_probe_path(tier, queue, address, plan) for tier in tiers]
+    return Rates(_probe_update(kernel, queue, plan), tuple(paths))
+
+
+def _time(queue: Queue, count: int, start: Callable[[], None], tier: Tier | None = None) -> float:
+    """Return the seconds from the first start to the last end of `count` operations."""
+    start()
+    records: list[Completion] = []
+    while len(records) < count:
+        records.extend(Completion(*record) for record in queue.wait())
+    failed = [record for record in records if record.error != 0]
+    if failed and tier is not None:
+        raise tier_error("probe", failed[0], None, tier)
+    invariant(not failed, "the probe's update failed")
+    return max(record[4] for record in records) - min(record[3] for record in records)
+
+
+def _probe_update(kernel: UpdateKernel, queue: Queue, plan: Plan) -> float:
+    largest = max((subgroup.numel for subgroup in plan.layout.subgroups), default=1024)
+    numel = min(PROBE_NUMEL, largest)
+    state = np.zeros((3, numel), np.float32)
+    halves = np.zeros((2, numel), np.uint16)
+    table = np.zeros(1, SEGMENT_DTYPE)
+    for number, name in enumerate(("master", "exp_avg", "exp_avg_sq")):
+        table[name] = state[number].ctypes.data
+    for number, name in enumerate(("gradient", "weight")):
+        table[name] = halves[number].ctypes.data
+        table[f"{name}_dtype"] = int(DtypeCode.BFLOAT16)
+    table["numel"] = numel
+    table["flags"] = int(SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY)
+    for name in ("beta1", "beta2", "eps"):
+        table[name] = 0.5
+    seconds = [_time(queue, 1, lambda: kernel.submit(1, table)) for _ in range(ROUNDS)]
+    return 3 * STATE_ITEM_BYTES * numel / max(min(seconds), 1e-9)
+
+
+def _probe_path(tier: Tier, queue: Queue, address: int, plan: Plan) -> PathRates:
+    memory: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+    nbytes = min(MAX_TILE_BYTES, max(plan.staging_bytes // PROBE_TILES // SECTOR_BYTES * SECTOR_BYTES, SECTOR_BYTES))
+    if plan.staging_bytes < PROBE_TILES * nbytes:
+        memory = np.zeros((PROBE_TILES + 1) * nbytes, np.uint8)
+        address = -(-memory.ctypes.data // SECTOR_BYTES) * SECTOR_BYTES
+    count = max(1, min(PROBE_TILES, tier.free_bytes() // (nbytes + SECTOR_BYTES)))
+    requests = [
+        TileRequest(
+            op=number + 1,
+            tile=TileId(0, 0, number),
+            step=0,
+            offset=number * (nbytes + SECTOR_BYTES),
+            address=address + number * nbytes,
+            nbytes=nbytes,
+            numel=nbytes // STATE_ITEM_BYTES,
+        )
+        for number in range(count)
+    ]
+
+    def write() -> None:
+        for request in requests:
+            tier.write(request)
+
+    def read() -> None:
+        for request in requests:
+            tier.read(request)
+
+    writes = [_time(queue, count, write, tier) for _ in range(ROUNDS)]
+    reads = [_time(queue, count, read, tier) for _ in range(ROUNDS)]
+    total = count * nbytes
+    return PathRates(total / max(min(reads), 1e-9), total / max(min(writes), 1e-9))

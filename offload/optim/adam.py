@@ -1,0 +1,609 @@
+"""`AdamW` and `Adam`: PyTorch optimizers whose state lives where the plan says.
+
+A thin client of `offload.Engine`: it knows torch's parameters, gradients and hooks, and nothing of tiers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar, overload
+
+import torch
+from torch.autograd.graph import increment_version
+
+from offload.config import OffloadConfig, PathConfig
+from offload.engine.executor import Interval
+from offload.engine.session import TORCH_DTYPES, Engine
+from offload.engine.tables import GroupScalars
+from offload.errors import ConfigError
+from offload.layout import Parameter
+from offload.plan import Plan
+from offload.sim import Prediction, predict
+
+log = logging.getLogger("offload")
+
+DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+
+CLIP_EPS = 1e-6
+"""What `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """A plan and what it predicts; print it.
+
+    Attributes:
+        plan: What lives where.
+        prediction: How long a step should take by the rates known now, and what bounds it.
+    """
+
+    plan: Plan
+    prediction: Prediction
+
+    def __str__(self) -> str:
+        return f"{self.plan}\n{self.prediction}"
+
+
+class _StateView(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
+    """`optimizer.state`: read-only, and read from wherever the state lives when it is asked for."""
+
+    def __init__(self, optimizer: OffloadedAdam) -> None:
+        self._optimizer = optimizer
+
+    def _updated(self) -> list[torch.Tensor]:
+        engine, positions = self._optimizer.engine, self._optimizer._positions
+        return [parameter for parameter, position in positions.items() if engine.step_count(position) > 0]
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not any(parameter is known for known in self._updated()):
+            raise KeyError(parameter)
+        return self._optimizer._read([parameter])[0]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._updated())
+
+    def __len__(self) -> int:
+        return len(self._updated())
+
+    def items(self) -> Any:
+        """Return all (parameter, state) pairs, read in one sweep over all tiers."""
+        updated = self._updated()
+        return dict(zip(updated, self._optimizer._read(updated), strict=True)).items()
+
+
+class OffloadedAdam(torch.optim.Optimizer):
+    """What `AdamW` and `Adam` share; use one of these."""
+
+    decoupled: ClassVar[bool]
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        amsgrad: bool = False,
+        offload: OffloadConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        self._engine: Engine | None = None
+        self._positions: dict[torch.Tensor, int] = {}
+        self._views: list[torch.Tensor] = []
+        self._gradient_seen: list[int] = []
+        self._weight_seen: list[tuple[int, int]] = []
+        self._handles: list[Any] = []
+        self._clip = 1.0
+        self._norm = math.nan
+        self._kept: list[torch.Tensor] = []
+        self._told_changed = False
+        self._predictions: dict[Any, Prediction] = {}
+        if amsgrad:
+            raise ConfigError("amsgrad", amsgrad, "use false: the engine keeps two moments, not three")
+        if isinstance(offload, Mapping):
+            offload = OffloadConfig.from_dict(offload)
+        if offload is not None and not isinstance(offload, OffloadConfig):
+            raise ConfigError("offload", offload, "give an OffloadConfig or a mapping of its fields")
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+        self._world, rank = _world()
+        config = _rank_config(offload or OffloadConfig(), rank) if self._world > 1 else offload
+        wanted = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        self._engine = Engine(self._describe(wanted), config, gradient_slots=self._world == 1)
+        self._attach(wanted)
+
+    # Parameters
+
+    @property
+    def engine(self) -> Engine:
+        """The engine under this optimizer."""
+        if self._engine is None:
+            raise ConfigError("optimizer", "under construction", "use it after its constructor has returned")
+        return self._engine
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch documents it; its state joins what is offloaded.
+
+        Raises:
+            ConfigError: If a parameter or a hyperparameter cannot be used; nothing has changed then.
+            InfeasiblePlanError: If the new state does not fit; nothing has changed then.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_hyperparameters(group)
+            for parameter in group["params"]:
+                _check_parameter(parameter, self._name(parameter))
+            if self._engine is not None:
+                wanted = [parameter for parameter in group["params"] if parameter.requires_grad]
+                self._engine.add(self._describe(wanted))
+                self._attach(wanted)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        for number, group in enumerate(self.param_groups):
+            for position, candidate in enumerate(group["params"]):
+                if candidate is parameter:
+                    names = group.get("param_names")
+                    return str(names[position]) if names else f"param_groups[{number}].params[{position}]"
+        return "parameter"
+
+    def _describe(self, wanted: list[torch.Tensor]) -> list[Parameter]:
+        groups: dict[torch.Tensor, tuple[int, str]] = {}
+        for number, group in enumerate(self.param_groups):
+            names = group.get("param_names")
+            for position, parameter in enumerate(group["params"]):
+                name = str(names[position]) if names else f"param_groups[{number}].params[{position}]"
+                groups[parameter] = number, name
+        return [Parameter(groups[p][1], p.numel(), DTYPE_CODES[p.dtype], groups[p][0]) for p in wanted]
+
+    def _attach(self, wanted: list[torch.Tensor]) -> None:
+        owner = weakref.ref(self)
+        for parameter in wanted:
+            position = len(self._positions)
+            self._positions[parameter] = position
+            self._weight_seen.append((parameter.data_ptr(), parameter._version))
+            self._gradient_seen.append(-1)
+            self.engine.bind_weight(position, parameter.data_ptr())
+            if self._world == 1:
+                slot = self.engine.gradient_slot(position)
+                self._views.append(slot.as_strided(parameter.size(), parameter.stride()))
+                if self.engine.config.gradient_dtype == "float32":
+                    parameter.grad_dtype = torch.float32  # autograd then accumulates in it
+                self._handles.append(_on_arrival(parameter, _ArrivalHook(owner, position)))
+
+    # Gradients
+
+    def _arrived(self, parameter: torch.Tensor, position: int) -> None:
+        """A gradient has been accumulated: gather its norm while it is in cache, and keep it in its slot."""
+        gradient, view = parameter.grad, self._views[position]
+        if gradient is None or self.engine.broken is not None:
+            return
+        _check_gradient(gradient, parameter, self._name)
+        if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
+            widens = gradient.dtype == view.dtype or view.dtype == torch.float32
+            if gradient.stride() == view.stride() and widens:
+                self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+            else:
+                view.copy_(gradient)
+                self.engine.gradient_arrived(position, view.data_ptr(), DTYPE_CODES[view.dtype])
+            parameter.grad = view
+        else:
+            self.engine.gradient_arrived(position, view.data_ptr(), DTYPE_CODES[view.dtype])
+        self._gradient_seen[position] = view._version
+
+    def _bind_gradients(self) -> list[int]:
+        """Tell the engine where gradients lie; return the positions of the parameters that have one."""
+        active = []
+        self._kept.clear()
+        late = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and p not in self._positions and p.requires_grad
+        ]
+        if late:  # frozen when the optimizer was made, and not any more
+            self.engine.add(self._describe(late))
+            self._attach(late)
+        for parameter, position in self._positions.items():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            _check_gradient(gradient, parameter, self._name)
+            gathered = (
+                self._world == 1
+                and gradient.data_ptr() == self._views[position].data_ptr()
+                and gradient._version == self._gradient_seen[position]
+            )
+            if gradient.stride() != parameter.stride():
+                gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+                self._kept.append(gradient)
+            self.engine.bind_gradient(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], gathered=gathered)
+            active.append(position)
+        return active
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Clip the L2 norm of all gradients, in the update itself and without a pass over them.
+
+        `.grad` is left as it is; the factor is applied when `step` reads it, and forgotten by `zero_grad`.
+
+        Args:
+            max_norm: Largest norm.
+            error_if_nonfinite: Raise instead of letting a gradient that is not finite through.
+
+        Returns:
+            The norm before clipping, a float64 tensor without dimensions. The same for every placement.
+
+        Raises:
+            RuntimeError: If the norm is not finite and `error_if_nonfinite` is set.
+        """
+        norm = math.sqrt(self.engine.gradient_norm_sq(self._bind_gradients())) * self._clip
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
+        self._norm = norm
+        if not norm <= max_norm:  # a norm that is NaN makes the factor NaN, as torch's does
+            self._clip *= min(1.0, float(max_norm) / (norm + CLIP_EPS)) if not math.isnan(norm) else math.nan
+        return torch.tensor(norm, dtype=torch.float64)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, as torch documents it."""
+        self._clip = 1.0
+        super().zero_grad(set_to_none)
+
+    # Work
+
+    def _check_weights(self) -> None:
+        """Notice weights that were moved or changed since we left them."""
+        changed = []
+        for parameter, position in self._positions.items():
+            address, version = parameter.data_ptr(), parameter._version
+            if (address, version) == self._weight_seen[position]:
+                continue
+            known = self.engine.plan.layout.parameters[position]
+            if DTYPE_CODES.get(parameter.dtype) is not known.dtype or parameter.numel() != known.numel:
+                found = f"{parameter.dtype}, {tuple(parameter.shape)}"
+                raise ConfigError(known.name, found, "make a new optimizer after changing dtype or shape")
+            _check_parameter(parameter, known.name)
+            self.engine.bind_weight(position, address)
+            self.engine.reload_master(position)
+            self._weight_seen[position] = address, version
+            changed.append(known.name)
+        if changed and not self._told_changed:
+            self._told_changed = True
+            log.warning(
+                "%d weights (%s, ...) were changed outside the optimizer; their masters are read anew from them, "
+                "their moments stay (said once)",
+                len(changed),
+                changed[0],
+            )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: Evaluates the model and returns the loss.
+
+        Raises:
+            StepAbortedError: If the step could not be finished; the session is broken then.
+            SessionBrokenError: If the optimizer was closed or its session is broken.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_weights()
+        active = self._bind_gradients()
+        groups = [
+            GroupScalars(
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                decoupled=self.decoupled,
+                maximize=bool(group["maximize"]),
+            )
+            for group in self.param_groups
+        ]
+        try:
+            self.engine.step(groups, clip=self._clip, active=active)
+        finally:
+            self._clip = 1.0
+            self._kept.clear()
+            wanted = set(active)
+            updated = [parameter for parameter, position in self._positions.items() if position in wanted]
+            increment_version(updated)
+            for parameter in updated:
+                self._weight_seen[self._positions[parameter]] = parameter.data_ptr(), parameter._version
+        return loss
+
+    def refresh_masters(self) -> None:
+        """Read all masters anew from the weights; for writes that torch's version counter does not see."""
+        for position in self._positions.values():
+            self.engine.reload_master(position)
+
+    # State
+
+    @property  # type: ignore[override]
+    def state(self) -> Mapping[torch.Tensor, dict[str, torch.Tensor]]:
+        """State of all parameters that have been updated: a read-only mapping, read when asked for."""
+        return _StateView(self)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if value:
+            raise ConfigError("state", type(value).__name__, "use load_state_dict to replace state")
+
+    def _read(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        self._check_weights()
+        positions = [self._positions[parameter] for parameter in parameters]
+        found = []
+        states = self.engine.read_state(positions) if positions else []
+        for parameter, position, state in zip(parameters, positions, states, strict=True):
+            entry = {"step": torch.tensor(float(self.engine.step_count(position)))}
+            for name in ("exp_avg", "exp_avg_sq", "master"):
+                entry[name] = state[name].as_strided(parameter.size(), parameter.stride())
+            found.append(entry)
+        return found
+
+    def state_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a parameter's `master`, `exp_avg` and `exp_avg_sq` as new fp32 CPU tensors, wherever they live.
+
+        Raises:
+            ConfigError: If the parameter has no state here.
+        """
+        if not isinstance(parameter, torch.Tensor) or parameter not in self._positions:
+            raise ConfigError("parameter", type(parameter).__name__, "give a parameter that this optimizer updates")
+        entry = self._read([parameter])[0]
+        return {name: entry[name] for name in ("master", "exp_avg", "exp_avg_sq")}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, of this class or of torch's own Adam and AdamW.
+
+        State is never cast down. A missing master is taken from the weight, so load the model's weights first.
+
+        Raises:
+            ConfigError: If groups, parameters or shapes do not match; nothing has changed then.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        saved_groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        saved_sizes = [len(group["params"]) for group in saved_groups]
+        if sizes != saved_sizes:
+            raise ConfigError("state_dict", saved_sizes, f"its groups must have {sizes} parameters")
+        by_id = dict(
+            zip(
+                chain.from_iterable(group["params"] for group in saved_groups),
+                chain.from_iterable(group["params"] for group in self.param_groups),
+                strict=True,
+            )
+        )
+        values: dict[int | str, dict[str, torch.Tensor]] = {}
+        steps: dict[int | str, int] = {}
+        without_master = []
+        for key, entry in state_dict["state"].items():
+            parameter = by_id.get(key)
+            position = self._positions.get(parameter) if parameter is not None else None
+            if parameter is None or position is None:
+                raise ConfigError(
+                    "state_dict", key, "it has state for a parameter that this optimizer does not update"
+                )
+            tensors = {}
+            for name in ("master", "exp_avg", "exp_avg_sq"):
+                if name in entry:
+                    if entry[name].shape != parameter.shape:
+                        shape = tuple(entry[name].shape)
+                        raise ConfigError(f"state_dict {key}.{name}", shape, f"it must be {tuple(parameter.shape)}")
+                    flat = torch.empty_strided(parameter.size(), parameter.stride()).copy_(entry[name])
+                    tensors[name] = flat.as_strided((parameter.numel(),), (1,))
+            values[position] = tensors
+            steps[position] = int(entry["step"])
+            if "master" not in tensors:
+                without_master.append(position)
+        self._check_weights()
+        for position in without_master:
+            self.engine.reload_master(position)
+        self.engine.write_state(values, steps)
+        for parameter, position in self._positions.items():
+            if position in values and parameter.dtype == torch.float32:
+                increment_version(parameter)
+            self._weight_seen[position] = parameter.data_ptr(), parameter._version
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({name: value for name, value in saved.items() if name not in ("params", "param_names")})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # Figures and the end
+
+    def _prediction(self) -> Prediction:
+        engine = self.engine
+        key = (engine.rates, engine.plan.state_bytes)
+        if key not in self._predictions:
+            self._predictions = {key: predict(engine.plan, engine.rates)}
+        return self._predictions[key]
+
+    @property
+    def plan(self) -> PlanReport:
+        """What lives where, how long a step should take by the rates known now, and what bounds it."""
+        return PlanReport(self.engine.plan, self._prediction())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the last step as a flat dict: `Engine.metrics`, and `predicted_step_s` and `gradient_norm`.
+
+        The prediction is the one that was due before the step. The norm is that of the last `clip_grad_norm_`.
+        """
+        predicted_s = self._prediction().step_s
+        return {**self.engine.metrics(), "predicted_step_s": predicted_s, "gradient_norm": self._norm}
+
+    def timeline(self) -> list[Interval]:
+        """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes)."""
+        return self.engine.timeline()
+
+    def close(self) -> None:
+        """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._engine is not None:
+            self._engine.close()
+
+    def __enter__(self) -> OffloadedAdam:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class AdamW(OffloadedAdam):
+    """AdamW with offloaded state: decoupled weight decay (Loshchilov and Hutter, ICLR 2019), as torch's.
+
+    Args:
+        params: Parameters, groups of parameters, or named parameters, as for `torch.optim.AdamW`. Weights are bf16,
+            fp16 or fp32, dense, on the CPU.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the square root of the second moment.
+        weight_decay: Decoupled decay.
+        maximize: Maximize instead of minimize.
+        amsgrad: Not supported; only False.
+        offload: Where state may live; None for host memory.
+
+    Raises:
+        ConfigError: If an argument or parameter cannot be used; raised before any file is touched.
+        InfeasiblePlanError: If the state does not fit into the tiers.
+    """
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        amsgrad: bool = False,
+        offload: OffloadConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, amsgrad=amsgrad, offload=offload)
+
+
+class Adam(OffloadedAdam):
+    """Adam with offloaded state (Kingma and Ba, ICLR 2015); weight decay is an L2 term of the gradient, as torch's.
+
+    Arguments and errors are those of `AdamW`; `weight_decay` is 0 by default.
+    """
+
+    decoupled = False
+
+
+def _on_arrival(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+    register: Any = parameter.register_post_accumulate_grad_hook
+    return register(hook)
+
+
+class _ArrivalHook:
+    """Runs when autograd has accumulated a gradient; does not keep the optimizer alive."""
+
+    def __init__(self, owner: weakref.ref[OffloadedAdam], position: int) -> None:
+        self._owner = owner
+        self._position = position
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        optimizer = self._owner()
+        if optimizer is not None:
+            with torch.no_grad():
+                optimizer._arrived(parameter, self._position)
+
+
+def _world() -> tuple[int, int]:
+    """Return (world size, rank); (1, 0) without torch.distributed."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size(), distributed.get_rank()
+    return 1, 0
+
+
+def _rank_config(config: OffloadConfig, rank: int) -> OffloadConfig:
+    """Give each rank a directory of its own on every path, so that a store says whose it is."""
+    paths = []
+    for number, path in enumerate(config.path_configs):
+        if not os.path.isdir(path.path):
+            raise ConfigError(f"paths[{number}]", path.path, "name a directory that exists")
+        own = Path(path.path) / f"rank-{rank}"
+        own.mkdir(exist_ok=True)
+        paths.append(PathConfig(path=str(own), max_bytes=path.max_bytes, share=path.share))
+    return dataclasses.replace(config, paths=paths)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _check_parameter(parameter: torch.Tensor, name: str) -> None:
+    with contextlib.suppress(ImportError):
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(parameter, DTensor):
+            raise ConfigError(name, "DTensor", "use plain tensors; sharded parameters are not supported yet")
+    if parameter.layout != torch.strided:
+        raise ConfigError(name, parameter.layout, "use dense parameters")
+    if parameter.dtype not in DTYPE_CODES:
+        raise ConfigError(name, parameter.dtype, "use bfloat16, float16 or float32 weights")
+    if parameter.device.type != "cpu":
+        raise ConfigError(name, parameter.device, "keep weights on the CPU; other devices are not supported yet")
+    if parameter.numel() and not _is_dense(parameter):
+        raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous weight (weight.contiguous())")
+
+
+def _check_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: Callable[[torch.Tensor], str]) -> None:
+    if gradient.layout != torch.strided:
+        allowed = "use dense gradients (for an embedding, sparse=False)"
+        raise ConfigError(f"gradient of {name(parameter)}", gradient.layout, allowed)
+    if gradient.dtype not in DTYPE_CODES or gradient.device != parameter.device:
+        found = f"{gradient.dtype} on {gradient.device}"
+        raise ConfigError(f"gradient of {name(parameter)}", found, "use a floating dtype on the weight's device")
+    if gradient.shape != parameter.shape:
+        raise ConfigError(f"gradient of {name(parameter)}", tuple(gradient.shape), f"use {tuple(parameter.shape)}")
+
+
+def _check_hyperparameters(group: Mapping[str, Any]) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0 <= float(group[name]) < math.inf:
+            raise ConfigError(name, group[name], "give a finite number >= 0")
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+        raise ConfigError("betas", betas, "give two numbers from 0 (included) to 1 (not included)")

@@ -1,0 +1,179 @@
+"""Bad input is an error that names the field, what was found and what to do; before any file is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+
+
+def make(parameters: Any = None, **settings: Any) -> None:
+    if parameters is None:
+        parameters = [torch.nn.Parameter(torch.zeros(5000).bfloat16())]
+    offload.AdamW(parameters, offload=offload.OffloadConfig(**settings)).close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"host_memory": -1}, "host_memory"),
+        ({"host_memory": "8 gigs"}, "8 gigs"),
+        ({"host_memory": True}, "host_memory"),
+        ({"subgroup_numel": 0}, "subgroup_numel"),
+        ({"subgroup_numel": 1.5}, "subgroup_numel"),
+        ({"threads": 0}, "threads"),
+        ({"paths": "/tmp"}, "list of directories"),
+        ({"paths": [{"dir": "/tmp"}]}, "directory"),
+        ({"paths": [{"path": "/tmp", "size": 3}]}, "size"),
+        ({"paths": [{"path": "/tmp", "share": 0}]}, "share"),
+        ({"paths": [3]}, "paths"),
+        ({"gradient_dtype": "half"}, "gradient_dtype"),
+        ({"placement": "tpu"}, "placement"),
+        ({"placement": "gpu"}, "placement"),
+        ({"gpu_memory": "1GiB"}, "gpu_memory"),
+        ({"io_backend": "magic"}, "io_backend"),
+        ({"keep_grads": False}, "keep_grads"),
+        ({"checkpoints_kept": -1}, "checkpoints_kept"),
+        ({"checksum": "yes"}, "checksum"),
+    ],
+)
+def test_config_errors_name_the_field(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(offload.ConfigError, match=words):
+        offload.OffloadConfig(**settings)
+
+
+def test_unknown_keys() -> None:
+    with pytest.raises(offload.ConfigError, match=r"hostmemory.*host_memory"):
+        offload.OffloadConfig.from_dict({"hostmemory": 1})
+    with pytest.raises(offload.ConfigError, match="hostmemory"):
+        offload.AdamW([torch.nn.Parameter(torch.zeros(1))], offload={"hostmemory": 1})
+    with pytest.raises(offload.ConfigError, match="OffloadConfig"):
+        offload.AdamW([torch.nn.Parameter(torch.zeros(1))], offload=3)  # type: ignore[arg-type]
+
+
+def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "one")
+    for paths, words in [
+        ([tmp_path / "absent"], "does not exist"),
+        ([tmp_path / "file"], "not a directory"),
+        ([tmp_path / "one", tmp_path / "one"], "same directory"),
+        ([tmp_path / "one", tmp_path / "link"], "same directory"),
+        (["s3://bucket/run"], "not supported"),
+    ]:
+        with pytest.raises(offload.ConfigError, match=words) as caught:
+            make(host_memory=0, paths=paths)
+        assert "paths[" in str(caught.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link", "one"]
+    assert not list((tmp_path / "one").iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_path_without_permission(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(offload.ConfigError, match="cannot be written"):
+        make(host_memory=0, paths=[tmp_path])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a file system")
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", tmp_path], check=False)
+    if mounted.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        with pytest.raises(offload.ConfigError, match="cannot be written"):
+            make(host_memory=0, paths=[tmp_path])
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_state_that_fits_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(offload.InfeasiblePlanError, match="paths") as caught:
+        make(host_memory=1000)
+    assert caught.value.needed_bytes >= 5000 * 12
+    assert caught.value.available_bytes == {"host_memory": 1000}
+    with pytest.raises(offload.InfeasiblePlanError, match="add a path"):
+        make(host_memory=0, paths=[{"path": tmp_path, "max_bytes": "50KB"}])
+    with pytest.raises(offload.InfeasiblePlanError, match="staging"):
+        make(host_memory=0, paths=[tmp_path], staging_memory=4096, subgroup_numel=4096)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("parameter", "words"),
+    [
+        (lambda: torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64)), "complex64"),
+        (lambda: torch.nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False), "int64"),
+        (lambda: torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)), "float64"),
+        (lambda: torch.nn.Parameter(torch.zeros(3, 4).to_sparse()), "sparse"),
+        (lambda: torch.nn.Parameter(torch.zeros(3, 4)[:, :2]), "strides"),
+        (lambda: torch.nn.Parameter(torch.zeros(1).expand(3)), "strides"),
+        (lambda: torch.nn.Parameter(torch.zeros(3, device="meta")), "meta"),
+    ],
+)
+def test_parameters_that_cannot_be_offloaded(parameter: Any, words: str) -> None:
+    with pytest.raises(offload.ConfigError, match=words):
+        make([parameter()])
+
+
+def test_dtensor_parameters() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        with pytest.raises(offload.ConfigError, match="DTensor"):
+            make([torch.nn.Parameter(distribute_tensor(torch.zeros(4), mesh))])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"lr": -1.0}, {"eps": float("nan")}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}, {"amsgrad": True}],
+)
+def test_hyperparameters(settings: dict[str, Any]) -> None:
+    with pytest.raises(offload.ConfigError, match=next(iter(settings))):
+        offload.AdamW([torch.nn.Parameter(torch.zeros(3))], **settings)
+
+
+def test_a_bad_group_is_not_added() -> None:
+    good = torch.nn.Parameter(torch.zeros(3))
+    with offload.AdamW([good]) as optimizer:
+        with pytest.raises(offload.ConfigError):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]})
+        with pytest.raises(offload.ConfigError):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))], "lr": -1})
+        assert len(optimizer.param_groups) == 1
+        good.grad = torch.ones(3)
+        optimizer.step()
+
+
+def test_gradients_that_cannot_be_used() -> None:
+    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    with offload.AdamW(embedding.parameters()) as optimizer:
+        with pytest.raises(offload.ConfigError, match="sparse"):
+            embedding(torch.tensor([1])).sum().backward()
+        embedding.zero_grad()
+        before = embedding.weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(embedding.weight, before)
+
+
+def test_a_changed_dtype_is_refused() -> None:
+    model = torch.nn.Linear(4, 4)
+    with offload.AdamW(model.parameters()) as optimizer:
+        model.to(torch.bfloat16)
+        model.weight.grad = torch.ones_like(model.weight)
+        with pytest.raises(offload.ConfigError, match="new optimizer"):
+            optimizer.step()

@@ -1,0 +1,481 @@
+"""`offload.AdamW` behaves as torch documents an optimizer, wherever its state lives."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import multiprocessing
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mirror import Mirror, same_bits
+
+import offload
+
+
+def make_model(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 70), torch.nn.Tanh(), torch.nn.Linear(70, 30))
+    return model.to(dtype)
+
+
+def backward(model: torch.nn.Module, seed: int, scale: float = 1.0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    inputs = torch.randn(16, 40).to(dtype)
+    loss = model(inputs).float().square().mean() * scale
+    loss.backward()
+    return loss.detach()
+
+
+def mirror_of(model: torch.nn.Module, **settings: Any) -> Mirror:
+    group = {
+        "params": list(model.parameters()),
+        "lr": 1e-2,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+        **settings,
+    }
+    return Mirror([group], decoupled=True)
+
+
+def gradients_of(model: torch.nn.Module) -> list[list[torch.Tensor | None]]:
+    return [[None if p.grad is None else p.grad.clone() for p in model.parameters()]]
+
+
+def assert_equal(model: torch.nn.Module, mirror: Mirror) -> None:
+    for parameter, weight in zip(model.parameters(), mirror.weights[0], strict=True):
+        assert same_bits(parameter.detach(), weight)
+
+
+def test_trains_as_the_reference_does(streaming: Any) -> None:
+    model = make_model()
+    mirror = mirror_of(model)
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
+        for step in range(4):
+            backward(model, step)
+            gradients = gradients_of(model)
+            norm = optimizer.clip_grad_norm_(0.1)
+            assert float(norm) == mirror.norm(gradients)
+            optimizer.step()
+            optimizer.zero_grad()
+            mirror.step(gradients, min(1.0, 0.1 / (float(norm) + 1e-6)))
+    assert_equal(model, mirror)
+
+
+def test_grad_is_a_view_of_its_slot(streaming: Any) -> None:
+    model = make_model()
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        addresses = []
+        for step in range(2):
+            backward(model, step)
+            addresses.append([p.grad.data_ptr() for p in model.parameters()])
+            slots = [optimizer.engine.gradient_slot(n).data_ptr() for n in range(len(addresses[0]))]
+            assert addresses[-1] == slots
+            optimizer.step()
+            optimizer.zero_grad()
+        assert addresses[0] == addresses[1]
+        assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gradients_are_what_they_are_without_us(streaming: Any, dtype: torch.dtype) -> None:
+    ours, plain = make_model(dtype), make_model(dtype)
+    with offload.AdamW(ours.parameters(), offload=streaming()):
+        for seed in range(3):  # accumulated over three backward passes
+            backward(ours, seed)
+            backward(plain, seed)
+    for left, right in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert same_bits(left.grad, right.grad)
+
+
+def test_float32_gradients_accumulate_in_float32(streaming: Any) -> None:
+    model, plain = make_model(), make_model()
+    with offload.AdamW(model.parameters(), offload=streaming(gradient_dtype="float32")) as optimizer:
+        total = [torch.zeros(p.shape) for p in plain.parameters()]
+        for seed in range(3):
+            backward(model, seed)
+            plain.zero_grad()
+            backward(plain, seed)
+            for sum_, parameter in zip(total, plain.parameters(), strict=True):
+                sum_ += parameter.grad.float()
+        for sum_, parameter in zip(total, model.parameters(), strict=True):
+            assert parameter.grad.dtype == torch.float32
+            assert torch.equal(parameter.grad, sum_)
+        mirror = mirror_of(model, lr=1e-3)
+        optimizer.step()
+        mirror.step([total])
+    assert_equal(model, mirror)
+
+
+def test_torch_clipping_in_place_is_noticed(streaming: Any) -> None:
+    model = make_model()
+    mirror = mirror_of(model)
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
+        backward(model, 1)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        gradients = gradients_of(model)
+        assert float(optimizer.clip_grad_norm_(1e9)) == mirror.norm(gradients)
+        optimizer.step()
+    mirror.step(gradients)
+    assert_equal(model, mirror)
+
+
+def test_clipping_twice_clips_what_is_left(streaming: Any) -> None:
+    model = make_model()
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        backward(model, 1)
+        first = float(optimizer.clip_grad_norm_(0.01))
+        assert first > 0.01
+        assert float(optimizer.clip_grad_norm_(0.01)) == pytest.approx(0.01, rel=1e-3)
+        optimizer.zero_grad()
+        backward(model, 1)
+        assert float(optimizer.clip_grad_norm_(0.01)) == first
+
+
+def test_grad_scaler_unscales_and_skips(streaming: Any) -> None:
+    model = make_model(torch.float32)  # torch's scaler refuses to unscale fp16 gradients
+    mirror = mirror_of(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
+        for step in range(3):
+            torch.manual_seed(step)
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(16, 40)).float().square().mean()
+            scaler.scale(loss).backward()
+            if step == 1:
+                next(model.parameters()).grad[0, 0] = torch.inf
+            scaler.unscale_(optimizer)
+            gradients = gradients_of(model)
+            before = [p.detach().clone() for p in model.parameters()]
+            states = [optimizer.state_for(p) for p in model.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step == 1:  # skipped: nothing has changed
+                for parameter, weight, state in zip(model.parameters(), before, states, strict=True):
+                    assert same_bits(parameter.detach(), weight)
+                    for name, tensor in optimizer.state_for(parameter).items():
+                        assert same_bits(tensor, state[name])
+            else:
+                mirror.step(gradients)
+        assert scaler.get_scale() == 2.0**7
+    assert_equal(model, mirror)
+
+
+def test_a_parameter_without_gradient_is_untouched(streaming: Any) -> None:
+    model = make_model()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        unused = model[0].weight
+        before, state = unused.detach().clone(), optimizer.state_for(unused)
+        backward(model, 1)
+        unused.grad = None
+        optimizer.step()
+        assert same_bits(unused.detach(), before)
+        for name, tensor in optimizer.state_for(unused).items():
+            assert same_bits(tensor, state[name])
+        assert optimizer.state[unused]["step"] == 1
+        assert optimizer.state[model[2].weight]["step"] == 2
+
+
+def test_a_subgroup_without_gradients_is_not_fetched(streaming: Any) -> None:
+    parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(8)]
+    with offload.AdamW(parameters, offload=streaming(staging_memory=12 * 1024)) as optimizer:
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        for parameter in parameters[2:]:
+            parameter.grad = None
+        optimizer.step()
+        assert optimizer.metrics()["lane/cpu/bytes"] == 2 * 12 * 1024
+        assert optimizer.metrics()["path/0/read_bytes"] <= 2 * 12 * 1024
+
+
+def test_a_weight_changed_behind_our_back_is_noticed(streaming: Any, caplog: pytest.LogCaptureFixture) -> None:
+    parameter = torch.nn.Parameter(torch.randn(3000).bfloat16())
+    with offload.AdamW([parameter], lr=1e-2, offload=streaming()) as optimizer:
+        for _ in range(2):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        state = optimizer.state_for(parameter)
+        with torch.no_grad():
+            parameter.mul_(0.5)
+        with caplog.at_level(logging.WARNING, logger="offload"):
+            after = optimizer.state_for(parameter)
+            with torch.no_grad():
+                parameter.add_(1.0)
+            again = optimizer.state_for(parameter)
+        assert same_bits(after["exp_avg"], state["exp_avg"])
+        assert same_bits(again["master"], parameter.detach().float())
+        assert len(caplog.records) == 1
+        mirror = Mirror(optimizer.param_groups, decoupled=True)
+        mirror.moments = [[(state["exp_avg"].clone(), state["exp_avg_sq"].clone())]]
+        mirror.steps = [[2]]
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        mirror.step([[torch.ones_like(parameter)]])
+        assert same_bits(parameter.detach(), mirror.weights[0][0])
+        assert same_bits(optimizer.state_for(parameter)["master"], mirror.masters[0][0])
+
+
+def test_replaced_storage_is_followed(streaming: Any) -> None:
+    parameter = torch.nn.Parameter(torch.randn(3000).bfloat16())
+    with offload.AdamW([parameter], lr=1e-2, offload=streaming()) as optimizer:
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        replaced = torch.zeros(3000).bfloat16()
+        parameter.data = replaced
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert parameter.data_ptr() == replaced.data_ptr()
+        assert float(parameter.detach().max()) < 0
+
+
+def test_refresh_masters_for_writes_that_nobody_sees(streaming: Any) -> None:
+    parameter = torch.nn.Parameter(torch.ones(100).bfloat16())
+    with offload.AdamW([parameter], offload=streaming()) as optimizer:
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        parameter.data.fill_(3.0)
+        optimizer.refresh_masters()
+        assert float(optimizer.state_for(parameter)["master"][0]) == 3.0
+
+
+def test_state_dict_round_trip_is_exact(streaming: Any, tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = offload.AdamW(model.parameters(), lr=1e-2, offload=streaming())
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "saved.pt")
+    other = make_model(seed=7)
+    weights, state = torch.load(tmp_path / "saved.pt")
+    other.load_state_dict(weights)
+    resumed = offload.AdamW(other.parameters(), lr=5.0, offload=offload.OffloadConfig(subgroup_numel=2048))
+    resumed.load_state_dict(state)
+    assert resumed.param_groups[0]["lr"] == 1e-2
+    for step in range(3, 6):
+        for each, its in ((model, optimizer), (other, resumed)):
+            backward(each, step)
+            its.step()
+            its.zero_grad()
+    for left, right in zip(model.parameters(), other.parameters(), strict=True):
+        assert same_bits(left.detach(), right.detach())
+        for name, tensor in optimizer.state_for(left).items():
+            assert same_bits(tensor, resumed.state_for(right)[name])
+    optimizer.close()
+    resumed.close()
+
+
+def test_state_dict_is_exchanged_with_torch(streaming: Any) -> None:
+    ours, theirs = make_model(torch.float32), make_model(torch.float32)
+    torch_optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for step in range(3):
+        backward(theirs, step)
+        torch_optimizer.step()
+        torch_optimizer.zero_grad()
+    ours.load_state_dict(theirs.state_dict())
+    with offload.AdamW(ours.parameters(), lr=1.0, offload=streaming()) as optimizer:
+        optimizer.load_state_dict(torch_optimizer.state_dict())
+        for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert same_bits(optimizer.state_for(parameter)["exp_avg"], torch_optimizer.state[other]["exp_avg"])
+            assert same_bits(parameter.detach(), other.detach())
+        torch.optim.AdamW(theirs.parameters()).load_state_dict(optimizer.state_dict())
+        for step in range(3, 6):
+            for each, its in ((ours, optimizer), (theirs, torch_optimizer)):
+                backward(each, step)
+                its.step()
+                its.zero_grad()
+    for parameter, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(parameter, other, rtol=1e-5, atol=1e-6)
+
+
+def test_load_state_dict_refuses_what_does_not_match(streaming: Any) -> None:
+    model = make_model()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
+        backward(model, 0)
+        optimizer.step()
+        good = optimizer.state_dict()
+        before = copy.deepcopy(good)
+        wrong_shape = copy.deepcopy(good)
+        wrong_shape["state"][0]["exp_avg"] = torch.zeros(3)
+        fewer = copy.deepcopy(good)
+        fewer["param_groups"][0]["params"].pop()
+        for bad in (wrong_shape, fewer):
+            with pytest.raises(offload.ConfigError):
+                optimizer.load_state_dict(bad)
+        for key, entry in optimizer.state_dict()["state"].items():
+            for name, tensor in entry.items():
+                assert torch.equal(tensor, before["state"][key][name])
+
+
+def test_schedulers_and_groups(streaming: Any) -> None:
+    model = make_model()
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    groups = [
+        {"params": weights, "lr": 1e-2, "weight_decay": 0.1},
+        {"params": biases, "lr": 1e-3, "weight_decay": 0.0, "betas": (0.8, 0.9)},
+    ]
+    full = [{"betas": (0.9, 0.999), "eps": 1e-8, **group} for group in groups]
+    mirror = Mirror(full, decoupled=True)
+    with offload.AdamW(groups, offload=streaming()) as optimizer:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        for step in range(4):
+            backward(model, step)
+            gradients = [[p.grad.clone() for p in group["params"]] for group in groups]
+            for number, group in enumerate(optimizer.param_groups):
+                mirror.groups[number]["lr"] = group["lr"]
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            mirror.step(gradients)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 5)
+    for number, group in enumerate(groups):
+        for index, parameter in enumerate(group["params"]):
+            assert same_bits(parameter.detach(), mirror.weights[number][index])
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("host_memory", [0, 12 * 1024 * 3, "1GiB"])
+def test_add_param_group_keeps_what_is_there(streaming: Any, first: torch.dtype, host_memory: Any) -> None:
+    old = torch.nn.Parameter(torch.randn(7000).to(first))
+    new = [torch.nn.Parameter(torch.randn(n).bfloat16()) for n in (5000, 10)]
+    settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+    mirror = Mirror([{"params": [old], **settings}, {"params": new, **settings, "lr": 0.1}], decoupled=True)
+    gradients = [[torch.randn(7000).to(first)], [torch.randn(5000).bfloat16(), torch.randn(10).bfloat16()]]
+    config = streaming(host_memory=host_memory, staging_memory=3 * 12 * 1024)
+    with offload.AdamW([old], **settings, offload=config) as optimizer:
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": new, "lr": 0.1})
+            old.grad = gradients[0][0].clone()
+            if step >= 2:
+                new[0].grad, new[1].grad = (gradient.clone() for gradient in gradients[1])
+            optimizer.step()
+            mirror.step([gradients[0], gradients[1] if step >= 2 else [None, None]])
+        assert same_bits(old.detach(), mirror.weights[0][0])
+        for parameter, weight in zip(new, mirror.weights[1], strict=True):
+            assert same_bits(parameter.detach(), weight)
+
+
+def test_frozen_shared_empty_and_strided_parameters(streaming: Any) -> None:
+    frozen = torch.nn.Parameter(torch.ones(50), requires_grad=False)
+    empty = torch.nn.Parameter(torch.zeros(0))
+    strided = torch.nn.Parameter(torch.randn(30, 50).t())
+    scalar = torch.nn.Parameter(torch.tensor(2.0))
+    mirror = Mirror(
+        [{"params": [strided, scalar], "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}],
+        decoupled=True,
+    )
+    with offload.AdamW([frozen, empty, strided, scalar], lr=1e-2, offload=streaming()) as optimizer:
+        for _ in range(2):
+            (strided.sum() * scalar + empty.sum() + (strided * strided).sum()).backward()
+            gradients = [[strided.grad.clone(), scalar.grad.clone()]]
+            optimizer.step()
+            optimizer.zero_grad()
+            mirror.step(gradients)
+        assert same_bits(strided.detach(), mirror.weights[0][0])
+        assert same_bits(scalar.detach(), mirror.weights[0][1])
+        assert same_bits(optimizer.state_for(strided)["exp_avg"], mirror.moments[0][0][0])
+        frozen.requires_grad_(True)  # unfrozen later: it joins
+        frozen.grad = torch.ones(50)
+        optimizer.step()
+        assert float(frozen.detach()[0]) < 1.0
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        offload.AdamW([{"params": [scalar]}, {"params": [scalar]}])
+
+
+def test_autograd_notices_that_weights_changed(streaming: Any) -> None:
+    parameter = torch.nn.Parameter(torch.randn(100))
+    with offload.AdamW([parameter], offload=streaming()) as optimizer:
+        loss = (parameter * parameter).sum()
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_closure_and_hooks(streaming: Any) -> None:
+    model = make_model()
+    seen: list[str] = []
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+        optimizer.register_state_dict_pre_hook(lambda *_: seen.append("save"))
+        loss = optimizer.step(lambda: backward(model, 1))
+        optimizer.state_dict()
+        assert loss > 0
+        assert seen == ["before", "after", "save"]
+
+
+def test_metrics_plan_and_timeline(streaming: Any) -> None:
+    model = make_model()
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        text = str(optimizer.plan)
+        assert "staging" in text
+        assert "predicted" in text
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        metrics = optimizer.metrics()
+        assert metrics["step"] == 3
+        assert metrics["resident_bytes"] == 0
+        assert metrics["lane/cpu/bytes"] == metrics["state_bytes"]
+        assert metrics["predicted_step_s"] > 0
+        assert {interval.lane for interval in optimizer.timeline()} >= {"cpu", "read:0"}
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("keep me")
+    model = make_model()
+    config = offload.OffloadConfig(host_memory=0, paths=[tmp_path], subgroup_numel=1024)
+    optimizer = offload.AdamW(model.parameters(), offload=config)
+    backward(model, 0)
+    optimizer.step()
+    assert len(list(tmp_path.iterdir())) == 2
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_use_after_close_and_in_a_forked_child(streaming: Any, tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = offload.AdamW(model.parameters(), offload=streaming())
+    backward(model, 0)
+    optimizer.step()
+
+    def child(results: Any) -> None:
+        try:
+            optimizer.step()
+        except offload.SessionBrokenError as error:
+            results.put(str(error))
+        optimizer.close()
+
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=child, args=(results,))
+    process.start()
+    assert "forked" in results.get(timeout=60)
+    process.join()
+    assert list(tmp_path.iterdir())  # the child closed its copy only
+    optimizer.step()
+    optimizer.close()
+    optimizer.close()
+    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(offload.SessionBrokenError, match="closed"):
+            use()
+    assert not list(tmp_path.iterdir())
