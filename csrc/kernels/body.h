@@ -175,32 +175,67 @@ struct Constants {
   Byte* weight;
 };
 
+// The update, in the parts that depend on one tensor each.
+
+template <class V, int weight_dtype>
+inline typename V::F old_master(const Constants<V>& c, std::uint64_t i) {
+  if constexpr (weight_dtype != kNone) {
+    if (c.load_master) return V::template widen<weight_dtype>(c.weight + 2 * i);
+  }
+  return V::load(c.master + 4 * i);
+}
+
+template <class V, int gradient_dtype>
+inline typename V::F scaled_gradient(const Constants<V>& c, std::uint64_t i) {
+  return V::mul(V::template widen<gradient_dtype>(c.gradient + size_of<gradient_dtype>() * i), c.grad_scale);
+}
+
+template <class V>
+inline typename V::F with_l2_term(const Constants<V>& c, typename V::F g, typename V::F p) {
+  return V::add(g, V::mul(p, c.decay));
+}
+
+template <class V>
+inline typename V::F update_exp_avg(const Constants<V>& c, std::uint64_t i, typename V::F g) {
+  const typename V::F old = c.zero_moments ? V::zero() : V::load(c.exp_avg + 4 * i);
+  const typename V::F m = V::add(V::mul(old, c.beta1), V::mul(g, c.one_minus_beta1));
+  V::store(c.exp_avg + 4 * i, m);
+  return m;
+}
+
+template <class V>
+inline typename V::F update_exp_avg_sq(const Constants<V>& c, std::uint64_t i, typename V::F g) {
+  const typename V::F old = c.zero_moments ? V::zero() : V::load(c.exp_avg_sq + 4 * i);
+  const typename V::F v = V::add(V::mul(old, c.beta2), V::mul(V::mul(g, g), c.one_minus_beta2));
+  V::store(c.exp_avg_sq + 4 * i, v);
+  return v;
+}
+
+// What the master moves by.
+template <class V>
+inline typename V::F change_of(const Constants<V>& c, typename V::F m, typename V::F v) {
+  const typename V::F denominator = V::add(V::mul(V::sqrt(v), c.inv_bias2_sqrt), c.eps);
+  return V::mul(V::div(m, denominator), c.step_size);
+}
+
+template <class V>
+inline typename V::F update_master(const Constants<V>& c, std::uint64_t i, typename V::F p, typename V::F change) {
+  if (c.mode == Decay::kDecoupled) p = V::mul(p, c.decay);
+  p = V::sub(p, change);
+  V::store(c.master + 4 * i, p);
+  return p;
+}
+
 // Update V::kWidth elements from `i` on; return the new master.
 template <class V, int gradient_dtype, int weight_dtype>
 inline typename V::F update_vector(const Constants<V>& c, std::uint64_t i) {
   using F = typename V::F;
-  F p;
-  if constexpr (weight_dtype != kNone) {
-    p = c.load_master ? V::template widen<weight_dtype>(c.weight + 2 * i) : V::load(c.master + 4 * i);
-  } else {
-    p = V::load(c.master + 4 * i);
-  }
-  F m = c.zero_moments ? V::zero() : V::load(c.exp_avg + 4 * i);
-  F v = c.zero_moments ? V::zero() : V::load(c.exp_avg_sq + 4 * i);
-  F g = V::template widen<gradient_dtype>(c.gradient + size_of<gradient_dtype>() * i);
-
-  g = V::mul(g, c.grad_scale);
-  if (c.mode == Decay::kL2) g = V::add(g, V::mul(p, c.decay));
-  if (c.mode == Decay::kDecoupled) p = V::mul(p, c.decay);
-  m = V::add(V::mul(m, c.beta1), V::mul(g, c.one_minus_beta1));
-  v = V::add(V::mul(v, c.beta2), V::mul(V::mul(g, g), c.one_minus_beta2));
-  const F denominator = V::add(V::mul(V::sqrt(v), c.inv_bias2_sqrt), c.eps);
-  p = V::sub(p, V::mul(V::div(m, denominator), c.step_size));
-
-  V::store(c.exp_avg + 4 * i, m);
-  V::store(c.exp_avg_sq + 4 * i, v);
-  V::store(c.master + 4 * i, p);
-  return p;
+  const F p = old_master<V, weight_dtype>(c, i);
+  F g = scaled_gradient<V, gradient_dtype>(c, i);
+  if (c.mode == Decay::kL2) g = with_l2_term(c, g, p);
+  const F m = update_exp_avg(c, i, g);
+  const F v = update_exp_avg_sq(c, i, g);
+  return update_master(c, i, p, change_of(c, m, v));
 }
 
 template <class V, int gradient_dtype, int weight_dtype>
@@ -208,6 +243,81 @@ inline void update_and_store(const Constants<V>& c, std::uint64_t i) {
   const typename V::F p = update_vector<V, gradient_dtype, weight_dtype>(c, i);
   if constexpr (weight_dtype != kNone) V::store_half(c.weight + 2 * i, V::template narrow<weight_dtype>(p));
   (void)p;
+}
+
+// Call `next_master(i)` for every vector in [begin, end), a whole number of vectors, and write the weights.
+template <class V, int weight_dtype, class NextMaster>
+inline void for_each_vector(const Constants<V>& c, std::uint64_t begin, std::uint64_t end, NextMaster next_master) {
+  constexpr std::uint64_t width = V::kWidth;
+  std::uint64_t i = begin;
+  if constexpr (weight_dtype == kNone) {
+    for (; i < end; i += width) next_master(i);
+  } else {
+    if constexpr (V::kPairBytes > 0) {
+      // Past the caches: nobody reads the weight before the next forward pass, and a line that is
+      // written whole need not be read first. The same for state, which *is* read first, costs time.
+      if (reinterpret_cast<std::uintptr_t>(c.weight + 2 * i) % V::kPairBytes == 0) {
+        for (; i + 2 * width <= end; i += 2 * width) {
+          const auto low = V::template narrow<weight_dtype>(next_master(i));
+          const auto high = V::template narrow<weight_dtype>(next_master(i + width));
+          V::stream_pair(c.weight + 2 * i, low, high);
+        }
+      }
+    }
+    for (; i < end; i += width) V::store_half(c.weight + 2 * i, V::template narrow<weight_dtype>(next_master(i)));
+  }
+}
+
+constexpr std::uint64_t kPageNumel = 1024;  // fp32 elements of a 4 KiB page
+
+// The update of at most a page, one tensor after the other; intermediate results stay in the first-level
+// cache. A few instructions more for the same numbers.
+template <class V, int gradient_dtype, int weight_dtype>
+void update_apart(const Constants<V>& c, std::uint64_t begin, std::uint64_t end) {
+  constexpr std::uint64_t width = V::kWidth;
+  alignas(64) Byte gradients[4 * kPageNumel];
+  alignas(64) Byte changes[4 * kPageNumel];
+  for (std::uint64_t i = begin; i < end; i += width) {
+    typename V::F g = scaled_gradient<V, gradient_dtype>(c, i);
+    if (c.mode == Decay::kL2) g = with_l2_term(c, g, old_master<V, weight_dtype>(c, i));
+    V::store(gradients + 4 * (i - begin), g);
+  }
+  for (std::uint64_t i = begin; i < end; i += width)
+    V::store(changes + 4 * (i - begin), update_exp_avg(c, i, V::load(gradients + 4 * (i - begin))));
+  for (std::uint64_t i = begin; i < end; i += width) {
+    const typename V::F v = update_exp_avg_sq(c, i, V::load(gradients + 4 * (i - begin)));
+    V::store(changes + 4 * (i - begin), change_of(c, V::load(changes + 4 * (i - begin)), v));
+  }
+  for_each_vector<V, weight_dtype>(c, begin, end, [&](std::uint64_t i) {
+    return update_master(c, i, old_master<V, weight_dtype>(c, i), V::load(changes + 4 * (i - begin)));
+  });
+}
+
+// Whether lines at these addresses push each other out of a first-level cache that predicts its ways. AMD's
+// since Bulldozer know a line by its set and an 8-bit hash of its linear address; two lines that agree in both
+// cannot be hit in turn. Tensors at a distance of a multiple of 256 MiB agree everywhere (the update is then
+// four to twelve times slower), others on one page in 256. The hash is from M. Lipp et al., "Take A Way:
+// Exploring the Security Implications of AMD's Cache Way Predictors", AsiaCCS 2020, section 3. Elsewhere a
+// false alarm costs little.
+inline bool compete(const Byte* a, const Byte* b) {
+  const auto x = reinterpret_cast<std::uintptr_t>(a);
+  const auto y = reinterpret_cast<std::uintptr_t>(b);
+  if (((x - y + 512) & 4095) >= 1024) return false;  // they are in one set at different times
+  const auto d = (x ^ y) >> 12;                       // bits 12 to 27: zero if the hashes agree
+  // Bit 12 goes with 27, 13 with 26, 14 with 25, and 15 to 19 with 20 to 24.
+  return ((d ^ (d >> 15)) & 1) == 0 && (((d >> 1) ^ (d >> 14)) & 1) == 0 && (((d >> 2) ^ (d >> 13)) & 1) == 0 &&
+         (((d >> 3) ^ (d >> 8)) & 31) == 0;
+}
+
+template <class V, int gradient_dtype>
+inline bool must_be_apart(const Constants<V>& c, std::uint64_t i) {
+  const Byte *p = c.master + 4 * i, *m = c.exp_avg + 4 * i, *v = c.exp_avg_sq + 4 * i;
+  if (compete(p, m) || compete(p, v) || compete(m, v)) return true;
+  if constexpr (gradient_dtype == kFloat32) {  // a 16-bit one passes through the sets at another pace
+    const Byte* g = c.gradient + 4 * i;
+    return compete(g, p) || compete(g, m) || compete(g, v);
+  }
+  return false;
 }
 
 // Elements to go one by one until `address` (fp32) is on a cache line; at most 15.
@@ -219,27 +329,24 @@ inline std::uint64_t head_numel(const Byte* address, std::uint64_t numel) {
 
 template <int gradient_dtype, int weight_dtype>
 void update_active(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
-  using V = Simd;
-  constexpr std::uint64_t width = V::kWidth;
+  constexpr std::uint64_t width = Simd::kWidth;
   const Constants<Single> single(segment);
+  const Constants<Simd> c(segment);
   std::uint64_t i = begin;
-  if constexpr (width > 1) {
-    const Constants<V> c(segment);
-    const std::uint64_t body = begin + head_numel(c.master + 4 * begin, end - begin);
-    for (; i < body; ++i) update_and_store<Single, gradient_dtype, weight_dtype>(single, i);
-    if constexpr (weight_dtype != kNone) {
-      // Past the caches: nobody reads the weight before the next forward pass, and a line that is
-      // written whole need not be read first. The same for state, which *is* read first, costs time.
-      if (reinterpret_cast<std::uintptr_t>(c.weight + 2 * i) % V::kPairBytes == 0) {
-        for (; i + 2 * width <= end; i += 2 * width) {
-          const auto low = V::template narrow<weight_dtype>(update_vector<V, gradient_dtype, weight_dtype>(c, i));
-          const auto high =
-              V::template narrow<weight_dtype>(update_vector<V, gradient_dtype, weight_dtype>(c, i + width));
-          V::stream_pair(c.weight + 2 * i, low, high);
-        }
-      }
+  const std::uint64_t body = begin + head_numel(c.master + 4 * begin, end - begin);
+  for (; i < body; ++i) update_and_store<Single, gradient_dtype, weight_dtype>(single, i);
+  while (i + width <= end) {
+    // Whole vectors up to the end of the master's page, or one that straddles it.
+    const std::uint64_t in_page = (reinterpret_cast<std::uintptr_t>(c.master + 4 * i) / 4) % kPageNumel;
+    std::uint64_t now = kPageNumel - in_page < end - i ? kPageNumel - in_page : end - i;
+    now = now < width ? width : now / width * width;
+    if (must_be_apart<Simd, gradient_dtype>(c, i)) {
+      update_apart<Simd, gradient_dtype, weight_dtype>(c, i, i + now);
+    } else {
+      for_each_vector<Simd, weight_dtype>(
+          c, i, i + now, [&](std::uint64_t k) { return update_vector<Simd, gradient_dtype, weight_dtype>(c, k); });
     }
-    for (; i + width <= end; i += width) update_and_store<V, gradient_dtype, weight_dtype>(c, i);
+    i += now;
   }
   for (; i < end; ++i) update_and_store<Single, gradient_dtype, weight_dtype>(single, i);
 }

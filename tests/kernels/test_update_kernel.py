@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DTYPES, SIZES, WEIGHT_DTYPES, Case, some_scalars, table_of
+from kernel_cases import DTYPES, SIZES, WEIGHT_DTYPES, Case, Placed, some_scalars, table_of
 
 from offload.errors import InternalError, SessionBrokenError
 from offload.kernels import CpuUpdateKernel, instruction_sets
@@ -82,6 +83,18 @@ def test_any_alignment(kernel, offsets):
             for numel, g, w in itertools.product((5, 63, 64, 65, 200, 4097), DTYPES, WEIGHT_DTYPES)
         ],
     )
+
+
+@pytest.mark.parametrize("distance", [1 << 28, (1 << 27) + (1 << 12), (1 << 24) + (1 << 19)])
+def test_tensors_that_compete_for_the_cache(kernel, distance):
+    """Distances at which lines push each other out of AMD's first-level cache take another way through."""
+    memory = np.frombuffer(mmap.mmap(-1, 4 * distance + (1 << 20)), np.uint8)
+    for flags, gradient, weight, kind in itertools.product(UPDATES, DTYPES, WEIGHT_DTYPES, ("plain", "wild")):
+        case = Case.make(2345, kind=kind, gradient_dtype=gradient, weight_dtype=weight, flags=flags)
+        for i, name in enumerate(case.placed):
+            tensor = getattr(case.tensors, name)
+            case.placed[name] = Placed(tensor, 60 if i < 3 else 0, memory[i * distance :])
+        run_and_check(kernel, [case])
 
 
 def test_every_sixteen_bit_gradient_and_weight(kernel):
