@@ -34,9 +34,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark has; a script may add its own."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does it still run?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     return parser

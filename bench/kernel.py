@@ -42,9 +42,7 @@ class Buffers:
             self.gradient32,
             self.gradient,
             self.weight,
-        ) = huge_tensors(
-            (numel, full), (numel, full), (numel, full), (numel, full), (numel, half), (numel, half)
-        )
+        ) = huge_tensors((numel, full), (numel, full), (numel, full), (numel, full), (numel, half), (numel, half))
         self.reset()
 
     def reset(self) -> None:
@@ -92,9 +90,7 @@ def checked_checksum(kernel: CpuUpdateKernel, buffers: Buffers) -> str:
     return digest.hexdigest()[:16]
 
 
-def optimizer_steps(
-    optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, b: Buffers
-) -> dict[str, Any]:
+def optimizer_steps(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, b: Buffers) -> dict[str, Any]:
     """Return a contender's two functions, its state being the shared buffers."""
     parameter.grad = b.gradient32
 
@@ -135,7 +131,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=cores(), help="worker threads, for every contender")
     args = parser.parse_args()
     described = environment()
-    numel, rounds = (1 << 16, 2) if args.smoke else (48_000_000, 11)
+    numel, rounds = (1 << 16, 2) if args.smoke else (48_000_000, 21)
     torch.set_num_threads(args.threads)
     buffers = Buffers(numel)
     kernel = CpuUpdateKernel(threads=args.threads)
@@ -157,14 +153,11 @@ def main() -> None:
         if isinstance(parts, dict)
         for part, function in parts.items()
     }
-    kinds = (
-        StreamVariant.WEIGHT_NONTEMPORAL,
-        StreamVariant.STATE_NONTEMPORAL,
-        StreamVariant.TENSOR_BY_TENSOR,
-    )
-    for number in range(8):
-        variant = StreamVariant(number)
-        label = "+".join(kind.name.lower() for kind in kinds if kind in variant and kind.name) or "plain"
+    weight, state = StreamVariant.WEIGHT_NONTEMPORAL, StreamVariant.STATE_NONTEMPORAL
+    apart, ahead = StreamVariant.TENSOR_BY_TENSOR, StreamVariant.PREFETCH
+    for variant in (StreamVariant.PLAIN, ahead, weight, weight | ahead, weight | state, weight | apart):
+        kinds = [kind.name.lower() for kind in (weight, state, apart, ahead) if kind in variant and kind.name]
+        label = "+".join(kinds) or "plain"
         functions[f"stream/{label}"] = lambda variant=variant: kernel.stream(whole, variant)
 
     times = interleaved(functions, rounds)

@@ -245,9 +245,12 @@ inline void update_and_store(const Constants<V>& c, std::uint64_t i) {
   (void)p;
 }
 
+// What follows takes constants by value: were they to have an address, every store might change them, and they
+// would be loaded again for every vector.
+
 // Call `next_master(i)` for every vector in [begin, end), a whole number of vectors, and write the weights.
 template <class V, int weight_dtype, class NextMaster>
-inline void for_each_vector(const Constants<V>& c, std::uint64_t begin, std::uint64_t end, NextMaster next_master) {
+inline void for_each_vector(Constants<V> c, std::uint64_t begin, std::uint64_t end, NextMaster next_master) {
   constexpr std::uint64_t width = V::kWidth;
   std::uint64_t i = begin;
   if constexpr (weight_dtype == kNone) {
@@ -273,7 +276,8 @@ constexpr std::uint64_t kPageNumel = 1024;  // fp32 elements of a 4 KiB page
 // The update of at most a page, one tensor after the other; intermediate results stay in the first-level
 // cache. A few instructions more for the same numbers.
 template <class V, int gradient_dtype, int weight_dtype>
-void update_apart(const Constants<V>& c, std::uint64_t begin, std::uint64_t end) {
+void update_apart(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  const Constants<V> c(segment);
   constexpr std::uint64_t width = V::kWidth;
   alignas(64) Byte gradients[4 * kPageNumel];
   alignas(64) Byte changes[4 * kPageNumel];
@@ -291,6 +295,25 @@ void update_apart(const Constants<V>& c, std::uint64_t begin, std::uint64_t end)
   for_each_vector<V, weight_dtype>(c, begin, end, [&](std::uint64_t i) {
     return update_master(c, i, old_master<V, weight_dtype>(c, i), V::load(changes + 4 * (i - begin)));
   });
+}
+
+// Ask for what will be needed in a while. Division and square root keep the window of instructions in flight short,
+// and the processor's own prefetcher stops at pages. 512 bytes ahead is best of 256 to 4096 on Zen 4: +2% with
+// AVX-512, +6% with AVX2. Past the end of a tensor it does nothing.
+inline void prefetch(const Byte* address) { __builtin_prefetch(address + 512); }
+
+// The update side by side: every tensor is at the same element at the same time.
+template <class V, int gradient_dtype, int weight_dtype>
+void update_together(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  const Constants<V> c(segment);
+  for_each_vector<V, weight_dtype>(
+      c, begin, end, [c](std::uint64_t i) {
+        prefetch(c.master + 4 * i);
+        prefetch(c.exp_avg + 4 * i);
+        prefetch(c.exp_avg_sq + 4 * i);
+        prefetch(c.gradient + size_of<gradient_dtype>() * i);
+        return update_vector<V, gradient_dtype, weight_dtype>(c, i);
+      });
 }
 
 // Whether lines at these addresses push each other out of a first-level cache that predicts its ways. AMD's
@@ -335,18 +358,23 @@ void update_active(const Segment& segment, std::uint64_t begin, std::uint64_t en
   std::uint64_t i = begin;
   const std::uint64_t body = begin + head_numel(c.master + 4 * begin, end - begin);
   for (; i < body; ++i) update_and_store<Single, gradient_dtype, weight_dtype>(single, i);
-  while (i + width <= end) {
-    // Whole vectors up to the end of the master's page, or one that straddles it.
-    const std::uint64_t in_page = (reinterpret_cast<std::uintptr_t>(c.master + 4 * i) / 4) % kPageNumel;
-    std::uint64_t now = kPageNumel - in_page < end - i ? kPageNumel - in_page : end - i;
-    now = now < width ? width : now / width * width;
+  const std::uint64_t vectors_end = i + (end - i) / width * width;
+  // The end of the page of the master that element `k` is in, or of the vector that straddles it.
+  const auto page_end = [&](std::uint64_t k) {
+    const std::uint64_t left = kPageNumel - (reinterpret_cast<std::uintptr_t>(c.master + 4 * k) / 4) % kPageNumel;
+    const std::uint64_t stop = k + (left < width ? width : left / width * width);
+    return stop < vectors_end ? stop : vectors_end;
+  };
+  while (i < vectors_end) {
+    std::uint64_t stop = page_end(i);
     if (must_be_apart<Simd, gradient_dtype>(c, i)) {
-      update_apart<Simd, gradient_dtype, weight_dtype>(c, i, i + now);
+      update_apart<Simd, gradient_dtype, weight_dtype>(segment, i, stop);
     } else {
-      for_each_vector<Simd, weight_dtype>(
-          c, i, i + now, [&](std::uint64_t k) { return update_vector<Simd, gradient_dtype, weight_dtype>(c, k); });
+      // As far as it goes: a loop that ends at every page would empty the pipeline there.
+      while (stop < vectors_end && !must_be_apart<Simd, gradient_dtype>(c, stop)) stop = page_end(stop);
+      update_together<Simd, gradient_dtype, weight_dtype>(segment, i, stop);
     }
-    i += now;
+    i = stop;
   }
   for (; i < end; ++i) update_and_store<Single, gradient_dtype, weight_dtype>(single, i);
 }
@@ -495,7 +523,8 @@ inline void stream_weight(Byte* weight, const Byte* gradient) {
 }
 
 template <bool state_nontemporal, bool weight_nontemporal>
-void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end, bool tensor_by_tensor) {
+void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end, bool tensor_by_tensor,
+                  bool ahead) {
   constexpr std::uint64_t step = 2 * Simd::kWidth;
   Byte* states[] = {pointer(segment.master), pointer(segment.exp_avg), pointer(segment.exp_avg_sq)};
   const Byte* gradient = pointer(segment.gradient);
@@ -512,6 +541,11 @@ void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end
     return;
   }
   for (std::uint64_t i = begin; i + step <= end; i += step) {
+    if (ahead) {
+      for (Byte* state : states)
+        for (std::uint64_t k = i; k < i + step; k += Simd::kWidth) prefetch(state + 4 * k);
+      prefetch(gradient + 2 * i);
+    }
     for (std::uint64_t k = i; k < i + step; k += Simd::kWidth) {
       stream_state<state_nontemporal>(states[0] + 4 * k);
       stream_state<state_nontemporal>(states[1] + 4 * k);
@@ -523,15 +557,16 @@ void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end
 
 void stream(const Segment& segment, std::uint64_t begin, std::uint64_t end, std::uint32_t variant) {
   const bool by_tensor = variant & kStreamTensorByTensor;
+  const bool ahead = variant & kStreamPrefetch;
   switch (variant & 3u) {
     case 0:
-      return stream_range<false, false>(segment, begin, end, by_tensor);
+      return stream_range<false, false>(segment, begin, end, by_tensor, ahead);
     case 1:
-      return stream_range<false, true>(segment, begin, end, by_tensor);
+      return stream_range<false, true>(segment, begin, end, by_tensor, ahead);
     case 2:
-      return stream_range<true, false>(segment, begin, end, by_tensor);
+      return stream_range<true, false>(segment, begin, end, by_tensor, ahead);
     default:
-      return stream_range<true, true>(segment, begin, end, by_tensor);
+      return stream_range<true, true>(segment, begin, end, by_tensor, ahead);
   }
 }
 

@@ -36,6 +36,8 @@ class StreamVariant(IntFlag):
     """Write the state past the caches."""
     TENSOR_BY_TENSOR = 4
     """4096 elements of one tensor, then of the next, instead of all side by side."""
+    PREFETCH = 8
+    """Side by side only: ask for data ahead of its use, as the update does."""
 
 
 def instruction_sets() -> list[str]:

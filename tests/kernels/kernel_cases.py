@@ -60,9 +60,7 @@ class Placed:
     def __init__(self, tensor: torch.Tensor, offset: int = 0, memory: np.ndarray | None = None) -> None:
         self.dtype = tensor.dtype
         self._nbytes = tensor.numel() * tensor.element_size()
-        self._raw = (
-            np.empty(self._nbytes + 1024, np.uint8) if memory is None else memory[: self._nbytes + 1024]
-        )
+        self._raw = np.empty(self._nbytes + 1024, np.uint8) if memory is None else memory[: self._nbytes + 1024]
         self._raw[:] = GUARD
         self._start = 256 + (-self._raw.ctypes.data % 256) + offset
         self._inside[:] = tensor.contiguous().view(torch.uint8).numpy()
@@ -130,9 +128,7 @@ class Case:
         """Run the reference and compare everything with what the kernel left behind."""
         reference.update(self.tensors)
         for name, placed in self.placed.items():
-            assert same_bits(placed.tensor(), getattr(self.tensors, name)), (
-                f"{name} differs from the reference"
-            )
+            assert same_bits(placed.tensor(), getattr(self.tensors, name)), f"{name} differs from the reference"
 
 
 def some_scalars(

@@ -103,9 +103,7 @@ def test_every_sixteen_bit_gradient_and_weight(kernel):
         case = Case.make(2**16, gradient_dtype=dtype, weight_dtype=dtype, flags=ACTIVE | LOAD)
         case.tensors.gradient.copy_(every.view(dtype))
         case.tensors.weight.copy_(every.roll(777).view(dtype))
-        case = Case(
-            case.tensors, {name: type(p)(getattr(case.tensors, name)) for name, p in case.placed.items()}
-        )
+        case = Case(case.tensors, {name: type(p)(getattr(case.tensors, name)) for name, p in case.placed.items()})
         run_and_check(kernel, [case])
 
 
@@ -173,8 +171,7 @@ def test_threads_change_nothing(threads):
     """Large segments among thousands of tiny ones, some of them inactive, cut into many pieces."""
     flags = [*UPDATES, SegmentFlag(0), LOAD, ZERO]
     cases = [
-        Case.make(i % 23, seed=i, flags=flags[i % len(flags)], kind="wild" if i % 3 else "plain")
-        for i in range(2000)
+        Case.make(i % 23, seed=i, flags=flags[i % len(flags)], kind="wild" if i % 3 else "plain") for i in range(2000)
     ]
     cases.insert(700, Case.make(200_001, seed=5, offsets=(4, 4, 4, 2, 2)))
     cases.insert(900, Case.make(131_072, seed=6, gradient_dtype=torch.float32))
@@ -280,9 +277,7 @@ def test_wrong_tables_are_refused(kernel, changes):
     cases = [Case.make(10), Case.make(10)]
     table = table_of(cases)
     for name, value in changes.items():
-        table[name][1] = (
-            table[name][1] + value if name in ("exp_avg", "weight") and value in (1, 2) else value
-        )
+        table[name][1] = table[name][1] + value if name in ("exp_avg", "weight") and value in (1, 2) else value
     before = cases[0].placed["master"].tensor()
     with pytest.raises(InternalError, match="segment 1"):
         kernel.run(table)

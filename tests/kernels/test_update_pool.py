@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 from kernel_cases import Case, table_of
-from offload._native import CompletionQueue
 
+from offload._native import CompletionQueue
 from offload.errors import SessionBrokenError
 from offload.kernels import CpuUpdateKernel
 from offload.protocols import SEGMENT_DTYPE, Completion
