@@ -21,6 +21,7 @@ enum : std::uint32_t {
   kStreamWeightNontemporal = 1,
   kStreamStateNontemporal = 2,
   kStreamTensorByTensor = 4,  // 4096 elements of one tensor, then of the next, instead of all side by side
+  kStreamPrefetch = 8,  // side by side only: as far ahead as the update does
 };
 
 struct KernelSet {

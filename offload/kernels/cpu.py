@@ -36,6 +36,8 @@ class StreamVariant(IntFlag):
     """Write the state past the caches."""
     TENSOR_BY_TENSOR = 4
     """4096 elements of one tensor, then of the next, instead of all side by side."""
+    PREFETCH = 8
+    """Side by side only: ask for data ahead of its use, as the update does."""
 
 
 def instruction_sets() -> list[str]:
@@ -80,9 +82,7 @@ class CpuUpdateKernel:
         self, queue: Queue | None = None, threads: int | None = None, *, instruction_set: str | None = None
     ) -> None:
         if threads is None:
-            threads = (
-                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            )
+            threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if threads < 1:
             raise ValueError(f"threads: {threads} cannot be used; at least 1 is needed")
         if instruction_set is not None and instruction_set not in instruction_sets():
@@ -191,9 +191,7 @@ class CpuUpdateKernel:
             "only segments with 16-bit gradients and weights can be streamed over",
         )
         if variant & (StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.STATE_NONTEMPORAL):
-            aligned = all(
-                np.all(table[name] % 64 == 0) for name in ("master", "exp_avg", "exp_avg_sq", "weight")
-            )
+            aligned = all(np.all(table[name] % 64 == 0) for name in ("master", "exp_avg", "exp_avg_sq", "weight"))
             invariant(aligned, "non-temporal streams need tensors aligned to 64 bytes")
         self._call("stream", address, rows, int(variant))
 

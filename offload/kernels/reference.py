@@ -210,9 +210,7 @@ def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
         row["flags"] = int(segment.flags)
         if segment.gradient is not None:
             row["gradient_dtype"] = int(DTYPE_CODES[segment.gradient.dtype])
-        row["weight_dtype"] = int(
-            DtypeCode.FLOAT32 if segment.weight is None else DTYPE_CODES[segment.weight.dtype]
-        )
+        row["weight_dtype"] = int(DtypeCode.FLOAT32 if segment.weight is None else DTYPE_CODES[segment.weight.dtype])
         if segment.scalars is not None:
             for name, value in segment.scalars._asdict().items():
                 row[name] = value

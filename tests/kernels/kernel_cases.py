@@ -57,10 +57,11 @@ def values(seed: int, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor
 class Placed:
     """A copy of a tensor's bytes at a chosen offset from a 256-byte boundary, between guard bytes."""
 
-    def __init__(self, tensor: torch.Tensor, offset: int = 0) -> None:
+    def __init__(self, tensor: torch.Tensor, offset: int = 0, memory: np.ndarray | None = None) -> None:
         self.dtype = tensor.dtype
         self._nbytes = tensor.numel() * tensor.element_size()
-        self._raw = np.full(self._nbytes + 1024, GUARD, np.uint8)
+        self._raw = np.empty(self._nbytes + 1024, np.uint8) if memory is None else memory[: self._nbytes + 1024]
+        self._raw[:] = GUARD
         self._start = 256 + (-self._raw.ctypes.data % 256) + offset
         self._inside[:] = tensor.contiguous().view(torch.uint8).numpy()
         self.address = self._raw.ctypes.data + self._start
@@ -127,9 +128,7 @@ class Case:
         """Run the reference and compare everything with what the kernel left behind."""
         reference.update(self.tensors)
         for name, placed in self.placed.items():
-            assert same_bits(placed.tensor(), getattr(self.tensors, name)), (
-                f"{name} differs from the reference"
-            )
+            assert same_bits(placed.tensor(), getattr(self.tensors, name)), f"{name} differs from the reference"
 
 
 def some_scalars(

@@ -54,9 +54,7 @@ def test_scalars_that_make_no_sense(change):
 
 
 def test_bfloat16_rounds_to_nearest_even():
-    every = (
-        torch.arange(0, 2**32, 2**12 - 1, dtype=torch.int64).sub(2**31).to(torch.int32).view(torch.float32)
-    )
+    every = torch.arange(0, 2**32, 2**12 - 1, dtype=torch.int64).sub(2**31).to(torch.int32).view(torch.float32)
     rounded = round_to_bfloat16(every)
     nan = torch.isnan(every)
     assert torch.isnan(rounded[nan]).all()

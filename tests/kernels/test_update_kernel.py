@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DTYPES, SIZES, WEIGHT_DTYPES, Case, some_scalars, table_of
+from kernel_cases import DTYPES, SIZES, WEIGHT_DTYPES, Case, Placed, some_scalars, table_of
 
 from offload.errors import InternalError, SessionBrokenError
 from offload.kernels import CpuUpdateKernel, instruction_sets
@@ -84,15 +85,25 @@ def test_any_alignment(kernel, offsets):
     )
 
 
+@pytest.mark.parametrize("distance", [1 << 28, (1 << 27) + (1 << 12), (1 << 24) + (1 << 19)])
+def test_tensors_that_compete_for_the_cache(kernel, distance):
+    """Distances at which lines push each other out of AMD's first-level cache take another way through."""
+    memory = np.frombuffer(mmap.mmap(-1, 4 * distance + (1 << 20)), np.uint8)
+    for flags, gradient, weight, kind in itertools.product(UPDATES, DTYPES, WEIGHT_DTYPES, ("plain", "wild")):
+        case = Case.make(2345, kind=kind, gradient_dtype=gradient, weight_dtype=weight, flags=flags)
+        for i, name in enumerate(case.placed):
+            tensor = getattr(case.tensors, name)
+            case.placed[name] = Placed(tensor, 60 if i < 3 else 0, memory[i * distance :])
+        run_and_check(kernel, [case])
+
+
 def test_every_sixteen_bit_gradient_and_weight(kernel):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.bfloat16, torch.float16):
         case = Case.make(2**16, gradient_dtype=dtype, weight_dtype=dtype, flags=ACTIVE | LOAD)
         case.tensors.gradient.copy_(every.view(dtype))
         case.tensors.weight.copy_(every.roll(777).view(dtype))
-        case = Case(
-            case.tensors, {name: type(p)(getattr(case.tensors, name)) for name, p in case.placed.items()}
-        )
+        case = Case(case.tensors, {name: type(p)(getattr(case.tensors, name)) for name, p in case.placed.items()})
         run_and_check(kernel, [case])
 
 
@@ -160,8 +171,7 @@ def test_threads_change_nothing(threads):
     """Large segments among thousands of tiny ones, some of them inactive, cut into many pieces."""
     flags = [*UPDATES, SegmentFlag(0), LOAD, ZERO]
     cases = [
-        Case.make(i % 23, seed=i, flags=flags[i % len(flags)], kind="wild" if i % 3 else "plain")
-        for i in range(2000)
+        Case.make(i % 23, seed=i, flags=flags[i % len(flags)], kind="wild" if i % 3 else "plain") for i in range(2000)
     ]
     cases.insert(700, Case.make(200_001, seed=5, offsets=(4, 4, 4, 2, 2)))
     cases.insert(900, Case.make(131_072, seed=6, gradient_dtype=torch.float32))
@@ -267,9 +277,7 @@ def test_wrong_tables_are_refused(kernel, changes):
     cases = [Case.make(10), Case.make(10)]
     table = table_of(cases)
     for name, value in changes.items():
-        table[name][1] = (
-            table[name][1] + value if name in ("exp_avg", "weight") and value in (1, 2) else value
-        )
+        table[name][1] = table[name][1] + value if name in ("exp_avg", "weight") and value in (1, 2) else value
     before = cases[0].placed["master"].tensor()
     with pytest.raises(InternalError, match="segment 1"):
         kernel.run(table)

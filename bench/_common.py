@@ -1,0 +1,178 @@
+"""What benchmarks share: arguments, the environment, interleaved rounds, targets and the JSON they write.
+
+A contender is a function of no arguments that does one round of work. Rounds are interleaved and begin with
+another contender each time, so that whatever else the machine does falls on all alike; figures are medians,
+and a comparison is the median of ratios taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+import offload
+
+ROOT = Path(__file__).resolve().parent.parent
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that every benchmark has; a script may add its own."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does it still run?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    return parser
+
+
+@dataclass(frozen=True)
+class Target:
+    """One figure that the project promises: a ratio taken in this run."""
+
+    name: str
+    value: float | None
+    target: float
+    met: bool | None
+    note: str = ""
+
+    @classmethod
+    def at_least(cls, name: str, value: float | None, target: float, note: str = "") -> Target:
+        """A promise that `value` is `target` or more; None if it was not measured (`note` says why)."""
+        return cls(name, value, target, None if value is None else value >= target, note)
+
+    @classmethod
+    def at_most(cls, name: str, value: float | None, target: float, note: str = "") -> Target:
+        """A promise that `value` is `target` or less."""
+        return cls(name, value, target, None if value is None else value <= target, note)
+
+
+def cores() -> int:
+    """Return the CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def environment() -> dict[str, Any]:
+    """Return where this runs: hardware, versions, commit, command, and how busy the machine already is."""
+
+    def git(*arguments: str) -> str:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        except OSError:
+            return ""
+        return done.stdout.strip()
+
+    model = ""
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return {
+        "cpu": model or platform.processor(),
+        "cores": cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "offload": getattr(offload, "__version__", None),
+        "commit": git("rev-parse", "HEAD") or None,
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "command": shlex.join(["python", *sys.argv]),
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return each contender's seconds, round by round, after one round that does not count."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for number in range(rounds + 1):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            started_s = time.perf_counter()
+            contenders[name]()
+            if number > 0:
+                times[name].append(time.perf_counter() - started_s)
+        progress(f"round {number}/{rounds}")
+    return times
+
+
+def speedup(times: dict[str, list[float]], ours: str, theirs: str) -> float:
+    """Return how many times faster `ours` is: the median of the rounds' ratios."""
+    return statistics.median(b / a for a, b in zip(times[ours], times[theirs], strict=True))
+
+
+def progress(message: str) -> None:
+    """Say something on a terminal, nothing elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
+
+
+def huge_tensors(*sizes: tuple[int, torch.dtype]) -> list[torch.Tensor]:
+    """Return tensors in one mapping of huge pages, each on a 4 KiB page, the n-th 68 KiB * n further on.
+
+    Without the stagger, tensors whose distance is a multiple of a large power of two would compete for the
+    same places in the first-level cache, and all contenders would measure that.
+    """
+    stagger_bytes = 68 << 10
+    starts, end = [], 0
+    for index, (numel, dtype) in enumerate(sizes):
+        start = -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + index * stagger_bytes
+        starts.append(start)
+        end = start + numel * dtype.itemsize
+    memory = mmap.mmap(-1, end + 2 * HUGE_PAGE_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    base = -address % HUGE_PAGE_BYTES
+    return [
+        torch.frombuffer(memory, dtype=dtype, count=numel, offset=base + start)
+        for (numel, dtype), start in zip(sizes, starts, strict=True)
+    ]
+
+
+def report(
+    args: argparse.Namespace, described: dict[str, Any], results: Any, checksum: str, targets: list[Target]
+) -> None:
+    """Print the targets and write the JSON if it was asked for.
+
+    Args:
+        args: What `arguments()` parsed.
+        described: What `environment()` returned, before the work.
+        results: Anything that JSON can hold.
+        checksum: Of what was computed, so that nobody makes it faster by computing something else.
+        targets: Promises and how they fared; at smoke size they mean nothing.
+    """
+    progress("")
+    for target in targets:
+        if target.value is None:
+            print(f"{target.name}: not measured ({target.note})")
+            continue
+        verdict = "met" if target.met else "MISSED"
+        print(f"{target.name}: {target.value:.3f}, target {target.target:g}: {verdict}")
+    print(f"checksum {checksum}")
+    if args.json:
+        document = {
+            "environment": described,
+            "smoke": args.smoke,
+            "results": results,
+            "checksum": checksum,
+            "targets": [asdict(target) for target in targets],
+        }
+        args.json.write_text(json.dumps(document, indent=2) + "\n")

@@ -1,0 +1,214 @@
+"""The CPU update, side by side with torch's and DeepSpeed's, and with what this machine's memory allows.
+
+One run, one set of buffers, interleaved rounds. Each contender twice:
+
+    update  fp32 gradient in, fp32 state; no 16-bit weight. The same work for all.
+    whole   bf16 gradient in, unscaled and clipped, bf16 weight out: one pass for us; for the others a
+            conversion of the gradient, a multiplication, the update, and a cast, as their users do it.
+
+Both touch at least 28 bytes a parameter. 100% is the fastest of several ways to stream over those bytes with
+next to no arithmetic, in the same run with the same number of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _common import Target, arguments, cores, environment, huge_tensors, interleaved, report, speedup
+
+from offload.kernels import CpuUpdateKernel, StreamVariant, reference, scalars
+from offload.kernels.reference import SegmentTensors, segment_table
+from offload.protocols import SegmentFlag
+
+BYTES_PER_PARAMETER = 28
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+GRAD_SCALE = 0.37
+FLAGS = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY
+
+
+class Buffers:
+    """The tensors that all contenders share: fp32 state and gradient, bf16 gradient and weight."""
+
+    def __init__(self, numel: int) -> None:
+        half, full = torch.bfloat16, torch.float32
+        (
+            self.master,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.gradient32,
+            self.gradient,
+            self.weight,
+        ) = huge_tensors((numel, full), (numel, full), (numel, full), (numel, full), (numel, half), (numel, half))
+        self.reset()
+
+    def reset(self) -> None:
+        """Fill with the same numbers every time."""
+        generator = torch.Generator().manual_seed(0)
+        self.master.normal_(0.0, 0.02, generator=generator)
+        self.gradient32.normal_(0.0, 0.01, generator=generator)
+        self.gradient.copy_(self.gradient32)
+        self.gradient32.copy_(self.gradient)
+        self.exp_avg.zero_()
+        self.exp_avg_sq.zero_()
+        self.weight.copy_(self.master)
+
+    def segment(self, step: int, *, whole: bool, numel: int | None = None) -> SegmentTensors:
+        """Return the buffers (or their first `numel` elements) as one segment."""
+        cut = slice(numel)
+        return SegmentTensors(
+            self.master[cut],
+            self.exp_avg[cut],
+            self.exp_avg_sq[cut],
+            self.gradient[cut] if whole else self.gradient32[cut],
+            self.weight[cut] if whole else None,
+            FLAGS,
+            scalars(step, decoupled=True, grad_scale=GRAD_SCALE, **SETTINGS),
+        )
+
+
+def checked_checksum(kernel: CpuUpdateKernel, buffers: Buffers) -> str:
+    """Compare the first elements with the reference, bit for bit; return a digest after three steps."""
+    numel = min(buffers.master.numel(), 100_000)
+    buffers.reset()
+    for step in (1, 2, 3):
+        reference.update(buffers.segment(step, whole=True, numel=numel))
+    names = ("master", "exp_avg", "exp_avg_sq", "weight")
+    expected = [getattr(buffers, name)[:numel].clone() for name in names]
+    buffers.reset()
+    for step in (1, 2, 3):
+        kernel.run(segment_table([buffers.segment(step, whole=True)]))
+    digest = hashlib.sha256()
+    for name, tensor in zip(names, expected, strict=True):
+        ours = getattr(buffers, name)
+        if not torch.equal(ours[:numel].view(torch.uint8), tensor.view(torch.uint8)):
+            raise SystemExit(f"{name} is not what the reference computes; nothing was timed")
+        digest.update(memoryview(ours.view(torch.uint8).numpy()))
+    return digest.hexdigest()[:16]
+
+
+def optimizer_steps(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, b: Buffers) -> dict[str, Any]:
+    """Return a contender's two functions, its state being the shared buffers."""
+    parameter.grad = b.gradient32
+
+    def whole() -> None:
+        b.gradient32.copy_(b.gradient)
+        b.gradient32.mul_(GRAD_SCALE)
+        optimizer.step()
+        b.weight.copy_(parameter.detach())
+
+    return {"update": optimizer.step, "whole": whole}
+
+
+def torch_contender(b: Buffers, **kind: bool) -> dict[str, Any]:
+    parameter = torch.nn.Parameter(b.master)
+    optimizer = torch.optim.AdamW([parameter], **kind, **SETTINGS)
+    optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
+    return optimizer_steps(optimizer, parameter, b)
+
+
+def deepspeed_contender(b: Buffers) -> dict[str, Any] | str:
+    """Return DeepSpeed's two functions, or why there are none."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        parameter = torch.nn.Parameter(b.master)
+        optimizer = DeepSpeedCPUAdam([parameter], adamw_mode=True, fp32_optimizer_states=True, **SETTINGS)
+    except ImportError as error:
+        return f"not installed: {error}"
+    except Exception as error:  # its native part is compiled here and now, which fails in many ways
+        return f"could not be built: {type(error).__name__}: {error}"
+    optimizer.state[parameter] = {"step": 3, "exp_avg": b.exp_avg, "exp_avg_sq": b.exp_avg_sq}
+    return optimizer_steps(optimizer, parameter, b)
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = arguments(__doc__)
+    parser.add_argument("--threads", type=int, default=cores(), help="worker threads, for every contender")
+    args = parser.parse_args()
+    described = environment()
+    numel, rounds = (1 << 16, 2) if args.smoke else (48_000_000, 21)
+    torch.set_num_threads(args.threads)
+    buffers = Buffers(numel)
+    kernel = CpuUpdateKernel(threads=args.threads)
+    checksum = checked_checksum(kernel, buffers)
+
+    whole = segment_table([buffers.segment(4, whole=True)])
+    alone = segment_table([buffers.segment(4, whole=False)])
+    contenders: dict[str, dict[str, Any] | str] = {
+        "offload": {"update": lambda: kernel.run(alone), "whole": lambda: kernel.run(whole)},
+        "torch_fused": torch_contender(buffers, fused=True),
+        "torch_foreach": torch_contender(buffers, foreach=True),
+        "deepspeed": "left out of the smoke run: its native part takes a minute to build"
+        if args.smoke
+        else deepspeed_contender(buffers),
+    }
+    functions: dict[str, Callable[[], object]] = {
+        f"{name}/{part}": function
+        for name, parts in contenders.items()
+        if isinstance(parts, dict)
+        for part, function in parts.items()
+    }
+    weight, state = StreamVariant.WEIGHT_NONTEMPORAL, StreamVariant.STATE_NONTEMPORAL
+    apart, ahead = StreamVariant.TENSOR_BY_TENSOR, StreamVariant.PREFETCH
+    for variant in (StreamVariant.PLAIN, ahead, weight, weight | ahead, weight | state, weight | apart):
+        kinds = [kind.name.lower() for kind in (weight, state, apart, ahead) if kind in variant and kind.name]
+        label = "+".join(kinds) or "plain"
+        functions[f"stream/{label}"] = lambda variant=variant: kernel.stream(whole, variant)
+
+    times = interleaved(functions, rounds)
+    kernel.close()
+    rates = {name: numel / statistics.median(seconds) for name, seconds in times.items()}
+    stream = max((name for name in rates if name.startswith("stream/")), key=rates.__getitem__)
+    results = {
+        "numel": numel,
+        "rounds": rounds,
+        "threads": args.threads,
+        "instruction_set": kernel.instruction_set,
+        "stream": {
+            "fastest": stream,
+            "bytes_per_s": rates[stream] * BYTES_PER_PARAMETER,
+        },
+        "contenders": {
+            name: {
+                "parameters_per_s": rates[name],
+                "share_of_stream": speedup(times, name, stream),
+                "seconds": seconds,
+            }
+            for name, seconds in times.items()
+        },
+        "not_run": {name: parts for name, parts in contenders.items() if isinstance(parts, str)},
+    }
+    print(f"{numel} parameters, {args.threads} threads, {kernel.instruction_set}, 100% is {stream}")
+    for name in times:
+        print(f"  {name:46} {rates[name] / 1e6:8.0f} Mparam/s {speedup(times, name, stream):6.2f} of stream")
+    for name, reason in results["not_run"].items():
+        print(f"  {name:46} not run: {reason}")
+
+    def faster(other: str) -> tuple[float | None, str]:
+        if isinstance(contenders[other], str):
+            return None, str(contenders[other])
+        return speedup(times, "offload/whole", f"{other}/whole"), ""
+
+    report(
+        args,
+        described,
+        results,
+        checksum,
+        [
+            Target.at_least("whole job, share of stream", speedup(times, "offload/whole", stream), 0.95),
+            Target.at_least("whole job, times torch fused", faster("torch_fused")[0], 1.5),
+            Target.at_least(
+                "whole job, times DeepSpeed CPU Adam", faster("deepspeed")[0], 1.2, faster("deepspeed")[1]
+            ),
+            Target.at_least("whole job, times torch foreach", faster("torch_foreach")[0], 8.0),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
