@@ -64,7 +64,7 @@ def predict(plan: Plan, rates: Rates, steps: int = 3) -> Prediction:
     for number in range(1, steps + 1):
         executor.record_timeline = number == steps
         begun_s, busy_before, bytes_before = executor.now_s, executor.busy_s, executor.lane_bytes
-        visits = tuple(Visit(subgroup) for subgroup in visit_order(everything, machine.cached))
+        visits = tuple(Visit(subgroup) for subgroup in visit_order(everything, machine.slots))
         executor.inject(Begin(Sweep(number, number, visits)))
         pump(machine, executor, lambda machine: machine.finished is not None)
         invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")

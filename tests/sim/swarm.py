@@ -199,7 +199,7 @@ def run_scenario(
             by_subgroup = {v.subgroup: v for v in visits}
             order = [v.subgroup for v in visits]
             if scenario.cached_first:
-                order = list(visit_order(order, machine.cached))
+                order = list(visit_order(order, machine.slots))
             updated.clear()
             executor_sweep = Sweep(number, 10 * number, tuple(by_subgroup[s] for s in order))
             inner.inject(Begin(executor_sweep))

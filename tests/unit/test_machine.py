@@ -183,7 +183,7 @@ def test_failed_write_goes_to_another_path():
 def test_all_state_moves_to_the_path_that_is_left():
     machine = make(6, 2, limits=(1 << 30, 1 << 30))
     for number in range(1, 8):
-        operations = give(machine, sweep(number, *visit_order(range(6), machine.cached)))
+        operations = give(machine, sweep(number, *visit_order(range(6), machine.slots)))
         while operations:
             operation = operations.pop(0)
             if isinstance(operation, WriteTile) and operation.record.location.path == 0 and number > 1:
@@ -316,7 +316,7 @@ def test_steady_traffic_is_the_streamed_state_less_the_staging_memory(subgroups,
     streamed, staging = subgroups, machine.plan.staging_slots
     assert staging == min(slots, subgroups)
     for number in range(1, 5):
-        wanted = visit_order(range(subgroups + resident), machine.cached)
+        wanted = visit_order(range(subgroups + resident), machine.slots)
         operations, counts = give(machine, sweep(number, *wanted)), {ReadTile: 0, WriteTile: 0, Run: 0}
         while operations:
             operation = operations.pop(order.randrange(len(operations)))
