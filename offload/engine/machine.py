@@ -178,7 +178,10 @@ class Machine:
         self.index = index
         self.broken: Exception | None = None
         self.finished: Sweep | None = None
-        """The last sweep that ended, well or (with `broken` set) not; taken by `take_finished`."""
+        """The last sweep that ended, well or (with `failed` set) not; taken by `take_finished`."""
+        self.failed = False
+        """Whether the last sweep ended before all its visits had. A flush may fail after that: then only `broken`
+        is set, and the sweep counts."""
         self.moved: list[int] = []
         """Subgroups whose changing visit has finished in the current (or last) sweep, in that order."""
         self._on_warning = on_warning
@@ -197,6 +200,7 @@ class Machine:
         self._runnable: deque[int] = deque()  # ... streamed and whole in staging memory
         self._fillers: deque[int] = deque()  # ... resident
         self._stopped = False
+        self._unfinished = 0
         self._runs = 0
         self._next_op = 1
         self._out: list[Operation] = []
@@ -316,6 +320,7 @@ class Machine:
         subgroups = [visit.subgroup for visit in sweep.visits]
         invariant(len(set(subgroups)) == len(subgroups), "a sweep visits a subgroup twice")
         self._sweep = sweep
+        self._unfinished = len(subgroups)
         self.moved = []
         self._pending = {visit.subgroup: visit for visit in sweep.visits}
         for subgroup in subgroups:
@@ -359,6 +364,7 @@ class Machine:
     def _ran(self, visit: Visit) -> None:
         subgroup = visit.subgroup
         self._runs -= 1
+        self._unfinished -= 1
         if visit.changes:
             self._fresh[subgroup] = False
             self._versions[subgroup] = self._sweep.step if self._sweep else self._versions.get(subgroup, 0)
@@ -378,9 +384,9 @@ class Machine:
             location = operation.record.location
             self.index.retire(location.path)
             self.index.abandon(location)
-            self._on_warning(f"{error}; tiles go to other paths from now on")
             again = (operation.tile, operation.slot, operation.buffer_offset, location.nbytes)
             if self.broken is None and self._write(*again):
+                self._on_warning(f"{error}; tiles go to other paths from now on")
                 return
         if isinstance(operation, Run):
             self._runs -= 1
@@ -391,6 +397,10 @@ class Machine:
     def _break(self, error: Exception) -> None:
         if self.broken is None:
             self.broken = error
+            for operation in self._out:  # decided in the same breath, and not handed over yet
+                del self._in_flight[operation.op]
+                self._runs -= isinstance(operation, Run)
+            self._out.clear()
 
     # Decisions ------------------------------------------------------------------------------------------------
 
@@ -400,9 +410,10 @@ class Machine:
         if self.broken is None:  # or a flush has just found no room
             self._start_runs()
         if self._sweep is not None:
-            failed = self.broken is not None and (self._stopped or not self._in_flight)
-            if failed or (not self._pending and not self._runs):
+            gave_up = self.broken is not None and (self._stopped or not self._in_flight)
+            if gave_up or not self._unfinished:
                 self.finished, self._sweep = self._sweep, None
+                self.failed = self._unfinished > 0
                 for waiting in (self._pending, self._unfetched, self._runnable, self._fillers):
                     waiting.clear()
 

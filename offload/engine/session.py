@@ -421,7 +421,7 @@ class _Core:
                 pump(machine, executor, lambda m: m.finished is not None or (m.idle and bool(self._inbox)))
                 if machine.take_finished() is not None:
                     invariant(current is not None, "a sweep ended that nobody asked for")
-                    if current is not None and machine.broken is not None:
+                    if current is not None and machine.failed and machine.broken is not None:
                         current.future.set_exception(machine.broken)
                     elif current is not None:
                         current.future.set_result(list(machine.moved))
@@ -575,7 +575,7 @@ class _Core:
                 raise StepAbortedError(self._step_number + 1, error, self.machine.moved) from error
             finally:
                 # Also when an interrupt came: the sweep has ended, well or not, before it gets here.
-                if self.broken is None and self.machine.broken is None:
+                if self.broken is None and not self.machine.failed:
                     tables.steps[active] += 1
                     self._step_number += 1
                     self._step_s = time.monotonic() - started_s
@@ -687,7 +687,8 @@ class _Core:
             if self._thread is not None:
                 self._inbox.append(None)
                 self.executor.wake()
-                self._thread.join()
+                if self._thread is not threading.current_thread():  # the garbage collector may run on it
+                    self._thread.join()
             self._free()
 
     def _free(self) -> None:
