@@ -1,0 +1,181 @@
+"""What a user sees when a path fails under a running session."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.engine import session
+from offload.tiers import Fault, FaultKind, FaultyTier, open_tier
+from offload.tiers.faulty import Operation
+
+PROBE_OPERATIONS = 12
+"""The probe writes and reads four tiles three times before the first step."""
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes the n-th operation (after the probe) of one path fail."""
+
+    def plant(path: Path, operation: Operation, kind: FaultKind, nth: int, code: int = errno.EIO) -> None:
+        def opened(name: str, store: uuid.UUID, queue: Any, **settings: Any) -> Any:
+            tier = open_tier(name, store, queue, **settings)
+            if name == str(path):
+                fault = Fault(operation, kind, PROBE_OPERATIONS + nth, errno=code)
+                return FaultyTier(tier, queue, [fault])
+            return tier
+
+        monkeypatch.setattr(session, "open_tier", opened)
+
+    return plant
+
+
+def train(paths: list[Path], steps: int = 4, staging_slots: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(8)]
+    config = offload.OffloadConfig(
+        host_memory=0, paths=paths, subgroup_numel=1024, staging_memory=staging_slots * 12 * 1024
+    )
+    with offload.AdamW(parameters, lr=1e-2, offload=config) as optimizer:
+        for _ in range(steps):
+            for parameter in parameters:
+                parameter.grad = torch.randn(1024).bfloat16()
+            optimizer.step()
+        states = [optimizer.state_for(parameter)["exp_avg_sq"] for parameter in parameters]
+    return [*(parameter.detach() for parameter in parameters), *states]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / "a", tmp_path / "b"]
+    for path in found:
+        path.mkdir()
+    return found
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("nth", [1, 5, 20])
+def test_a_failed_write_goes_to_another_path(
+    failing: Any, paths: list[Path], code: int, nth: int, caplog: Any
+) -> None:
+    expected = train(paths)
+    failing(paths[0], "write", FaultKind.ERROR, nth, code)
+    found = train(paths)
+    assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
+    assert "other paths" in caplog.text
+    assert errno.errorcode[code] in caplog.text
+
+
+def test_a_failed_write_without_another_path_breaks_the_session(failing: Any, paths: list[Path]) -> None:
+    failing(paths[0], "write", FaultKind.ERROR, 5, errno.ENOSPC)
+    with pytest.raises(offload.StepAbortedError) as caught:
+        train(paths[:1])
+    assert isinstance(caught.value.cause, offload.TierError)
+    assert "subgroups had been updated" in str(caught.value)
+    assert not list(paths[0].iterdir())
+
+
+@pytest.mark.parametrize("kind", [FaultKind.ERROR, FaultKind.CORRUPT, FaultKind.MISDIRECTED])
+def test_a_failed_read_aborts_the_step_and_says_which(failing: Any, paths: list[Path], kind: FaultKind) -> None:
+    failing(paths[0], "read", kind, 3)
+    with pytest.raises(offload.StepAbortedError) as caught:
+        train(paths)
+    wanted = offload.TierError if kind is FaultKind.ERROR else offload.CorruptRecordError
+    assert isinstance(caught.value.cause, wanted)
+    assert "tensor" in str(caught.value.cause)
+    assert str(paths[0]) in str(caught.value.cause)
+    assert caught.value.step >= 2
+
+
+@pytest.mark.parametrize("kind", [FaultKind.CORRUPT, FaultKind.LOST, FaultKind.TORN, FaultKind.MISDIRECTED])
+def test_damage_done_by_a_write_is_never_used(failing: Any, paths: list[Path], kind: FaultKind) -> None:
+    expected = train(paths)
+    failing(paths[0], "write", kind, 4)
+    try:
+        found = train(paths)
+    except offload.StepAbortedError as error:
+        assert isinstance(error.cause, offload.CorruptRecordError)
+    else:
+        assert kind is FaultKind.TORN  # reported at once, so another path took over
+        assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
+
+
+def test_a_broken_session_stays_broken_and_says_so(failing: Any, paths: list[Path]) -> None:
+    failing(paths[0], "read", FaultKind.ERROR, 1)
+    parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
+    config = offload.OffloadConfig(host_memory=0, paths=paths[:1], subgroup_numel=1024, staging_memory=12 * 1024)
+    optimizer = offload.AdamW(parameters, offload=config)
+    with pytest.raises(offload.StepAbortedError):
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(offload.SessionBrokenError, match="EIO"):
+            use()
+    optimizer.close()
+    assert not list(paths[0].iterdir())
+
+
+TRAINING = """
+import os, signal, sys, threading, torch, offload
+parameters = [torch.nn.Parameter(torch.randn(4096).bfloat16()) for _ in range(8)]
+config = offload.OffloadConfig(host_memory=0, paths=[sys.argv[1]], subgroup_numel=4096)
+optimizer = offload.AdamW(parameters, offload=config)
+def step():
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+"""
+
+ENDLESS = """
+while True:
+    step()
+    print(flush=True)
+"""
+
+INTERRUPTED = """
+step()
+try:
+    threading.Timer(0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    while True:
+        step()
+except KeyboardInterrupt:
+    counts = [optimizer.engine.step_count(number) for number in range(8)]
+    states = [optimizer.state_for(parameter)["exp_avg"] for parameter in parameters]
+    same = all(bool((state == states[0][0]).all()) for state in states)
+    optimizer.close()
+    print("whole", len(set(counts)) == 1 and same)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_disturbs_nobody(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("keep me")
+    command = [sys.executable, "-c", TRAINING + ENDLESS, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        for _ in range(3):
+            assert child.stdout.readline()
+        child.send_signal(signal.SIGKILL)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert len(left) == 2  # its store stays: nothing that a session did not create is ever deleted
+    train([tmp_path])
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_whole_state(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRAINING + INTERRUPTED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "whole True", done.stderr
+    assert not list(tmp_path.iterdir())
