@@ -57,12 +57,13 @@ class PathConfig:
     Attributes:
         path: A directory that exists and can be written.
         max_bytes: Most bytes the session may occupy there; None for all that is free.
-        share: Weight of this path when tiles are spread over several; only the ratio to the others matters.
+        share: Weight of this path when tiles are spread over several; only the ratio to the others matters (1 where
+            others have one and this has not). None for all: in proportion to measured bandwidth.
     """
 
     path: str
     max_bytes: int | None = None
-    share: float = 1.0
+    share: float | None = None
 
     @classmethod
     def parse(cls, field: str, value: object) -> PathConfig:
@@ -84,10 +85,14 @@ class PathConfig:
         max_bytes = value.get("max_bytes")
         if max_bytes is not None:
             max_bytes = parse_bytes(f"{field}.max_bytes", max_bytes)
-        share = value.get("share", 1.0)
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
-            raise ConfigError(f"{field}.share", share, "give a number greater than 0")
-        return cls(path=path, max_bytes=max_bytes, share=float(share))
+        share = value.get("share")
+        if share is not None and (
+            isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf
+        ):
+            raise ConfigError(
+                f"{field}.share", share, "give a number greater than 0, or none to follow measured rates"
+            )
+        return cls(path=path, max_bytes=max_bytes, share=None if share is None else float(share))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +106,8 @@ class OffloadConfig:
             otherwise up to half of the memory that is available.
         gpu_memory: Bytes of GPU memory for state at home there. Only 0 is supported in this version.
         paths: Directories for the state that does not fit; each a string or
-            `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to `share`.
+            `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the
+            paths are seen to have, step by step, unless a `share` is given.
         staging_memory: Bytes of host memory through which streamed state passes. None: four subgroups.
         subgroup_numel: Most elements of a subgroup. None: chosen from the model's size.
         threads: CPU threads of the update. None: as many as this process may use.

@@ -4,7 +4,8 @@ Invariants:
   * a slot is free, claimed (a write is on its way) or live (an index entry names it), never two of them;
   * a tile has at most one live slot; a write never goes to a live slot;
   * there are never more slots of a size than the plan reckons with, so its bytes on storage are an upper bound;
-    free slots on a path that is no longer written to do not count, so that other paths can take their place.
+    free slots on a path that is no longer written to do not count, so that other paths can take their place;
+    after `reshare` a path may get more, where there is room beyond the plan.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import dataclass, field
 
 from offload.errors import InternalError, invariant
 from offload.protocols import SECTOR_BYTES, TileId
+
+DRIFT_TOLERANCE = 1.05
+"""How far paths may stray from their shares before a store grows for it instead of reusing a slot elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class TileIndex:
         self._allowed = dict(slot_counts)
         self._unmade = dict(slot_counts)
         self._stores = [_Store(limit, share) for limit, share in stores]
+        self._drifting = False
         self._records: dict[TileId, Record] = {}
         self._claimed: set[Location] = set()
 
@@ -70,12 +75,20 @@ class TileIndex:
             The slot, or None if no usable path has room.
         """
         whole = nbytes + SECTOR_BYTES
+        unmade = self._unmade.get(nbytes, 0)
         best: tuple[float, int] | None = None
         for number, store in enumerate(self._stores):
-            growing = self._unmade.get(nbytes, 0) > 0 and store.end + whole <= store.limit_bytes
-            if not store.usable or not (store.free.get(nbytes) or growing):
+            if not store.usable:
                 continue
-            rank = ((store.live_bytes + whole) / store.share, number)
+            score = (store.live_bytes + whole) / store.share
+            if not store.free.get(nbytes):
+                if store.end + whole > store.limit_bytes:
+                    continue
+                if unmade <= 0:
+                    if not self._may_grow(whole):
+                        continue
+                    score *= DRIFT_TOLERANCE
+            rank = (score, number)
             if best is None or rank < best:
                 best = rank
         if best is None:
@@ -88,7 +101,8 @@ class TileIndex:
         else:
             offset = store.end
             store.end += whole
-            self._unmade[nbytes] -= 1
+            if unmade > 0:
+                self._unmade[nbytes] -= 1
         store.live_bytes += whole
         location = Location(number, offset, nbytes)
         self._claimed.add(location)
@@ -109,6 +123,28 @@ class TileIndex:
         invariant(location in self._claimed, "a slot that was not claimed is given back")
         self._claimed.remove(location)
         self._release(location)
+
+    def _may_grow(self, whole: int) -> bool:
+        """Return whether a slot beyond the plan leaves room for all slots that the plan still reckons with."""
+        if not self._drifting:
+            return False
+        usable = [store for store in self._stores if store.usable]
+        room = sum(store.limit_bytes - store.end for store in usable)
+        planned = [(nbytes + SECTOR_BYTES, count) for nbytes, count in self._unmade.items() if count > 0]
+        reserved = sum(size * count for size, count in planned)
+        # What is left at the end of each path may be too short for a slot.
+        slack = max((size for size, _ in planned), default=0) * (len(usable) - 1)
+        return room - whole >= reserved + slack
+
+    def reshare(self, shares: Sequence[float]) -> None:
+        """Spread tiles in other proportions from now on.
+
+        What lies in its slot stays there until it is written again. A path that is to hold more may get more slots
+        than planned, where there is room beyond the plan.
+        """
+        self._drifting = True
+        for store, share in zip(self._stores, shares, strict=True):
+            store.share = share
 
     def allow(self, slot_counts: Mapping[int, int]) -> None:
         """Reckon with more slots, as a plan for more subgroups does."""

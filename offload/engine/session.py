@@ -131,7 +131,7 @@ class Engine:
 
         Keys: `step`, `step_s`, `state_bytes`, `resident_bytes`, `streamed_bytes`, `resident_share`; for each lane
         (`cpu`, `read:<path>`, `write:<path>`) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path
-        `path/<number>/read_bytes` and `path/<number>/write_bytes`.
+        `path/<number>/read_bytes`, `path/<number>/write_bytes` and `path/<number>/live_bytes` (what lies there now).
         """
         return self._core.metrics()
 
@@ -251,6 +251,7 @@ class _Request:
     subgroups: Sequence[int]
     visitor: Callable[[Run], npt.NDArray[Any] | None]
     changes: bool
+    is_step: bool
     future: Future[list[int]]
 
 
@@ -301,12 +302,13 @@ class _Core:
                 self._tiers.append(opened)
             self._kernel = CpuUpdateKernel(queue, self._threads)
             self.executor = LiveExecutor(self._tiers, self._kernel, queue, tier_error, verify=config.checksum)
-            limits = [(tier.free_bytes(), path.share) for tier, path in zip(self._tiers, paths, strict=True)]
-            index = TileIndex(limits, self.plan.slot_counts)
-            self.machine = Machine(self.plan, index, log.warning)
             self._adopt(self.plan, Layout((), ()))
             address = self._staging.address if self._staging else 0
             self.rates = quick_probe(self._kernel, self._tiers, queue, address, self.plan)
+            shares = self.plan.budgets.shares(self.rates)
+            limits = [(tier.free_bytes(), share) for tier, share in zip(self._tiers, shares, strict=True)]
+            index = TileIndex(limits, self.plan.slot_counts)
+            self.machine = Machine(self.plan, index, log.warning)
         except BaseException:
             self._free()
             raise
@@ -330,10 +332,16 @@ class _Core:
         for path in config.path_configs:
             free = directory_free_bytes(path.path)
             offered = free if path.max_bytes is None else min(free, path.max_bytes)
-            paths.append(PathBudget(path.path, offered, path.share))
+            paths.append(PathBudget(path.path, offered, path.share or 1.0))
         invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")
         gradients = sum(self._slot_bytes(parameter) for parameter in layout.parameters)
-        return Budgets(int(host), None if staging is None else int(staging), tuple(paths), gradients)
+        return Budgets(
+            host_bytes=int(host),
+            staging_bytes=None if staging is None else int(staging),
+            paths=tuple(paths),
+            gradient_bytes=gradients,
+            follow_rates=all(path.share is None for path in config.path_configs),
+        )
 
     def _slot_dtype(self, parameter: Parameter) -> DtypeCode:
         return DtypeCode.FLOAT32 if self.config.gradient_dtype == "float32" else parameter.dtype
@@ -436,6 +444,8 @@ class _Core:
                     request.future.set_result([])
                     continue
                 current = request
+                if request.is_step:
+                    self._learn()
                 executor.visit_with(request.visitor)
                 self._sweeps += 1
                 self._version += request.changes
@@ -463,9 +473,14 @@ class _Core:
             raise
 
     def _sweep(
-        self, subgroups: Sequence[int], visitor: Callable[[Run], npt.NDArray[Any] | None], *, changes: bool
+        self,
+        subgroups: Sequence[int],
+        visitor: Callable[[Run], npt.NDArray[Any] | None],
+        *,
+        changes: bool,
+        is_step: bool = False,
     ) -> list[int]:
-        return self._post(_Request(subgroups, visitor, changes, Future()))
+        return self._post(_Request(subgroups, visitor, changes, is_step, Future()))
 
     def check_usable(self) -> None:
         """Raise `SessionBrokenError` unless this process can use the session."""
@@ -564,10 +579,8 @@ class _Core:
                 tables.changed(run.visit.subgroup)
                 return table
 
-            self._refine_rates()
-            self.executor.timeline = []
             try:
-                self._sweep(subgroups, update, changes=True)
+                self._sweep(subgroups, update, changes=True, is_step=True)
             except (SessionBrokenError, KeyboardInterrupt):
                 raise
             except Exception as error:
@@ -651,8 +664,12 @@ class _Core:
 
     # Figures
 
-    def _refine_rates(self) -> None:
+    def _learn(self) -> None:
+        """Take the rates from what the last step did, and let the spread of tiles follow them."""
         self.rates = refine(self.rates, lane_totals(self.executor.timeline))
+        self.executor.timeline = []
+        if self.plan.budgets.follow_rates:
+            self.machine.index.reshare(self.plan.budgets.shares(self.rates))
 
     def metrics(self) -> dict[str, float]:
         """See `Engine.metrics`."""
@@ -674,6 +691,8 @@ class _Core:
             if lane != "cpu":
                 verb, path = lane.split(":")
                 found[f"path/{path}/{verb}_bytes"] = nbytes
+        for number, live_bytes in enumerate(self.machine.index.live_bytes()):
+            found[f"path/{number}/live_bytes"] = live_bytes
         return found
 
     # The end

@@ -9,6 +9,7 @@ from functools import cached_property
 from offload.config import format_bytes
 from offload.errors import InfeasiblePlanError
 from offload.layout import Layout
+from offload.plan.rates import Rates
 from offload.protocols import SECTOR_BYTES
 
 DEFAULT_STAGING_SLOTS = 4
@@ -45,12 +46,25 @@ class Budgets:
         staging_bytes: Bytes for staging slots; None for `DEFAULT_STAGING_SLOTS` slots.
         paths: What each path offers.
         gradient_bytes: Bytes of the gradient slots, named in the plan.
+        follow_rates: Whether tiles are spread in proportion to the paths' measured rates instead of their shares.
     """
 
     host_bytes: int
     staging_bytes: int | None = None
     paths: tuple[PathBudget, ...] = ()
     gradient_bytes: int = 0
+    follow_rates: bool = False
+
+    def shares(self, rates: Rates | None = None) -> tuple[float, ...]:
+        """Return the part of all tiles that each path should hold; the sum is 1.
+
+        A step reads what a path holds and writes as much, both ways at once, so all paths end together if each
+        holds in proportion to its slower direction.
+        """
+        weights = [path.share for path in self.paths]
+        if self.follow_rates and rates is not None:
+            weights = [min(path.read_bytes_per_s, path.write_bytes_per_s) for path in rates.paths]
+        return tuple(weight / sum(weights) for weight in weights)
 
 
 @dataclass(frozen=True)
@@ -145,13 +159,13 @@ class Plan:
         lines.append(f"               {format_bytes(self.overhead_bytes):>10}  tables, threads and other overhead")
         lines.append(f"               {format_bytes(self.host_bytes):>10}  in all")
         if self.staging_slots:
-            total = sum(path.share for path in self.budgets.paths)
             lines.append(
                 f"  storage      {format_bytes(self.streamed_bytes):>10}  state of {len(subgroups) - count} "
                 f"subgroups, {format_bytes(self.storage_bytes)} with headers and versions in flight"
             )
-            for path in self.budgets.paths:
-                lines.append(f"               {path.share / total:>10.0%}  on {path.name}")
+            for path, share in zip(self.budgets.paths, self.budgets.shares(), strict=True):
+                part = "by rate" if self.budgets.follow_rates else f"{share:.0%}"
+                lines.append(f"               {part:>10}  on {path.name}")
         return "\n".join(lines)
 
 

@@ -34,10 +34,8 @@ def closed_form_step_s(plan: Plan, rates: Rates) -> float:
         return cpu_s
     subgroup_bytes = plan.streamed_bytes / streamed
     tiles = sum(len(s.tiles) for s in plan.layout.subgroups if not plan.resident[s.index]) / streamed
-    shares = sum(path.share for path in plan.budgets.paths)
     read_s = write_s = 0.0
-    for path, rate in zip(plan.budgets.paths, rates.paths, strict=True):
-        part = path.share / shares
+    for part, rate in zip(plan.budgets.shares(rates), rates.paths, strict=True):
         latency_s = tiles * part * rate.latency_s
         read_s = max(read_s, latency_s + subgroup_bytes * part / rate.read_bytes_per_s)
         write_s = max(write_s, latency_s + subgroup_bytes * part / rate.write_bytes_per_s)

@@ -58,7 +58,11 @@ def predict(plan: Plan, rates: Rates, steps: int = 3) -> Prediction:
     """
     if steps < 1:
         raise ConfigError("steps", steps, "simulate at least 1")
-    index = TileIndex([(path.available_bytes, path.share) for path in plan.budgets.paths], plan.slot_counts)
+    shares = plan.budgets.shares(rates)
+    index = TileIndex(
+        [(path.available_bytes, share) for path, share in zip(plan.budgets.paths, shares, strict=True)],
+        plan.slot_counts,
+    )
     machine = Machine(plan, index)
     executor = SimExecutor(plan, rates)
     everything = range(len(plan.layout.subgroups))

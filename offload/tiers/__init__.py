@@ -13,6 +13,7 @@ from offload.tiers.faulty import Fault, FaultKind, FaultyTier
 from offload.tiers.file import FileTier
 from offload.tiers.memory import MemoryTier
 from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
+from offload.tiers.throttled import ThrottledTier
 
 __all__ = [
     "NETWORK_FILE_SYSTEMS",
@@ -22,6 +23,7 @@ __all__ = [
     "FaultyTier",
     "FileTier",
     "MemoryTier",
+    "ThrottledTier",
     "check_directories",
     "directory_free_bytes",
     "file_system",

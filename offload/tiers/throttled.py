@@ -1,0 +1,118 @@
+"""A tier of a given bandwidth and latency: how a slower device is emulated on the one there is.
+
+Label what is measured through it as emulated.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+
+from offload._native import CompletionQueue
+from offload.errors import ConfigError
+from offload.protocols import Completion, Queue, Tier, TileRequest
+
+
+class ThrottledTier:
+    """A decorator that holds completions back until a serial lane of the given speed would have been through.
+
+    Each direction is a lane of its own. A transfer that the inner tier takes longer for takes longer.
+
+    Args:
+        inner: The tier that does the work, opened on `inner_queue`; closed with this one.
+        inner_queue: What `inner` reports to; nobody else waits on it.
+        queue: Where completions go when they are due.
+        read_bytes_per_s: Bandwidth of reads.
+        write_bytes_per_s: Bandwidth of writes.
+        latency_s: Added to every transfer; transfers wait for it side by side.
+
+    Raises:
+        ConfigError: If a bandwidth is not greater than 0 or the latency less than 0.
+    """
+
+    def __init__(
+        self,
+        inner: Tier,
+        inner_queue: CompletionQueue,
+        queue: Queue,
+        *,
+        read_bytes_per_s: float,
+        write_bytes_per_s: float,
+        latency_s: float = 0.0,
+    ) -> None:
+        if latency_s < 0:
+            raise ConfigError("latency_s", latency_s, "give seconds >= 0")
+        self.inner = inner
+        self.name = inner.name
+        self.path = inner.path
+        self._inner_queue = inner_queue
+        self._queue = queue
+        self._latency_s = latency_s
+        self._lock = threading.Lock()
+        self._submitted: dict[int, tuple[str, int, float]] = {}
+        self._free_s = {"read": 0.0, "write": 0.0}
+        self._closing = False
+        self.set_rates(read_bytes_per_s, write_bytes_per_s)
+        self._thread = threading.Thread(target=self._serve, name="offload-throttle", daemon=True)
+        self._thread.start()
+
+    def set_rates(self, read_bytes_per_s: float, write_bytes_per_s: float) -> None:
+        """Change both bandwidths from now on; any thread."""
+        for field, value in (("read_bytes_per_s", read_bytes_per_s), ("write_bytes_per_s", write_bytes_per_s)):
+            if not value > 0:
+                raise ConfigError(field, value, "give a number greater than 0")
+        self._rates = {"read": read_bytes_per_s, "write": write_bytes_per_s}
+
+    def read(self, request: TileRequest) -> None:
+        """See `Tier.read`."""
+        self._note("read", request)
+        self.inner.read(request)
+
+    def write(self, request: TileRequest) -> None:
+        """See `Tier.write`."""
+        self._note("write", request)
+        self.inner.write(request)
+
+    def sync(self, op: int) -> None:
+        """See `Tier.sync`; not held back."""
+        self.inner.sync(op)
+
+    def free_bytes(self) -> int:
+        """See `Tier.free_bytes`."""
+        return self.inner.free_bytes()
+
+    def close(self) -> None:
+        """See `Tier.close`."""
+        self.inner.close()
+        if not self._closing:
+            self._closing = True
+            self._inner_queue.post(0)
+            self._thread.join()
+
+    def _note(self, lane: str, request: TileRequest) -> None:
+        with self._lock:
+            self._submitted[request.op] = lane, request.nbytes, time.monotonic()
+
+    def _serve(self) -> None:
+        held: list[tuple[float, int, Completion]] = []
+        while held or not self._closing:
+            timeout_s = max(held[0][0] - time.monotonic(), 0.0) if held else -1.0
+            for record in self._inner_queue.wait(timeout_s):
+                completion = Completion(*record)
+                if completion.op:
+                    heapq.heappush(held, self._due(completion))
+            now_s = time.monotonic()
+            while held and held[0][0] <= now_s:
+                self._queue.post(*heapq.heappop(held)[2])
+
+    def _due(self, completion: Completion) -> tuple[float, int, Completion]:
+        with self._lock:
+            lane, nbytes, submitted_s = self._submitted.pop(completion.op, ("", 0, 0.0))
+        if not lane:  # a sync
+            return completion.finished_s, completion.op, completion
+        started_s = max(submitted_s, self._free_s[lane])
+        self._free_s[lane] = started_s + nbytes / self._rates[lane]
+        finished_s = max(completion.finished_s, self._free_s[lane] + self._latency_s)
+        late = completion._replace(started_s=started_s, finished_s=finished_s)
+        return finished_s, completion.op, late
