@@ -10,14 +10,15 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload.errors import InternalError, invariant
 from offload.protocols import SECTOR_BYTES, TileId
 
-DRIFT_TOLERANCE = 1.05
-"""How far paths may stray from their shares before a store grows for it instead of reusing a slot elsewhere."""
+GROWTH_CREDIT_TILES = 2
+"""How many tiles a path has to be behind before its store grows beyond the plan instead of another's being reused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class _Store:
     share: float
     end: int = 0
     live_bytes: int = 0
+    credit_bytes: float = 0.0
     usable: bool = True
     free: dict[int, list[int]] = field(default_factory=dict)
 
@@ -69,32 +71,37 @@ class TileIndex:
         return self._records.get(tile)
 
     def claim(self, nbytes: int) -> Location | None:
-        """Reserve a free slot for a payload of `nbytes`, on the path that is furthest behind its share.
+        """Reserve a free slot for a payload of `nbytes`, on the path whose turn it is.
+
+        Turns are in proportion to shares and interleaved as evenly as can be, so that every subgroup is striped over
+        all paths and its tiles arrive together (smooth weighted round robin).
 
         Returns:
             The slot, or None if no usable path has room.
         """
         whole = nbytes + SECTOR_BYTES
         unmade = self._unmade.get(nbytes, 0)
-        best: tuple[float, int] | None = None
+        able: list[tuple[int, float]] = []
         for number, store in enumerate(self._stores):
-            if not store.usable:
-                continue
-            score = (store.live_bytes + whole) / store.share
-            if not store.free.get(nbytes):
-                if store.end + whole > store.limit_bytes:
-                    continue
-                if unmade <= 0:
-                    if not self._may_grow(whole):
-                        continue
-                    score *= DRIFT_TOLERANCE
-            rank = (score, number)
-            if best is None or rank < best:
-                best = rank
-        if best is None:
+            if store.usable and store.free.get(nbytes):
+                able.append((number, 0.0))
+            elif store.usable and store.end + whole <= store.limit_bytes:
+                if unmade > 0:
+                    able.append((number, 0.0))
+                elif self._may_grow(whole):
+                    able.append((number, GROWTH_CREDIT_TILES * whole))
+        if not able:
             return None
-        number = best[1]
+        total = sum(self._stores[number].share for number, _ in able)
+        best = -math.inf
+        number = able[0][0]
+        for candidate, handicap in able:
+            store = self._stores[candidate]
+            store.credit_bytes += whole * store.share / total
+            if store.credit_bytes - handicap > best:
+                best, number = store.credit_bytes - handicap, candidate
         store = self._stores[number]
+        store.credit_bytes -= whole
         free = store.free.get(nbytes)
         if free:
             offset = free.pop()

@@ -49,7 +49,7 @@ from offload.layout import (
     Segment,
     extend_layout,
 )
-from offload.measure import lane_totals, quick_probe, refine
+from offload.measure import HISTORY, lane_totals, observe, quick_probe, typical
 from offload.plan import Budgets, PathBudget, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import DEFAULT_STAGING_SLOTS
 from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Tier
@@ -305,6 +305,7 @@ class _Core:
             self._adopt(self.plan, Layout((), ()))
             address = self._staging.address if self._staging else 0
             self.rates = quick_probe(self._kernel, self._tiers, queue, address, self.plan)
+            self._seen: list[Rates] = [self.rates]
             shares = self.plan.budgets.shares(self.rates)
             limits = [(tier.free_bytes(), share) for tier, share in zip(self._tiers, shares, strict=True)]
             index = TileIndex(limits, self.plan.slot_counts)
@@ -666,7 +667,8 @@ class _Core:
 
     def _learn(self) -> None:
         """Take the rates from what the last step did, and let the spread of tiles follow them."""
-        self.rates = refine(self.rates, lane_totals(self.executor.timeline))
+        self._seen = [*self._seen[1 - HISTORY :], observe(self.rates, lane_totals(self.executor.timeline))]
+        self.rates = typical(self._seen)
         self.executor.timeline = []
         if self.plan.budgets.follow_rates:
             self.machine.index.reshare(self.plan.budgets.shares(self.rates))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from offload.engine.executor import Interval
 from offload.plan import PathRates, Rates
@@ -11,8 +12,8 @@ from offload.plan import PathRates, Rates
 LEAST_BYTES = 1 << 20
 """A lane that moved less than this in a step says nothing about its bandwidth."""
 
-WEIGHT = 0.5
-"""Weight of the newest step in a rate; the rest is what was known before."""
+HISTORY = 3
+"""Steps whose median a rate is: one outlier changes nothing, a lasting change is noticed in the second step."""
 
 
 def lane_totals(timeline: Sequence[Interval]) -> dict[str, tuple[int, float]]:
@@ -28,21 +29,30 @@ def lane_totals(timeline: Sequence[Interval]) -> dict[str, tuple[int, float]]:
     return found
 
 
-def refine(rates: Rates, totals: Mapping[str, tuple[int, float]]) -> Rates:
-    """Return `rates` moved towards what the lanes did in one step (`lane_totals`)."""
+def observe(known: Rates, totals: Mapping[str, tuple[int, float]]) -> Rates:
+    """Return what the lanes did in one step (`lane_totals`); where that says nothing, what was known."""
 
-    def moved(lane: str, known: float) -> float:
+    def seen(lane: str, rate: float) -> float:
         nbytes, busy_s = totals.get(lane, (0, 0.0))
-        if nbytes < LEAST_BYTES or busy_s <= 0:
-            return known
-        return (1 - WEIGHT) * known + WEIGHT * nbytes / busy_s
+        return rate if nbytes < LEAST_BYTES or busy_s <= 0 else nbytes / busy_s
 
     paths = tuple(
         PathRates(
-            read_bytes_per_s=moved(f"read:{number}", path.read_bytes_per_s),
-            write_bytes_per_s=moved(f"write:{number}", path.write_bytes_per_s),
+            read_bytes_per_s=seen(f"read:{number}", path.read_bytes_per_s),
+            write_bytes_per_s=seen(f"write:{number}", path.write_bytes_per_s),
             latency_s=path.latency_s,
         )
-        for number, path in enumerate(rates.paths)
+        for number, path in enumerate(known.paths)
     )
-    return dataclasses.replace(rates, cpu_bytes_per_s=moved("cpu", rates.cpu_bytes_per_s), paths=paths)
+    return dataclasses.replace(known, cpu_bytes_per_s=seen("cpu", known.cpu_bytes_per_s), paths=paths)
+
+
+def typical(history: Sequence[Rates]) -> Rates:
+    """Return the median of each rate over the last `HISTORY` observations, of which there is at least one."""
+    recent = history[-HISTORY:]
+    paths = []
+    for number, path in enumerate(recent[-1].paths):
+        read = median(rates.paths[number].read_bytes_per_s for rates in recent)
+        write = median(rates.paths[number].write_bytes_per_s for rates in recent)
+        paths.append(PathRates(read, write, path.latency_s))
+    return Rates(median(rates.cpu_bytes_per_s for rates in recent), tuple(paths))

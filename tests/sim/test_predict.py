@@ -91,7 +91,7 @@ def test_largest_model_in_full_detail():
     rates = Rates(20e9, (PathRates(6e9, 5e9, 1e-4), PathRates(3e9, 2e9, 1e-4)))
     prediction = predict(plan, rates, steps=2)
     assert prediction.bound_by == "write:1"
-    assert closed_form_step_s(plan, rates) == pytest.approx(prediction.step_s, rel=0.01)
+    assert closed_form_step_s(plan, rates) == pytest.approx(prediction.step_s, rel=0.02)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from tier_harness import KINDS, Build, Harness
 
 from offload._native import CompletionQueue
 from offload.protocols import Tier
-from offload.tiers import FaultyTier, FileTier, MemoryTier
+from offload.tiers import FaultyTier, FileTier, MemoryTier, ThrottledTier
 
 
 @pytest.fixture
@@ -42,6 +42,10 @@ def build(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
                 tier = MemoryTier(store, queue, **options)  # type: ignore[arg-type]
                 if kind == "faulty":
                     tier = FaultyTier(tier, queue)
+            elif kind == "throttled":
+                inner_queue = CompletionQueue()
+                inner = MemoryTier(store, inner_queue, **options)  # type: ignore[arg-type]
+                tier = ThrottledTier(inner, inner_queue, queue, read_bytes_per_s=1e10, write_bytes_per_s=1e10)
             else:
                 folder = request.getfixturevalue("tmpfs") if kind == "file-tmpfs" else tmp_path
                 options.setdefault("direct", kind == "file-direct")

@@ -14,7 +14,7 @@ from offload.tiers import SLOT_HEADER_BYTES, FaultyTier, FileTier, MemoryTier
 
 ARENA_BYTES = 8 << 20
 TILE = TileId(1, 2, 3)
-KINDS = ["memory", "faulty", "file-direct", "file-buffered", "file-tmpfs"]
+KINDS = ["throttled", "memory", "faulty", "file-direct", "file-buffered", "file-tmpfs"]
 
 
 class Harness:
