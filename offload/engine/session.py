@@ -41,6 +41,7 @@ from offload.engine.tables import GroupScalars, Tables
 from offload.errors import ConfigError, InfeasiblePlanError, SessionBrokenError, StepAbortedError, invariant
 from offload.kernels import CpuUpdateKernel, sum_in_order
 from offload.layout import (
+    MAX_TILE_BYTES,
     SECTOR_NUMEL,
     SEGMENT_ALIGN_NUMEL,
     STATE_ITEM_BYTES,
@@ -68,6 +69,11 @@ STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
 AUTO_SUBGROUPS = 16
 AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
 """Without `subgroup_numel`: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
+
+
+TILES_PER_PATH = 4
+LEAST_TILE_BYTES = 1 << 20
+"""A subgroup is cut so that every path gets several of its tiles, but none that a disk would be slow on."""
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -291,7 +297,10 @@ class _Core:
         check_directories([path.path for path in paths])
         numel = sum(parameter.numel for parameter in parameters)
         self._subgroup_numel = _choose_subgroup_numel(config, numel)
-        layout = extend_layout(Layout((), ()), parameters, self._subgroup_numel)
+        state_bytes = len(STATE_NAMES) * STATE_ITEM_BYTES * self._subgroup_numel
+        striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
+        self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
+        layout = extend_layout(Layout((), ()), parameters, self._subgroup_numel, self._tile_bytes)
         self.plan = make_plan(layout, self._first_budgets(layout))
         log.info("%s", self.plan)
         queue = CompletionQueue()
@@ -395,7 +404,7 @@ class _Core:
     def add(self, parameters: tuple[Parameter, ...]) -> None:
         """See `Engine.add`."""
         before = self.plan
-        layout = extend_layout(before.layout, parameters, self._subgroup_numel)
+        layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
         gradients = sum(self._slot_bytes(parameter) for parameter in layout.parameters)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
         if self.config.host_memory is None and not self.config.paths:
@@ -407,7 +416,7 @@ class _Core:
             most = before.slot_bytes // (len(STATE_NAMES) * STATE_ITEM_BYTES)
             if most >= self._subgroup_numel or not before.staging_slots:
                 raise
-            layout = extend_layout(before.layout, parameters, most)
+            layout = extend_layout(before.layout, parameters, most, self._tile_bytes)
             plan = make_plan(layout, budgets, kept=before)
 
         def extend() -> None:

@@ -1,0 +1,449 @@
+"""Storage paths: one against fio, several against their sum, and what of the traffic a step is seen to pay.
+
+Sections, each of which can be run alone (`--sections single,sum`):
+
+  single        one path, reads and writes mixed, against fio at the same block size and depth; by I/O backend
+  sweep         the same by tile size
+  sum           paths throttled to given rates (emulated, by a decorator) against one and against the sum
+  slow          a path that slows down to a third in mid-run, against the best fixed split for the new rates
+  traffic       bytes that a step moves, against the least possible
+  overlap       exposed step time against the staging memory, with a pause as long as the I/O before each step
+  interference  forward and backward passes alone, and while a path moves tiles at full speed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import Target, arguments, environment, interleaved, progress, report
+
+import offload
+from offload._native import CompletionQueue
+from offload.engine import session
+from offload.engine.memory import Arena
+from offload.protocols import Tier, TileId, TileRequest
+from offload.tiers import ThrottledTier, open_tier
+
+MB = 1_000_000
+MIB = 1 << 20
+SLOT_HEADER = 4096
+
+
+# One path, tile by tile
+
+
+class Mixer:
+    """Keeps reads and writes of whole tiles in flight on one tier."""
+
+    def __init__(self, tier: Tier, queue: CompletionQueue, tile_bytes: int, depth: int, slots: int) -> None:
+        self.tier, self.queue, self.tile_bytes, self.depth, self.slots = tier, queue, tile_bytes, depth, slots
+        self.arena = Arena(2 * depth * tile_bytes, prefault=True)
+        self.arena.tensor(0, 2 * depth * tile_bytes, torch.uint8).random_(generator=torch.Generator().manual_seed(1))
+        self.ops = itertools.count(1)
+        self.steps = [0] * (2 * slots)
+        for slot in range(slots):
+            self._submit(True, slot, 0)
+            self._wait()
+
+    def _submit(self, write: bool, slot: int, buffer: int) -> int:
+        if write:
+            self.steps[slot] += 1
+        request = TileRequest(
+            op=next(self.ops),
+            tile=TileId(0, 0, slot),
+            step=self.steps[slot],
+            offset=slot * (self.tile_bytes + SLOT_HEADER),
+            address=self.arena.address + buffer * self.tile_bytes,
+            nbytes=self.tile_bytes,
+            numel=self.tile_bytes // 4,
+        )
+        (self.tier.write if write else self.tier.read)(request)
+        return request.op
+
+    def _wait(self) -> list[int]:
+        done = self.queue.wait()
+        for record in done:
+            if record[1]:
+                raise SystemExit(f"a transfer failed with error {record[1]}")
+        return [record[0] for record in done]
+
+    def run(self, tiles: int, reads: bool = True, writes: bool = True) -> None:
+        """Move `tiles` tiles each way, `depth` at a time each way."""
+        flying: dict[int, tuple[bool, int]] = {}
+        left = {False: tiles if reads else 0, True: tiles if writes else 0}
+        slots = {False: itertools.cycle(range(self.slots)), True: itertools.cycle(range(self.slots, 2 * self.slots))}
+
+        def more(write: bool, buffer: int) -> None:
+            if left[write]:
+                left[write] -= 1
+                flying[self._submit(write, next(slots[write]), buffer)] = write, buffer
+
+        for buffer in range(self.depth):
+            more(False, buffer)
+            more(True, self.depth + buffer)
+        while flying:
+            for op in self._wait():
+                more(*flying.pop(op))
+
+
+def fio(folder: Path, block_bytes: int, depth: int, total_bytes: int, engine: str) -> float | None:
+    """Return fio's mixed read and write bytes per second, or None without fio."""
+    if shutil.which("fio") is None:
+        return None
+    jobs = depth if engine == "psync" else 1
+    command = ["fio", "--name=mixed", "--rw=rw", "--rwmixread=50", "--direct=1", "--output-format=json"]
+    command += [f"--ioengine={engine}", f"--bs={block_bytes}", f"--iodepth={1 if engine == 'psync' else depth}"]
+    command += [f"--numjobs={jobs}", f"--size={total_bytes // jobs}", f"--directory={folder}", "--group_reporting"]
+    # Huge pages behind fio's buffers too: they decide its throughput as much as ours.
+    command.append("--mem=malloc")
+    environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "PATH": "/usr/bin:/bin:/usr/local/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"])
+
+
+def backends() -> list[str]:
+    found = []
+    for backend in ("threads", "io_uring"):
+        with contextlib.suppress(offload.ConfigError, TypeError):
+            offload.OffloadConfig(io_backend=backend)
+            found.append(backend)
+    return found
+
+
+@contextlib.contextmanager
+def opened(folder: Path, backend: str, *, checksum: bool) -> Iterator[tuple[Tier, CompletionQueue]]:
+    queue = CompletionQueue()
+    settings: dict[str, Any] = {"checksum": checksum}
+    if len(backends()) > 1:
+        settings["io_backend"] = backend
+    tier = open_tier(str(folder), uuid.uuid4(), queue, **settings)
+    try:
+        yield tier, queue
+    finally:
+        tier.close()
+
+
+def single(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    tile, depth, tiles, rounds = (MIB, 2, 4, 2) if smoke else (8 * MIB, 4, 64, 7)
+    moved = 2 * tile * tiles
+    with contextlib.ExitStack() as stack:
+        contenders: dict[str, Callable[[], object]] = {}
+        for backend, checksum in itertools.product(backends(), (True, False)):
+            tier, queue = stack.enter_context(opened(folder, backend, checksum=checksum))
+            mixer = Mixer(tier, queue, tile, depth, max(2 * depth, tiles // 4))
+            contenders[f"{backend}, {'' if checksum else 'no '}checksum"] = lambda m=mixer: m.run(tiles)  # type: ignore[misc]
+        rates: dict[str, list[float]] = {"fio libaio": [], "fio psync": []}
+
+        def measure(engine: str) -> None:
+            rate = fio(folder, 4 * MIB if not smoke else MIB, depth, moved, engine)
+            if rate is not None:
+                rates[f"fio {engine}"].append(rate)
+
+        for engine in ("libaio", "psync"):
+            contenders[f"fio {engine}"] = lambda engine=engine: measure(engine)  # type: ignore[misc]
+        times = interleaved(contenders, rounds)
+    found = {name: moved / statistics.median(t) for name, t in times.items() if not name.startswith("fio")}
+    found |= {name: statistics.median(values) for name, values in rates.items() if values}
+    for name, rate in found.items():
+        print(f"  {name:<28} {rate / 1e9:6.2f} GB/s read and written")
+    best_fio = max((rate for name, rate in found.items() if name.startswith("fio")), default=None)
+    ours = max(rate for name, rate in found.items() if name.endswith("no checksum"))
+    value = None if best_fio is None else ours / best_fio
+    targets.append(Target.at_least("single path, mixed, over fio", value, 0.9, "fio is not installed"))
+    return found
+
+
+def sweep(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    sizes = (1, 2) if smoke else (1, 2, 4, 8, 16, 32)
+    total = (4 if smoke else 256) * MIB
+    with contextlib.ExitStack() as stack:
+        contenders: dict[str, Callable[[], object]] = {}
+        for backend, size in itertools.product(backends(), sizes):
+            tier, queue = stack.enter_context(opened(folder, backend, checksum=True))
+            count = max(1, total // (size * MIB))
+            mixer = Mixer(tier, queue, size * MIB, 4, 8)
+            contenders[f"{backend}, {size} MiB tiles"] = lambda m=mixer, n=count: m.run(n)  # type: ignore[misc]
+        times = interleaved(contenders, 2 if smoke else 5)
+    found = {name: 2 * total / statistics.median(t) for name, t in times.items()}
+    for name, rate in found.items():
+        print(f"  {name:<28} {rate / 1e9:6.2f} GB/s")
+    return found
+
+
+# The engine over throttled paths
+
+
+class Throttles:
+    """Opens every path of a session behind a `ThrottledTier` of the rate that its name says."""
+
+    def __init__(self, folder: Path, rates_mb_per_s: list[float]) -> None:
+        self.tiers: dict[str, ThrottledTier] = {}
+        self.rates = {}
+        for number, rate in enumerate(rates_mb_per_s):
+            path = folder / f"path-{number}-{uuid.uuid4().hex[:8]}"
+            path.mkdir()
+            self.rates[str(path)] = rate * MB
+
+    def open(self, path: str, store: uuid.UUID, queue: CompletionQueue, **settings: Any) -> Tier:
+        inner_queue = CompletionQueue()
+        inner = open_tier(path, store, inner_queue, **settings)
+        rate = self.rates[path]
+        tier = ThrottledTier(inner, inner_queue, queue, read_bytes_per_s=rate, write_bytes_per_s=rate)
+        self.tiers[path] = tier
+        return tier
+
+
+class Run:
+    """An engine over throttled paths with parameters of its own."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rates: list[float],
+        subgroups: int,
+        staging: int,
+        numel: int,
+        shares: list[float] | None = None,
+    ) -> None:
+        self.throttles = Throttles(folder, rates)
+        torch.manual_seed(0)
+        self.parameters = [torch.nn.Parameter(torch.randn(numel).bfloat16()) for _ in range(subgroups)]
+        self.gradients = [torch.randn(numel).bfloat16() for _ in range(subgroups)]
+        paths: list[dict[str, Any]] = [{"path": path} for path in self.throttles.rates]
+        for path, share in zip(paths, shares or [], strict=False):
+            path["share"] = share
+        real, session.open_tier = session.open_tier, self.throttles.open  # type: ignore[assignment]
+        try:
+            config = offload.OffloadConfig(
+                host_memory=0, paths=paths, subgroup_numel=numel, staging_memory=12 * numel * staging
+            )
+            self.optimizer = offload.AdamW(self.parameters, lr=1e-3, offload=config)
+        finally:
+            session.open_tier = real
+        self.state_bytes = 12 * numel * subgroups
+        self.staging_bytes = 12 * numel * staging
+
+    def step(self) -> float:
+        """Take one step; return its seconds."""
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        started_s = time.perf_counter()
+        self.optimizer.step()
+        return time.perf_counter() - started_s
+
+    def steady(self, steps: int) -> float:
+        for _ in range(3):
+            self.step()
+        return statistics.median(self.step() for _ in range(steps))
+
+    def close(self) -> str:
+        digest = hashlib.sha256()
+        for parameter in self.parameters:
+            digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
+        self.optimizer.close()
+        return digest.hexdigest()[:16]
+
+
+def sizes(smoke: bool) -> tuple[int, int, int]:
+    """Return (subgroups, elements of each, timed steps)."""
+    return (6, 1 << 14, 1) if smoke else (40, 1 << 20, 5)
+
+
+def several(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    subgroups, numel, steps = sizes(smoke)
+    base = 400.0
+    found: dict[str, Any] = {}
+    for name, rates in {
+        "1": [base],
+        "1+1": [base] * 2,
+        "1+1+1": [base] * 3,
+        "3+2+1": [base, base / 1.5, base / 3],
+    }.items():
+        run = Run(folder, rates, subgroups, 4, numel)
+        step_s = run.steady(steps)
+        moved = run.optimizer.metrics()["streamed_bytes"] - run.staging_bytes
+        found[name] = {
+            "step_s": step_s,
+            "of_sum": moved / step_s / (sum(rates) * MB),
+            "checksum": run.close(),
+        }
+        print(f"  emulated {name:<8} {step_s:6.3f} s, {found[name]['of_sum']:.1%} of the sum of bandwidths")
+    targets.append(
+        Target.at_least("two equal paths over one (emulated)", found["1"]["step_s"] / found["1+1"]["step_s"], 1.9)
+    )
+    targets.append(Target.at_least("paths of 3:2:1 over their sum (emulated)", found["3+2+1"]["of_sum"], 0.9))
+    if len({each["checksum"] for each in found.values()}) != 1:
+        raise SystemExit("the weights depend on the paths")
+    return found
+
+
+def slow(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    subgroups, numel, steps = sizes(smoke)
+    base = 400.0
+    best = Run(folder, [base / 3, base], subgroups, 4, numel, [1, 3])
+    best_s = best.steady(steps)
+    best.close()
+    run = Run(folder, [base, base], subgroups, 4, numel)
+    before_s = run.steady(steps)
+    path = next(iter(run.throttles.rates))
+    run.throttles.tiers[path].set_rates(base / 3 * MB, base / 3 * MB)
+    after = [run.step() for _ in range(5 + steps)]
+    run.close()
+    found = {"before_s": before_s, "after_s": after, "best_static_s": best_s}
+    print(
+        f"  emulated: {before_s:.3f} s, then {', '.join(f'{s:.3f}' for s in after)}; best fixed split {best_s:.3f} s"
+    )
+    value = statistics.median(after[4:]) / best_s
+    targets.append(
+        Target.at_most("from the fifth step after a path slowed to a third, over the best split", value, 1.1)
+    )
+    return found
+
+
+def traffic(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    subgroups, numel, _ = sizes(smoke)
+    run = Run(folder, [2000.0, 1000.0], subgroups, 4, numel)
+    for _ in range(4):
+        run.step()
+    metrics = run.optimizer.metrics()
+    run.close()
+    least = run.state_bytes - run.staging_bytes
+    found = {"least_bytes": least}
+    for verb in ("read", "write"):
+        found[verb] = sum(int(metrics[f"path/{number}/{verb}_bytes"]) for number in range(2))
+        targets.append(Target.at_most(f"bytes {verb} in a step over the least possible", found[verb] / least, 1.01))
+    print(f"  read {found['read']:,}, written {found['write']:,}, least {least:,}")
+    return found
+
+
+def overlap(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    subgroups, numel, steps = sizes(smoke)
+    base = 400.0
+    found: dict[str, Any] = {}
+    for share in (0.1, 0.5, 0.8):
+        staging = max(1, round(share * subgroups))
+        run = Run(folder, [base], subgroups, staging, numel)
+        io_s = run.state_bytes / (base * MB)
+        times = []
+        for _ in range(3 + steps):
+            time.sleep(io_s)  # forward and backward, as long as the I/O
+            times.append(run.step())
+        run.close()
+        step_s = statistics.median(times[3:])
+        real = staging / subgroups
+        found[str(share)] = {"step_s": step_s, "io_s": io_s, "ratio": step_s / io_s, "bound": 1 - real}
+        print(f"  emulated, A/S = {real:.2f}: step {step_s:.3f} s of {io_s:.3f} s unoverlapped, bound {1 - real:.2f}")
+        value = step_s / io_s / (1 - real)
+        targets.append(Target.at_most(f"exposed step over (1 - A/S) of the I/O, A/S = {share}", value, 1.1))
+    return found
+
+
+def interference(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    width, layers, batch = (128, 2, 8) if smoke else (1024, 8, 256)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).bfloat16()
+    inputs = torch.randn(batch, width).bfloat16()
+
+    def passes() -> float:
+        started_s = time.perf_counter()
+        for _ in range(2 if smoke else 20):
+            model(inputs).float().square().mean().backward()
+        return time.perf_counter() - started_s
+
+    passes()
+    alone, beside = [], []
+    tile = MIB if smoke else 8 * MIB
+    with opened(folder, "threads", checksum=True) as (tier, queue):
+        mixer = Mixer(tier, queue, tile, 2, 8)
+        for _ in range(2 if smoke else 5):
+            alone.append(passes())
+            stop: list[bool] = []
+            import threading
+
+            def traffic_until_stopped(stop: list[bool] = stop) -> None:
+                while not stop:
+                    mixer.run(8)
+
+            thread = threading.Thread(target=traffic_until_stopped)
+            thread.start()
+            beside.append(passes())
+            stop.append(True)
+            thread.join()
+    found = {"alone_s": statistics.median(alone), "beside_traffic_s": statistics.median(beside)}
+    found["slowdown"] = found["beside_traffic_s"] / found["alone_s"]
+    print(f"  forward and backward are {found['slowdown']:.2f} times as long beside a path at full speed")
+    return found
+
+
+SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
+    "single": single,
+    "sweep": sweep,
+    "sum": several,
+    "slow": slow,
+    "traffic": traffic,
+    "overlap": overlap,
+    "interference": interference,
+}
+
+
+def picture(file: Path, results: dict[str, Any]) -> None:
+    """Draw the bandwidths of one path and the step times over several."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    one = {**results.get("single", {}), **results.get("sweep", {})}
+    left.barh(list(one), [rate / 1e9 for rate in one.values()], color="#4878a8")
+    left.invert_yaxis()
+    left.set_xlabel("GB/s read and written, one path")
+    after = results.get("slow", {})
+    if after:
+        right.plot(range(1, 1 + len(after["after_s"])), after["after_s"], marker="o", color="#4878a8")
+        right.axhline(after["best_static_s"], color="#888888", linestyle="--", label="best fixed split")
+        right.axhline(after["before_s"], color="#bbbbbb", linestyle=":", label="before")
+        right.set_xlabel("steps after one of two paths slowed to a third (emulated)")
+        right.set_ylabel("seconds")
+        right.set_ylim(bottom=0)
+        right.legend()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated (default: all)")
+    parser.add_argument("--directory", type=Path, help="where the paths are made (default: the temporary folder)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the results there")
+    args = parser.parse_args()
+    described = environment()
+    results: dict[str, Any] = {}
+    targets: list[Target] = []
+    for name in args.sections.split(","):
+        if name not in SECTIONS:
+            raise SystemExit(f"--sections: {name!r} cannot be used; there are {', '.join(SECTIONS)}")
+        print(f"{name}:")
+        progress(name)
+        with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+            results[name] = SECTIONS[name](Path(folder), args.smoke, targets)
+    checksum = results.get("sum", {}).get("1", {}).get("checksum", "none of the chosen sections computes")
+    if args.picture:
+        picture(args.picture, results)
+    report(args, described, results, checksum, targets)
+
+
+if __name__ == "__main__":
+    main()
