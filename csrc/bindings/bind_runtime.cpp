@@ -25,6 +25,15 @@ void bind_runtime(nb::module_& module) {
           nb::arg("op"), nb::arg("error") = 0, nb::arg("checksum") = 0, nb::arg("started_s") = 0.0,
           nb::arg("finished_s") = 0.0, nb::arg("detail") = 0, "Report a completion from Python; any thread.")
       .def(
+          "exchange",
+          [](CompletionQueue& queue, std::uint64_t op, CompletionQueue& reply) {
+            nb::gil_scoped_release release;
+            queue.push(Completion{op});
+            reply.wait(-1.0);
+          },
+          nb::arg("op"), nb::arg("reply"),
+          "Report op and wait until something arrives on reply, in one call that no signal handler interrupts.")
+      .def(
           "wait",
           [](CompletionQueue& queue, double timeout_s) {
             std::vector<Completion> taken;

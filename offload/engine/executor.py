@@ -1,8 +1,7 @@
 """The live executor: real lanes, one completion queue.
 
 It does what the machine says and reports what happened. Transfers run on the tiers' threads and updates on the
-kernel's; both report to one queue, on which the session's engine thread waits. All methods but `wake` belong to
-that thread.
+kernel's; both report to one queue, on which the session's engine thread waits. All methods belong to that thread.
 """
 
 from __future__ import annotations
@@ -18,7 +17,10 @@ from offload.plan.budget import Plan
 from offload.protocols import Completion, Queue, Tier, TileRequest, UpdateKernel
 
 WAKE = 0
-"""Operation id of a completion that only wakes the engine thread."""
+"""Operation id of a completion that only makes `wait` return."""
+
+REQUEST = (1 << 64) - 1
+"""Operation id of a completion that says that somebody has a request."""
 
 STALL_S = 300.0
 """How long a lane may be silent with operations in flight before the session gives up on it."""
@@ -70,6 +72,8 @@ class LiveExecutor:
     ) -> None:
         self.timeline: list[Interval] = []
         """Operations that have ended, in that order; whoever starts a step empties it."""
+        self.requests = 0
+        """Requests that have come in; whoever takes one counts it down."""
         self._tiers = tiers
         self._kernel = kernel
         self._queue = queue
@@ -98,10 +102,6 @@ class LiveExecutor:
         """Use `visitor` for the runs of the next sweep."""
         self._visitor = visitor
 
-    def wake(self) -> None:
-        """Make `wait` return; any thread."""
-        self._queue.post(WAKE)
-
     def submit(self, operations: Sequence[Operation]) -> None:
         """Start operations; one that cannot be started is reported as failed by the next `wait`."""
         for operation in operations:
@@ -117,7 +117,7 @@ class LiveExecutor:
     def _fail(self, operation: Operation, error: Exception) -> None:
         self._in_flight.pop(operation.op, None)
         self._events.append(Failed(operation.op, error))
-        self.wake()
+        self._queue.post(WAKE)
 
     def _start(self, operation: Operation) -> None:
         if isinstance(operation, Run):
@@ -148,7 +148,7 @@ class LiveExecutor:
             tier.write(request)
 
     def wait(self) -> list[Event]:
-        """Return what has happened; an empty list if somebody woke the thread."""
+        """Return what has happened; an empty list if that is only a request."""
         silence_s = time.monotonic() - self._heard_s
         timeout_s = max(self._stall_s - silence_s, 0.0) if self._in_flight else -1.0
         records = [] if self._events else self._queue.wait(timeout_s)
@@ -160,7 +160,9 @@ class LiveExecutor:
             return [Stop(self._stalled(operation, request))]
         for record in records:
             completion = Completion(*record)
-            if completion.op != WAKE:
+            if completion.op == REQUEST:
+                self.requests += 1
+            elif completion.op != WAKE:
                 events.append(self._report(completion))
         return events
 

@@ -30,12 +30,13 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it
 class Arena:
     """One anonymous mapping, cut into views by its owner.
 
-    Aligned to 2 MiB where it is at least that large, else to 4 KiB. Not inherited by a fork: in the child the
-    addresses are not mapped, so views must not be touched there (and nothing is copied on write here).
+    Aligned to 2 MiB where it is at least that large, else to 4 KiB. Not inherited by a fork unless asked for: in the
+    child the addresses are not mapped, so views must not be touched there (and nothing is copied on write here).
 
     Args:
         nbytes: Size; more than 0. Memory beyond it is never touched.
         huge_pages: Ask for transparent huge pages.
+        inherit: Let forked children see the memory, copied on write; without it they have no such addresses.
         prefault: Touch every page now, so that later use never waits and a shortage shows here.
 
     Attributes:
@@ -46,7 +47,9 @@ class Arena:
         OffloadError: the system does not have that much memory.
     """
 
-    def __init__(self, nbytes: int, *, huge_pages: bool = True, prefault: bool = False) -> None:
+    def __init__(
+        self, nbytes: int, *, huge_pages: bool = True, prefault: bool = False, inherit: bool = False
+    ) -> None:
         invariant(nbytes > 0, f"an arena of {nbytes} bytes")
         self.nbytes = nbytes
         large = nbytes >= HUGE_PAGE_BYTES
@@ -61,7 +64,8 @@ class Arena:
         start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._skip = -start % alignment
         self.address = start + self._skip
-        mapping.madvise(mmap.MADV_DONTFORK)
+        if not inherit:
+            mapping.madvise(mmap.MADV_DONTFORK)
         if huge_pages and large:
             try:
                 mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -10,6 +10,7 @@ Errors: a request on a session that was closed, that broke, or that belongs to a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import logging
@@ -19,10 +20,9 @@ import threading
 import time
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,13 +32,20 @@ import torch
 
 from offload._native import CompletionQueue
 from offload.config import OffloadConfig
-from offload.engine.executor import Interval, LiveExecutor
+from offload.engine.executor import REQUEST, Interval, LiveExecutor
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Begin, Machine, Run, Sweep, Visit
 from offload.engine.memory import Arena
 from offload.engine.tables import GroupScalars, Tables
-from offload.errors import ConfigError, InfeasiblePlanError, SessionBrokenError, StepAbortedError, invariant
+from offload.errors import (
+    ConfigError,
+    InfeasiblePlanError,
+    OffloadError,
+    SessionBrokenError,
+    StepAbortedError,
+    invariant,
+)
 from offload.kernels import CpuUpdateKernel, sum_in_order
 from offload.layout import (
     MAX_TILE_BYTES,
@@ -120,7 +127,7 @@ class Engine:
         return self._core.rates
 
     @property
-    def broken(self) -> Exception | None:
+    def broken(self) -> BaseException | None:
         """Why the session cannot be used any more, or None."""
         return self._core.broken or self._core.machine.broken
 
@@ -252,21 +259,13 @@ class Engine:
 
 @dataclass(slots=True)
 class _Request:
-    """A sweep that a caller waits for; the engine thread chooses the order of its visits."""
+    """Something that a caller waits for."""
 
-    subgroups: Sequence[int]
-    visitor: Callable[[Run], npt.NDArray[Any] | None]
-    changes: bool
-    is_step: bool
-    future: Future[list[int]]
-
-
-@dataclass(slots=True)
-class _Call:
-    """Something to be done on the engine thread with nothing in flight."""
-
-    function: Callable[[], None]
-    future: Future[list[int]]
+    begin: Callable[[], Sweep | None]
+    """Runs on the engine thread with no sweep under way; returns the sweep to run, or None if that was all."""
+    applied: Callable[[], None]
+    """Takes note of a sweep that has ended well; on the engine thread, where no interrupt can come between."""
+    error: BaseException | None = None
 
 
 class _Core:
@@ -274,12 +273,14 @@ class _Core:
 
     def __init__(self, parameters: tuple[Parameter, ...], config: OffloadConfig, gradient_slots: bool) -> None:
         self.config = config
-        self.broken: Exception | None = None
+        self.broken: BaseException | None = None
         self.tables = Tables()
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.RLock()
-        self._inbox: deque[_Request | _Call | None] = deque()
+        self._next: _Request | None = None
+        self._current: _Request | None = None
+        self._reply = CompletionQueue()
         self._tiers: list[Tier] = []
         self._arenas: list[Arena] = []
         self._staging: Arena | None = None
@@ -303,7 +304,12 @@ class _Core:
         layout = extend_layout(Layout((), ()), parameters, self._subgroup_numel, self._tile_bytes)
         self.plan = make_plan(layout, self._first_budgets(layout))
         log.info("%s", self.plan)
-        queue = CompletionQueue()
+        available = _available_bytes()
+        if self.plan.host_bytes > available:
+            offers = {"host memory": available}
+            advice = "lower host_memory and give paths to stream from" if paths else "give paths to stream state from"
+            raise InfeasiblePlanError("the plan's host memory", self.plan.host_bytes, offers, advice)
+        self._queue = queue = CompletionQueue()
         try:
             store = uuid.uuid4()
             for path in paths:
@@ -331,13 +337,7 @@ class _Core:
         config = self.config
         host, staging = config.host_memory, config.staging_memory
         if host is None:
-            available = psutil.virtual_memory().available
-            host = available // 2 if config.paths else layout.state_bytes
-            if layout.state_bytes > available and not config.paths:
-                offers = {"host memory": available}
-                raise InfeasiblePlanError(
-                    "the optimizer state", layout.state_bytes, offers, "give paths to stream it from"
-                )
+            host = _available_bytes() // 2 if config.paths else layout.state_bytes
         paths = []
         for path in config.path_configs:
             free = directory_free_bytes(path.path)
@@ -362,8 +362,8 @@ class _Core:
         numel = -(-parameter.numel // SEGMENT_ALIGN_NUMEL) * SEGMENT_ALIGN_NUMEL
         return numel * TORCH_DTYPES[self._slot_dtype(parameter)].itemsize
 
-    def _arena(self, nbytes: int) -> Arena:
-        arena = Arena(nbytes)
+    def _arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
+        arena = Arena(nbytes, inherit=inherit)
         self._arenas.append(arena)
         return arena
 
@@ -388,7 +388,8 @@ class _Core:
             self._staging = staging
         self.executor.bind(plan, self._staging.address if self._staging else 0)
         slots = sum(self._slot_bytes(parameter) for parameter in parameters)
-        arena = self._arena(slots) if slots else None
+        # A forked child may look at .grad, so gradients are inherited as torch's own are.
+        arena = self._arena(slots, inherit=True) if slots else None
         offset = 0
         for parameter in parameters:
             dtype = TORCH_DTYPES[self._slot_dtype(parameter)]
@@ -420,67 +421,84 @@ class _Core:
             plan = make_plan(layout, budgets, kept=before)
 
         def extend() -> None:
+            pump(self.machine, self.executor, lambda m: m.in_flight == 0 or m.broken is not None)
             self._adopt(plan, before.layout)
             self.machine.index.allow(plan.slot_counts)
             self.machine.extend(plan)
             self.plan = plan
 
         with self._lock:
-            self._post(_Call(extend, Future()))
+            self._request(extend)
 
     # The engine thread
 
     def _serve(self) -> None:
-        machine, executor = self.machine, self.executor
-        current: _Request | None = None
-        request: _Request | _Call | None = None
         try:
-            while True:
-                pump(machine, executor, lambda m: m.finished is not None or (m.idle and bool(self._inbox)))
-                if machine.take_finished() is not None:
-                    invariant(current is not None, "a sweep ended that nobody asked for")
-                    if current is not None and machine.failed and machine.broken is not None:
-                        current.future.set_exception(machine.broken)
-                    elif current is not None:
-                        current.future.set_result(list(machine.moved))
-                    current = None
-                    continue
-                request = self._inbox.popleft()
-                if request is None:
-                    return
-                if isinstance(request, _Call):
-                    pump(machine, executor, lambda m: m.in_flight == 0 or m.broken is not None)
-                    request.function()
-                    request.future.set_result([])
-                    continue
-                current = request
-                if request.is_step:
-                    self._learn()
-                executor.visit_with(request.visitor)
-                self._sweeps += 1
-                self._version += request.changes
-                order = visit_order(request.subgroups, machine.slots)
-                visits = tuple(Visit(subgroup, request.changes) for subgroup in order)
-                machine.handle(Begin(Sweep(self._sweeps, self._version, visits)))
+            self._serve_requests()
         except Exception as error:
             # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
             self.broken = error
-            for left in (request, current, *self._inbox):
-                if left is not None and not left.future.done():
-                    left.future.set_exception(error)
+            if self._current is not None:
+                self._answer(error)
+            while True:
+                while not self.executor.requests:
+                    self.executor.wait()
+                if self._take_request() is None:
+                    return
+                self._answer(error)
 
-    def _post(self, request: _Request | _Call) -> list[int]:
+    def _serve_requests(self) -> None:
+        machine, executor = self.machine, self.executor
+        while True:
+            pump(machine, executor, lambda m: m.finished is not None or (m.idle and executor.requests > 0))
+            if machine.take_finished() is not None:
+                if machine.failed or self._current is None:
+                    self._answer(machine.broken)
+                else:
+                    self._current.applied()
+                    self._answer(None)
+                continue
+            request = self._take_request()
+            if request is None:
+                return
+            try:
+                sweep = request.begin()
+            except OffloadError as error:
+                self._answer(error)
+                continue
+            if sweep is None:
+                self._answer(None)
+            else:
+                machine.handle(Begin(sweep))
+
+    def _take_request(self) -> _Request | None:
+        self.executor.requests -= 1
+        self._current = self._next
+        return self._current
+
+    def _answer(self, error: BaseException | None) -> None:
+        request, self._current = self._current, None
+        invariant(request is not None, "an answer to nobody")
+        if request is not None:
+            request.error = error
+            self._reply.post(0)
+
+    def _request(self, begin: Callable[[], Sweep | None], applied: Callable[[], None] = lambda: None) -> None:
+        """Have the engine thread do something and wait until it has ended, well or not.
+
+        A sweep reads gradients and writes weights until it has ended, so nothing may cut the wait short: handing over
+        and waiting are one native call, and what is raised in this thread meanwhile (a KeyboardInterrupt, a signal
+        handler's exception) is raised after it.
+
+        Raises:
+            BaseException: What the request ended with.
+        """
         self.check_usable()
-        self._inbox.append(request)
-        self.executor.wake()
-        if self.broken is not None and not request.future.done():
-            request.future.set_exception(self.broken)  # the engine thread ended in between
-        try:
-            return request.future.result()
-        except KeyboardInterrupt:
-            # The sweep goes on to its end before the interrupt does, so that no state is left half-way.
-            request.future.exception()
-            raise
+        request = _Request(begin, applied)
+        self._next = request
+        self._queue.exchange(REQUEST, self._reply)
+        if request.error is not None:
+            raise request.error
 
     def _sweep(
         self,
@@ -489,8 +507,18 @@ class _Core:
         *,
         changes: bool,
         is_step: bool = False,
-    ) -> list[int]:
-        return self._post(_Request(subgroups, visitor, changes, is_step, Future()))
+        applied: Callable[[], None] = lambda: None,
+    ) -> None:
+        def begin() -> Sweep:
+            if is_step:
+                self._learn()
+            self.executor.visit_with(visitor)
+            self._sweeps += 1
+            self._version += changes
+            order = visit_order(subgroups, self.machine.slots)
+            return Sweep(self._sweeps, self._version, tuple(Visit(subgroup, changes) for subgroup in order))
+
+        self._request(begin, applied)
 
     def check_usable(self) -> None:
         """Raise `SessionBrokenError` unless this process can use the session."""
@@ -546,10 +574,27 @@ class _Core:
                 kept_dtype if copies else DtypeCode.NONE,
             )
 
+    def _is_as_gathered(self, position: int, address: int, dtype: DtypeCode) -> bool:
+        """Return whether a gradient's largest block still has the sum that was gathered.
+
+        A gradient may be scaled in place without a trace in its version counter, as `torch.amp.GradScaler.unscale_`
+        does; that changes its largest block unless all are zero.
+        """
+        blocks = self._blocks[position]
+        if not blocks.size or self._kernel is None:
+            return True
+        largest = int(np.argmax(blocks))
+        start = largest * NORM_BLOCK_NUMEL
+        numel = min(NORM_BLOCK_NUMEL, self.plan.layout.parameters[position].numel - start)
+        found = np.empty(1, np.float64)
+        source = address + start * TORCH_DTYPES[dtype].itemsize
+        self._kernel.gradient_blocks(source, dtype, numel, found.ctypes.data)
+        return found.tobytes() == blocks[largest : largest + 1].tobytes()
+
     def bind_gradient(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
         """See `Engine.bind_gradient`."""
         self.tables.gradients[position] = address
-        self.tables.gradient_dtypes[position] = int(dtype)
+        self.tables.gradient_dtypes[position] = dtype
         self._gathered[position] = gathered
 
     def gradient_norm_sq(self, positions: Sequence[int]) -> float:
@@ -557,9 +602,9 @@ class _Core:
         self.check_usable()
         total = 0.0
         for position in positions:
-            if not self._gathered[position]:
-                address, dtype = int(self.tables.gradients[position]), int(self.tables.gradient_dtypes[position])
-                self._gather(position, address, DtypeCode(dtype), address, DtypeCode(dtype))
+            address, dtype = int(self.tables.gradients[position]), DtypeCode(self.tables.gradient_dtypes[position])
+            if not (self._gathered[position] and self._is_as_gathered(position, address, dtype)):
+                self._gather(position, address, dtype, address, dtype)
                 self._gathered[position] = True
             total += sum_in_order(self._blocks[position])
         return total
@@ -575,10 +620,10 @@ class _Core:
             self.check_usable()
             if not scale or not math.isfinite(scale):
                 raise ConfigError("scale", scale, "give a finite number that is not 0")
-            for position in active:
-                parameter = self.plan.layout.parameters[position]
-                bound = self.tables.weights[position] and self.tables.gradients[position]
-                if parameter.numel and not bound:
+            unbound = (self.tables.weights[active] == 0) | (self.tables.gradients[active] == 0)
+            for number in np.flatnonzero(unbound):
+                parameter = self.plan.layout.parameters[active[number]]
+                if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             started_s = time.monotonic()
             tables = self.tables
@@ -589,19 +634,19 @@ class _Core:
                 tables.changed(run.visit.subgroup)
                 return table
 
+            def applied() -> None:
+                tables.steps[active] += 1
+                self._step_number += 1
+                self._step_s = time.monotonic() - started_s
+
             try:
-                self._sweep(subgroups, update, changes=True, is_step=True)
-            except (SessionBrokenError, KeyboardInterrupt):
+                self._sweep(subgroups, update, changes=True, is_step=True, applied=applied)
+            except SessionBrokenError:
                 raise
             except Exception as error:
-                self.broken = self.broken or error
+                if error is not (self.broken or self.machine.broken):
+                    raise  # not the sweep's: a signal handler's
                 raise StepAbortedError(self._step_number + 1, error, self.machine.moved) from error
-            finally:
-                # Also when an interrupt came: the sweep has ended, well or not, before it gets here.
-                if self.broken is None and not self.machine.failed:
-                    tables.steps[active] += 1
-                    self._step_number += 1
-                    self._step_s = time.monotonic() - started_s
 
     def _make_whole(self, run: Run) -> None:
         """Fill memory that is undefined, and masters that are to be taken from their weights, before it is read."""
@@ -668,9 +713,11 @@ class _Core:
                     for name, tensor in values.get(segment.parameter, {}).items():
                         views[name].copy_(tensor.reshape(-1)[segment.start : segment.start + segment.numel])
 
-            self._sweep(self._subgroups_of(values), write, changes=True)
-            for position, step in steps.items():
-                self.tables.steps[position] = step
+            def applied() -> None:
+                for position, step in steps.items():
+                    self.tables.steps[position] = step
+
+            self._sweep(self._subgroups_of(values), write, changes=True, applied=applied)
 
     # Figures
 
@@ -715,8 +762,8 @@ class _Core:
                 return
             self._closed = True
             if self._thread is not None:
-                self._inbox.append(None)
-                self.executor.wake()
+                self._next = None
+                self._queue.post(REQUEST)
                 if self._thread is not threading.current_thread():  # the garbage collector may run on it
                     self._thread.join()
             self._free()
@@ -730,6 +777,15 @@ class _Core:
         self._slots.clear()
         for arena in self._arenas:
             arena.close()
+
+
+def _available_bytes() -> int:
+    """Return the memory that this process may still take: the machine's, or its control group's if that is less."""
+    available: int = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return max(available, 0)
 
 
 def _choose_subgroup_numel(config: OffloadConfig, numel: int) -> int:

@@ -10,6 +10,8 @@ import dataclasses
 import logging
 import math
 import os
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -25,12 +27,21 @@ from offload.engine.session import TORCH_DTYPES, Engine
 from offload.engine.tables import GroupScalars
 from offload.errors import ConfigError
 from offload.layout import Parameter
-from offload.plan import Plan
+from offload.plan import Plan, closed_form_step_s
 from offload.sim import Prediction, predict
 
 log = logging.getLogger("offload")
 
 DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+
+NOT_LOADED = ("params", "param_names", "amsgrad", "foreach", "fused", "capturable", "differentiable")
+"""Entries of a saved group that say nothing about this optimizer."""
+
+UNSHARED_REFERENCES = 3
+"""References to a gradient view that nobody else holds: the list's, a local name's, and `getrefcount`'s own."""
+
+PREDICTION_DRIFT = 0.1
+"""How far rates may move, by the closed form, before a step is simulated anew for `metrics`."""
 
 CLIP_EPS = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides."""
@@ -62,8 +73,12 @@ class _StateView(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
         engine, positions = self._optimizer.engine, self._optimizer._positions
         return [parameter for parameter, position in positions.items() if engine.step_count(position) > 0]
 
+    def __contains__(self, parameter: object) -> bool:
+        position = self._optimizer._positions.get(parameter) if isinstance(parameter, torch.Tensor) else None
+        return position is not None and self._optimizer.engine.step_count(position) > 0
+
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        if not any(parameter is known for known in self._updated()):
+        if parameter not in self:
             raise KeyError(parameter)
         return self._optimizer._read([parameter])[0]
 
@@ -101,12 +116,17 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._views: list[torch.Tensor] = []
         self._gradient_seen: list[int] = []
         self._weight_seen: list[tuple[int, int]] = []
+        self._forms: list[tuple[torch.Size, tuple[int, ...]]] = []
         self._handles: list[Any] = []
+        self._lock = threading.RLock()
+        self._arrivals: list[int] = []
         self._clip = 1.0
+        self._clipped: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._accumulated_after_clip = False
         self._norm = math.nan
         self._kept: list[torch.Tensor] = []
         self._told_changed = False
-        self._predictions: dict[Any, Prediction] = {}
+        self._predicted: tuple[Plan, float, Prediction] | None = None
         if amsgrad:
             raise ConfigError("amsgrad", amsgrad, "use false: the engine keeps two moments, not three")
         if isinstance(offload, Mapping):
@@ -141,8 +161,13 @@ class OffloadedAdam(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             _check_hyperparameters(group)
-            for parameter in group["params"]:
-                _check_parameter(parameter, self._name(parameter))
+            if len(set(group["params"])) != len(group["params"]):
+                raise ConfigError("params", "a parameter twice in one group", "give each parameter once")
+            names = group.get("param_names") or [
+                f"param_groups[{len(self.param_groups) - 1}].params[{n}]" for n in range(len(group["params"]))
+            ]
+            for name, parameter in zip(names, group["params"], strict=True):
+                _check_parameter(parameter, str(name))
             if self._engine is not None:
                 wanted = [parameter for parameter in group["params"] if parameter.requires_grad]
                 self._engine.add(self._describe(wanted))
@@ -174,7 +199,9 @@ class OffloadedAdam(torch.optim.Optimizer):
             position = len(self._positions)
             self._positions[parameter] = position
             self._weight_seen.append((parameter.data_ptr(), parameter._version))
+            self._forms.append((parameter.shape, parameter.stride()))
             self._gradient_seen.append(-1)
+            self._arrivals.append(0)
             self.engine.bind_weight(position, parameter.data_ptr())
             if self._world == 1:
                 slot = self.engine.gradient_slot(position)
@@ -191,21 +218,29 @@ class OffloadedAdam(torch.optim.Optimizer):
         if gradient is None or self.engine.broken is not None:
             return
         _check_gradient(gradient, parameter, self._name)
-        if gradient.data_ptr() != view.data_ptr() or gradient.dtype != view.dtype:
-            widens = gradient.dtype == view.dtype or view.dtype == torch.float32
-            if gradient.stride() == view.stride() and widens:
-                self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
-            else:
-                view.copy_(gradient)
-                self.engine.gradient_arrived(position, view.data_ptr(), DTYPE_CODES[view.dtype])
+        self._arrivals[position] += 1
+        if gradient.data_ptr() == view.data_ptr() and gradient.dtype == view.dtype:
+            # Accumulated onto what was clipped, unless somebody changed (zeroed, say) the gradient in between.
+            if position in self._clipped and view._version == self._gradient_seen[position] + 1:
+                self._accumulated_after_clip = True
+            self.engine.gradient_arrived(position, view.data_ptr(), DTYPE_CODES[view.dtype])
+        elif gradient.requires_grad or view.dtype not in (gradient.dtype, torch.float32):
+            return  # part of a graph, or of a weight that is not what it was: `step` looks at it
+        elif sys.getrefcount(view) > UNSHARED_REFERENCES:
+            return  # somebody still holds the last pass's gradient, which lies in the slot
+        elif gradient.stride() == view.stride():
+            self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
             parameter.grad = view
         else:
+            view.copy_(gradient)
             self.engine.gradient_arrived(position, view.data_ptr(), DTYPE_CODES[view.dtype])
+            parameter.grad = view
         self._gradient_seen[position] = view._version
 
     def _bind_gradients(self) -> list[int]:
         """Tell the engine where gradients lie; return the positions of the parameters that have one."""
         active = []
+        bind = self.engine.bind_gradient
         self._kept.clear()
         late = [
             p
@@ -216,22 +251,52 @@ class OffloadedAdam(torch.optim.Optimizer):
         if late:  # frozen when the optimizer was made, and not any more
             self.engine.add(self._describe(late))
             self._attach(late)
+        reduced = _world()[0] > 1  # collectives leave no trace in a tensor's version
         for parameter, position in self._positions.items():
             gradient = parameter.grad
             if gradient is None:
                 continue
             _check_gradient(gradient, parameter, self._name)
+            self._kept.append(gradient)
             gathered = (
-                self._world == 1
+                not reduced
+                and self._world == 1
                 and gradient.data_ptr() == self._views[position].data_ptr()
                 and gradient._version == self._gradient_seen[position]
             )
             if gradient.stride() != parameter.stride():
                 gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
                 self._kept.append(gradient)
-            self.engine.bind_gradient(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], gathered=gathered)
+            bind(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], gathered=gathered)
             active.append(position)
+        self._check_clip()
         return active
+
+    def _check_clip(self) -> None:
+        """Forget a clip factor whose gradients are gone (the step was skipped, say).
+
+        Raises:
+            ConfigError: If more was accumulated onto gradients after they were clipped.
+        """
+        if not self._clipped:
+            return
+        if self._accumulated_after_clip:
+            raise ConfigError(
+                "clip_grad_norm_",
+                self._clip,
+                "clip after the last backward pass of a step: more gradient has arrived",
+            )
+        for parameter, position in self._positions.items():
+            clipped = self._clipped.get(position)
+            same = clipped is None or (clipped[0]() is parameter.grad and clipped[1] == self._arrivals[position])
+            if not same or (clipped is None and parameter.grad is not None):
+                self._forget_clip()
+                return
+
+    def _forget_clip(self) -> None:
+        self._clip = 1.0
+        self._clipped = {}
+        self._accumulated_after_clip = False
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
@@ -249,17 +314,26 @@ class OffloadedAdam(torch.optim.Optimizer):
         Raises:
             RuntimeError: If the norm is not finite and `error_if_nonfinite` is set.
         """
-        norm = math.sqrt(self.engine.gradient_norm_sq(self._bind_gradients())) * self._clip
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
-        self._norm = norm
-        if not norm <= max_norm:  # a norm that is NaN makes the factor NaN, as torch's does
-            self._clip *= min(1.0, float(max_norm) / (norm + CLIP_EPS)) if not math.isnan(norm) else math.nan
-        return torch.tensor(norm, dtype=torch.float64)
+        if not isinstance(max_norm, int | float | torch.Tensor) or not float(max_norm) >= 0:
+            raise ConfigError("max_norm", max_norm, "give a number >= 0")
+        with self._lock:
+            active = self._bind_gradients()
+            norm = math.sqrt(self.engine.gradient_norm_sq(active)) * self._clip
+            if error_if_nonfinite and not math.isfinite(norm):
+                raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
+            self._norm = norm
+            if not norm <= max_norm:  # a norm that is NaN makes the factor NaN, as torch's does
+                self._clip *= min(1.0, float(max_norm) / (norm + CLIP_EPS)) if not math.isnan(norm) else math.nan
+            self._clipped = {
+                position: (weakref.ref(parameter.grad), self._arrivals[position])
+                for parameter, position in self._positions.items()
+                if parameter.grad is not None
+            }
+            return torch.tensor(norm, dtype=torch.float64)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, as torch documents it."""
-        self._clip = 1.0
+        self._forget_clip()
         super().zero_grad(set_to_none)
 
     # Work
@@ -272,9 +346,12 @@ class OffloadedAdam(torch.optim.Optimizer):
             if (address, version) == self._weight_seen[position]:
                 continue
             known = self.engine.plan.layout.parameters[position]
-            if DTYPE_CODES.get(parameter.dtype) is not known.dtype or parameter.numel() != known.numel:
-                found = f"{parameter.dtype}, {tuple(parameter.shape)}"
-                raise ConfigError(known.name, found, "make a new optimizer after changing dtype or shape")
+            form = parameter.shape, parameter.stride()
+            if DTYPE_CODES.get(parameter.dtype) is not known.dtype or form != self._forms[position]:
+                found = f"{parameter.dtype}, shape {tuple(form[0])}, strides {form[1]}"
+                raise ConfigError(
+                    known.name, found, "make a new optimizer after changing a weight's dtype, shape or memory format"
+                )
             _check_parameter(parameter, known.name)
             self.engine.bind_weight(position, address)
             self.engine.reload_master(position)
@@ -310,7 +387,14 @@ class OffloadedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with self._lock:
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         self._check_weights()
+        for group in self.param_groups:
+            _check_hyperparameters(group)
         active = self._bind_gradients()
         groups = [
             GroupScalars(
@@ -327,14 +411,13 @@ class OffloadedAdam(torch.optim.Optimizer):
         try:
             self.engine.step(groups, clip=self._clip, active=active)
         finally:
-            self._clip = 1.0
+            self._forget_clip()
             self._kept.clear()
             wanted = set(active)
             updated = [parameter for parameter, position in self._positions.items() if position in wanted]
             increment_version(updated)
             for parameter in updated:
                 self._weight_seen[self._positions[parameter]] = parameter.data_ptr(), parameter._version
-        return loss
 
     def refresh_masters(self) -> None:
         """Read all masters anew from the weights; for writes that torch's version counter does not see."""
@@ -354,10 +437,11 @@ class OffloadedAdam(torch.optim.Optimizer):
             raise ConfigError("state", type(value).__name__, "use load_state_dict to replace state")
 
     def _read(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        self._check_weights()
         positions = [self._positions[parameter] for parameter in parameters]
         found = []
-        states = self.engine.read_state(positions) if positions else []
+        with self._lock:
+            self._check_weights()
+            states = self.engine.read_state(positions) if positions else []
         for parameter, position, state in zip(parameters, positions, states, strict=True):
             entry = {"step": torch.tensor(float(self.engine.step_count(position)))}
             for name in ("exp_avg", "exp_avg_sq", "master"):
@@ -390,11 +474,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             changed = hook(self, state_dict)
             if changed is not None:
                 state_dict = changed
-        saved_groups = state_dict["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        saved_sizes = [len(group["params"]) for group in saved_groups]
-        if sizes != saved_sizes:
-            raise ConfigError("state_dict", saved_sizes, f"its groups must have {sizes} parameters")
+        saved_groups = self._check_saved_groups(state_dict)
         by_id = dict(
             zip(
                 chain.from_iterable(group["params"] for group in saved_groups),
@@ -404,7 +484,6 @@ class OffloadedAdam(torch.optim.Optimizer):
         )
         values: dict[int | str, dict[str, torch.Tensor]] = {}
         steps: dict[int | str, int] = {}
-        without_master = []
         for key, entry in state_dict["state"].items():
             parameter = by_id.get(key)
             position = self._positions.get(parameter) if parameter is not None else None
@@ -412,51 +491,74 @@ class OffloadedAdam(torch.optim.Optimizer):
                 raise ConfigError(
                     "state_dict", key, "it has state for a parameter that this optimizer does not update"
                 )
-            tensors = {}
-            for name in ("master", "exp_avg", "exp_avg_sq"):
-                if name in entry:
-                    if entry[name].shape != parameter.shape:
-                        shape = tuple(entry[name].shape)
-                        raise ConfigError(f"state_dict {key}.{name}", shape, f"it must be {tuple(parameter.shape)}")
-                    flat = torch.empty_strided(parameter.size(), parameter.stride()).copy_(entry[name])
-                    tensors[name] = flat.as_strided((parameter.numel(),), (1,))
-            values[position] = tensors
-            steps[position] = int(entry["step"])
-            if "master" not in tensors:
-                without_master.append(position)
-        self._check_weights()
-        for position in without_master:
-            self.engine.reload_master(position)
-        self.engine.write_state(values, steps)
+            values[position], steps[position] = _checked_state(key, entry, parameter)
         for parameter, position in self._positions.items():
-            if position in values and parameter.dtype == torch.float32:
-                increment_version(parameter)
-            self._weight_seen[position] = parameter.data_ptr(), parameter._version
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({name: value for name, value in saved.items() if name not in ("params", "param_names")})
+            if position not in values and self.engine.step_count(position):  # never updated, says the state dict
+                values[position] = {name: torch.zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
+                steps[position] = 0
+        with self._lock:
+            self._check_weights()
+            for given, tensors in values.items():
+                if "master" not in tensors:
+                    self.engine.reload_master(given)
+            self.engine.write_state(values, steps)
+            for parameter, position in self._positions.items():
+                if position in values and parameter.dtype == torch.float32:
+                    increment_version(parameter)
+                self._weight_seen[position] = parameter.data_ptr(), parameter._version
+            for group, saved in zip(self.param_groups, saved_groups, strict=True):
+                group.update({name: saved[name] for name in saved if name not in NOT_LOADED})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _check_saved_groups(self, state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
+            raise ConfigError(
+                "state_dict", sorted(state_dict), 'it needs a mapping "state" and a list "param_groups"'
+            )
+        groups: list[Mapping[str, Any]] = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        saved_sizes = [len(group.get("params", ())) for group in groups]
+        if sizes != saved_sizes:
+            raise ConfigError("state_dict", saved_sizes, f"its groups must have {sizes} parameters")
+        for group in groups:
+            _check_hyperparameters(group)
+            if group.get("amsgrad"):
+                raise ConfigError("state_dict amsgrad", True, "the engine keeps two moments, not three")
+            if group.get("decoupled_weight_decay", self.decoupled) != self.decoupled:
+                kind = "Adam" if self.decoupled else "AdamW"
+                raise ConfigError("state_dict", f"of {kind}", f"load it into offload.{kind}")
+        return groups
+
     # Figures and the end
 
-    def _prediction(self) -> Prediction:
-        engine = self.engine
-        key = (engine.rates, engine.plan.state_bytes)
-        if key not in self._predictions:
-            self._predictions = {key: predict(engine.plan, engine.rates)}
-        return self._predictions[key]
+    def _predict(self) -> Prediction:
+        plan, rates = self.engine.plan, self.engine.rates
+        prediction = predict(plan, rates)
+        self._predicted = plan, closed_form_step_s(plan, rates), prediction
+        return prediction
+
+    def _predicted_step_s(self) -> float:
+        """Return the simulator's prediction, carried on by the closed form while rates stay near."""
+        plan = self.engine.plan
+        closed_s = closed_form_step_s(plan, self.engine.rates)
+        if self._predicted is not None and self._predicted[0] is plan:
+            _, then_s, prediction = self._predicted
+            if abs(closed_s - then_s) <= PREDICTION_DRIFT * then_s:
+                return prediction.step_s * closed_s / then_s if then_s else prediction.step_s
+        return self._predict().step_s
 
     @property
     def plan(self) -> PlanReport:
         """What lives where, how long a step should take by the rates known now, and what bounds it."""
-        return PlanReport(self.engine.plan, self._prediction())
+        return PlanReport(self.engine.plan, self._predict())
 
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict: `Engine.metrics`, and `predicted_step_s` and `gradient_norm`.
 
         The prediction is the one that was due before the step. The norm is that of the last `clip_grad_norm_`.
         """
-        predicted_s = self._prediction().step_s
+        predicted_s = self._predicted_step_s()
         return {**self.engine.metrics(), "predicted_step_s": predicted_s, "gradient_norm": self._norm}
 
     def timeline(self) -> list[Interval]:
@@ -468,8 +570,15 @@ class OffloadedAdam(torch.optim.Optimizer):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for parameter in self._positions:
+            if parameter.grad_dtype not in (None, parameter.dtype):
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
         if self._engine is not None:
             self._engine.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError("optimizer", type(self).__name__, "copy or save optimizer.state_dict() instead")
 
     def __enter__(self) -> OffloadedAdam:
         return self
@@ -600,10 +709,37 @@ def _check_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: Calla
         raise ConfigError(f"gradient of {name(parameter)}", tuple(gradient.shape), f"use {tuple(parameter.shape)}")
 
 
+def _checked_state(
+    key: object, entry: Mapping[str, Any], parameter: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Return one parameter's state tensors, flat and in the order of its memory, and its step count."""
+    step = _number(entry.get("step")) if isinstance(entry, Mapping) else math.nan
+    if not (math.isfinite(step) and step >= 0 and step == int(step)):
+        raise ConfigError(f"state_dict {key}.step", step, "give the number of updates that the parameter has had")
+    tensors = {}
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        tensor = entry.get(name)
+        if tensor is None and name == "master":
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
+            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ConfigError(f"state_dict {key}.{name}", found, f"it must be a tensor of {tuple(parameter.shape)}")
+        flat = torch.empty_strided(parameter.size(), parameter.stride()).copy_(tensor)
+        tensors[name] = flat.as_strided((parameter.numel(),), (1,))
+    return tensors, int(step)
+
+
+def _number(value: object) -> float:
+    """Return a number or a tensor of one as a float; NaN for anything else."""
+    is_number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return float(value) if is_number else math.nan  # type: ignore[arg-type]
+
+
 def _check_hyperparameters(group: Mapping[str, Any]) -> None:
     for name in ("lr", "eps", "weight_decay"):
-        if not 0 <= float(group[name]) < math.inf:
-            raise ConfigError(name, group[name], "give a finite number >= 0")
-    betas = group["betas"]
-    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+        if not 0 <= _number(group.get(name)) < math.inf:
+            raise ConfigError(name, group.get(name), "give a finite number >= 0")
+    betas = group.get("betas")
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(0 <= _number(beta) < 1 for beta in betas or ()):
         raise ConfigError("betas", betas, "give two numbers from 0 (included) to 1 (not included)")

@@ -479,3 +479,174 @@ def test_use_after_close_and_in_a_forked_child(streaming: Any, tmp_path: Path) -
         with pytest.raises(offload.SessionBrokenError, match="closed"):
             use()
     assert not list(tmp_path.iterdir())
+
+
+def test_clipping_after_grad_scaler_uses_the_unscaled_norm(streaming: Any) -> None:
+    """`unscale_` changes gradients in place and leaves no trace in their version counters."""
+    model = make_model(torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
+        scaler.scale(model(torch.randn(16, 40)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        expected = mirror_of(model).norm(gradients_of(model))
+        assert float(optimizer.clip_grad_norm_(0.1)) == expected
+
+
+@pytest.mark.parametrize("skip", ["model", "none", "zero"])
+@pytest.mark.parametrize("spike", [1e6, float("nan")])
+def test_a_skipped_step_takes_its_clip_factor_along(streaming: Any, skip: str, spike: float) -> None:
+    model = make_model()
+    mirror = mirror_of(model)
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
+        backward(model, 0, scale=spike)
+        optimizer.clip_grad_norm_(1.0)
+        if skip == "none":
+            for parameter in model.parameters():
+                parameter.grad = None
+        else:
+            model.zero_grad(set_to_none=skip == "model")
+        backward(model, 1)
+        gradients = gradients_of(model)
+        norm = float(optimizer.clip_grad_norm_(1e-3))
+        assert norm == mirror.norm(gradients)
+        optimizer.step()
+        mirror.step(gradients, min(1.0, 1e-3 / (norm + 1e-6)))
+    assert_equal(model, mirror)
+
+
+def test_more_gradient_after_clipping_is_refused(streaming: Any) -> None:
+    model = make_model()
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        backward(model, 0)
+        optimizer.clip_grad_norm_(1e-3)
+        backward(model, 1)
+        with pytest.raises(offload.ConfigError, match="last backward"):
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(model, 1)
+        optimizer.step()
+
+
+def test_gradients_that_somebody_keeps_stay_what_they_were(streaming: Any) -> None:
+    model = make_model()
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        backward(model, 0)
+        kept = [p.grad for p in model.parameters()]
+        copies = [gradient.clone() for gradient in kept]
+        optimizer.zero_grad()
+        backward(model, 1)
+        assert all(torch.equal(left, right) for left, right in zip(kept, copies, strict=True))
+        mirror = mirror_of(model, lr=1e-3)
+        gradients = gradients_of(model)
+        assert float(optimizer.clip_grad_norm_(1e9)) == mirror.norm(gradients)
+        optimizer.step()
+        mirror.step(gradients)
+    assert_equal(model, mirror)
+
+
+def test_a_gradient_with_a_graph_keeps_it(streaming: Any) -> None:
+    parameter = torch.nn.Parameter(torch.randn(100))
+    with offload.AdamW([parameter], offload=streaming()):
+        (parameter**3).sum().backward(create_graph=True)
+        penalty = parameter.grad.square().sum()
+        parameter.grad = None
+        penalty.backward()
+        expected = 36 * parameter.detach() ** 3
+        assert torch.allclose(parameter.grad, expected, rtol=1e-4)
+
+
+def test_a_changed_memory_format_is_refused(streaming: Any) -> None:
+    model = torch.nn.Conv2d(8, 16, 3)
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        model(torch.randn(1, 8, 8, 8)).sum().backward()
+        optimizer.step()
+        model.to(memory_format=torch.channels_last)
+        with pytest.raises(offload.ConfigError, match="memory format"):
+            optimizer.step()
+
+
+def test_load_state_dict_of_a_fresh_optimizer_makes_it_fresh(streaming: Any) -> None:
+    model, twin = make_model(), make_model()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=streaming()) as optimizer:
+        fresh = optimizer.state_dict()
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.load_state_dict(fresh)
+        assert not optimizer.state
+        twin.load_state_dict(model.state_dict())
+        mirror = mirror_of(twin)
+        backward(model, 5)
+        gradients = gradients_of(model)
+        optimizer.step()
+        mirror.step(gradients)
+    assert_equal(model, mirror)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"amsgrad": True}, {"decoupled_weight_decay": False}, {"betas": (2, 3)}, {"lr": float("nan")}, {"params": [0]}],
+)
+def test_load_state_dict_refuses_settings_it_cannot_honour(streaming: Any, changes: dict[str, Any]) -> None:
+    model = make_model()
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        backward(model, 0)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        bad = {**saved, "param_groups": [{**saved["param_groups"][0], **changes}]}
+        with pytest.raises(offload.ConfigError):
+            optimizer.load_state_dict(bad)
+        for broken in (
+            {},
+            {**saved, "state": [1]},
+            {**saved, "state": {0: {"step": "x"}}},
+            {**saved, "state": {0: 3}},
+        ):
+            with pytest.raises(offload.ConfigError):
+                optimizer.load_state_dict(broken)
+        optimizer.load_state_dict(saved)
+
+
+def test_copies_are_refused(streaming: Any, tmp_path: Path) -> None:
+    with offload.AdamW(make_model().parameters(), offload=streaming()) as optimizer:
+        with pytest.raises(offload.ConfigError, match="state_dict"):
+            copy.deepcopy(optimizer)
+        with pytest.raises(offload.ConfigError, match="state_dict"):
+            torch.save(optimizer, tmp_path / "optimizer.pt")
+
+
+def test_state_is_a_mapping(streaming: Any) -> None:
+    model = make_model()
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        weight = model[0].weight
+        assert weight not in optimizer.state
+        with pytest.raises(KeyError):
+            optimizer.state[weight]
+        backward(model, 0)
+        optimizer.step()
+        assert weight in optimizer.state
+        assert set(optimizer.state[weight]) == {"step", "exp_avg", "exp_avg_sq", "master"}
+        assert len(optimizer.state) == 4
+
+
+def test_a_forked_child_may_look_at_gradients(streaming: Any) -> None:
+    model = make_model()
+    with offload.AdamW(model.parameters(), offload=streaming()):
+        backward(model, 0)
+        expected = float(model[0].weight.grad[0, 0])
+        context = multiprocessing.get_context("fork")
+        results = context.Queue()
+        process = context.Process(target=lambda: results.put(float(model[0].weight.grad[0, 0])))
+        process.start()
+        assert results.get(timeout=60) == expected
+        process.join()
+
+
+def test_close_gives_parameters_back_as_they_were(streaming: Any) -> None:
+    model = make_model()
+    offload.AdamW(model.parameters(), offload=streaming(gradient_dtype="float32")).close()
+    plain = torch.optim.AdamW(model.parameters())
+    backward(model, 0)
+    assert model[0].weight.grad.dtype == torch.bfloat16
+    plain.step()
