@@ -59,15 +59,18 @@ class PathConfig:
         max_bytes: Most bytes the session may occupy there; None for all that is free.
         share: Weight of this path when tiles are spread over several; only the ratio to the others matters (1 where
             others have one and this has not). None for all: in proportion to measured bandwidth.
+        lock_path: Directory that processes take turns on when they use this path (see `OffloadConfig.path_lock`).
+            None: `path`. Name one for several paths that lie on one device, or for subdirectories of one path.
     """
 
     path: str
     max_bytes: int | None = None
     share: float | None = None
+    lock_path: str | None = None
 
     @classmethod
     def parse(cls, field: str, value: object) -> PathConfig:
-        """Return a path from a string or a mapping with `path`, `max_bytes` and `share`.
+        """Return a path from a string or a mapping with `path`, `max_bytes`, `share` and `lock_path`.
 
         Raises:
             ConfigError: If a key is unknown or a value is not usable.
@@ -78,7 +81,7 @@ class PathConfig:
             value = {"path": os.fspath(value)}
         if not isinstance(value, Mapping) or "path" not in value:
             raise ConfigError(field, value, 'give a directory, or {"path": ..., "max_bytes": ...}')
-        _check_keys(field, value, ["path", "max_bytes", "share"])
+        _check_keys(field, value, ["path", "max_bytes", "share", "lock_path"])
         path = os.fspath(value["path"]) if isinstance(value["path"], str | os.PathLike) else value["path"]
         if not isinstance(path, str) or not path:
             raise ConfigError(f"{field}.path", path, "give a directory")
@@ -92,7 +95,12 @@ class PathConfig:
             raise ConfigError(
                 f"{field}.share", share, "give a number greater than 0, or none to follow measured rates"
             )
-        return cls(path=path, max_bytes=max_bytes, share=None if share is None else float(share))
+        lock_path = value.get("lock_path")
+        if isinstance(lock_path, os.PathLike):
+            lock_path = os.fspath(lock_path)
+        if lock_path is not None and (not isinstance(lock_path, str) or not os.path.isdir(lock_path)):
+            raise ConfigError(f"{field}.lock_path", lock_path, "name a directory that exists, or none for `path`")
+        return cls(path=path, max_bytes=max_bytes, share=None if share is None else float(share), lock_path=lock_path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +124,10 @@ class OffloadConfig:
         checksum: Whether tiles on storage carry a checksum that is verified on every read.
         checkpoints_kept: How many checkpoints' slots stay reserved on the paths.
         io_backend: "auto" or "threads".
+        path_lock: Whether processes of this node take turns on a path: "on" (one at a time), a number (so many at a
+            time, the same in all processes), "off", or "auto": off, as long as no device is known on which turns
+            pay (bench/lock.py measures yours). The lock is among the processes that see the same /dev/shm.
+        lock_timeout_s: Seconds of waiting for a turn after which a warning names the process that has it.
         placement: "auto" or "cpu", the device that runs updates.
         rates: "auto": measured by a short probe and refined by every step.
     """
@@ -131,6 +143,8 @@ class OffloadConfig:
     checksum: bool = True
     checkpoints_kept: int = 1
     io_backend: str = "auto"
+    path_lock: str | int = "auto"
+    lock_timeout_s: float = 120.0
     placement: str | float = "auto"
     rates: str = "auto"
 
@@ -156,6 +170,13 @@ class OffloadConfig:
         if self.keep_grads is not True:
             raise ConfigError("keep_grads", self.keep_grads, "use true: gradients stay in .grad until the step")
         _check_choice("io_backend", self.io_backend, ("auto", "threads"))
+        if isinstance(self.path_lock, int):
+            _check_int("path_lock", self.path_lock, 1)
+        else:
+            _check_choice("path_lock", self.path_lock, ("auto", "on", "off"))
+        timeout_s = self.lock_timeout_s
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
+            raise ConfigError("lock_timeout_s", timeout_s, "give seconds, greater than 0")
         _check_choice("placement", self.placement, ("auto", "cpu"))
         _check_choice("rates", self.rates, ("auto",))
 

@@ -29,6 +29,7 @@ struct IoRequest {
   void* address = nullptr;   // of the payload, a multiple of kSectorBytes; lent until completion
   bool has_expected_crc = false;
   std::uint32_t expected_crc = 0;  // read: must equal the header's
+  std::shared_ptr<void> turn;      // let go of before the completion is pushed (path_lock.h)
 };
 
 class IoEngine {

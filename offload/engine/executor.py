@@ -189,10 +189,12 @@ class LiveExecutor:
     def _stalled(self, operation: Operation, request: TileRequest | None) -> TierError:
         verb = type(operation).__name__
         path = "cpu" if isinstance(operation, Run) else self._tiers[operation.record.location.path].path
+        # Only some tiers wait for anything but their device.
+        reasons = [why() for tier in self._tiers if (why := getattr(tier, "waiting_for", None)) is not None]
         return TierError(
             verb,
             tier="host" if isinstance(operation, Run) else "file",
             path=path,
             offset=request.offset if request else None,
-            detail=f"no answer for {self._stall_s:.0f} s",
+            detail="; ".join([f"no answer for {self._stall_s:.0f} s", *filter(None, reasons)]),
         )

@@ -31,7 +31,7 @@ import psutil
 import torch
 
 from offload._native import CompletionQueue
-from offload.config import OffloadConfig
+from offload.config import OffloadConfig, PathConfig
 from offload.engine.executor import REQUEST, Interval, LiveExecutor
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
@@ -61,7 +61,7 @@ from offload.measure import HISTORY, lane_totals, observe, quick_probe, typical
 from offload.plan import Budgets, PathBudget, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import DEFAULT_STAGING_SLOTS
 from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Tier
-from offload.tiers import check_directories, directory_free_bytes, open_tier, tier_error
+from offload.tiers import Turns, check_directories, directory_free_bytes, open_tier, tier_error
 
 log = logging.getLogger("offload")
 
@@ -313,7 +313,14 @@ class _Core:
         try:
             store = uuid.uuid4()
             for path in paths:
-                opened = open_tier(path.path, store, queue, max_bytes=path.max_bytes, checksum=config.checksum)
+                opened = open_tier(
+                    path.path,
+                    store,
+                    queue,
+                    max_bytes=path.max_bytes,
+                    checksum=config.checksum,
+                    turns=_choose_turns(config, path),
+                )
                 self._tiers.append(opened)
             self._kernel = CpuUpdateKernel(queue, self._threads)
             self.executor = LiveExecutor(self._tiers, self._kernel, queue, tier_error, verify=config.checksum)
@@ -798,3 +805,12 @@ def _choose_subgroup_numel(config: OffloadConfig, numel: int) -> int:
         item_bytes = len(STATE_NAMES) * STATE_ITEM_BYTES
         chosen = min(chosen, int(config.staging_memory) // (DEFAULT_STAGING_SLOTS * item_bytes))
     return max(SECTOR_NUMEL, chosen // SECTOR_NUMEL * SECTOR_NUMEL)
+
+
+def _choose_turns(config: OffloadConfig, path: PathConfig) -> Turns | None:
+    """Return how to take turns on a path with other processes, or None for not at all."""
+    # "auto" is off: whether turns pay depends on the device, and bench/lock.py has found none where they do.
+    if config.path_lock in ("off", "auto"):
+        return None
+    holders = config.path_lock if isinstance(config.path_lock, int) else 1
+    return Turns(path=path.lock_path, holders=holders, report_after_s=config.lock_timeout_s)

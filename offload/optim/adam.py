@@ -21,7 +21,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch.autograd.graph import increment_version
 
-from offload.config import OffloadConfig, PathConfig
+from offload.config import OffloadConfig
 from offload.engine.executor import Interval
 from offload.engine.session import TORCH_DTYPES, Engine
 from offload.engine.tables import GroupScalars
@@ -667,7 +667,8 @@ def _rank_config(config: OffloadConfig, rank: int) -> OffloadConfig:
             raise ConfigError(f"paths[{number}]", path.path, "name a directory that exists")
         own = Path(path.path) / f"rank-{rank}"
         own.mkdir(exist_ok=True)
-        paths.append(PathConfig(path=str(own), max_bytes=path.max_bytes, share=path.share))
+        # Ranks that write to directories of their own still share the path.
+        paths.append(dataclasses.replace(path, path=str(own), lock_path=path.lock_path or path.path))
     return dataclasses.replace(config, paths=paths)
 
 

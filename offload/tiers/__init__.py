@@ -14,6 +14,7 @@ from offload.tiers.file import FileTier
 from offload.tiers.memory import MemoryTier
 from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
 from offload.tiers.throttled import ThrottledTier
+from offload.tiers.turns import Turns
 
 __all__ = [
     "NETWORK_FILE_SYSTEMS",
@@ -24,6 +25,7 @@ __all__ = [
     "FileTier",
     "MemoryTier",
     "ThrottledTier",
+    "Turns",
     "check_directories",
     "directory_free_bytes",
     "file_system",
@@ -43,6 +45,7 @@ def open_tier(
     max_bytes: int | None = None,
     threads: int | None = None,
     checksum: bool = True,
+    turns: Turns | None = None,
 ) -> Tier:
     """Open a new store on a path, with the class that its scheme asks for.
 
@@ -53,6 +56,7 @@ def open_tier(
         max_bytes: Most that the store may grow to; None for all there is.
         threads: Threads for each direction; None for the tier's default.
         checksum: Compute and verify payload checksums.
+        turns: Take turns on the path with other processes; None for no lock.
 
     Returns:
         The tier; the caller closes it.
@@ -66,8 +70,8 @@ def open_tier(
         scheme, rest = "file", path
     if scheme == "file":
         if threads is None:
-            return FileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum)
-        return FileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, threads=threads)
+            return FileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, turns=turns)
+        return FileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, threads=threads, turns=turns)
     if scheme == "s3":
         raise ConfigError("paths", path, "object stores are not supported in this version; name a directory")
     raise ConfigError("paths", path, f"there is no kind of path called {scheme!r}; name a directory")

@@ -13,11 +13,12 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from offload._native import CompletionQueue, IoThreads, StoreFile
+from offload._native import CompletionQueue, IoEngine, IoThreads, StoreFile, TakingTurns
 from offload.errors import ConfigError, TierError
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.common import check_request, closed_error, system_error
 from offload.tiers.places import LOCK_NAME, hold_lock, release_lock
+from offload.tiers.turns import Turns, describe_wait, lock_error, lock_file, watch
 
 DATA_NAME = "tiles"
 RECORD_NAME = "store.json"
@@ -78,6 +79,7 @@ class FileTier:
             headers are still verified, and only the index tells a finished write from a torn one.
         direct: Try O_DIRECT; False for the page cache.
         keep: Leave the store in place at `close`.
+        turns: Take turns on the path with other processes; None for no lock at all.
 
     Attributes:
         direct: Whether the file is open with O_DIRECT.
@@ -103,6 +105,7 @@ class FileTier:
         checksum: bool = True,
         direct: bool = True,
         keep: bool = False,
+        turns: Turns | None = None,
     ) -> None:
         self.path = os.fspath(path)
         if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
@@ -140,7 +143,12 @@ class FileTier:
                 # fdatasync of the file does not make its name durable.
                 for directory in (self.store_path, self.store_path.parent):
                     _sync_directory(directory)
-                self._io = IoThreads(queue, threads, piece_bytes, checksum)
+                self._threads = IoThreads(queue, threads, piece_bytes, checksum)
+                undo.callback(self._threads.close)
+                self._io: IoEngine = self._threads
+                self._turns = self._take_turns(turns, queue) if turns is not None else None
+                if self._turns is not None:
+                    self._io = self._turns
             except OSError as cause:
                 raise system_error("open", cause, self) from cause
             except RuntimeError as cause:  # the system has no more threads
@@ -204,10 +212,27 @@ class FileTier:
             limit_bytes: Most that a short transfer moves.
         """
         self._check_open("inject")
-        self._io.inject(kind, nth, error, limit_bytes)
+        self._threads.inject(kind, nth, error, limit_bytes)
+
+    def waiting_for(self) -> str:
+        """Return what the tier is waiting for other than its device, for messages; "" if nothing. Any thread."""
+        waiting = self._turns.waiting() if self._turns is not None else None
+        return describe_wait(self.path, *waiting) if waiting is not None else ""
+
+    def _take_turns(self, turns: Turns, queue: CompletionQueue) -> TakingTurns:
+        try:
+            name = lock_file(turns.path or self.path)
+            taking = TakingTurns(self._threads, queue, name, turns.holders, turns.turn_bytes, turns.report_after_s)
+        except OSError as cause:
+            raise lock_error(self.path, cause) from cause
+        watch(taking, self.path)
+        return taking
 
     def close(self) -> None:
-        """Finish what is in flight, end the threads, delete the store unless `keep`; idempotent."""
+        """Finish what is in flight, end the threads, delete the store unless `keep`; idempotent.
+
+        Requests whose turn on the path does not come in `Turns.report_after_s` complete with ETIMEDOUT.
+        """
         if self._closed:
             return
         self._closed = True

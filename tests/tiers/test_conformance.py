@@ -119,7 +119,7 @@ def test_another_length_is_refused(harness: Harness) -> None:
 
 
 def test_another_store_is_refused(build: Build, kind: str) -> None:
-    if kind in ("memory", "faulty"):
+    if kind in ("memory", "faulty", "throttled"):
         pytest.skip("stores in memory share nothing")
     ours, theirs = build(kind), build(kind)
     for harness in (ours, theirs):
@@ -337,7 +337,7 @@ def test_errors_say_where_and_what(harness: Harness) -> None:
 def test_stores_have_names_of_their_own(build: Build, kind: str) -> None:
     store = uuid.uuid4()
     first = build(kind, store=store)
-    if kind in ("memory", "faulty"):
+    if kind in ("memory", "faulty", "throttled"):
         pytest.skip("stores in memory share nothing")
     with pytest.raises(TierError) as caught:
         build(kind, store=store)

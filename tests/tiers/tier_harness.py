@@ -10,7 +10,7 @@ import numpy as np
 from offload._native import CompletionQueue
 from offload.engine.memory import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
-from offload.tiers import SLOT_HEADER_BYTES, FaultyTier, FileTier, MemoryTier
+from offload.tiers import SLOT_HEADER_BYTES, FaultyTier, FileTier, MemoryTier, ThrottledTier
 
 ARENA_BYTES = 8 << 20
 TILE = TileId(1, 2, 3)
@@ -87,7 +87,7 @@ class Harness:
 
     def flip(self, offset: int, mask: int = 1) -> None:
         """Damage one byte of the store behind the tier's back."""
-        tier = self.tier.inner if isinstance(self.tier, FaultyTier) else self.tier
+        tier = self.tier.inner if isinstance(self.tier, FaultyTier | ThrottledTier) else self.tier
         if isinstance(tier, MemoryTier):
             start, record = next(
                 (start, record) for start, record in tier.slots.items() if start <= offset < start + len(record)
@@ -101,7 +101,7 @@ class Harness:
 
     def cut(self, end: int) -> None:
         """End the store at byte `end`, as a file that lost its tail does."""
-        tier = self.tier.inner if isinstance(self.tier, FaultyTier) else self.tier
+        tier = self.tier.inner if isinstance(self.tier, FaultyTier | ThrottledTier) else self.tier
         if isinstance(tier, MemoryTier):
             for start, record in list(tier.slots.items()):
                 if start + SLOT_HEADER_BYTES > end:

@@ -1,0 +1,171 @@
+"""When taking turns on a path pays: one and two processes on one directory, with and without the lock.
+
+Each process reads and writes tiles as a step does: as many reads as writes, several in flight, through the product's
+own tier. In a round, every contender moves its bytes once; processes start together, and the throughput of a round
+counts until the first of them is through, so that all of it was shared. A process's share is what it had moved by
+then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import statistics
+import tempfile
+import time
+import uuid
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _common import Target, arguments, environment, progress, report
+
+from offload._native import CompletionQueue
+from offload.engine.memory import Arena
+from offload.protocols import Completion, TileId, TileRequest
+from offload.tiers import Turns, open_tier, slot_bytes
+
+DEPTH = 4
+"""Requests of each direction in flight."""
+
+
+def worker(pipe: Connection, path: str, tile_bytes: int, tiles: int, turn_bytes: int, threads: int) -> None:
+    """Obey (locked, begin) with the times at which tiles were through, until None."""
+    arena = Arena(2 * DEPTH * tile_bytes)
+    arena.numpy(0, arena.nbytes, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, arena.nbytes, np.uint8)
+    queues = [CompletionQueue(), CompletionQueue()]
+    stores = [
+        open_tier(path, uuid.uuid4(), queue, threads=threads, turns=Turns(turn_bytes=turn_bytes) if locked else None)
+        for locked, queue in enumerate(queues)
+    ]
+
+    def request(number: int, op: int, place: int, step: int) -> TileRequest:
+        return TileRequest(
+            op=op,
+            tile=TileId(0, 0, number),
+            step=step,
+            offset=number * slot_bytes(tile_bytes),
+            address=arena.address + place * tile_bytes,
+            nbytes=tile_bytes,
+            numel=tile_bytes // 4,
+        )
+
+    def move(locked: int) -> list[float]:
+        """Write `tiles` new tiles and read as many old ones; return when each was through."""
+        store, queue, ends = stores[locked], queues[locked], []
+        left = {"write": list(range(tiles)), "read": list(range(tiles, 2 * tiles))}
+        places = {"write": list(range(DEPTH)), "read": list(range(DEPTH, 2 * DEPTH))}
+        flying: dict[int, tuple[str, int]] = {}
+        while left["write"] or left["read"] or flying:
+            for kind in ("write", "read"):
+                while left[kind] and places[kind]:
+                    number, place = left[kind].pop(0), places[kind].pop()
+                    flying[number] = (kind, place)
+                    getattr(store, kind)(request(number, number, place, 1))
+            for record in queue.wait():
+                completion = Completion(*record)
+                if completion.error:
+                    raise SystemExit(f"a transfer failed: {completion}")
+                kind, place = flying.pop(completion.op)
+                places[kind].append(place)
+                ends.append(completion.finished_s)
+        return ends
+
+    for locked in (0, 1):  # what reads will find, written once
+        for number in range(tiles, 2 * tiles):
+            stores[locked].write(request(number, number, 0, 1))
+            queues[locked].wait()
+    pipe.send("ready")
+    while (command := pipe.recv()) is not None:
+        locked, begin_s = command
+        time.sleep(max(0.0, begin_s - time.monotonic()))
+        pipe.send(move(locked))
+    for store in stores:
+        store.close()
+    digest = hashlib.sha256(arena.numpy(0, arena.nbytes, np.uint8)).hexdigest()[:16]
+    pipe.send(digest)
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = arguments(__doc__)
+    parser.add_argument("--path", type=Path, default=None, help="directory on the device to measure")
+    parser.add_argument("--turn-mib", type=int, default=64, help="bytes of a turn")
+    parser.add_argument("--threads", type=int, default=2, help="I/O threads of each direction")
+    args = parser.parse_args()
+    described = environment()
+    turn_bytes = 256 << 10 if args.smoke else args.turn_mib << 20
+    tile_bytes, tiles, rounds = (64 << 10, 8, 2) if args.smoke else (4 << 20, 64, 9)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(dir=args.path or ".") as folder:
+        pipes = []
+        for _ in range(2):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=worker, args=(theirs, folder, tile_bytes, tiles, turn_bytes, args.threads)
+            )
+            process.start()
+            pipes.append((ours, process))
+        for pipe, _ in pipes:
+            pipe.recv()
+        names = {"1 free": (1, 0), "1 locked": (1, 1), "2 free": (2, 0), "2 locked": (2, 1)}
+        results: dict[str, Any] = {name: {"bytes_per_s": [], "total_bytes_per_s": [], "ratio": []} for name in names}
+        order = list(names)
+        for number in range(rounds + 1):
+            first = number % len(order)
+            for name in order[first:] + order[:first]:
+                count, locked = names[name]
+                begin_s = time.monotonic() + 0.05
+                for pipe, _ in pipes[:count]:
+                    pipe.send((locked, begin_s))
+                ends = [pipe.recv() for pipe, _ in pipes[:count]]
+                if number == 0:
+                    continue  # does not count: first touches of everything
+                until_s = min(max(times) for times in ends)
+                moved = [sum(end <= until_s for end in times) * tile_bytes for times in ends]
+                found = results[name]
+                found["bytes_per_s"].append(sum(moved) / (until_s - begin_s))
+                found["total_bytes_per_s"].append(
+                    sum(map(len, ends)) * tile_bytes / (max(max(times) for times in ends) - begin_s)
+                )
+                found["ratio"].append(min(moved) / max(moved))
+            progress(f"round {number}/{rounds}")
+        for pipe, _ in pipes:
+            pipe.send(None)
+        checksums = [pipe.recv() for pipe, _ in pipes]
+        for _, process in pipes:
+            process.join()
+    print(f"{2 * tiles} tiles of {tile_bytes >> 10} KiB a process and round, half read, half written")
+    for name, found in results.items():
+        rate, ratio = statistics.median(found["bytes_per_s"]), statistics.median(found["ratio"])
+        print(f"  {name:10} {rate / 1e6:8.0f} MB/s   least share / largest share {ratio:.2f}")
+
+    def gain(ours: str, theirs: str) -> float:
+        pairs = zip(results[ours]["total_bytes_per_s"], results[theirs]["total_bytes_per_s"], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    print(f"  the lock, 2 processes: {gain('2 locked', '2 free'):.3f} times the throughput without it")
+    report(
+        args,
+        described,
+        {
+            "tile_bytes": tile_bytes,
+            "tiles": 2 * tiles,
+            "rounds": rounds,
+            "turn_bytes": turn_bytes,
+            "threads": args.threads,
+        }
+        | {"contenders": results, "lock_gain_2": gain("2 locked", "2 free")},
+        "+".join(checksums),
+        [
+            Target.at_least("one process, locked / free", gain("1 locked", "1 free"), 0.97),
+            Target.at_least(
+                "two processes, least share / largest share", statistics.median(results["2 locked"]["ratio"]), 0.8
+            ),
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

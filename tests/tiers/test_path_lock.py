@@ -1,0 +1,529 @@
+"""Processes and sessions that share a path take turns on it: real processes, synchronised by pipes.
+
+Most tests stand between the lock and the device: `HeldIo` is an I/O engine whose requests end when the test says
+so, hence a turn lasts as long as the test wants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tier_harness import TILE, Harness
+
+import offload
+from offload._native import CompletionQueue, HeldIo, StoreFile, TakingTurns
+from offload.config import PathConfig
+from offload.engine.executor import LiveExecutor
+from offload.engine.index import Location, Record
+from offload.engine.machine import ReadTile, Stop
+from offload.engine.session import _choose_turns
+from offload.errors import ConfigError, TierError
+from offload.protocols import Completion
+from offload.tiers import FileTier, Turns, turns
+from offload.tiers.turns import lock_file
+
+LONG_S = 60.0
+PATIENT = {"holders": 1, "turn_bytes": 4096, "report_after_s": LONG_S}
+
+
+class Session:
+    """One holder-to-be of a path's lock."""
+
+    def __init__(self, path: str | Path, **settings: Any) -> None:
+        self.queue = CompletionQueue()
+        self.held = HeldIo(self.queue)
+        self.io = TakingTurns(self.held, self.queue, lock_file(path), **(PATIENT | settings))
+        self.file = StoreFile(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), False, bytes(16))
+
+    def submit(self, op: int) -> None:
+        """Start a request; it reaches the device when the session has its turn."""
+        self.io.read(self.file, op, 0, 0, 0, 0, 1024, 0, 4096, 4096)
+
+    def has_turn(self) -> int:
+        """Wait for the next request that has reached the device."""
+        op = self.held.started(LONG_S)
+        assert op is not None, "the turn did not come"
+        return op
+
+    def finish(self, op: int) -> None:
+        """End a request; its completion must be the only one."""
+        self.held.finish(op)
+        assert [Completion(*record)[:2] for record in self.queue.wait(LONG_S)] == [(op, 0)]
+
+
+# Each child runs one of these with its arguments, answers by lines, and waits for lines.
+CHILD_HEAD = """
+import os, sys
+sys.path.insert(0, {folder!r})
+from test_path_lock import *
+
+def say(what=""):
+    print(what, flush=True)
+
+def wait():
+    return sys.stdin.readline()
+"""
+
+
+class Child:
+    """A process running a piece of code."""
+
+    def __init__(self, code: str, *arguments: object) -> None:
+        head = CHILD_HEAD.format(folder=str(Path(__file__).parent))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", head + code, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self.pid = self.process.pid
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the process ended with {self.process.wait()}"
+        return line.strip()
+
+    def tell(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., Child]]:
+    """Starts children; none is left at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def start(code: str, *arguments: object) -> Child:
+            made = Child(code, *arguments)
+            stack.callback(made.end)
+            return made
+
+        yield start
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Callable[..., Session]]:
+    """Makes sessions of this process, on the temporary folder unless told otherwise; closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def make(path: Path = tmp_path, **settings: Any) -> Session:
+            made = Session(path, **settings)
+            stack.callback(made.io.close)
+            stack.callback(made.held.close)
+            return made
+
+        yield make
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(lock_file(tmp_path))
+
+
+HOLD = """
+session = Session(sys.argv[1])
+session.submit(1)
+session.has_turn()
+say("has the turn")
+wait()
+session.finish(1)
+say("finished")
+wait()
+"""
+
+TURNS = """
+path, log, count, name = sys.argv[1], os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND), int(sys.argv[3]), sys.argv[4]
+session = Session(path)
+session.submit(0)
+session.submit(1)  # there is always another one: whoever has had a turn wants the next
+say("asked")
+for number in range(count):
+    op = session.has_turn()
+    os.write(log, f"+{name}".encode())
+    os.write(log, f"-{name}".encode())
+    if number + 2 < count:
+        session.submit(number + 2)
+    session.finish(op)
+session.io.close()
+say("done")
+"""
+
+
+def run_turns(path: Path, holder: Session, children: Callable[..., Child], names: str, count: int) -> str:
+    """Let processes take `count` turns each, all waiting before the first; return what they logged."""
+    log = path / "log"
+    log.touch()
+    holder.submit(1)
+    holder.has_turn()
+    processes = [children(TURNS, path, log, count, name) for name in names]
+    for process in processes:
+        assert process.hear() == "asked"
+    assert log.read_text() == ""
+    holder.finish(1)
+    for process in processes:
+        assert process.hear() == "done"
+    return log.read_text()
+
+
+def test_two_processes_are_never_in_at_once(
+    tmp_path: Path, session: Callable[..., Session], child: Callable[..., Child]
+) -> None:
+    text = run_turns(tmp_path, session(), child, "ab", 100)
+    entries = [text[at : at + 4] for at in range(0, len(text), 4)]
+    assert Counter(entries) == {"+a-a": 100, "+b-b": 100}
+
+
+@pytest.mark.full
+def test_three_processes_get_equal_shares(
+    tmp_path: Path, session: Callable[..., Session], child: Callable[..., Child]
+) -> None:
+    count = 200
+    text = run_turns(tmp_path, session(), child, "abc", count)
+    order = text[1::4]
+    assert len(order) == 3 * count
+    # While all three want turns: from the first turn of the last to come to the last turn of the first to go.
+    begin = max(order.index(name) for name in "abc")
+    end = min(order.rindex(name) for name in "abc")
+    shares = Counter(order[begin : end + 1])
+    # Not exactly equal: these turns are so short that the next in line is often still waking up when a turn could
+    # have ended for it. Without the line, one process would take nearly all.
+    assert min(shares.values()) >= 0.5 * max(shares.values()), shares
+    assert min(shares.values()) >= 0.5 * count, shares
+
+
+@pytest.mark.parametrize("fate", ["killed", "finished"])
+def test_a_forked_child_of_the_holder_keeps_nothing(
+    tmp_path: Path, session: Callable[..., Session], child: Callable[..., Child], fate: str
+) -> None:
+    code = """
+session = Session(sys.argv[1])
+session.submit(1)
+session.has_turn()
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.close(0)
+    os.close(writer)
+    say("born")
+    os.read(reader, 1)  # until the test lets go of the fifo, whatever becomes of the parent
+    with open(sys.argv[2]) as file:
+        file.read()
+    open(sys.argv[3], "w").close()
+    os._exit(0)
+os.close(reader)
+wait()
+session.finish(1)
+wait()
+"""
+    fifo, witness = tmp_path / "fifo", tmp_path / "witness"
+    os.mkfifo(fifo)
+    holder = child(code, tmp_path, fifo, witness)
+    assert holder.hear() == "born"
+    mine = session(report_after_s=0.01)
+    mine.submit(1)
+    report = mine.io.next_report()
+    assert report is not None
+    assert report[1] == holder.pid
+    if fate == "killed":
+        os.kill(holder.pid, signal.SIGKILL)
+        assert holder.process.wait() == -signal.SIGKILL
+    else:
+        holder.tell()
+    mine.finish(mine.has_turn())
+    if fate == "finished":
+        holder.process.kill()
+        holder.process.wait()
+    assert not witness.exists()
+    with open(fifo, "w"):  # opens only when somebody reads: the grandchild is alive
+        pass
+    assert holder.process.stdout is not None
+    assert holder.process.stdout.read() == ""  # it has gone too
+    assert witness.exists()
+
+
+def test_two_paths_in_different_order_do_not_deadlock(
+    tmp_path: Path, session: Callable[..., Session], child: Callable[..., Child]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    code = """
+held, wanted = Session(sys.argv[1]), Session(sys.argv[2], report_after_s=0.01)
+held.submit(1)
+held.has_turn()
+say("has one")
+wait()
+wanted.submit(1)
+assert wanted.io.next_report() is not None
+say("waits for the other")
+wait()
+held.finish(1)
+wanted.finish(wanted.has_turn())
+say("had both")
+wait()
+"""
+    processes = [child(code, first, second), child(code, second, first)]
+    for _ in range(2):
+        for process in processes:
+            process.hear()
+        for process in processes:  # only now: one that went ahead would give the other its turn unasked
+            process.tell()
+    assert [process.hear() for process in processes] == ["had both", "had both"]
+    for path in (first, second):
+        os.unlink(lock_file(path))
+
+
+def test_tiers_of_two_processes_work_on_two_paths_in_different_order(
+    tmp_path: Path, child: Callable[..., Child]
+) -> None:
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for path in paths:
+        path.mkdir()
+    code = """
+tiers = []
+for path in sys.argv[1:]:
+    queue = CompletionQueue()
+    tier = FileTier(path, uuid.uuid4(), queue, turns=Turns(turn_bytes=256 << 10))
+    tiers.append(Harness(tier, queue))
+say("open")
+wait()
+for _ in range(10):
+    requests = [[h.request(n * (68 << 10), 64 << 10, at=n * (64 << 10)) for n in range(16)] for h in tiers]
+    for move in ("write", "read"):
+        for pair in zip(*requests):
+            for harness, request in zip(tiers, pair):
+                getattr(harness.tier, move)(request)
+        for harness in tiers:
+            assert not any(completion.error for completion in harness.collect(16))
+for harness in tiers:
+    harness.tier.close()
+say("done")
+"""
+    processes = [child(code, *paths), child(code, *reversed(paths))]
+    for process in processes:
+        assert process.hear() == "open"
+    for process in processes:
+        process.tell()
+    for process in processes:
+        assert process.hear() == "done"
+    assert [list(path.iterdir()) for path in paths] == [[], []]
+    for path in paths:
+        os.unlink(lock_file(path))
+
+
+def test_a_stopped_holder_is_named(
+    tmp_path: Path, child: Callable[..., Child], session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = child(HOLD, tmp_path)
+    assert holder.hear() == "has the turn"
+    os.kill(holder.pid, signal.SIGSTOP)
+    assert os.WIFSTOPPED(os.waitpid(holder.pid, os.WUNTRACED)[1])
+    told, said = threading.Event(), []
+
+    def warning(text: str, *arguments: object) -> None:
+        said.append(text % arguments)
+        told.set()
+
+    monkeypatch.setattr(turns._log, "warning", warning)
+    queue = CompletionQueue()
+    tier = FileTier(tmp_path, uuid.uuid4(), queue, turns=Turns(report_after_s=0.05))
+    harness = Harness(tier, queue)
+    tier.write(harness.request(0, 4096))
+    assert told.wait(LONG_S)
+    for part in (f"process {holder.pid}", str(tmp_path), f"kill -CONT {holder.pid}"):
+        assert part in said[0]
+        assert part in tier.waiting_for()
+    # It is a warning only: what was asked for is done when the turn comes.
+    assert queue.wait(0.0) == []
+    os.kill(holder.pid, signal.SIGCONT)
+    holder.tell()
+    assert [completion.error for completion in harness.collect(1)] == [0]
+    assert tier.waiting_for() == ""
+    tier.close()
+
+
+def test_a_stall_names_who_is_in_the_way(tmp_path: Path, child: Callable[..., Child]) -> None:
+    holder = child(HOLD, tmp_path)
+    assert holder.hear() == "has the turn"
+    queue = CompletionQueue()
+    tier = FileTier(tmp_path, uuid.uuid4(), queue, turns=Turns(report_after_s=0.05))
+    harness = Harness(tier, queue)
+    executor = LiveExecutor([tier], None, queue, lambda *_: None, stall_s=0.2)  # type: ignore[arg-type, return-value]
+    operation = ReadTile(1, TILE, 0, 0, Record(Location(0, 0, 4096), 1, 0))
+    executor._staging_address = harness.arena.address
+    executor.submit([operation])
+    (event,) = executor.wait()
+    assert isinstance(event, Stop)
+    assert f"process {holder.pid}" in str(event.error)
+    # Nobody can move the holder: closing gives up, and says so in the completion.
+    tier.close()
+    assert [Completion(*record).error for record in queue.wait(0.0)] == [errno.ETIMEDOUT]
+    assert not list(tmp_path.glob("offload-*"))
+
+
+def test_sessions_of_one_process_take_turns(session: Callable[..., Session]) -> None:
+    first, second = session(), session(report_after_s=0.01)
+    first.submit(1)
+    assert first.has_turn() == 1
+    second.submit(2)
+    report = second.io.next_report()
+    assert report is not None
+    assert report[1] == os.getpid()
+    assert second.held.started(0.0) is None
+    first.submit(3)
+    first.finish(1)
+    # Somebody waits, and a turn moves 4 KiB at most: the first one's next request goes after the second's.
+    assert second.has_turn() == 2
+    assert first.held.started(0.0) is None
+    second.finish(2)
+    assert first.has_turn() == 3
+    first.finish(3)
+
+
+def test_a_turn_lasts_while_nobody_waits(session: Callable[..., Session]) -> None:
+    only = session()
+    for op in range(100):
+        only.submit(op)
+    for op in range(100):
+        assert only.has_turn() == op
+        # What is in flight is bounded: somebody who comes now does not wait for all of it.
+        assert only.held.started(0.0) is None
+        only.finish(op)
+
+
+def test_so_many_at_once(session: Callable[..., Session]) -> None:
+    first, second, third = (session(holders=2, report_after_s=0.01) for _ in range(3))
+    for one in (first, second):
+        one.submit(1)
+        one.has_turn()
+    third.submit(1)
+    assert third.io.next_report() is not None
+    assert third.held.started(0.0) is None
+    first.finish(1)
+    third.finish(third.has_turn())
+    second.finish(1)
+
+
+def test_closing_other_descriptors_drops_nothing(tmp_path: Path, session: Callable[..., Session]) -> None:
+    first, second = session(), session(report_after_s=0.01)
+    first.submit(1)
+    first.has_turn()
+    descriptor = os.open(lock_file(tmp_path), os.O_RDWR)
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1)
+    os.close(descriptor)  # where locks belonged to the process, this would give them up
+    second.submit(1)
+    assert second.io.next_report() is not None
+    assert second.held.started(0.0) is None
+    first.finish(1)
+    second.finish(second.has_turn())
+
+
+def test_the_lock_thread_keeps_no_descriptors(session: Callable[..., Session]) -> None:
+    reader, writer = os.pipe()
+    session()
+    os.close(writer)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_the_path_gets_no_file_and_the_lock_is_open_to_all(tmp_path: Path) -> None:
+    queue = CompletionQueue()
+    mask = os.umask(0o077)
+    try:
+        tier = FileTier(tmp_path, uuid.uuid4(), queue, turns=Turns())
+    finally:
+        os.umask(mask)
+    harness = Harness(tier, queue)
+    assert harness.write(harness.request(0, 4096)).error == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == [tier.store_path.name]
+    name = lock_file(tmp_path)
+    assert not name.startswith(str(tmp_path))
+    assert stat.S_IMODE(os.stat(name).st_mode) == 0o666
+    link = tmp_path.parent / f"{tmp_path.name}-link"
+    link.symlink_to(tmp_path)
+    assert lock_file(link) == name
+    tier.close()
+    link.unlink()
+    assert list(tmp_path.iterdir()) == []
+    os.unlink(name)
+
+
+def test_a_lock_file_that_is_not_ours_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "LOCK_DIRECTORIES", (str(tmp_path),))
+    path = tmp_path / "path"
+    path.mkdir()
+    target = tmp_path / "precious"
+    target.write_text("mine")
+    name = lock_file(path)
+    os.unlink(name)
+    os.symlink(target, name)
+    with pytest.raises(TierError, match='path_lock "off"'):
+        FileTier(path, uuid.uuid4(), CompletionQueue(), turns=Turns())
+    assert target.read_text() == "mine"
+    assert list(path.iterdir()) == []
+
+
+def test_off_does_nothing(tmp_path: Path) -> None:
+    before = threading.active_count(), set(os.listdir("/dev/shm"))
+    queue = CompletionQueue()
+    tier = FileTier(tmp_path, uuid.uuid4(), queue)
+    assert not hasattr(tier._io, "next_report")
+    assert tier.waiting_for() == ""
+    tier.close()
+    assert (threading.active_count(), set(os.listdir("/dev/shm"))) == before
+
+
+def test_the_switch() -> None:
+    path = PathConfig(path="somewhere")
+
+    def chosen(**fields: Any) -> Turns | None:
+        return _choose_turns(offload.OffloadConfig(**fields), path)
+
+    assert chosen() is None
+    assert chosen(path_lock="on", lock_timeout_s=7) == Turns(report_after_s=7)
+    assert chosen(path_lock=3) == Turns(holders=3)
+    assert chosen(path_lock="off") is None
+    for wrong in ("maybe", 0, True, -1, None):
+        with pytest.raises(ConfigError, match="path_lock"):
+            chosen(path_lock=wrong)
+    for wrong in (0, -1, "soon", True):
+        with pytest.raises(ConfigError, match="lock_timeout_s"):
+            chosen(lock_timeout_s=wrong)
+
+
+def test_an_engine_under_the_lock_gives_the_same_weights(tmp_path: Path) -> None:
+    found = []
+    for number, lock in enumerate(("off", "on", 2)):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(50_000))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        config = offload.OffloadConfig(host_memory=0, paths=[folder], subgroup_numel=8192, path_lock=lock)
+        with contextlib.closing(offload.AdamW([weight], lr=1e-2, offload=config)) as optimizer:
+            for _ in range(3):
+                weight.grad = torch.randn(50_000)
+                optimizer.step()
+        found.append(weight.detach().clone())
+        assert list(folder.iterdir()) == []
+        if lock != "off":
+            os.unlink(lock_file(folder))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
