@@ -115,7 +115,8 @@ class OffloadConfig:
         keep_grads: Whether `.grad` stays until the step. Only True is supported in this version.
         checksum: Whether tiles on storage carry a checksum that is verified on every read.
         checkpoints_kept: How many checkpoints' slots stay reserved on the paths.
-        io_backend: "auto" or "threads".
+        io_backend: How paths are read and written: "io_uring" (an error where the system refuses it), "threads",
+            or "auto", the former where it works.
         placement: "auto" or "cpu", the device that runs updates.
         rates: "auto": measured by a short probe and refined by every step.
     """
@@ -155,7 +156,7 @@ class OffloadConfig:
             raise ConfigError("checksum", self.checksum, "use true or false")
         if self.keep_grads is not True:
             raise ConfigError("keep_grads", self.keep_grads, "use true: gradients stay in .grad until the step")
-        _check_choice("io_backend", self.io_backend, ("auto", "threads"))
+        _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads"))
         _check_choice("placement", self.placement, ("auto", "cpu"))
         _check_choice("rates", self.rates, ("auto",))
 

@@ -15,6 +15,7 @@
 #include "../io/crc32c.h"
 #include "../io/header.h"
 #include "../io/io_threads.h"
+#include "../io/io_uring.h"
 #include "../io/store_file.h"
 #include "../runtime/completion_queue.h"
 #include "bindings.h"
@@ -153,14 +154,11 @@ void bind_files(nb::module_& module) {
       .def("free_bytes", [](const SharedFile& self) { return self.file->free_bytes(); },
            "Bytes by which slots may still grow: the lesser of the file system's room and max_bytes.");
 
-  nb::class_<IoThreads>(module, "IoThreads",
-                        "Thread pool that reads and writes slots, each direction on threads of its own; see\n"
-                        "csrc/io/io_threads.h. Submit and close from one thread.")
-      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "threads"_a, "piece_bytes"_a,
-           "checksum"_a, nb::keep_alive<1, 2>())
+  nb::class_<IoEngine>(module, "IoEngine",
+                       "Reads and writes slots; see csrc/io/engine.h. Submit and close from one thread.")
       .def(
           "read",
-          [](IoThreads& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup,
+          [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup,
              std::uint32_t tensor, std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset,
              std::uintptr_t address, std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
             IoRequest request;
@@ -178,7 +176,7 @@ void bind_files(nb::module_& module) {
           "nbytes"_a, "checksum"_a = nb::none(), "Start reading a slot; see offload.protocols.TileRequest.")
       .def(
           "write",
-          [](IoThreads& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup,
+          [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup,
              std::uint32_t tensor, std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset,
              std::uintptr_t address, std::uint64_t nbytes) {
             IoRequest request;
@@ -194,7 +192,7 @@ void bind_files(nb::module_& module) {
           "nbytes"_a, "Start writing a slot; see offload.protocols.TileRequest.")
       .def(
           "sync",
-          [](IoThreads& self, const SharedFile& file, std::uint64_t op) {
+          [](IoEngine& self, const SharedFile& file, std::uint64_t op) {
             IoRequest request;
             request.kind = IoKind::kSync;
             request.op = op;
@@ -202,11 +200,20 @@ void bind_files(nb::module_& module) {
             self.submit(std::move(request));
           },
           "file"_a, "op"_a, "Make every write that was submitted before durable (fdatasync).")
-      .def("close", &IoThreads::close, nb::call_guard<nb::gil_scoped_release>(),
+      .def(
+          "register_buffers",
+          [](IoEngine& self, std::uintptr_t address, std::size_t nbytes) {
+            nb::gil_scoped_release release;
+            return self.register_buffers(reinterpret_cast<void*>(address), nbytes);
+          },
+          "address"_a, "nbytes"_a,
+          "Name the memory that most payloads will lie in, in place of what was named before. Returns 0, or the\n"
+          "errno for which it could not be registered with the kernel; requests work all the same.")
+      .def("close", &IoEngine::close, nb::call_guard<nb::gil_scoped_release>(),
            "Finish what is in flight and join the threads; idempotent.")
       .def(
           "inject",
-          [](IoThreads& self, const std::string& kind, std::uint64_t nth, int error, std::size_t limit_bytes) {
+          [](IoEngine& self, const std::string& kind, std::uint64_t nth, int error, std::size_t limit_bytes) {
             if (nth < 1) throw std::invalid_argument("nth counts from 1");
             FaultList::Fault fault;
             fault.kind = kind_named(kind);
@@ -218,6 +225,16 @@ void bind_files(nb::module_& module) {
           "kind"_a, "nth"_a = 1, "error"_a = 0, "limit_bytes"_a = 0,
           "For tests: the nth next system call of kind (read, write, sync, allocate) fails with errno error, or\n"
           "moves at most limit_bytes (rounded up to whole sectors with O_DIRECT) where error is 0.");
+
+  nb::class_<IoThreads, IoEngine>(module, "IoThreads",
+                                  "A thread pool, each direction on threads of its own; see csrc/io/io_threads.h.")
+      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "threads"_a, "piece_bytes"_a,
+           "checksum"_a, nb::keep_alive<1, 2>());
+
+  nb::class_<IoUring, IoEngine>(module, "IoUring", "An io_uring and its thread; see csrc/io/io_uring.h.")
+      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool, std::size_t>(), "queue"_a, "depth"_a,
+           "piece_bytes"_a, "checksum"_a, "rings"_a = 1, nb::keep_alive<1, 2>())
+      .def_static("refusal", &IoUring::refusal, "0 where this process may use io_uring, else the errno that says why not.");
 }
 
 }  // namespace
