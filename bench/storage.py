@@ -137,7 +137,13 @@ class Fio:
 
     def fio(self, name: str, options: list[str], more: list[str]) -> list[dict[str, Any]]:
         shared = [f"--filename={self.path}", "--ioengine=io_uring", "--direct=1", f"--bs={self.block_bytes}"]
-        shared += [f"--iodepth={self.depth}", "--mem=malloc", "--output-format=json", "--thread", "--norandommap"]
+        shared += [
+            f"--iodepth={self.depth}",
+            "--mem=malloc",
+            "--output-format=json",
+            "--thread",
+            "--scramble_buffers=0",
+        ]
         done = subprocess.run(
             ["fio", *shared, f"--name={name}", *options, *more],
             capture_output=True,

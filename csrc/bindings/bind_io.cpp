@@ -232,8 +232,8 @@ void bind_files(nb::module_& module) {
            "checksum"_a, nb::keep_alive<1, 2>());
 
   nb::class_<IoUring, IoEngine>(module, "IoUring", "An io_uring and its thread; see csrc/io/io_uring.h.")
-      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool, std::size_t>(), "queue"_a, "depth"_a,
-           "piece_bytes"_a, "checksum"_a, "rings"_a = 1, nb::keep_alive<1, 2>())
+      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a,
+           "piece_bytes"_a, "checksum"_a, nb::keep_alive<1, 2>())
       .def_static("refusal", &IoUring::refusal, "0 where this process may use io_uring, else the errno that says why not.");
 }
 

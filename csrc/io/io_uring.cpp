@@ -96,13 +96,12 @@ struct Registered {
 
 }  // namespace
 
-// A ring, its thread, and what is on it. All but submit, register_buffers and stop belong to the thread.
+// A ring, its thread, and what is on it. All but submit, register_buffers, inject and stop belong
+// to the thread.
 class IoUring::Worker {
  public:
-  Worker(CompletionQueue& queue, FaultList& faults, std::size_t depth, std::size_t piece_bytes, bool checksum,
-         const char* label)
+  Worker(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum)
       : queue_(queue),
-        faults_(faults),
         depth_(depth),
         piece_bytes_(piece_bytes),
         checksum_(checksum),
@@ -118,7 +117,7 @@ class IoUring::Worker {
       ::close(wake_fd_);
       throw;
     }
-    pthread_setname_np(thread_.native_handle(), label);
+    pthread_setname_np(thread_.native_handle(), "offload-ring");
   }
 
   ~Worker() {
@@ -149,6 +148,8 @@ class IoUring::Worker {
     wake();
     return done.get();
   }
+
+  void inject(const FaultList::Fault& fault) { faults_.add(fault); }
 
   void stop() {
     {
@@ -524,7 +525,7 @@ class IoUring::Worker {
   };
 
   CompletionQueue& queue_;
-  FaultList& faults_;
+  FaultList faults_;
   const std::size_t depth_;
   const std::size_t piece_bytes_;
   const bool checksum_;
@@ -555,52 +556,36 @@ class IoUring::Worker {
   std::thread thread_;
 };
 
-struct IoUring::State {
-  FaultList faults;
-  std::vector<std::unique_ptr<Worker>> workers;
-};
-
 int IoUring::refusal() noexcept { return Ring::refusal(); }
 
-IoUring::IoUring(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum, std::size_t rings)
-    : owner_(getpid()), state_(std::make_unique<State>()) {
+IoUring::IoUring(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum)
+    : owner_(getpid()) {
   if (depth < 1 || depth > 1024) throw std::invalid_argument("depth must be from 1 to 1024");
   if (piece_bytes == 0 || piece_bytes % kSectorBytes != 0 || piece_bytes > (std::size_t{1} << 30))
     throw std::invalid_argument("piece_bytes must be a multiple of 4096, at most 1 GiB");
-  if (rings < 1 || rings > 2) throw std::invalid_argument("rings must be 1 or 2");
-  const char* labels[2] = {"offload-ring0", "offload-ring1"};
-  for (std::size_t i = 0; i < rings; ++i)
-    state_->workers.push_back(
-        std::make_unique<Worker>(queue, state_->faults, depth, piece_bytes, checksum, labels[i]));
+  worker_ = std::make_unique<Worker>(queue, depth, piece_bytes, checksum);
 }
 
 IoUring::~IoUring() {
   close();
   // In a forked child neither the thread nor the ring's memory exists: leave them be.
-  if (getpid() != owner_) (void)state_.release();
+  if (getpid() != owner_) (void)worker_.release();
 }
 
 void IoUring::submit(IoRequest request) {
   if (getpid() != owner_) throw std::runtime_error("the I/O ring belongs to the process that made it");
-  const bool read = request.kind == IoKind::kRead;
-  (read ? state_->workers.front() : state_->workers.back())->submit(std::move(request));
+  worker_->submit(std::move(request));
 }
 
 int IoUring::register_buffers(void* address, std::size_t nbytes) {
   if (getpid() != owner_) throw std::runtime_error("the I/O ring belongs to the process that made it");
-  int error = 0;
-  for (auto& worker : state_->workers) {
-    const int refused = worker->register_buffers(address, nbytes);
-    if (error == 0) error = refused;
-  }
-  return error;
+  return worker_->register_buffers(address, nbytes);
 }
 
-void IoUring::inject(const FaultList::Fault& fault) { state_->faults.add(fault); }
+void IoUring::inject(const FaultList::Fault& fault) { worker_->inject(fault); }
 
 void IoUring::close() {
-  if (getpid() != owner_) return;
-  for (auto& worker : state_->workers) worker->stop();
+  if (getpid() == owner_) worker_->stop();
 }
 
 }  // namespace offload

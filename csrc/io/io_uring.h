@@ -13,7 +13,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <vector>
 
 #include "../runtime/completion_queue.h"
 #include "engine.h"
@@ -27,9 +26,8 @@ class IoUring final : public IoEngine {
 
   // depth: pieces in flight, for each direction, at least 1. piece_bytes: most that one request
   // to the kernel moves, a multiple of kSectorBytes. checksum: compute and verify CRC32C of
-  // payloads. rings: 1, or 2 for one per direction. queue must outlive this. Throws
-  // std::system_error.
-  IoUring(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum, std::size_t rings);
+  // payloads. queue must outlive this. Throws std::system_error.
+  IoUring(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum);
   ~IoUring() override;
   IoUring(const IoUring&) = delete;
   IoUring& operator=(const IoUring&) = delete;
@@ -40,10 +38,9 @@ class IoUring final : public IoEngine {
   void close() override;
 
  private:
-  struct State;
   class Worker;
   const pid_t owner_;
-  std::unique_ptr<State> state_;
+  std::unique_ptr<Worker> worker_;
 };
 
 }  // namespace offload

@@ -26,6 +26,7 @@ STORE_FORMAT = 1
 IO_BACKENDS = ("auto", "io_uring", "threads")
 """Ways to read and write; "auto" is the best that works here."""
 
+# Measured with bench/storage.py: fewer or smaller pieces in flight lose throughput, more or larger gain none.
 DEFAULT_THREADS = 2
 DEFAULT_DEPTH = 4
 MAX_DEPTH = 1024

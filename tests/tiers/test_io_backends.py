@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tier_harness import ARENA_BYTES, Build, Harness, need_io_uring
 
-from offload._native import CompletionQueue, IoUring
+from offload._native import CompletionQueue
 from offload.config import OffloadConfig
 from offload.engine.memory import Arena
 from offload.errors import ConfigError
@@ -130,13 +130,7 @@ def test_unknown_backends_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 3, 64])
-@pytest.mark.parametrize("rings", [1, 2])
-def test_any_depth_moves_the_same_bytes(
-    build: Build, depth: int, rings: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    need_io_uring()
-    monkeypatch.setattr(file_module, "IoUring", lambda *arguments: IoUring(*arguments, rings))
-    monkeypatch.setattr(file_module, "choose_io_backend", lambda wanted: "io_uring")
+def test_any_depth_moves_the_same_bytes(build: Build, depth: int) -> None:
     harness = build("file-direct/io_uring", depth=depth)
     nbytes, count = 200 << 10, 12
     data = harness.fill(count * nbytes)
