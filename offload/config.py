@@ -123,7 +123,8 @@ class OffloadConfig:
         keep_grads: Whether `.grad` stays until the step. Only True is supported in this version.
         checksum: Whether tiles on storage carry a checksum that is verified on every read.
         checkpoints_kept: How many checkpoints' slots stay reserved on the paths.
-        io_backend: "auto" or "threads".
+        io_backend: How paths are read and written: "io_uring" (an error where the system refuses it), "threads",
+            or "auto", the former where it works.
         path_lock: Whether processes of this node take turns on a path: "on" (one at a time), a number (so many at a
             time, the same in all processes), "off", or "auto": off, as long as no device is known on which turns
             pay (bench/lock.py measures yours). The lock is among the processes that see the same /dev/shm.
@@ -169,7 +170,7 @@ class OffloadConfig:
             raise ConfigError("checksum", self.checksum, "use true or false")
         if self.keep_grads is not True:
             raise ConfigError("keep_grads", self.keep_grads, "use true: gradients stay in .grad until the step")
-        _check_choice("io_backend", self.io_backend, ("auto", "threads"))
+        _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads"))
         if isinstance(self.path_lock, int):
             _check_int("path_lock", self.path_lock, 1)
         else:

@@ -113,6 +113,13 @@ class Tier(Protocol):
     def sync(self, op: int) -> None:
         """Make everything written before durable; completes as operation `op`."""
 
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """Hear of the memory that most transfers will use, in place of what was named before.
+
+        Optional: it makes transfers cheaper where the tier can make use of it. Memory that has been named must
+        not go away before other memory is named or the tier is closed. Nothing is in flight meanwhile.
+        """
+
     def free_bytes(self) -> int:
         """Return the bytes that slots may still grow by: the least of the file system's room and `max_bytes`."""
 

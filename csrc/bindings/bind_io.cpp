@@ -19,6 +19,7 @@
 #include "../io/header.h"
 #include "../io/io_held.h"
 #include "../io/io_threads.h"
+#include "../io/io_uring.h"
 #include "../io/path_lock.h"
 #include "../io/store_file.h"
 #include "../runtime/completion_queue.h"
@@ -205,17 +206,20 @@ void bind_files(nb::module_& module) {
             self.submit(std::move(request));
           },
           "file"_a, "op"_a, "Make every write that was submitted before durable (fdatasync).")
+      .def(
+          "register_buffers",
+          [](IoEngine& self, std::uintptr_t address, std::size_t nbytes) {
+            nb::gil_scoped_release release;
+            return self.register_buffers(reinterpret_cast<void*>(address), nbytes);
+          },
+          "address"_a, "nbytes"_a,
+          "Name the memory that most payloads will lie in, in place of what was named before. Returns 0, or the\n"
+          "errno for which it could not be registered with the kernel; requests work all the same.")
       .def("close", &IoEngine::close, nb::call_guard<nb::gil_scoped_release>(),
-           "Finish what is in flight and join the threads; idempotent.");
-
-  nb::class_<IoThreads, IoEngine>(module, "IoThreads",
-                                  "Thread pool that reads and writes slots, each direction on threads of its own; see\n"
-                                  "csrc/io/io_threads.h.")
-      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "threads"_a, "piece_bytes"_a,
-           "checksum"_a, nb::keep_alive<1, 2>())
+           "Finish what is in flight and join the threads; idempotent.")
       .def(
           "inject",
-          [](IoThreads& self, const std::string& kind, std::uint64_t nth, int error, std::size_t limit_bytes) {
+          [](IoEngine& self, const std::string& kind, std::uint64_t nth, int error, std::size_t limit_bytes) {
             if (nth < 1) throw std::invalid_argument("nth counts from 1");
             FaultList::Fault fault;
             fault.kind = kind_named(kind);
@@ -227,6 +231,16 @@ void bind_files(nb::module_& module) {
           "kind"_a, "nth"_a = 1, "error"_a = 0, "limit_bytes"_a = 0,
           "For tests: the nth next system call of kind (read, write, sync, allocate) fails with errno error, or\n"
           "moves at most limit_bytes (rounded up to whole sectors with O_DIRECT) where error is 0.");
+
+  nb::class_<IoThreads, IoEngine>(module, "IoThreads",
+                                  "A thread pool, each direction on threads of its own; see csrc/io/io_threads.h.")
+      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "threads"_a, "piece_bytes"_a,
+           "checksum"_a, nb::keep_alive<1, 2>());
+
+  nb::class_<IoUring, IoEngine>(module, "IoUring", "An io_uring and its thread; see csrc/io/io_uring.h.")
+      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a,
+           "piece_bytes"_a, "checksum"_a, nb::keep_alive<1, 2>())
+      .def_static("refusal", &IoUring::refusal, "0 where this process may use io_uring, else the errno that says why not.");
 }
 
 void bind_turns(nb::module_& module) {

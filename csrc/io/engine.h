@@ -32,17 +32,6 @@ struct IoRequest {
   std::shared_ptr<void> turn;      // let go of before the completion is pushed (path_lock.h)
 };
 
-class IoEngine {
- public:
-  virtual ~IoEngine() = default;
-
-  // Start a request; never blocks on I/O. Throws std::runtime_error after close.
-  virtual void submit(IoRequest request) = 0;
-
-  // Finish everything in flight (each with its completion) and free all resources; idempotent.
-  virtual void close() = 0;
-};
-
 // Faults for tests, counted in system calls: the nth next call of a kind fails with an errno
 // (EINTR is retried like a real one) or moves at most limit_bytes. Thread-safe; costs one
 // relaxed load a call while none is set.
@@ -83,6 +72,29 @@ class FaultList {
   std::atomic<bool> any_{false};
   std::mutex mutex_;
   std::vector<Fault> faults_;
+};
+
+class IoEngine {
+ public:
+  virtual ~IoEngine() = default;
+
+  // Start a request; never blocks on I/O. Throws std::runtime_error after close.
+  virtual void submit(IoRequest request) = 0;
+
+  // Hear of the memory that most payloads will lie in; replaces what was said before, and must be
+  // called before memory that was named goes away. Nothing need be in flight. Returns 0, or an
+  // errno where the engine could have been faster with this memory but may not; all requests
+  // work all the same.
+  virtual int register_buffers(void* address, std::size_t nbytes) {
+    (void)address, (void)nbytes;
+    return 0;
+  }
+
+  // For tests; see FaultList.
+  virtual void inject(const FaultList::Fault& fault) { (void)fault; }
+
+  // Finish everything in flight (each with its completion) and free all resources; idempotent.
+  virtual void close() = 0;
 };
 
 }  // namespace offload

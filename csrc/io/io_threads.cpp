@@ -1,17 +1,14 @@
 #include "io_threads.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <condition_variable>
-#include <cstdlib>
 #include <deque>
 #include <mutex>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -19,27 +16,10 @@
 #include <vector>
 
 #include "crc32c.h"
+#include "transfer.h"
 
 namespace offload {
 namespace {
-
-// What a transfer came to: 0, an errno or a kError code, and where.
-struct Outcome {
-  std::int32_t error = 0;
-  std::uint32_t checksum = 0;
-  std::uint64_t offset = 0;
-};
-
-struct FreeDeleter {
-  void operator()(void* memory) const { std::free(memory); }
-};
-using HeaderBuffer = std::unique_ptr<SlotHeader, FreeDeleter>;
-
-HeaderBuffer make_header_buffer() {
-  void* memory = std::aligned_alloc(kSectorBytes, sizeof(SlotHeader));
-  if (memory == nullptr) throw std::bad_alloc();
-  return HeaderBuffer(static_cast<SlotHeader*>(memory));
-}
 
 // One direction: its requests, and which of them is on each thread.
 struct Lane {
@@ -66,75 +46,43 @@ struct IoThreads::State {
   State(CompletionQueue& queue_, std::size_t piece_bytes_, bool checksum_)
       : queue(queue_), piece_bytes(piece_bytes_), checksum(checksum_) {}
 
-  // Move all bytes of one or two buffers from or to offset; continues short transfers.
-  Outcome move(IoKind kind, const StoreFile& file, iovec first, iovec second, std::uint64_t offset) {
-    iovec parts[2] = {first, second};
-    while (true) {
-      const std::size_t left = parts[0].iov_len + parts[1].iov_len;
-      if (left == 0) return {};
-      std::size_t limit = left;
-      ssize_t moved = 0;
-      FaultList::Fault fault;
-      if (faults.due(kind, &fault)) {
-        if (fault.error > 0) {
-          moved = -1;
-          errno = fault.error;
-        } else {
-          limit = std::min(limit, fault.limit_bytes);
-          if (file.direct()) limit = (limit + kSectorBytes - 1) / kSectorBytes * kSectorBytes;
-        }
-      }
-      if (moved == 0) {
-        iovec call[2] = {parts[0], parts[1]};
-        call[0].iov_len = std::min(parts[0].iov_len, limit);
-        call[1].iov_len = std::min(parts[1].iov_len, limit - call[0].iov_len);
-        const int skip = call[0].iov_len == 0 ? 1 : 0;
-        const int count = call[1].iov_len == 0 ? 1 - skip : 2 - skip;
-        const auto at = static_cast<off_t>(offset);
-        moved = kind == IoKind::kRead ? preadv(file.fd(), call + skip, count, at)
-                                      : pwritev(file.fd(), call + skip, count, at);
+  // Move all bytes of a span; continues short transfers.
+  Outcome move(IoKind kind, const StoreFile& file, Span span) {
+    while (!span.done()) {
+      const PlannedCall planned = planned_call(faults, kind, file.direct());
+      ssize_t moved = -1;
+      if (planned.error != 0) {
+        errno = planned.error;
+      } else {
+        iovec call[2];
+        const int count = span.call(planned.limit_bytes, call);
+        const auto at = static_cast<off_t>(span.offset());
+        moved = kind == IoKind::kRead ? preadv(file.fd(), call, count, at) : pwritev(file.fd(), call, count, at);
       }
       if (moved < 0) {
         if (errno == EINTR) continue;
-        return {errno, 0, offset};
+        return {errno, 0, span.offset()};
       }
-      // O_DIRECT goes on at sector boundaries only. What is left of a sector is either the end
-      // of a file that was cut, or will be moved again.
-      std::size_t whole = static_cast<std::size_t>(moved);
-      if (file.direct()) whole -= whole % kSectorBytes;
-      if (whole == 0) return {kind == IoKind::kRead ? kErrorShort : EIO, 0, offset};
-      offset += whole;
-      for (iovec& part : parts) {
-        const std::size_t used = std::min(part.iov_len, whole);
-        part.iov_base = static_cast<char*>(part.iov_base) + used;
-        part.iov_len -= used;
-        whole -= used;
-      }
+      const std::int32_t error = span.advance(static_cast<std::size_t>(moved), kind, file.direct());
+      if (error != 0) return {error, 0, span.offset()};
     }
+    return {};
   }
 
   Outcome read(const IoRequest& request, SlotHeader* header) {
-    auto* payload = static_cast<char*>(request.address);
-    const std::uint64_t nbytes = request.identity.nbytes;
-    std::uint64_t at = request.offset;
-    std::uint64_t done = 0;
+    const Pieces pieces(request, piece_bytes);
     std::uint32_t crc = 0;
     bool verify = false;
-    do {
-      const std::size_t piece = std::min<std::uint64_t>(piece_bytes, nbytes - done);
-      const std::size_t header_bytes = done == 0 ? sizeof *header : 0;
-      Outcome outcome = move(IoKind::kRead, *request.file, {header, header_bytes}, {payload + done, piece}, at);
+    for (std::size_t i = 0; i < pieces.count(); ++i) {
+      const Outcome outcome = move(IoKind::kRead, *request.file, pieces.span(i, header));
       if (outcome.error != 0) return outcome;
-      if (done == 0) {
-        if (check_header(*header, request.identity) != 0) return {kErrorHeader, 0, request.offset};
-        if (request.has_expected_crc && request.expected_crc != header->payload_crc)
-          return {kErrorChecksum, 0, request.offset};
+      if (i == 0) {
+        const std::int32_t error = admit(*header, request);
+        if (error != 0) return {error, 0, request.offset};
         verify = checksum && (header->flags & kSlotHasChecksum) != 0;
       }
-      if (verify) crc = crc32c(crc, payload + done, piece);
-      at += header_bytes + piece;
-      done += piece;
-    } while (done < nbytes);
+      if (verify) crc = crc32c(crc, pieces.payload(i), pieces.payload_bytes(i));
+    }
     if (verify && crc != header->payload_crc) return {kErrorChecksum, crc, request.offset};
     return {0, crc, 0};
   }
@@ -143,35 +91,25 @@ struct IoThreads::State {
   // checksum: a slot has its header only when all other pieces are there, and no request is
   // spent on the header alone.
   Outcome write(const IoRequest& request, SlotHeader* header) {
-    const auto* payload = static_cast<const char*>(request.address);
-    const std::uint64_t nbytes = request.identity.nbytes;
-    const std::uint64_t payload_offset = request.offset + sizeof *header;
-    FaultList::Fault fault;
-    int error = faults.due(IoKind::kAllocate, &fault) ? fault.error : 0;
-    if (error == 0) error = request.file->reserve(payload_offset + nbytes);
+    int error = planned_call(faults, IoKind::kAllocate, false).error;
+    if (error == 0) error = request.file->reserve(slot_end(request));
     if (error != 0) return {error, 0, request.offset};
 
-    const std::size_t first = std::min<std::uint64_t>(piece_bytes, nbytes);
-    std::uint32_t crc = checksum ? crc32c(0, payload, first) : 0;
-    for (std::uint64_t done = first; done < nbytes;) {
-      const std::size_t piece = std::min<std::uint64_t>(piece_bytes, nbytes - done);
-      if (checksum) crc = crc32c(crc, payload + done, piece);
-      Outcome outcome =
-          move(IoKind::kWrite, *request.file, {nullptr, 0}, {const_cast<char*>(payload) + done, piece}, payload_offset + done);
+    const Pieces pieces(request, piece_bytes);
+    std::uint32_t crc = checksum ? crc32c(0, pieces.payload(0), pieces.payload_bytes(0)) : 0;
+    for (std::size_t i = 1; i < pieces.count(); ++i) {
+      if (checksum) crc = crc32c(crc, pieces.payload(i), pieces.payload_bytes(i));
+      const Outcome outcome = move(IoKind::kWrite, *request.file, pieces.span(i, header));
       if (outcome.error != 0) return outcome;
-      done += piece;
     }
     make_header(request.identity, checksum, crc, header);
-    Outcome outcome = move(IoKind::kWrite, *request.file, {header, sizeof *header},
-                           {const_cast<char*>(payload), first}, request.offset);
+    Outcome outcome = move(IoKind::kWrite, *request.file, pieces.span(0, header));
     outcome.checksum = outcome.error == 0 ? crc : 0;
     return outcome;
   }
 
   Outcome sync(const IoRequest& request) {
-    FaultList::Fault fault;
-    const int injected = faults.due(IoKind::kSync, &fault) ? fault.error : 0;
-    return {request.file->sync(injected), 0, 0};
+    return {request.file->sync(planned_call(faults, IoKind::kSync, false).error), 0, 0};
   }
 
   void run(Lane& lane, std::size_t index) {
@@ -248,19 +186,14 @@ IoThreads::IoThreads(CompletionQueue& queue, std::size_t threads, std::size_t pi
   if (piece_bytes == 0 || piece_bytes % kSectorBytes != 0 || piece_bytes > (std::size_t{1} << 30))
     throw std::invalid_argument("piece_bytes must be a multiple of 4096, at most 1 GiB");
   state_ = std::make_unique<State>(queue, piece_bytes, checksum);
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const SignalsBlocked blocked;
   try {
     state_->start(state_->reads, threads, "read");
     state_->start(state_->writes, threads, "write");
   } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     close();
     throw;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 IoThreads::~IoThreads() {

@@ -29,7 +29,7 @@ class IoThreads final : public IoEngine {
 
   void submit(IoRequest request) override;
   void close() override;
-  void inject(const FaultList::Fault& fault);
+  void inject(const FaultList::Fault& fault) override;
 
  private:
   struct State;

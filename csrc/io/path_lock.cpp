@@ -332,6 +332,10 @@ TakingTurns::TakingTurns(IoEngine& inner, CompletionQueue& queue, Settings setti
 // In a forked child the threads do not exist, but their shares of the state do and keep it.
 TakingTurns::~TakingTurns() { close(); }
 
+int TakingTurns::register_buffers(void* address, std::size_t nbytes) {
+  return state_->inner.register_buffers(address, nbytes);
+}
+
 void TakingTurns::submit(IoRequest request) {
   if (getpid() != owner_) throw std::runtime_error("turns belong to the process that takes them");
   State& state = *state_;

@@ -58,6 +58,7 @@ class TakingTurns final : public IoEngine {
   TakingTurns& operator=(const TakingTurns&) = delete;
 
   void submit(IoRequest request) override;
+  int register_buffers(void* address, std::size_t nbytes) override;
 
   // Finish everything and give the lock back; closes the inner engine too. Requests whose turn
   // has not come within report_after_s fail with ETIMEDOUT: the holder may never move again.

@@ -320,6 +320,7 @@ class _Core:
                     max_bytes=path.max_bytes,
                     checksum=config.checksum,
                     turns=_choose_turns(config, path),
+                    io_backend=config.io_backend,
                 )
                 self._tiers.append(opened)
             self._kernel = CpuUpdateKernel(queue, self._threads)
@@ -385,6 +386,8 @@ class _Core:
                 address += subgroup.state_bytes
         if plan.staging_slots and (self._staging is None or plan.staging_bytes > self._staging.nbytes):
             staging, old = self._arena(plan.staging_bytes), self._staging
+            for tier in self._tiers:  # before the old memory goes away
+                tier.register_memory(staging.address, staging.nbytes)
             if old is not None:
                 for subgroup_index, slot in self.machine.slots.items():
                     nbytes = plan.layout.subgroups[subgroup_index].state_bytes

@@ -132,6 +132,11 @@ class FaultyTier:
         else:
             self._fail(op, fault.errno, 0)
 
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """Tell the inner tier."""
+        self._check_open("register_memory")
+        self.inner.register_memory(address, nbytes)
+
     def free_bytes(self) -> int:
         """Return what the inner tier does."""
         self._check_open("free_bytes")

@@ -13,7 +13,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from offload._native import CompletionQueue, IoEngine, IoThreads, StoreFile, TakingTurns
+from offload._native import CompletionQueue, IoEngine, IoThreads, IoUring, StoreFile, TakingTurns
 from offload.errors import ConfigError, TierError
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.common import check_request, closed_error, system_error
@@ -24,11 +24,49 @@ DATA_NAME = "tiles"
 RECORD_NAME = "store.json"
 STORE_FORMAT = 1
 
+IO_BACKENDS = ("auto", "io_uring", "threads")
+"""Ways to read and write; "auto" is the best that works here."""
+
+# Measured with bench/storage.py: fewer or smaller pieces in flight lose throughput, more or larger gain none.
 DEFAULT_THREADS = 2
+DEFAULT_DEPTH = 4
+MAX_DEPTH = 1024
 DEFAULT_PIECE_BYTES = 4 << 20
 DEFAULT_EXTENT_BYTES = 256 << 20
 
 _log = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    """Log what is true of the whole process and need not be repeated for every path."""
+    if message not in _said:
+        _said.add(message)
+        logging.getLogger("offload").info("%s", message)
+
+
+def choose_io_backend(wanted: str = "auto") -> str:
+    """Return "io_uring" or "threads": what `wanted` comes to in this process.
+
+    Raises:
+        ConfigError: `wanted` is unknown, or is "io_uring" and the system refuses it.
+    """
+    if wanted not in IO_BACKENDS:
+        raise ConfigError("io_backend", wanted, "use " + " or ".join(f'"{name}"' for name in IO_BACKENDS))
+    refusal = IoUring.refusal() if wanted != "threads" else 0
+    reason = f"{errno.errorcode.get(refusal, refusal)}: {os.strerror(refusal)}"
+    if wanted == "io_uring" and refusal:
+        raise ConfigError(
+            "io_backend",
+            wanted,
+            f'the system refuses it ({reason}), as many containers do: use "auto" or "threads", or allow the '
+            "io_uring system calls",
+        )
+    if wanted == "threads" or refusal:
+        _say_once(f"storage I/O by threads ({f'io_uring: {reason}' if refusal else 'as asked for'})")
+        return "threads"
+    _say_once("storage I/O by io_uring")
+    return "io_uring"
 
 
 def store_directory(path: str | os.PathLike[str], store: uuid.UUID) -> Path:
@@ -59,7 +97,7 @@ def check_directory(path: str) -> None:
 
 
 class FileTier:
-    """Slots in one preallocated file of a directory, read and written by threads of their own.
+    """Slots in one preallocated file of a directory, read and written past the interpreter.
 
     The store is `<path>/offload-<uuid>/` with the slots in `tiles`, a description in `store.json`, and a
     `lock` that this process holds until `close`, which deletes the store. Nothing that was there before is
@@ -73,15 +111,18 @@ class FileTier:
         store: The session's store.
         queue: Where completions go; must outlive the tier.
         max_bytes: Most that the file may grow to; None for what the file system has.
-        threads: Threads for each direction.
+        threads: Threads for each direction, where I/O is done by threads.
+        depth: Pieces in flight for each direction, where it is done by io_uring.
         piece_bytes: Most that one system call moves, a multiple of 4096.
         checksum: Compute payload checksums on write and verify them on read. Without, completions report 0,
             headers are still verified, and only the index tells a finished write from a torn one.
         direct: Try O_DIRECT; False for the page cache.
         keep: Leave the store in place at `close`.
         turns: Take turns on the path with other processes; None for no lock at all.
+        io_backend: One of `IO_BACKENDS`.
 
     Attributes:
+        io_backend: What that came to: "io_uring" or "threads".
         direct: Whether the file is open with O_DIRECT.
         store_path: The store's directory.
         data_path: The file with the slots.
@@ -101,19 +142,24 @@ class FileTier:
         *,
         max_bytes: int | None = None,
         threads: int = DEFAULT_THREADS,
+        depth: int = DEFAULT_DEPTH,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
         checksum: bool = True,
         direct: bool = True,
         keep: bool = False,
         turns: Turns | None = None,
+        io_backend: str = "auto",
     ) -> None:
         self.path = os.fspath(path)
         if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
             raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
         if threads < 1:
             raise ConfigError("threads", threads, "use at least one")
+        if not 1 <= depth <= MAX_DEPTH:
+            raise ConfigError("depth", depth, f"use 1 to {MAX_DEPTH}")
         if piece_bytes < SECTOR_BYTES or piece_bytes % SECTOR_BYTES or piece_bytes > 1 << 30:
             raise ConfigError("piece_bytes", piece_bytes, "use a multiple of 4096 of at most 1 GiB")
+        self.io_backend = choose_io_backend(io_backend)
         check_directory(self.path)
         # Later steps must not depend on the working directory.
         self.store_path = store_directory(os.path.abspath(self.path), store)
@@ -143,15 +189,19 @@ class FileTier:
                 # fdatasync of the file does not make its name durable.
                 for directory in (self.store_path, self.store_path.parent):
                     _sync_directory(directory)
-                self._threads = IoThreads(queue, threads, piece_bytes, checksum)
-                undo.callback(self._threads.close)
-                self._io: IoEngine = self._threads
+                self._engine: IoEngine
+                if self.io_backend == "io_uring":
+                    self._engine = IoUring(queue, depth, piece_bytes, checksum)
+                else:
+                    self._engine = IoThreads(queue, threads, piece_bytes, checksum)
+                undo.callback(self._engine.close)
+                self._io: IoEngine = self._engine
                 self._turns = self._take_turns(turns, queue) if turns is not None else None
                 if self._turns is not None:
                     self._io = self._turns
             except OSError as cause:
                 raise system_error("open", cause, self) from cause
-            except RuntimeError as cause:  # the system has no more threads
+            except RuntimeError as cause:  # the system has no more threads, or descriptors
                 raise TierError("open", tier=self.name, path=self.path, detail=str(cause)) from cause
             undo.pop_all()
 
@@ -197,6 +247,17 @@ class FileTier:
         self._check_open("sync")
         self._io.sync(self._file, op)
 
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """Hear of the memory that most transfers will use; see `offload.protocols.Tier`.
+
+        Where the limit on locked memory (`ulimit -l`) does not allow it to be registered with the kernel,
+        transfers cost a little more processor time.
+        """
+        self._check_open("register_memory")
+        refusal = self._io.register_buffers(address, nbytes)
+        if refusal:
+            _say_once(f"staging memory is not registered for I/O ({os.strerror(refusal)}); see ulimit -l")
+
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
         self._check_open("free_bytes")
@@ -212,7 +273,7 @@ class FileTier:
             limit_bytes: Most that a short transfer moves.
         """
         self._check_open("inject")
-        self._threads.inject(kind, nth, error, limit_bytes)
+        self._engine.inject(kind, nth, error, limit_bytes)
 
     def waiting_for(self) -> str:
         """Return what the tier is waiting for other than its device, for messages; "" if nothing. Any thread."""
@@ -222,7 +283,7 @@ class FileTier:
     def _take_turns(self, turns: Turns, queue: CompletionQueue) -> TakingTurns:
         try:
             name = lock_file(turns.path or self.path)
-            taking = TakingTurns(self._threads, queue, name, turns.holders, turns.turn_bytes, turns.report_after_s)
+            taking = TakingTurns(self._engine, queue, name, turns.holders, turns.turn_bytes, turns.report_after_s)
         except OSError as cause:
             raise lock_error(self.path, cause) from cause
         watch(taking, self.path)

@@ -104,6 +104,10 @@ class MemoryTier:
         now_s = self._clock.now_s()
         self._queue.post(op, 0, 0, now_s, now_s, 0)
 
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """Do nothing: any memory is as good as any other."""
+        self._check_open("register_memory")
+
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
         self._check_open("free_bytes")

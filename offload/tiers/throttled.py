@@ -74,9 +74,17 @@ class ThrottledTier:
         self._note("write", request)
         self.inner.write(request)
 
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """See `Tier.register_memory`."""
+        self.inner.register_memory(address, nbytes)
+
     def sync(self, op: int) -> None:
         """See `Tier.sync`; not held back."""
         self.inner.sync(op)
+
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """See `Tier.register_memory`."""
+        self.inner.register_memory(address, nbytes)
 
     def free_bytes(self) -> int:
         """See `Tier.free_bytes`."""
@@ -96,10 +104,12 @@ class ThrottledTier:
 
     def _serve(self) -> None:
         held: list[tuple[float, int, Completion]] = []
-        while held or not self._closing:
+        ended = False
+        while held or not ended:
             timeout_s = max(held[0][0] - time.monotonic(), 0.0) if held else -1.0
             for record in self._inner_queue.wait(timeout_s):
                 completion = Completion(*record)
+                ended = ended or completion.op == 0  # posted after everything else
                 if completion.op:
                     heapq.heappush(held, self._due(completion))
             now_s = time.monotonic()

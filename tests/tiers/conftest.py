@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tier_harness import KINDS, Build, Harness
+from tier_harness import KINDS, Build, Harness, need_io_uring
 
 from offload._native import CompletionQueue
 from offload.protocols import Tier
@@ -27,6 +27,14 @@ def tmpfs() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="offload-test-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(params=["threads", "io_uring"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each way of reading and writing files in turn."""
+    if request.param == "io_uring":
+        need_io_uring()
+    return str(request.param)
 
 
 @pytest.fixture
@@ -47,13 +55,23 @@ def build(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
                 inner = MemoryTier(store, inner_queue, **options)  # type: ignore[arg-type]
                 tier = ThrottledTier(inner, inner_queue, queue, read_bytes_per_s=1e10, write_bytes_per_s=1e10)
             else:
-                folder = request.getfixturevalue("tmpfs") if kind == "file-tmpfs" else tmp_path
-                options.setdefault("direct", kind == "file-direct")
+                place, _, backend = kind.partition("/")
+                backend, _, plain = backend.partition("-")
+                if backend == "io_uring":
+                    need_io_uring()
+                folder = request.getfixturevalue("tmpfs") if place == "file-tmpfs" else tmp_path
+                options.setdefault("direct", place == "file-direct")
                 options.setdefault("piece_bytes", 64 << 10)
+                options.setdefault("io_backend", backend or "auto")
                 tier = FileTier(folder, store, queue, **options)  # type: ignore[arg-type]
-                if kind == "file-direct" and not tier.direct:
+                if place == "file-direct" and not tier.direct:
                     tier.close()
                     pytest.skip("no O_DIRECT on the file system of the temporary folder")
+                stack.callback(tier.close)
+                harness = Harness(tier, queue)
+                if not plain:
+                    tier.register_memory(harness.arena.address, harness.arena.nbytes)
+                return harness
             stack.callback(tier.close)
             return Harness(tier, queue)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tier_harness import Build, Harness
+from tier_harness import FILE_KINDS, Build, Harness
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, TierError, TierFullError
@@ -33,7 +33,6 @@ from offload.tiers import (
 from offload.tiers.places import release_lock
 
 TARGET = 4 << 20
-FILE_KINDS = ["file-direct", "file-buffered", "file-tmpfs"]
 NBYTES = 200 << 10  # four pieces of 64 KiB, the last one short
 
 
@@ -126,7 +125,15 @@ def test_a_read_only_file_system(mounted: Callable[..., Path]) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"max_bytes": 0}, {"max_bytes": -1}, {"threads": 0}, {"piece_bytes": 0}, {"piece_bytes": 5000}],
+    [
+        {"max_bytes": 0},
+        {"max_bytes": -1},
+        {"threads": 0},
+        {"depth": 0},
+        {"depth": 1025},
+        {"piece_bytes": 0},
+        {"piece_bytes": 5000},
+    ],
     ids=str,
 )
 def test_sizes_that_cannot_be_used(tmp_path: Path, wrong: dict[str, int]) -> None:
@@ -236,8 +243,8 @@ def test_a_forked_child_leaves_the_store_alone(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_threads_take_no_signals(tmp_path: Path) -> None:
-    tier = open_file(tmp_path, threads=3)
+def test_threads_take_no_signals(tmp_path: Path, backend: str) -> None:
+    tier = open_file(tmp_path, threads=3, io_backend=backend)
     blocked = {}
     for task in os.listdir("/proc/self/task"):
         status = dict(
@@ -245,30 +252,33 @@ def test_threads_take_no_signals(tmp_path: Path) -> None:
         )
         if status["Name"].startswith("offload-"):
             blocked[status["Name"]] = int(status["SigBlk"], 16)
-    assert sorted(blocked) == [f"offload-{way}{i}" for way in ("read", "write") for i in range(3)]
+    threads = [f"offload-{way}{i}" for way in ("read", "write") for i in range(3)]
+    assert sorted(blocked) == (threads if backend == "threads" else ["offload-ring"])
     wanted = 1 << (signal.SIGINT - 1) | 1 << (signal.SIGTERM - 1) | 1 << (signal.SIGUSR1 - 1)
     assert all(mask & wanted == wanted for mask in blocked.values())
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     tier.close()
 
 
-def test_files_close_on_exec(tmp_path: Path) -> None:
-    tier = open_file(tmp_path)
+def test_files_close_on_exec(tmp_path: Path, backend: str) -> None:
+    tier = open_file(tmp_path, io_backend=backend)
     out = subprocess.run(["ls", "-l", "/proc/self/fd"], capture_output=True, text=True, close_fds=False)
     assert str(tier.store_path) not in out.stdout
+    assert "io_uring" not in out.stdout
+    assert "eventfd" not in out.stdout
     tier.close()
 
 
-def test_no_descriptor_is_left(tmp_path: Path) -> None:
+def test_no_descriptor_is_left(tmp_path: Path, backend: str) -> None:
     before = os.listdir("/proc/self/fd")
-    open_file(tmp_path).close()
+    open_file(tmp_path, io_backend=backend).close()
     with pytest.raises(ConfigError):
         open_file(tmp_path / "missing")
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_waiting_leaves_the_interpreter_free(build: Build) -> None:
-    harness = build("file-buffered")
+def test_waiting_leaves_the_interpreter_free(build: Build, backend: str) -> None:
+    harness = build(f"file-buffered/{backend}")
     queue = harness.queue
     arrived: list[list[tuple[int, int, int, float, float, int]]] = []
     waiter = threading.Thread(target=lambda: arrived.append(queue.wait(60.0)))
@@ -282,8 +292,8 @@ def test_waiting_leaves_the_interpreter_free(build: Build) -> None:
 # Growth
 
 
-def test_the_file_grows_by_extents_up_to_its_limit(build: Build) -> None:
-    harness = build("file-direct", max_bytes=300 << 20)
+def test_the_file_grows_by_extents_up_to_its_limit(build: Build, backend: str) -> None:
+    harness = build(f"file-direct/{backend}", max_bytes=300 << 20)
     harness.fill(4096)
     data = tier_of(harness).data_path
     assert os.stat(data).st_size == 0
@@ -295,10 +305,10 @@ def test_the_file_grows_by_extents_up_to_its_limit(build: Build) -> None:
 
 
 @pytest.mark.parametrize(("kind", "nbytes"), [("tmpfs", 0), ("ext4", 4 << 20)])
-def test_a_full_disk(mounted: Callable[..., Path], kind: str, nbytes: int) -> None:
+def test_a_full_disk(mounted: Callable[..., Path], kind: str, nbytes: int, backend: str) -> None:
     path = mounted(kind, "size=4m" if kind == "tmpfs" else "defaults", nbytes=nbytes)
     queue = CompletionQueue()
-    tier = FileTier(path, uuid.uuid4(), queue)
+    tier = FileTier(path, uuid.uuid4(), queue, io_backend=backend)
     harness = Harness(tier, queue)
     size = 512 << 10
     data = harness.fill(size)
@@ -428,9 +438,9 @@ def test_faults_are_checked(files: Harness) -> None:
         tier_of(files).inject("read", 0)
 
 
-def test_a_torn_write_is_noticed(build: Build) -> None:
+def test_a_torn_write_is_noticed(build: Build, backend: str) -> None:
     # A process that dies while it overwrites a slot that nothing refers to any more.
-    harness = build("file-buffered", threads=1)
+    harness = build(f"file-buffered/{backend}", threads=1)
     data_path = tier_of(harness).data_path
 
     def stored() -> bytes:
@@ -467,7 +477,7 @@ def test_a_system_without_threads_to_spare(tmp_path: Path) -> None:
         "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), used + (96 << 20)))\n"
         "try:\n"
-        "    FileTier(sys.argv[1], uuid.uuid4(), CompletionQueue(), threads=64)\n"
+        "    FileTier(sys.argv[1], uuid.uuid4(), CompletionQueue(), threads=64, io_backend='threads')\n"
         "except TierError as error:\n"
         "    print(error, os.listdir(sys.argv[1]))\n"
     )
@@ -476,8 +486,8 @@ def test_a_system_without_threads_to_spare(tmp_path: Path) -> None:
     assert out.stdout.endswith("[]\n")
 
 
-def test_threads_never_need_the_interpreter(build: Build) -> None:
-    harness = build("file-buffered")
+def test_threads_never_need_the_interpreter(build: Build, backend: str) -> None:
+    harness = build(f"file-buffered/{backend}")
     harness.fill(64 << 10)
     for index in range(50):
         harness.tier.write(harness.request(index * slot_bytes(64 << 10), 64 << 10))

@@ -6,15 +6,29 @@ import os
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
-from offload._native import CompletionQueue
+from offload._native import CompletionQueue, IoUring
 from offload.engine.memory import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
 from offload.tiers import SLOT_HEADER_BYTES, FaultyTier, FileTier, MemoryTier, ThrottledTier
 
 ARENA_BYTES = 8 << 20
 TILE = TileId(1, 2, 3)
-KINDS = ["throttled", "memory", "faulty", "file-direct", "file-buffered", "file-tmpfs"]
+FILE_KINDS = [
+    f"{place}/{backend}"
+    for place in ("file-direct", "file-buffered", "file-tmpfs")
+    for backend in ("threads", "io_uring")
+]
+"""Place and backend of a directory's tier; "io_uring-plain" is the latter without registered memory."""
+
+KINDS = ["throttled", "memory", "faulty", *FILE_KINDS, "file-direct/io_uring-plain"]
+
+
+def need_io_uring() -> None:
+    """Skip the test where the system refuses io_uring."""
+    if IoUring.refusal():
+        pytest.skip(f"no io_uring here: {os.strerror(IoUring.refusal())}")
 
 
 class Harness:

@@ -1,0 +1,252 @@
+"""Choosing between io_uring and threads, and what is special about a ring."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tier_harness import ARENA_BYTES, Build, Harness, need_io_uring
+
+from offload._native import CompletionQueue
+from offload.config import OffloadConfig
+from offload.engine.memory import Arena
+from offload.errors import ConfigError
+from offload.protocols import TileId
+from offload.tiers import FileTier, choose_io_backend, open_tier, slot_bytes
+from offload.tiers import file as file_module
+
+TARGET = 4 << 20
+
+# Installs a seccomp filter that answers the io_uring system calls of its first argument with the errno of the
+# second, as the default profile of a container does, then opens tiers and says what came of it.
+REFUSED = """
+import ctypes, json, logging, struct, sys, uuid
+calls, error, folder = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+LOAD, EQUALS, RETURN = 0x20, 0x15, 0x06
+program = [(LOAD, 0, 0, 0)]
+for number, call in enumerate(calls):
+    program.append((EQUALS, len(calls) - number, 0, call))
+program += [(RETURN, 0, 0, 0x7FFF0000), (RETURN, 0, 0, 0x00050000 | error)]
+code = b"".join(struct.pack("HBBI", *line) for line in program)
+buffer = ctypes.create_string_buffer(code)
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+libc = ctypes.CDLL(None, use_errno=True)
+unused = ctypes.c_ulong(0)
+if libc.prctl(38, ctypes.c_ulong(1), unused, unused, unused) != 0:
+    sys.exit("no_new_privs")
+if libc.prctl(22, ctypes.c_ulong(2), ctypes.byref(Program(len(program), ctypes.addressof(buffer)))) != 0:
+    sys.exit("seccomp")
+from offload._native import CompletionQueue, IoUring
+from offload.engine.memory import Arena
+from offload.errors import ConfigError
+from offload.protocols import TileId, TileRequest
+from offload.tiers import open_tier
+lines = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        lines.append([record.name, record.levelname, record.getMessage()])
+logging.getLogger("offload").addHandler(Keep())
+logging.getLogger("offload").setLevel(logging.INFO)
+queue = CompletionQueue()
+found = {"refusal": IoUring.refusal()}
+try:
+    open_tier(folder, uuid.uuid4(), queue, io_backend="io_uring")
+except ConfigError as error:
+    found["forced"] = str(error)
+tiers = [open_tier(folder, uuid.uuid4(), queue) for _ in range(2)]
+found["backends"] = [tier.io_backend for tier in tiers]
+arena = Arena(1 << 20)
+arena.numpy(0, 8192, "u1")[:] = 7
+tiers[0].register_memory(arena.address, arena.nbytes)
+errors = []
+for at, move in ((0, tiers[0].write), (8192, tiers[0].read)):
+    move(TileRequest(1, TileId(0, 0, 0), 1, 0, arena.address + at, 8192, 2048))
+    errors += [record[1] for record in queue.wait(60.0)]
+found["errors"] = errors
+found["same"] = bool((arena.numpy(8192, 8192, "u1") == 7).all())
+for tier in tiers:
+    tier.close()
+found["lines"] = lines
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    ("calls", "code"),
+    [([425], errno.EPERM), ([425, 426, 427], errno.ENOSYS), ([426], errno.EPERM)],
+    ids=["forbidden", "unknown", "half-forbidden"],
+)
+def test_where_io_uring_is_refused_threads_do_it(tmp_path: Path, calls: list[int], code: int) -> None:
+    command = [sys.executable, "-c", REFUSED, json.dumps(calls), str(code), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and done.stderr.strip() in ("no_new_privs", "seccomp"):
+        pytest.skip("no seccomp here")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["refusal"] == code
+    name = errno.errorcode[code]
+    assert "io_backend" in found["forced"]
+    assert name in found["forced"]
+    assert found["backends"] == ["threads", "threads"]
+    assert found["errors"] == [0, 0]
+    assert found["same"]
+    assert found["lines"] == [["offload", "INFO", f"storage I/O by threads (io_uring: {name}: {os.strerror(code)})"]]
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_was_asked_for_is_used(tmp_path: Path, backend: str) -> None:
+    tier = open_tier(str(tmp_path), uuid.uuid4(), CompletionQueue(), io_backend=backend)
+    assert isinstance(tier, FileTier)
+    assert tier.io_backend == backend
+    tier.close()
+
+
+def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_module, "_said", set())
+    with caplog.at_level(logging.INFO, "offload"):
+        chosen = [choose_io_backend() for _ in range(3)]
+    assert len(set(chosen)) == 1
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("offload", "INFO")
+    assert f"by {chosen[0]}" in record.getMessage()
+
+
+def test_unknown_backends_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="io_backend"):
+        open_tier(str(tmp_path), uuid.uuid4(), CompletionQueue(), io_backend="magic")
+    assert os.listdir(tmp_path) == []
+    assert [OffloadConfig(io_backend=name).io_backend for name in file_module.IO_BACKENDS] == list(
+        file_module.IO_BACKENDS
+    )
+
+
+@pytest.mark.parametrize("depth", [1, 3, 64])
+def test_any_depth_moves_the_same_bytes(build: Build, depth: int) -> None:
+    harness = build("file-direct/io_uring", depth=depth)
+    nbytes, count = 200 << 10, 12
+    data = harness.fill(count * nbytes)
+    pitch = slot_bytes(nbytes)
+    for index in range(count):
+        harness.tier.write(harness.request(index * pitch, nbytes, at=index * nbytes, tile=TileId(0, 0, index)))
+    harness.tier.sync(1000)
+    completions = harness.collect(count + 1)
+    assert [c.error for c in completions] == [0] * (count + 1)
+    assert completions[-1].op == 1000
+    for index in range(count):
+        request = harness.request(index * pitch, nbytes, at=TARGET + index * nbytes, tile=TileId(0, 0, index))
+        harness.tier.read(request)
+    assert [c.error for c in harness.collect(count)] == [0] * count
+    assert harness.bytes_at(TARGET, count * nbytes) == data
+
+
+def test_memory_may_be_named_again(build: Build) -> None:
+    need_io_uring()
+    harness = build("file-direct/io_uring-plain")
+    nbytes = 200 << 10
+    for seed in range(4):  # the kernel must not go on using the pages of an arena that has gone
+        harness.arena = Arena(ARENA_BYTES)
+        harness.tier.register_memory(harness.arena.address, harness.arena.nbytes)
+        data = harness.fill(nbytes, seed=seed)
+        assert harness.write(harness.request(0, nbytes, step=seed)).error == 0
+        assert harness.read(harness.request(0, nbytes, at=TARGET, step=seed)).error == 0
+        assert harness.bytes_at(TARGET, nbytes) == data
+    harness.tier.register_memory(harness.arena.address, 0)
+    assert harness.read(harness.request(0, nbytes, at=TARGET, step=3)).error == 0
+
+
+def test_memory_that_lies_across_the_registered_part(build: Build) -> None:
+    need_io_uring()
+    harness = build("file-direct/io_uring-plain")
+    half = 100 << 10
+    harness.tier.register_memory(harness.arena.address + half, TARGET)
+    nbytes = 2 * half
+    data = harness.fill(nbytes)
+    assert harness.write(harness.request(0, nbytes)).error == 0
+    assert harness.read(harness.request(0, nbytes, at=TARGET)).error == 0
+    assert harness.bytes_at(TARGET, nbytes) == data
+
+
+def test_memory_that_cannot_be_registered(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    need_io_uring()
+    harness = build("file-direct/io_uring-plain")
+    with caplog.at_level(logging.INFO, "offload"):
+        harness.tier.register_memory(1 << 46, 1 << 20)  # nothing is mapped there
+    assert "not registered for I/O" in caplog.text
+    data = harness.fill(8192)
+    assert harness.write(harness.request(0, 8192)).error == 0
+    assert harness.read(harness.request(0, 8192, at=TARGET)).error == 0
+    assert harness.bytes_at(TARGET, 8192) == data
+
+
+def test_errors_of_several_pieces_are_reported_as_the_first(build: Build) -> None:
+    need_io_uring()
+    harness = build("file-direct/io_uring", depth=8)
+    nbytes = 512 << 10
+    harness.fill(nbytes)
+    assert harness.write(harness.request(0, nbytes)).error == 0
+    tier = harness.tier
+    assert isinstance(tier, FileTier)
+    for nth, code in ((7, errno.ENXIO), (4, errno.EIO), (5, errno.EPERM)):
+        tier.inject("read", nth, error=code)
+    completion = harness.read(harness.request(0, nbytes, at=TARGET))
+    assert (completion.error, completion.detail) == (errno.EIO, 4096 + 3 * (64 << 10))
+    assert harness.read(harness.request(0, nbytes, at=TARGET)).error == 0
+
+
+def test_growth_that_fails_holds_up_nobody_else(build: Build, backend: str) -> None:
+    harness = build(f"file-direct/{backend}", max_bytes=1 << 20)
+    harness.fill(64 << 10)
+    pitch = slot_bytes(64 << 10)
+    beyond = harness.request(1 << 30, 64 << 10)
+    harness.tier.write(beyond)
+    good = harness.request(pitch, 64 << 10)
+    harness.tier.write(good)
+    harness.tier.sync(500)
+    errors = {c.op: c.error for c in harness.collect(3)}
+    assert errors == {beyond.op: errno.ENOSPC, good.op: 0, 500: 0}
+
+
+def test_mixed_traffic_with_faults(build: Build, backend: str) -> None:
+    rng = np.random.default_rng(0)
+    harness = build(f"file-direct/{backend}")
+    tier = harness.tier
+    assert isinstance(tier, FileTier)
+    nbytes, count = 132 << 10, 8
+    pitch = slot_bytes(nbytes)
+    data = harness.fill(count * nbytes)
+
+    def request(index: int, target: int = 0) -> object:
+        return harness.request(index * pitch, nbytes, at=target + index * nbytes, tile=TileId(0, 0, index))
+
+    for index in range(count):
+        tier.write(request(index))  # type: ignore[arg-type]
+    assert all(c.error == 0 for c in harness.collect(count))
+    for _ in range(20):
+        for kind in ("read", "write"):
+            tier.inject(kind, int(rng.integers(1, 20)), limit_bytes=int(rng.integers(1, 60_000)))
+            tier.inject(kind, int(rng.integers(1, 20)), error=errno.EINTR)
+        order = rng.permutation(count)
+        for index in order[: count // 2]:
+            tier.write(request(int(index)))  # type: ignore[arg-type]
+        for index in order[count // 2 :]:
+            tier.read(request(int(index), TARGET))  # type: ignore[arg-type]
+        assert [c.error for c in harness.collect(count)] == [0] * count
+        for index in order[count // 2 :]:
+            assert harness.bytes_at(TARGET + index * nbytes, nbytes) == data[index * nbytes : (index + 1) * nbytes]
+
+
+def test_no_wake_up_is_lost(build: Build, backend: str) -> None:
+    # Submissions that race with the thread's going to sleep must not be lost.
+    harness: Harness = build(f"file-tmpfs/{backend}")
+    harness.fill(4096)
+    for _ in range(2000):
+        assert harness.write(harness.request(0, 4096)).error == 0
