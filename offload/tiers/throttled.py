@@ -82,10 +82,6 @@ class ThrottledTier:
         """See `Tier.sync`; not held back."""
         self.inner.sync(op)
 
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """See `Tier.register_memory`."""
-        self.inner.register_memory(address, nbytes)
-
     def free_bytes(self) -> int:
         """See `Tier.free_bytes`."""
         return self.inner.free_bytes()
