@@ -18,6 +18,8 @@ for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 
+MAX_THREADS = 1024
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -164,6 +166,8 @@ class OffloadConfig:
             value = getattr(self, field)
             if value is not None:
                 _check_int(field, value, least)
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise ConfigError("threads", self.threads, f"use at most {MAX_THREADS}, and no more than there are CPUs")
         _check_int("checkpoints_kept", self.checkpoints_kept, 0)
         _check_choice("gradient_dtype", self.gradient_dtype, ("parameter", "float32"))
         if not isinstance(self.checksum, bool):

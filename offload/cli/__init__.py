@@ -58,6 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from offload.cli import train
 
         return train.run(checked)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has seen enough
+        return 141
     except KeyboardInterrupt:
         print("offload: interrupted", file=sys.stderr)
         return 130

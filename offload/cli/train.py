@@ -28,6 +28,8 @@ from offload.cli.record import Comparison, RunRecord, StepRecord, same_losses, t
 from offload.cli.report import draw_lanes, draw_losses, table
 from offload.cli.settings import TrainSettings
 from offload.cli.text import VOCABULARY, Batches, Text, load_text
+from offload.config import format_bytes
+from offload.engine.memory import available_bytes
 from offload.errors import ConfigError, OffloadError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -46,6 +48,7 @@ def run(settings: TrainSettings) -> int:
     _check_extra()
     _check_device(settings.device)
     shape = choose_shape(settings.params, layers=settings.layers, hidden=settings.hidden)
+    _check_memory(settings, shape)
     text = load_text(settings.data, min_bytes=settings.seq + 1)
     say = _Speaker(settings)
     with _run_folder(settings) as (folder, paths), _reproducible(settings.threads):
@@ -245,6 +248,18 @@ def _compare(
         losses_identical=same_losses(our_run.losses, their_run.losses),
         finite=all(math.isfinite(loss) for loss in our_run.losses),
     )
+
+
+def _check_memory(settings: TrainSettings, shape: Shape) -> None:
+    """Refuse a model whose weights and gradients alone do not fit, before anything is built."""
+    needed = 2 * (4 if settings.dtype == "fp32" else 2) * shape.numel
+    available = available_bytes()
+    if needed > available:
+        allowed = (
+            f"its weights and gradients need {format_bytes(needed)} and {format_bytes(available)} of memory are "
+            "available; choose a smaller model"
+        )
+        raise ConfigError("--params", f"{shape.numel:,}", allowed)
 
 
 def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...]) -> Any:

@@ -11,9 +11,11 @@ import ctypes
 import errno
 import mmap
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from offload.errors import OffloadError, invariant
 from offload.protocols import SECTOR_BYTES
@@ -25,6 +27,15 @@ if TYPE_CHECKING:
 HUGE_PAGE_BYTES = 2 << 20
 
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it
+
+
+def available_bytes() -> int:
+    """Return the memory that this process may still take: the machine's, or its control group's if that is less."""
+    available: int = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return max(available, 0)
 
 
 class Arena:

@@ -10,7 +10,6 @@ Errors: a request on a session that was closed, that broke, or that belongs to a
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import logging
@@ -22,12 +21,10 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 
 from offload._native import CompletionQueue
@@ -36,7 +33,7 @@ from offload.engine.executor import REQUEST, Interval, LiveExecutor
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Begin, Machine, Run, Sweep, Visit
-from offload.engine.memory import Arena
+from offload.engine.memory import Arena, available_bytes
 from offload.engine.tables import GroupScalars, Tables
 from offload.errors import (
     ConfigError,
@@ -304,7 +301,7 @@ class _Core:
         layout = extend_layout(Layout((), ()), parameters, self._subgroup_numel, self._tile_bytes)
         self.plan = make_plan(layout, self._first_budgets(layout))
         log.info("%s", self.plan)
-        available = _available_bytes()
+        available = available_bytes()
         if self.plan.host_bytes > available:
             offers = {"host memory": available}
             advice = "lower host_memory and give paths to stream from" if paths else "give paths to stream state from"
@@ -345,7 +342,7 @@ class _Core:
         config = self.config
         host, staging = config.host_memory, config.staging_memory
         if host is None:
-            host = _available_bytes() // 2 if config.paths else layout.state_bytes
+            host = available_bytes() // 2 if config.paths else layout.state_bytes
         paths = []
         for path in config.path_configs:
             free = directory_free_bytes(path.path)
@@ -787,15 +784,6 @@ class _Core:
         self._slots.clear()
         for arena in self._arenas:
             arena.close()
-
-
-def _available_bytes() -> int:
-    """Return the memory that this process may still take: the machine's, or its control group's if that is less."""
-    available: int = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    return max(available, 0)
 
 
 def _choose_subgroup_numel(config: OffloadConfig, numel: int) -> int:

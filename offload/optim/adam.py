@@ -224,7 +224,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             if position in self._clipped and view._version == self._gradient_seen[position] + 1:
                 self._accumulated_after_clip = True
             self.engine.gradient_arrived(position, view.data_ptr(), DTYPE_CODES[view.dtype])
-        elif gradient.requires_grad or view.dtype not in (gradient.dtype, torch.float32):
+        elif gradient.requires_grad or parameter.grad_dtype not in (None, view.dtype):
             return  # part of a graph, or of a weight that is not what it was: `step` looks at it
         elif sys.getrefcount(view) > UNSHARED_REFERENCES:
             return  # somebody still holds the last pass's gradient, which lies in the slot
@@ -666,7 +666,10 @@ def _rank_config(config: OffloadConfig, rank: int) -> OffloadConfig:
         if not os.path.isdir(path.path):
             raise ConfigError(f"paths[{number}]", path.path, "name a directory that exists")
         own = Path(path.path) / f"rank-{rank}"
-        own.mkdir(exist_ok=True)
+        try:
+            own.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"paths[{number}]", path.path, f"it cannot be written: {error.strerror}") from error
         # Ranks that write to directories of their own still share the path.
         paths.append(dataclasses.replace(path, path=str(own), lock_path=path.lock_path or path.path))
     return dataclasses.replace(config, paths=paths)
