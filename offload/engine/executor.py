@@ -188,11 +188,11 @@ class LiveExecutor:
 
     def _stalled(self, operation: Operation, request: TileRequest | None) -> TierError:
         verb = type(operation).__name__
-        path = "cpu" if isinstance(operation, Run) else self._tiers[operation.record.location.path].path
+        tier = None if isinstance(operation, Run) else self._tiers[operation.record.location.path]
         return TierError(
             verb,
-            tier="host" if isinstance(operation, Run) else "file",
-            path=path,
+            tier=tier.name if tier is not None else "host",
+            path=tier.path if tier is not None else "cpu",
             offset=request.offset if request else None,
             detail=f"no answer for {self._stall_s:.0f} s",
         )
