@@ -313,7 +313,14 @@ class _Core:
         try:
             store = uuid.uuid4()
             for path in paths:
-                opened = open_tier(path.path, store, queue, max_bytes=path.max_bytes, checksum=config.checksum)
+                opened = open_tier(
+                    path.path,
+                    store,
+                    queue,
+                    max_bytes=path.max_bytes,
+                    checksum=config.checksum,
+                    io_backend=config.io_backend,
+                )
                 self._tiers.append(opened)
             self._kernel = CpuUpdateKernel(queue, self._threads)
             self.executor = LiveExecutor(self._tiers, self._kernel, queue, tier_error, verify=config.checksum)

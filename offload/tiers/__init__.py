@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError
 from offload.protocols import Tier
+from offload.tiers.asyncfile import AsyncFileTier, supports_direct
 from offload.tiers.common import SLOT_HEADER_BYTES, slot_bytes, tier_error
 from offload.tiers.directories import check_directories, directory_free_bytes
 from offload.tiers.faulty import Fault, FaultKind, FaultyTier
 from offload.tiers.file import FileTier
 from offload.tiers.memory import MemoryTier
+from offload.tiers.objects import ObjectClient, RetryPolicy, S3Client
 from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
+from offload.tiers.remote import RemoteTier
 from offload.tiers.throttled import ThrottledTier
 
 __all__ = [
     "NETWORK_FILE_SYSTEMS",
     "SLOT_HEADER_BYTES",
+    "AsyncFileTier",
     "Fault",
     "FaultKind",
     "FaultyTier",
     "FileTier",
     "MemoryTier",
+    "ObjectClient",
+    "RemoteTier",
+    "RetryPolicy",
+    "S3Client",
     "ThrottledTier",
     "check_directories",
     "directory_free_bytes",
@@ -43,16 +52,19 @@ def open_tier(
     max_bytes: int | None = None,
     threads: int | None = None,
     checksum: bool = True,
+    io_backend: str = "auto",
 ) -> Tier:
     """Open a new store on a path, with the class that its scheme asks for.
 
     Args:
-        path: A directory, or "file://" and an absolute one.
+        path: A directory, "file://" and an absolute one, or "s3://bucket/prefix".
         store: The session's store.
         queue: Where completions go; must outlive the tier.
         max_bytes: Most that the store may grow to; None for all there is.
         threads: Threads for each direction; None for the tier's default.
         checksum: Compute and verify payload checksums.
+        io_backend: "asyncio" for asyncio whatever the directory; "auto" uses it for network and parallel file systems
+            without O_DIRECT.
 
     Returns:
         The tier; the caller closes it.
@@ -64,10 +76,21 @@ def open_tier(
     scheme, separator, rest = path.partition("://")
     if not separator:
         scheme, rest = "file", path
+    more: dict[str, Any] = {} if threads is None else {"threads": threads}
     if scheme == "file":
-        if threads is None:
-            return FileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum)
-        return FileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, threads=threads)
-    if scheme == "s3":
-        raise ConfigError("paths", path, "object stores are not supported in this version; name a directory")
-    raise ConfigError("paths", path, f"there is no kind of path called {scheme!r}; name a directory")
+        if io_backend == "asyncio" or (io_backend == "auto" and _wants_asyncio(rest)):
+            return AsyncFileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
+        return FileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
+    if scheme == "s3" and separator:
+        return RemoteTier(path, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
+    raise ConfigError(
+        "paths", path, f"there is no kind of path called {scheme!r}; name a directory or s3://bucket/prefix"
+    )
+
+
+def _wants_asyncio(directory: str) -> bool:
+    """Return whether a directory is on a network or parallel file system that has no O_DIRECT."""
+    try:
+        return file_system(directory) in NETWORK_FILE_SYSTEMS and not supports_direct(directory)
+    except OSError:
+        return False  # opening it says what is wrong
