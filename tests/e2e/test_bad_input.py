@@ -66,7 +66,9 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
         ([tmp_path / "file"], "not a directory"),
         ([tmp_path / "one", tmp_path / "one"], "same directory"),
         ([tmp_path / "one", tmp_path / "link"], "same directory"),
-        (["s3://bucket/run"], "not supported"),
+        (["s3://bucket/run", "s3://bucket/run/"], "same place"),
+        (["s3://"], "s3://bucket/prefix"),
+        (["ftp://host/run"], "s3://bucket/prefix"),
     ]:
         with pytest.raises(offload.ConfigError, match=words) as caught:
             make(host_memory=0, paths=paths)
