@@ -140,12 +140,21 @@ def opened(folder: Path, backend: str, *, checksum: bool) -> Iterator[tuple[Tier
 def single(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     tile, depth, tiles, rounds = (MIB, 2, 4, 2) if smoke else (8 * MIB, 4, 64, 7)
     moved = 2 * tile * tiles
+    cpu_seconds: dict[str, list[float]] = {}
+
+    def timed(mixer: Mixer, name: str) -> None:
+        started_s = time.process_time()  # of all threads, the tier's included
+        mixer.run(tiles)
+        cpu_seconds[name].append(time.process_time() - started_s)
+
     with contextlib.ExitStack() as stack:
         contenders: dict[str, Callable[[], object]] = {}
         for backend, checksum in itertools.product(backends(), (True, False)):
             tier, queue = stack.enter_context(opened(folder, backend, checksum=checksum))
             mixer = Mixer(tier, queue, tile, depth, max(2 * depth, tiles // 4))
-            contenders[f"{backend}, {'' if checksum else 'no '}checksum"] = lambda m=mixer: m.run(tiles)  # type: ignore[misc]
+            name = f"{backend}, {'' if checksum else 'no '}checksum"
+            cpu_seconds[name] = []
+            contenders[name] = lambda m=mixer, name=name: timed(m, name)  # type: ignore[misc]
         rates: dict[str, list[float]] = {"fio libaio": [], "fio psync": []}
 
         def measure(engine: str) -> None:
@@ -156,10 +165,16 @@ def single(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
         for engine in ("libaio", "psync"):
             contenders[f"fio {engine}"] = lambda engine=engine: measure(engine)  # type: ignore[misc]
         times = interleaved(contenders, rounds)
-    found = {name: moved / statistics.median(t) for name, t in times.items() if not name.startswith("fio")}
+    cpu_s = {name: 1e9 * statistics.median(spent) / moved for name, spent in cpu_seconds.items()}
+    found: dict[str, Any] = {
+        name: moved / statistics.median(t) for name, t in times.items() if not name.startswith("fio")
+    }
     found |= {name: statistics.median(values) for name, values in rates.items() if values}
     for name, rate in found.items():
-        print(f"  {name:<28} {rate / 1e9:6.2f} GB/s read and written")
+        spent = f", {cpu_s[name]:.3f} CPU-s/GB" if name in cpu_s else ""
+        print(f"  {name:<28} {rate / 1e9:6.2f} GB/s read and written{spent}")
+    for name, seconds in cpu_s.items():
+        found[f"{name}, CPU-s/GB"] = seconds
     best_fio = max((rate for name, rate in found.items() if name.startswith("fio")), default=None)
     ours = max(rate for name, rate in found.items() if name.endswith("no checksum"))
     value = None if best_fio is None else ours / best_fio
@@ -408,6 +423,7 @@ def picture(file: Path, results: dict[str, Any]) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
     one = {**results.get("single", {}), **results.get("sweep", {})}
+    one = {name: rate for name, rate in one.items() if not name.endswith("CPU-s/GB")}
     left.barh(list(one), [rate / 1e9 for rate in one.values()], color="#4878a8")
     left.invert_yaxis()
     left.set_xlabel("GB/s read and written, one path")

@@ -57,7 +57,8 @@ class PathConfig:
     """One place in a storage tier.
 
     Attributes:
-        path: A directory that exists and can be written.
+        path: A directory that exists and can be written, or "s3://bucket/prefix": endpoint, region and credentials
+            from the AWS_* variables (AWS_ENDPOINT_URL for a server that is not AWS) or a profile.
         max_bytes: Most bytes the session may occupy there; None for all that is free.
         share: Weight of this path when tiles are spread over several; only the ratio to the others matters (1 where
             others have one and this has not). None for all: in proportion to measured bandwidth.
@@ -82,7 +83,9 @@ class PathConfig:
         if isinstance(value, str | os.PathLike):
             value = {"path": os.fspath(value)}
         if not isinstance(value, Mapping) or "path" not in value:
-            raise ConfigError(field, value, 'give a directory, or {"path": ..., "max_bytes": ...}')
+            raise ConfigError(
+                field, value, 'give a directory, "s3://bucket/prefix", or {"path": ..., "max_bytes": ...}'
+            )
         _check_keys(field, value, ["path", "max_bytes", "share", "lock_path"])
         path = os.fspath(value["path"]) if isinstance(value["path"], str | os.PathLike) else value["path"]
         if not isinstance(path, str) or not path:
@@ -115,7 +118,7 @@ class OffloadConfig:
         host_memory: Bytes of host memory for state at home there. None: all of the state without `paths`,
             otherwise up to half of the memory that is available.
         gpu_memory: Bytes of GPU memory for state at home there. Only 0 is supported in this version.
-        paths: Directories for the state that does not fit; each a string or
+        paths: Directories or "s3://bucket/prefix" for the state that does not fit; each a string or
             `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the
             paths are seen to have, step by step, unless a `share` is given.
         staging_memory: Bytes of host memory through which streamed state passes. None: four subgroups.
@@ -125,8 +128,9 @@ class OffloadConfig:
         keep_grads: Whether `.grad` stays until the step. Only True is supported in this version.
         checksum: Whether tiles on storage carry a checksum that is verified on every read.
         checkpoints_kept: How many checkpoints' slots stay reserved on the paths.
-        io_backend: How paths are read and written: "io_uring" (an error where the system refuses it), "threads",
-            or "auto", the former where it works.
+        io_backend: How directories are read and written: "io_uring" (an error where the system refuses it),
+            "threads", "asyncio" (through aiofiles), or "auto": io_uring where it works, else threads, and asyncio on
+            network file systems without O_DIRECT.
         path_lock: Whether processes of this node take turns on a path: "on" (one at a time), a number (so many at a
             time, the same in all processes), "off", or "auto": off, as long as no device is known on which turns
             pay (bench/lock.py measures yours). The lock is among the processes that see the same /dev/shm.
@@ -174,7 +178,7 @@ class OffloadConfig:
             raise ConfigError("checksum", self.checksum, "use true or false")
         if self.keep_grads is not True:
             raise ConfigError("keep_grads", self.keep_grads, "use true: gradients stay in .grad until the step")
-        _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads"))
+        _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads", "asyncio"))
         if isinstance(self.path_lock, int):
             _check_int("path_lock", self.path_lock, 1)
         else:

@@ -188,13 +188,13 @@ class LiveExecutor:
 
     def _stalled(self, operation: Operation, request: TileRequest | None) -> TierError:
         verb = type(operation).__name__
-        path = "cpu" if isinstance(operation, Run) else self._tiers[operation.record.location.path].path
+        tier = None if isinstance(operation, Run) else self._tiers[operation.record.location.path]
         # Only some tiers wait for anything but their device.
         reasons = [why() for tier in self._tiers if (why := getattr(tier, "waiting_for", None)) is not None]
         return TierError(
             verb,
-            tier="host" if isinstance(operation, Run) else "file",
-            path=path,
+            tier=tier.name if tier is not None else "host",
+            path=tier.path if tier is not None else "cpu",
             offset=request.offset if request else None,
             detail="; ".join([f"no answer for {self._stall_s:.0f} s", *filter(None, reasons)]),
         )

@@ -58,7 +58,7 @@ from offload.measure import HISTORY, lane_totals, observe, quick_probe, typical
 from offload.plan import Budgets, PathBudget, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import DEFAULT_STAGING_SLOTS
 from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Tier
-from offload.tiers import Turns, check_directories, directory_free_bytes, open_tier, tier_error
+from offload.tiers import Turns, check_directories, free_bytes, open_tier, tier_error
 
 log = logging.getLogger("offload")
 
@@ -74,6 +74,9 @@ AUTO_SUBGROUPS = 16
 AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
 """Without `subgroup_numel`: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
 
+
+MAX_EXTENT_BYTES = 256 << 20
+"""What a store grows by, unless the whole state is smaller."""
 
 TILES_PER_PATH = 4
 LEAST_TILE_BYTES = 1 << 20
@@ -315,6 +318,7 @@ class _Core:
                     store,
                     queue,
                     max_bytes=path.max_bytes,
+                    extent_bytes=min(MAX_EXTENT_BYTES, max(LEAST_TILE_BYTES, self.plan.storage_bytes)),
                     checksum=config.checksum,
                     turns=_choose_turns(config, path),
                     io_backend=config.io_backend,
@@ -327,7 +331,7 @@ class _Core:
             self.rates = quick_probe(self._kernel, self._tiers, queue, address, self.plan)
             self._seen: list[Rates] = [self.rates]
             shares = self.plan.budgets.shares(self.rates)
-            limits = [(tier.free_bytes(), share) for tier, share in zip(self._tiers, shares, strict=True)]
+            limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
             index = TileIndex(limits, self.plan.slot_counts)
             self.machine = Machine(self.plan, index, log.warning)
         except BaseException:
@@ -344,8 +348,8 @@ class _Core:
         if host is None:
             host = available_bytes() // 2 if config.paths else layout.state_bytes
         paths = []
-        for path in config.path_configs:
-            free = directory_free_bytes(path.path)
+        free_each = free_bytes([path.path for path in config.path_configs])
+        for path, free in zip(config.path_configs, free_each, strict=True):
             offered = free if path.max_bytes is None else min(free, path.max_bytes)
             paths.append(PathBudget(path.path, offered, path.share or 1.0))
         invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")

@@ -660,9 +660,12 @@ def _world() -> tuple[int, int]:
 
 
 def _rank_config(config: OffloadConfig, rank: int) -> OffloadConfig:
-    """Give each rank a directory of its own on every path, so that a store says whose it is."""
+    """Give each rank a directory (or prefix) of its own on every path, so that a store says whose it is."""
     paths = []
     for number, path in enumerate(config.path_configs):
+        if path.path.startswith("s3://"):
+            paths.append(dataclasses.replace(path, path=f"{path.path.rstrip('/')}/rank-{rank}"))
+            continue
         if not os.path.isdir(path.path):
             raise ConfigError(f"paths[{number}]", path.path, "name a directory that exists")
         own = Path(path.path) / f"rank-{rank}"

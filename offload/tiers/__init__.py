@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError
 from offload.protocols import Tier
+from offload.tiers.asyncfile import AsyncFileTier, supports_direct
 from offload.tiers.common import SLOT_HEADER_BYTES, slot_bytes, tier_error
-from offload.tiers.directories import check_directories, directory_free_bytes
+from offload.tiers.directories import check_directories, free_bytes
 from offload.tiers.faulty import Fault, FaultKind, FaultyTier
-from offload.tiers.file import DEFAULT_THREADS, IO_BACKENDS, FileTier, choose_io_backend
+from offload.tiers.file import DEFAULT_EXTENT_BYTES, DEFAULT_THREADS, IO_BACKENDS, FileTier, choose_io_backend
 from offload.tiers.memory import MemoryTier
+from offload.tiers.objects import ObjectClient, RetryPolicy, S3Client
 from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
+from offload.tiers.remote import RemoteTier
 from offload.tiers.throttled import ThrottledTier
 from offload.tiers.turns import Turns
 
@@ -20,17 +24,22 @@ __all__ = [
     "IO_BACKENDS",
     "NETWORK_FILE_SYSTEMS",
     "SLOT_HEADER_BYTES",
+    "AsyncFileTier",
     "Fault",
     "FaultKind",
     "FaultyTier",
     "FileTier",
     "MemoryTier",
+    "ObjectClient",
+    "RemoteTier",
+    "RetryPolicy",
+    "S3Client",
     "ThrottledTier",
     "Turns",
     "check_directories",
     "choose_io_backend",
-    "directory_free_bytes",
     "file_system",
+    "free_bytes",
     "identity",
     "lock_holder",
     "open_tier",
@@ -45,6 +54,7 @@ def open_tier(
     queue: CompletionQueue,
     *,
     max_bytes: int | None = None,
+    extent_bytes: int = DEFAULT_EXTENT_BYTES,
     threads: int | None = None,
     checksum: bool = True,
     turns: Turns | None = None,
@@ -53,14 +63,16 @@ def open_tier(
     """Open a new store on a path, with the class that its scheme asks for.
 
     Args:
-        path: A directory, or "file://" and an absolute one.
+        path: A directory, "file://" and an absolute one, or "s3://bucket/prefix".
         store: The session's store.
         queue: Where completions go; must outlive the tier.
         max_bytes: Most that the store may grow to; None for all there is.
+        extent_bytes: What a directory's store grows by; no more than it is expected to need in all.
         threads: Threads for each direction, where threads do it; None for the tier's default.
         checksum: Compute and verify payload checksums.
-        turns: Take turns on the path with other processes; None for no lock.
-        io_backend: How directories are read and written: "auto", "io_uring" or "threads".
+        turns: Take turns on the path with other processes (with io_uring or threads only); None for no lock.
+        io_backend: How directories are read and written: "io_uring", "threads", "asyncio", or "auto" for the first
+            that works, with asyncio for network and parallel file systems without O_DIRECT.
 
     Returns:
         The tier; the caller closes it.
@@ -72,17 +84,31 @@ def open_tier(
     scheme, separator, rest = path.partition("://")
     if not separator:
         scheme, rest = "file", path
+    more: dict[str, Any] = {} if threads is None else {"threads": threads}
     if scheme == "file":
+        if io_backend == "asyncio" or (io_backend == "auto" and _wants_asyncio(rest)):
+            return AsyncFileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
         return FileTier(
             rest,
             store,
             queue,
             max_bytes=max_bytes,
+            extent_bytes=extent_bytes,
             threads=DEFAULT_THREADS if threads is None else threads,
             checksum=checksum,
             io_backend=io_backend,
             turns=turns,
         )
-    if scheme == "s3":
-        raise ConfigError("paths", path, "object stores are not supported in this version; name a directory")
-    raise ConfigError("paths", path, f"there is no kind of path called {scheme!r}; name a directory")
+    if scheme == "s3" and separator:
+        return RemoteTier(path, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
+    raise ConfigError(
+        "paths", path, f"there is no kind of path called {scheme!r}; name a directory or s3://bucket/prefix"
+    )
+
+
+def _wants_asyncio(directory: str) -> bool:
+    """Return whether a directory is on a network or parallel file system that has no O_DIRECT."""
+    try:
+        return file_system(directory) in NETWORK_FILE_SYSTEMS and not supports_direct(directory)
+    except OSError:
+        return False  # opening it says what is wrong

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from offload.errors import CorruptRecordError, TierClosedError, TierError, TierFullError, invariant
 from offload.protocols import (
@@ -24,7 +25,7 @@ FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CORRUPT = {
     ERROR_HEADER: "the slot's header is damaged or belongs to another tile, step or store",
     ERROR_CHECKSUM: "the payload does not have the checksum that was recorded for it",
-    ERROR_SHORT: "the store's file ends before the slot does",
+    ERROR_SHORT: "the store ends before the slot does, or has lost it",
 }
 
 
@@ -33,6 +34,14 @@ class NamedPath(Protocol):
 
     name: str
     path: str
+
+
+@runtime_checkable
+class Explaining(Protocol):
+    """A tier that knows more about a failed operation than a number can say."""
+
+    def explain(self, op: int) -> str:
+        """Return, once, what is known about a failed operation; "" for nothing."""
 
 
 def slot_bytes(nbytes: int) -> int:
@@ -45,6 +54,11 @@ def check_request(request: TileRequest) -> None:
     invariant(request.offset >= 0 and request.offset % SECTOR_BYTES == 0, f"unaligned slot: {request}")
     invariant(request.address > 0 and request.address % SECTOR_BYTES == 0, f"unaligned buffer: {request}")
     invariant(request.nbytes >= 0 and request.nbytes % SECTOR_BYTES == 0, f"unaligned length: {request}")
+
+
+def memory_of(request: TileRequest) -> memoryview:
+    """Return the memory that a request moves, which its caller keeps alive."""
+    return memoryview((ctypes.c_char * request.nbytes).from_address(request.address)).cast("B")
 
 
 def describe(request: TileRequest) -> str:
@@ -82,6 +96,9 @@ def tier_error(operation: str, completion: Completion, request: TileRequest | No
     offset = completion.detail if completion.detail or request is None else request.offset
     tile = describe(request) if request is not None else ""
     place = None if request is None else offset
+    reason = tier.explain(completion.op) if isinstance(tier, Explaining) else ""
+    if reason:
+        tile = f"{tile}: {reason}" if tile else reason
     if completion.error < 0:
         what = _CORRUPT.get(completion.error, f"unknown error {completion.error}")
         detail = f"{tile}: {what}" if tile else what

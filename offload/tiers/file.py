@@ -111,6 +111,7 @@ class FileTier:
         store: The session's store.
         queue: Where completions go; must outlive the tier.
         max_bytes: Most that the file may grow to; None for what the file system has.
+        extent_bytes: What the file is preallocated by.
         threads: Threads for each direction, where I/O is done by threads.
         depth: Pieces in flight for each direction, where it is done by io_uring.
         piece_bytes: Most that one system call moves, a multiple of 4096.
@@ -141,6 +142,7 @@ class FileTier:
         queue: CompletionQueue,
         *,
         max_bytes: int | None = None,
+        extent_bytes: int = DEFAULT_EXTENT_BYTES,
         threads: int = DEFAULT_THREADS,
         depth: int = DEFAULT_DEPTH,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
@@ -185,7 +187,7 @@ class FileTier:
                     os.fsync(file.fileno())
                 descriptor, self.direct = _open_data(self.data_path, direct)
                 # Takes the descriptor over, whatever happens next.
-                self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, DEFAULT_EXTENT_BYTES)
+                self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, extent_bytes)
                 # fdatasync of the file does not make its name durable.
                 for directory in (self.store_path, self.store_path.parent):
                     _sync_directory(directory)

@@ -66,7 +66,9 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
         ([tmp_path / "file"], "not a directory"),
         ([tmp_path / "one", tmp_path / "one"], "same directory"),
         ([tmp_path / "one", tmp_path / "link"], "same directory"),
-        (["s3://bucket/run"], "not supported"),
+        (["s3://bucket/run", "s3://bucket/run/"], "same place"),
+        (["s3://"], "s3://bucket/prefix"),
+        (["ftp://host/run"], "s3://bucket/prefix"),
     ]:
         with pytest.raises(offload.ConfigError, match=words) as caught:
             make(host_memory=0, paths=paths)
@@ -92,6 +94,15 @@ def test_a_read_only_file_system(tmp_path: Path) -> None:
             make(host_memory=0, paths=[tmp_path])
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_two_paths_on_one_device_work_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    make(host_memory=0, paths=[tmp_path / "one", tmp_path / "two"])
+    assert "one device" in caplog.text
+    device = os.stat(tmp_path).st_dev
+    assert f"{os.major(device)}:{os.minor(device)}" in caplog.text
 
 
 def test_state_that_fits_nowhere(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def make_groups(specs: list[dict[str, Any]], generator: torch.Generator) -> list
     path_count=st.integers(1, 4),
     threads=st.integers(1, 3),
     checksum=st.booleans(),
+    io_backend=st.sampled_from(["auto", "threads", "asyncio"]),
+    fixed_shares=st.booleans(),
     clip=st.booleans(),
     seed=st.integers(0, 1 << 30),
     steps=st.integers(1, 4),
@@ -71,6 +73,8 @@ def test_engine_equals_reference_bit_for_bit(
     path_count: int,
     threads: int,
     checksum: bool,
+    io_backend: str,
+    fixed_shares: bool,
     clip: bool,
     seed: int,
     steps: int,
@@ -82,7 +86,7 @@ def test_engine_equals_reference_bit_for_bit(
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for number in range(path_count):
-            paths.append({"path": str(Path(folder) / str(number)), "share": number + 1})
+            paths.append({"path": str(Path(folder) / str(number)), "share": number + 1 if fixed_shares else None})
             Path(paths[-1]["path"]).mkdir()
         config = offload.OffloadConfig(
             host_memory=int(12 * numel * budget),
@@ -91,6 +95,7 @@ def test_engine_equals_reference_bit_for_bit(
             subgroup_numel=subgroup_numel,
             threads=threads,
             checksum=checksum,
+            io_backend=io_backend,
         )
         kind = offload.AdamW if decoupled else offload.Adam
         with kind(groups, offload=config) as optimizer:

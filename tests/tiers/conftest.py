@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from s3_server import BUCKET
 from tier_harness import KINDS, Build, Harness, need_io_uring
 
 from offload._native import CompletionQueue
 from offload.protocols import Tier
-from offload.tiers import FaultyTier, FileTier, MemoryTier, ThrottledTier
+from offload.tiers import AsyncFileTier, FaultyTier, FileTier, MemoryTier, RemoteTier, ThrottledTier
 
 
 @pytest.fixture
@@ -50,6 +51,12 @@ def build(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
                 tier = MemoryTier(store, queue, **options)  # type: ignore[arg-type]
                 if kind == "faulty":
                     tier = FaultyTier(tier, queue)
+            elif kind == "s3":
+                request.getfixturevalue("s3")
+                tier = RemoteTier(f"s3://{BUCKET}/{tmp_path.name}", store, queue, **options)  # type: ignore[arg-type]
+            elif kind == "asyncfile":
+                options.setdefault("piece_bytes", 64 << 10)
+                tier = AsyncFileTier(tmp_path, store, queue, **options)  # type: ignore[arg-type]
             elif kind == "throttled":
                 inner_queue = CompletionQueue()
                 inner = MemoryTier(store, inner_queue, **options)  # type: ignore[arg-type]

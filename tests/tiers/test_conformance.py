@@ -125,8 +125,7 @@ def test_another_store_is_refused(build: Build, kind: str) -> None:
     for harness in (ours, theirs):
         harness.fill(8192)
         assert harness.write(harness.request(0, 8192)).error == 0
-    with open(theirs.tier.data_path, "rb") as source, open(ours.tier.data_path, "r+b") as target:  # type: ignore[attr-defined]
-        target.write(source.read(slot_bytes(8192)))
+    ours.take_from(theirs, 8192)
     assert ours.read(ours.request(0, 8192, at=TARGET)).error == ERROR_HEADER
     assert theirs.read(theirs.request(0, 8192, at=TARGET)).error == 0
 

@@ -167,8 +167,6 @@ def test_open_tier_chooses_by_scheme(tmp_path: Path) -> None:
         assert isinstance(tier, FileTier)
         assert tier.free_bytes() == 1 << 20
         tier.close()
-    with pytest.raises(ConfigError, match="not supported in this version"):
-        open_tier("s3://bucket/run", uuid.uuid4(), CompletionQueue())
     with pytest.raises(ConfigError, match="'ftp'"):
         open_tier("ftp://host/run", uuid.uuid4(), CompletionQueue())
 

@@ -11,7 +11,16 @@ import pytest
 from offload._native import CompletionQueue, IoUring
 from offload.engine.memory import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
-from offload.tiers import SLOT_HEADER_BYTES, FaultyTier, FileTier, MemoryTier, ThrottledTier
+from offload.tiers import (
+    SLOT_HEADER_BYTES,
+    AsyncFileTier,
+    FaultyTier,
+    FileTier,
+    MemoryTier,
+    RemoteTier,
+    ThrottledTier,
+    slot_bytes,
+)
 
 ARENA_BYTES = 8 << 20
 TILE = TileId(1, 2, 3)
@@ -22,7 +31,7 @@ FILE_KINDS = [
 ]
 """Place and backend of a directory's tier; "io_uring-plain" is the latter without registered memory."""
 
-KINDS = ["throttled", "memory", "faulty", *FILE_KINDS, "file-direct/io_uring-plain"]
+KINDS = ["throttled", "memory", "faulty", *FILE_KINDS, "file-direct/io_uring-plain", "asyncfile", "s3"]
 
 
 def need_io_uring() -> None:
@@ -108,7 +117,13 @@ class Harness:
             )
             record[offset - start] ^= mask
             return
-        assert isinstance(tier, FileTier)
+        if isinstance(tier, RemoteTier):
+            start, (key, _) = next((start, slot) for start, slot in tier._slots.items() if start <= offset < slot[1])
+            content = object_content(tier, key)
+            content[offset - start] ^= mask
+            tier._client.put(key, [memoryview(content)])
+            return
+        assert isinstance(tier, FileTier | AsyncFileTier)
         with open(tier.data_path, "r+b") as file:
             old = os.pread(file.fileno(), 1, offset)
             os.pwrite(file.fileno(), bytes([old[0] ^ mask]), offset)
@@ -124,8 +139,36 @@ class Harness:
                     tier.slots[start] = record[: end - start]
             tier._used_bytes = end
             return
-        assert isinstance(tier, FileTier)
+        if isinstance(tier, RemoteTier):
+            for start, (key, _) in tier._slots.items():
+                content = object_content(tier, key)
+                if start < end:
+                    tier._client.put(key, [memoryview(content)[: end - start]])
+                else:
+                    tier._client.delete([key])
+            return
+        assert isinstance(tier, FileTier | AsyncFileTier)
         os.truncate(tier.data_path, end)
+
+    def take_from(self, other: Harness, nbytes: int) -> None:
+        """Put the first slot of another store in place of this one's, behind the tiers' backs."""
+        ours, theirs = self.tier, other.tier
+        if isinstance(ours, RemoteTier):
+            assert isinstance(theirs, RemoteTier)
+            content = object_content(theirs, theirs._slots[0][0])
+            ours._client.put(ours._slots[0][0], [memoryview(content)])
+            return
+        assert isinstance(ours, FileTier | AsyncFileTier)
+        assert isinstance(theirs, FileTier | AsyncFileTier)
+        with open(theirs.data_path, "rb") as source, open(ours.data_path, "r+b") as target:
+            target.write(source.read(slot_bytes(nbytes)))
+
+
+def object_content(tier: RemoteTier, key: str) -> bytearray:
+    """Return what an object holds."""
+    content = bytearray(tier._client.head(key) or 0)
+    tier._client.get_into(key, [memoryview(content)])
+    return content
 
 
 Build = Callable[..., Harness]

@@ -1,0 +1,323 @@
+"""A directory of a network or parallel file system as a path of slots, through asyncio and aiofiles.
+
+For mounts where neither O_DIRECT nor io_uring works: through the page cache, with one event loop on one thread that
+keeps a bounded number of transfers going. The store on disk is the one that `FileTier` makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import logging
+import mmap
+import os
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from aiofiles.os import wrap
+
+from offload._native import check_slot_header, crc32c, make_slot_header, parse_slot_header
+from offload.errors import ConfigError, TierError
+from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
+from offload.tiers.common import SLOT_HEADER_BYTES, check_request, closed_error, memory_of, system_error
+from offload.tiers.file import (
+    DATA_NAME,
+    DEFAULT_PIECE_BYTES,
+    RECORD_NAME,
+    STORE_FORMAT,
+    check_directory,
+    store_directory,
+)
+from offload.tiers.places import LOCK_NAME, hold_lock, release_lock
+
+DEFAULT_THREADS = 4
+"""System calls at a time, over both directions: a server far away answers late but many at once."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+_log = logging.getLogger(__name__)
+
+_preadv = wrap(os.preadv)
+_pwritev = wrap(os.pwritev)
+_fdatasync = wrap(os.fdatasync)
+_crc32c = wrap(crc32c)
+
+
+def supports_direct(directory: str) -> bool:
+    """Return whether files of a directory can be written with O_DIRECT; leaves nothing behind.
+
+    Raises:
+        OSError: No file can be made there.
+    """
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".offload-") as file, mmap.mmap(-1, SECTOR_BYTES) as page:
+        try:
+            descriptor = os.open(file.name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:
+            return False
+        try:
+            return os.pwritev(descriptor, [page], 0) == SECTOR_BYTES
+        except OSError as cause:
+            return cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        finally:
+            os.close(descriptor)
+
+
+class AsyncFileTier:
+    """Slots in one file of a directory, read and written through asyncio.
+
+    The store is `<path>/offload-<uuid>/` with the slots in `tiles`, a description in `store.json` and, where the file
+    system has locks, a `lock` that this process holds until `close`, which deletes the store. A process forked from
+    this one cannot use the tier: every method raises there, except `close`, which does nothing.
+
+    Args:
+        path: An existing, writable directory.
+        store: The session's store.
+        queue: Where completions go; must outlive the tier.
+        max_bytes: Most that the file may grow to; None for what the file system has.
+        threads: System calls at a time.
+        piece_bytes: Most that one system call moves, a multiple of 4096.
+        checksum: Compute payload checksums on write and verify them on read.
+
+    Attributes:
+        store_path: The store's directory.
+        data_path: The file with the slots.
+
+    Raises:
+        ConfigError: `path` or a size cannot be used; nothing has been created.
+        TierError: The store could not be created; what had been created is gone again.
+    """
+
+    name = "asyncfile"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        store: uuid.UUID,
+        queue: Queue,
+        *,
+        max_bytes: int | None = None,
+        threads: int = DEFAULT_THREADS,
+        piece_bytes: int = DEFAULT_PIECE_BYTES,
+        checksum: bool = True,
+    ) -> None:
+        self.path = os.fspath(path)
+        if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
+            raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
+        if threads < 1:
+            raise ConfigError("threads", threads, "use at least one")
+        if piece_bytes < SECTOR_BYTES or piece_bytes % SECTOR_BYTES or piece_bytes > 1 << 30:
+            raise ConfigError("piece_bytes", piece_bytes, "use a multiple of 4096 of at most 1 GiB")
+        check_directory(self.path)
+        # Later steps must not depend on the working directory.
+        self.store_path = store_directory(os.path.abspath(self.path), store)
+        self.data_path = self.store_path / DATA_NAME
+        self._store = store.bytes
+        self._queue = queue
+        self._max_bytes = max_bytes
+        self._checksum = checksum
+        self._piece_bytes = piece_bytes
+        self._pid = os.getpid()
+        self._closed = False
+        self._used_bytes = 0
+        self._sync_error = 0
+        self._writing: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[None]] = set()
+        self._lock: int | None = None
+        with contextlib.ExitStack() as undo:
+            try:
+                self.store_path.mkdir(mode=0o700)
+                undo.callback(self._remove)
+                self._take_lock()
+                undo.callback(self._release_lock)
+                record = {"format": STORE_FORMAT, "uuid": str(store), "pid": self._pid, "host": socket.gethostname()}
+                with open(self.store_path / RECORD_NAME, "x", encoding="utf-8") as file:
+                    json.dump(record, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                self._descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                undo.callback(os.close, self._descriptor)
+                self._executor = ThreadPoolExecutor(threads, thread_name_prefix="offload-file")
+                self._loop = asyncio.new_event_loop()
+                undo.callback(self._loop.close)
+                self._thread = threading.Thread(target=self._loop.run_forever, name="offload-asyncio", daemon=True)
+                self._thread.start()
+            except OSError as cause:
+                raise system_error("open", cause, self) from cause
+            except RuntimeError as cause:  # the system has no more threads
+                raise TierError("open", tier=self.name, path=self.path, detail=str(cause)) from cause
+            undo.pop_all()
+
+    def read(self, request: TileRequest) -> None:
+        """Start reading a slot; see `offload.protocols.Tier`. After an error the buffer holds anything."""
+        self._check_open("read")
+        check_request(request)
+        self._start(lambda: self._answer(request.op, request.offset, self._read(request)))
+
+    def write(self, request: TileRequest) -> None:
+        """Start writing a slot; see `offload.protocols.Tier`."""
+        self._check_open("write")
+        check_request(request)
+        end = request.offset + SLOT_HEADER_BYTES + request.nbytes
+        if self._max_bytes is not None and end > self._max_bytes:
+            now_s = time.monotonic()
+            self._queue.post(request.op, errno.ENOSPC, 0, now_s, now_s, request.offset)
+            return
+        self._used_bytes = max(self._used_bytes, end)
+        self._start(lambda: self._answer(request.op, request.offset, self._write(request)), writes=True)
+
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """See `Tier.register_memory`; of no use here."""
+
+    def sync(self, op: int) -> None:
+        """Make every write that was submitted before durable; completes as `op`. Once failed, it fails for good."""
+        self._check_open("sync")
+        self._start(lambda: self._answer(op, 0, self._sync(frozenset(self._writing))))
+
+    def free_bytes(self) -> int:
+        """Return the bytes by which slots may still grow, headers included."""
+        self._check_open("free_bytes")
+        status = os.fstatvfs(self._descriptor)
+        room = status.f_bavail * status.f_frsize
+        return room if self._max_bytes is None else min(room, self._max_bytes - self._used_bytes)
+
+    def close(self) -> None:
+        """Finish what is in flight, end the threads, delete the store; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid:
+            return
+        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._executor.shutdown()
+        os.close(self._descriptor)
+        try:
+            self._remove()
+        finally:
+            self._release_lock()
+
+    # On the loop's thread
+
+    def _start(self, answer: Callable[[], Coroutine[Any, Any, None]], *, writes: bool = False) -> None:
+        def start() -> None:
+            task = self._loop.create_task(answer())
+            for group in (self._running, self._writing) if writes else (self._running,):
+                group.add(task)
+                task.add_done_callback(group.discard)
+
+        self._loop.call_soon_threadsafe(start)
+
+    async def _drain(self) -> None:
+        # What was submitted before has become a task by now, in order of submission.
+        while self._running:
+            await asyncio.wait(set(self._running))
+
+    async def _answer(self, op: int, offset: int, work: Coroutine[Any, Any, tuple[int, int]]) -> None:
+        started_s = time.monotonic()
+        try:
+            error, checksum = await work
+        except OSError as cause:
+            error, checksum = cause.errno or errno.EIO, 0
+        except Exception as cause:  # a lane answers, whatever happens
+            _log.error("%s: %r", self.path, cause)
+            error, checksum = errno.EIO, 0
+        self._queue.post(op, error, checksum, started_s, time.monotonic(), offset if error else 0)
+
+    async def _read(self, request: TileRequest) -> tuple[int, int]:
+        header = bytearray(SLOT_HEADER_BYTES)
+        if await self._move(_preadv, [memoryview(header)], request.offset) < SLOT_HEADER_BYTES:
+            return ERROR_SHORT, 0
+        raw = bytes(header)
+        expected = (*request.tile, request.step, request.numel, request.nbytes)
+        fields = parse_slot_header(raw)
+        if fields is None or not check_slot_header(raw, self._store, *expected):
+            return ERROR_HEADER, 0
+        promised = fields[-1]
+        if request.checksum is not None and request.checksum != (promised or 0):
+            return ERROR_CHECKSUM, 0
+        if await self._move(_preadv, [memory_of(request)], request.offset + SLOT_HEADER_BYTES) < request.nbytes:
+            return ERROR_SHORT, 0
+        if not self._checksum or promised is None:
+            return 0, 0
+        found = await self._crc(request)
+        return (0 if found == promised else ERROR_CHECKSUM), found
+
+    async def _write(self, request: TileRequest) -> tuple[int, int]:
+        checksum = await self._crc(request) if self._checksum else None
+        header = make_slot_header(self._store, *request.tile, request.step, request.numel, request.nbytes, checksum)
+        await self._move(_pwritev, [memoryview(header), memory_of(request)], request.offset)
+        return 0, checksum or 0
+
+    async def _sync(self, before: frozenset[asyncio.Task[None]]) -> tuple[int, int]:
+        if before:
+            await asyncio.wait(before)
+        try:
+            if not self._sync_error:
+                await _fdatasync(self._descriptor, loop=self._loop, executor=self._executor)
+        except OSError as cause:
+            # The kernel reports lost pages once; what was lost stays lost.
+            self._sync_error = cause.errno or errno.EIO
+        return self._sync_error, 0
+
+    async def _crc(self, request: TileRequest) -> int:
+        found = await _crc32c(request.address, request.nbytes, loop=self._loop, executor=self._executor)
+        return int(found)
+
+    async def _move(self, call: Callable[..., Any], buffers: Sequence[memoryview], offset: int) -> int:
+        """Read or write `buffers` at `offset`, however often the system stops short; return the bytes moved."""
+        total = 0
+        for buffer in buffers:
+            done = 0
+            while done < len(buffer):
+                piece = buffer[done : done + self._piece_bytes]
+                moved = await call(
+                    self._descriptor, [piece], offset + total, loop=self._loop, executor=self._executor
+                )
+                if moved == 0:
+                    return total  # the end of the file
+                done += moved
+                total += moved
+        return total
+
+    # The store
+
+    def _take_lock(self) -> None:
+        try:
+            self._lock = hold_lock(self.store_path / LOCK_NAME)
+        except OSError as cause:
+            if cause.errno not in _NO_LOCKS:
+                raise
+            _log.warning("%s: the file system has no locks (%s)", self.path, cause.strerror)
+
+    def _release_lock(self) -> None:
+        if self._lock is not None:
+            release_lock(self._lock)
+            self._lock = None
+
+    def _remove(self) -> None:
+        """Delete what this object has created, and nothing else."""
+        for name in (DATA_NAME, RECORD_NAME, LOCK_NAME):
+            with contextlib.suppress(FileNotFoundError):
+                (self.store_path / name).unlink()
+        try:
+            self.store_path.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError as cause:
+            _log.warning("left %s in place: %s", self.store_path, cause.strerror)
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise closed_error(operation, self)
+        if os.getpid() != self._pid:
+            raise closed_error(operation, self, foreign=True)

@@ -1,0 +1,594 @@
+"""Objects in a bucket: what the remote tier needs of a store, and a client for S3-compatible ones.
+
+botocore finds credentials, region and endpoint and signs; http.client moves the bytes of tiles between the socket
+and the caller's memory, so that nothing is copied in between. Every request has a time limit and is tried again, a
+bounded number of times, where trying again can help.
+
+Not done here: proxies (the proxy variables of the environment do not apply to tiles), and checksums of parts of a
+multipart upload; readers verify what they get.
+"""
+
+from __future__ import annotations
+
+import base64
+import errno
+import http.client
+import logging
+import os
+import random
+import re
+import ssl
+import sys
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+from offload.errors import ConfigError, InternalError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+PIECE_BYTES = 1 << 20
+"""Most that one call on a socket moves: the time limit of a request is looked at in between."""
+
+MULTIPART_BYTES = 64 << 20
+PART_BYTES = 32 << 20
+"""Objects above the first size are uploaded in parts of the second; S3 allows parts from 5 MiB on."""
+
+DELETE_KEYS = 1000
+"""Most keys that S3 deletes in one request."""
+
+LEAST_BYTES_PER_S = 1 << 20
+"""A transfer slower than this on average is given up and tried again."""
+
+URL_SECONDS = 3600
+
+ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+
+INSTALL = "install its client with: pip install 'offload[s3]'"
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
+
+# Answers that another attempt may turn into success although their status says that the request was at fault.
+_TRANSIENT_CODES = frozenset(
+    {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "XAmzContentChecksumMismatch", "OperationAborted"}
+)
+_TRANSIENT_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
+_ACCESS_CODES = frozenset({"ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch"})
+
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How often and how patiently a request is tried.
+
+    The wait before attempt n + 1 is `first_delay_s * 2**n`, at most `longest_delay_s`, of which a random part between
+    a half and all is waited, so that clients that failed together do not come back together.
+
+    Attributes:
+        attempts: Most attempts, the first included.
+        first_delay_s: See above.
+        longest_delay_s: See above.
+        connect_timeout_s: For making a connection.
+        stall_timeout_s: For each piece of a transfer, and for the answer to begin.
+    """
+
+    attempts: int = 10
+    first_delay_s: float = 0.1
+    longest_delay_s: float = 10.0
+    connect_timeout_s: float = 5.0
+    stall_timeout_s: float = 20.0
+
+
+PATIENT = RetryPolicy()
+"""While training: rides out half a minute without a server, and ends before a session calls a lane stuck."""
+
+HASTY = RetryPolicy(attempts=3, stall_timeout_s=10.0)
+"""While a configuration is looked at: somebody is waiting for the answer."""
+
+
+class ObjectError(Exception):
+    """A request to an object store failed for good, or (within this module) for now.
+
+    Attributes:
+        code: The store's name for it ("AccessDenied"), or the exception's.
+        status: HTTP status; 0 if there was no answer.
+        errno: The system error that it is most like.
+        transient: Whether another attempt may succeed.
+    """
+
+    def __init__(self, what: str, *, code: str, status: int = 0, errno: int, transient: bool) -> None:
+        self.code = code
+        self.status = status
+        self.errno = errno
+        self.transient = transient
+        super().__init__(what)
+
+
+class ObjectMissingError(ObjectError):
+    """There is no object of that key."""
+
+
+class ObjectExistsError(ObjectError):
+    """There is an object of that key already."""
+
+
+class ObjectClient(Protocol):
+    """One bucket. Buffers are read and written in place; all methods may be called from any thread.
+
+    Every method raises `ObjectError` if it cannot do what its name says.
+    """
+
+    endpoint: str
+    """Where requests go, for messages."""
+
+    def get_into(self, key: str, buffers: Sequence[memoryview]) -> int:
+        """Fill `buffers`, one after the other, from the start of an object; return the object's size in bytes.
+
+        Of a smaller object the rest of the buffers is left alone, of a larger one the rest of the object.
+        """
+
+    def put(self, key: str, buffers: Sequence[memoryview], crc32c: int | None = None) -> None:
+        """Make an object of `buffers`, one after the other; whole or not at all.
+
+        Args:
+            key: Its name.
+            buffers: Its content.
+            crc32c: Checksum of the whole, for the store to verify what arrived; None for none.
+        """
+
+    def create(self, key: str, content: bytes) -> None:
+        """Make a small object; `ObjectExistsError` if there is one of that key already."""
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects; one that is not there counts as deleted."""
+
+    def list(self, prefix: str) -> list[str]:
+        """Return all keys that begin with `prefix`."""
+
+    def head(self, key: str) -> int | None:
+        """Return an object's size in bytes, or None if there is none."""
+
+    def limit_attempts(self, most: int) -> None:
+        """Try requests at most so often from now on, those under way included; with 1, nothing waits any more."""
+
+    def close(self) -> None:
+        """Free connections, with nothing in flight; idempotent."""
+
+
+def split_url(path: str, field: str = "paths") -> tuple[str, str]:
+    """Return bucket and prefix (without slashes around it) of "s3://bucket/prefix".
+
+    Raises:
+        ConfigError: If it is not such a path.
+    """
+    bucket, _, prefix = path.removeprefix("s3://").partition("/")
+    if not path.startswith("s3://") or not _BUCKET.fullmatch(bucket):
+        raise ConfigError(field, path, "name a bucket and a prefix: s3://bucket/prefix")
+    return bucket, prefix.strip("/")
+
+
+def import_botocore(path: str, field: str = "paths") -> ModuleType:
+    """Return botocore, with its parts loaded.
+
+    Raises:
+        ConfigError: If it is not installed; names `path`.
+    """
+    try:
+        import botocore.config
+        import botocore.exceptions
+        import botocore.session
+    except ImportError as cause:
+        raise ConfigError(field, path, INSTALL) from cause
+    return botocore  # type: ignore[no-any-return]
+
+
+def advice(error: ObjectError, endpoint: str, bucket: str) -> str:
+    """Return what a user can do about an error that met the first request to a bucket."""
+    said = f"{endpoint} answers: {error}"
+    if error.code in ("NoCredentialsError", "PartialCredentialsError"):
+        return (
+            f"no complete credentials for {endpoint} were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "or AWS_PROFILE"
+        )
+    if error.code == "ExpiredToken":
+        return f"{said}; the credentials have expired: renew them"
+    if error.code in _ACCESS_CODES:
+        return f"{said}; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE)"
+    if error.code == "NoSuchBucket":
+        return f"{said}; there is no bucket {bucket!r}: create it, or check its name, the region and AWS_ENDPOINT_URL"
+    if error.status == 403:
+        return (
+            f"{said}; these credentials need to put, get, list and delete objects there: change the bucket's policy"
+        )
+    if error.status in (301, 307, 400):
+        return f"{said}; set AWS_REGION to the bucket's region"
+    if error.status == 0:
+        return f"{endpoint} cannot be reached ({error}): check AWS_ENDPOINT_URL and the network"
+    return f"{said}; check AWS_ENDPOINT_URL, or try again later"
+
+
+class S3Client:
+    """One bucket of an S3-compatible store.
+
+    Endpoint, region, profile and credentials are botocore's: AWS_* variables and ~/.aws. A server that is not AWS is
+    addressed by path unless the profile says otherwise.
+
+    Args:
+        path: "s3://bucket/prefix", for messages.
+        bucket: The bucket.
+        retry: How requests are tried.
+        multipart_bytes: See `MULTIPART_BYTES`.
+        part_bytes: See `PART_BYTES`.
+
+    Attributes:
+        retry: May be changed between requests.
+
+    Raises:
+        ConfigError: botocore is not installed, or its configuration cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        bucket: str,
+        *,
+        retry: RetryPolicy = PATIENT,
+        multipart_bytes: int = MULTIPART_BYTES,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        self.retry = retry
+        self._bucket = bucket
+        self._multipart_bytes = multipart_bytes
+        self._part_bytes = part_bytes
+        self._most_attempts = sys.maxsize
+        self._hurry = threading.Event()
+        self._local = threading.local()
+        self._connections: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+        self._botocore = import_botocore(path)
+        try:
+            session = self._botocore.session.get_session()
+            configured = (session.get_scoped_config().get("s3") or {}).get("addressing_style")
+            style = configured or ("path" if any(name in os.environ for name in ENDPOINT_VARIABLES) else "auto")
+            self._client = self._make_client(session, style)
+            host = urlsplit(self._client.meta.endpoint_url).hostname or ""
+            aws = host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
+            wanted = configured or ("auto" if aws else "path")
+            if wanted != style:  # only a client knows where it goes: a profile may name an endpoint too
+                self._client = self._make_client(session, wanted)
+            self.endpoint = str(self._client.meta.endpoint_url)
+            bundle = session.get_config_variable("ca_bundle")
+            self._tls = ssl.create_default_context(cafile=bundle) if self.endpoint.startswith("https") else None
+        except (self._botocore.exceptions.BotoCoreError, OSError, ValueError) as cause:
+            raise ConfigError("paths", path, f"the S3 client refuses its settings: {cause}") from cause
+
+    def _make_client(self, session: Any, style: str) -> Any:
+        settings: dict[str, Any] = {
+            "connect_timeout": self.retry.connect_timeout_s,
+            "read_timeout": self.retry.stall_timeout_s,
+            "retries": {"total_max_attempts": 1},  # attempts are counted here
+            "s3": {"addressing_style": style},
+            "signature_version": "s3v4",
+            # What newer servers add and others refuse.
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+        }
+        return session.create_client("s3", config=self._botocore.config.Config(**settings))
+
+    def get_into(self, key: str, buffers: Sequence[memoryview]) -> int:
+        """See `ObjectClient.get_into`."""
+        return self._try(f"get {key}", lambda: self._get(key, buffers))
+
+    def put(self, key: str, buffers: Sequence[memoryview], crc32c: int | None = None) -> None:
+        """See `ObjectClient.put`."""
+        whole = sum(len(buffer) for buffer in buffers)
+        if whole > self._multipart_bytes:
+            self._put_parts(key, buffers, whole)
+            return
+        # Signed along with the rest, so it can neither be dropped nor changed on the way.
+        extra = {} if crc32c is None else {"ChecksumCRC32C": base64.b64encode(crc32c.to_bytes(4, "big")).decode()}
+        headers = {} if crc32c is None else {"x-amz-checksum-crc32c": extra["ChecksumCRC32C"]}
+        self._try(f"put {key}", lambda: self._send("put_object", {"Key": key, **extra}, buffers, headers))
+
+    def create(self, key: str, content: bytes) -> None:
+        """See `ObjectClient.create`; a server that does not know the condition overwrites."""
+        self._ask(f"create {key}", "put_object", Key=key, Body=content, IfNoneMatch="*")
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """See `ObjectClient.delete`."""
+        for start in range(0, len(keys), DELETE_KEYS):
+            batch = [{"Key": key} for key in keys[start : start + DELETE_KEYS]]
+            answer = self._ask("delete objects", "delete_objects", Delete={"Objects": batch, "Quiet": True})
+            for failed in answer.get("Errors", []):
+                code = str(failed.get("Code", "unknown"))
+                what = f"delete {failed.get('Key')}: {code} {failed.get('Message', '')}"
+                status = 403 if code == "AccessDenied" else 400
+                raise ObjectError(what, code=code, status=status, errno=_errno_of(status), transient=False)
+
+    def list(self, prefix: str) -> list[str]:
+        """See `ObjectClient.list`."""
+        keys: list[str] = []
+        more: dict[str, str] = {}
+        while True:
+            answer = self._ask(f"list {prefix}", "list_objects_v2", Prefix=prefix, **more)
+            keys += [str(found["Key"]) for found in answer.get("Contents", [])]
+            if not answer.get("IsTruncated"):
+                return keys
+            more = {"ContinuationToken": answer["NextContinuationToken"]}
+
+    def head(self, key: str) -> int | None:
+        """See `ObjectClient.head`."""
+        try:
+            return int(self._ask(f"head {key}", "head_object", Key=key)["ContentLength"])
+        except ObjectMissingError:
+            return None
+
+    def limit_attempts(self, most: int) -> None:
+        """See `ObjectClient.limit_attempts`."""
+        self._most_attempts = most
+        if most > 1:
+            self._hurry.clear()
+        else:
+            self._hurry.set()
+
+    def close(self) -> None:
+        """See `ObjectClient.close`."""
+        with self._lock:
+            connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.close()
+        self._client.close()
+
+    # Attempts
+
+    def _try(self, what: str, attempt: Callable[[], Result]) -> Result:
+        retry = self.retry
+        for number in range(1, retry.attempts + 1):
+            try:
+                return attempt()
+            except ObjectError as error:
+                if not error.transient or number >= min(retry.attempts, self._most_attempts):
+                    raise
+                delay_s = min(retry.longest_delay_s, retry.first_delay_s * 2.0 ** (number - 1))
+                delay_s *= random.uniform(0.5, 1.0)
+                _log.info("%s: %s; attempt %d follows in %.1f s", what, error, number + 1, delay_s)
+                self._hurry.wait(delay_s)
+                if self._hurry.is_set():
+                    raise
+        raise InternalError("a request was tried no times (this is a bug in offload, please report it)")
+
+    def _ask(self, what: str, method: str, **arguments: Any) -> dict[str, Any]:
+        """Make a small request through botocore."""
+        exceptions = self._botocore.exceptions
+
+        def attempt() -> dict[str, Any]:
+            try:
+                answer: dict[str, Any] = getattr(self._client, method)(Bucket=self._bucket, **arguments)
+            except exceptions.ClientError as cause:
+                found = cause.response
+                status = int(found.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+                _refuse(what, status, str(found["Error"].get("Code")), str(found["Error"].get("Message")), cause)
+            except (exceptions.BotoCoreError, OSError) as cause:
+                _lost(what, cause, transient=isinstance(cause, exceptions.HTTPClientError | OSError))
+            return answer
+
+        return self._try(what, attempt)
+
+    # Bytes
+
+    def _url(self, method: str, arguments: dict[str, Any]) -> SplitResult:
+        try:
+            url: str = self._client.generate_presigned_url(
+                method, Params={"Bucket": self._bucket, **arguments}, ExpiresIn=URL_SECONDS
+            )
+        except self._botocore.exceptions.BotoCoreError as cause:
+            # A provider of credentials may be out of order for a while, missing ones stay missing.
+            missing = isinstance(cause, self._botocore.exceptions.NoCredentialsError)
+            _lost(f"sign {method}", cause, transient=not missing)
+        return urlsplit(url)
+
+    def _connect(self, url: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
+        """Return this thread's connection to a server, and whether it has been used before."""
+        kept = getattr(self._local, "kept", None)
+        if kept is not None and kept[0] == url.netloc:
+            return kept[1], True
+        self._drop()
+        host, port = url.hostname or "", url.port
+        timeout_s = self.retry.connect_timeout_s
+        connection: http.client.HTTPConnection
+        if self._tls is not None:
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        connection.connect()
+        connection.sock.settimeout(self.retry.stall_timeout_s)
+        self._local.kept = (url.netloc, connection)
+        with self._lock:
+            self._connections.append(connection)
+        return connection, False
+
+    def _drop(self) -> None:
+        kept = getattr(self._local, "kept", None)
+        if kept is not None:
+            self._local.kept = None
+            kept[1].close()
+            with self._lock:
+                if kept[1] in self._connections:
+                    self._connections.remove(kept[1])
+
+    def _exchange(
+        self,
+        what: str,
+        method: str,
+        arguments: dict[str, Any],
+        talk: Callable[[http.client.HTTPConnection, str, float], Result],
+        nbytes: int,
+    ) -> Result:
+        """Run `talk(connection, target, deadline_s)` on this thread's connection; one attempt."""
+        url = self._url(method, arguments)
+        target = f"{url.path or '/'}?{url.query}"
+        while True:
+            used = False
+            try:
+                connection, used = self._connect(url)
+                deadline_s = time.monotonic() + self.retry.stall_timeout_s + nbytes / LEAST_BYTES_PER_S
+                return talk(connection, target, deadline_s)
+            except ObjectError:
+                self._drop()
+                raise
+            except (http.client.HTTPException, OSError) as cause:
+                self._drop()
+                # A server may have closed a kept connection meanwhile; that says nothing about the next.
+                closed = isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError)
+                if not (used and closed):
+                    _lost(what, cause, transient=not isinstance(cause, ssl.SSLCertVerificationError))
+
+    def _get(self, key: str, buffers: Sequence[memoryview]) -> int:
+        what = f"get {key}"
+        room = sum(len(buffer) for buffer in buffers)
+
+        def talk(connection: http.client.HTTPConnection, target: str, deadline_s: float) -> int:
+            connection.request("GET", target, headers={"Accept-Encoding": "identity"})
+            answer = connection.getresponse()
+            if answer.status != 200:
+                _refuse_answer(what, answer)
+            size = answer.length
+            if size is None:
+                raise http.client.HTTPException("the answer does not say how long it is")
+            left = size
+            for buffer in buffers:
+                done = 0
+                while done < len(buffer) and left:
+                    got = answer.readinto(buffer[done : min(done + PIECE_BYTES, len(buffer))])
+                    if got == 0:
+                        raise ConnectionResetError(errno.ECONNRESET, f"the answer ended {left} bytes early")
+                    done += got
+                    left -= got
+                    _check_deadline(deadline_s)
+            if size > room or answer.will_close:
+                self._drop()  # rather than read what nobody wants
+            return size
+
+        return self._exchange(what, "get_object", {"Key": key}, talk, room)
+
+    def _send(
+        self, method: str, arguments: dict[str, Any], buffers: Sequence[memoryview], headers: dict[str, str]
+    ) -> str:
+        """Send one object or part; return its ETag. One attempt."""
+        what = f"put {arguments['Key']}"
+        nbytes = sum(len(buffer) for buffer in buffers)
+
+        def talk(connection: http.client.HTTPConnection, target: str, deadline_s: float) -> str:
+            connection.putrequest("PUT", target, skip_accept_encoding=True)
+            for name, value in {"Content-Length": str(nbytes), **headers}.items():
+                connection.putheader(name, value)
+            connection.endheaders()
+            try:
+                for buffer in buffers:
+                    for start in range(0, len(buffer), PIECE_BYTES):
+                        connection.sock.sendall(buffer[start : start + PIECE_BYTES])
+                        _check_deadline(deadline_s)
+            except (BrokenPipeError, ConnectionResetError) as cause:
+                # A server that has seen enough answers and hangs up; its answer says more than the hang-up.
+                try:
+                    answer = connection.getresponse()
+                except (http.client.HTTPException, OSError):
+                    raise cause from None
+                if answer.status < 300:
+                    raise
+                _refuse_answer(what, answer)
+            answer = connection.getresponse()
+            if answer.status not in (200, 201, 204):
+                _refuse_answer(what, answer)
+            answer.read()
+            if answer.will_close:
+                self._drop()
+            return answer.getheader("ETag", "")
+
+        return self._exchange(what, method, arguments, talk, nbytes)
+
+    def _put_parts(self, key: str, buffers: Sequence[memoryview], whole: int) -> None:
+        upload = self._ask(f"put {key}", "create_multipart_upload", Key=key)["UploadId"]
+        try:
+            parts = []
+            for number, start in enumerate(range(0, whole, self._part_bytes), start=1):
+                piece = _cut(buffers, start, min(start + self._part_bytes, whole))
+                arguments = {"Key": key, "UploadId": upload, "PartNumber": number}
+
+                def attempt(arguments: dict[str, Any] = arguments, piece: list[memoryview] = piece) -> str:
+                    return self._send("upload_part", arguments, piece, {})
+
+                parts.append({"PartNumber": number, "ETag": self._try(f"put {key} part {number}", attempt)})
+            done = {"Parts": parts}
+            self._ask(f"put {key}", "complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=done)
+        except ObjectError:
+            try:
+                self._ask(f"abort {key}", "abort_multipart_upload", Key=key, UploadId=upload)
+            except ObjectError as error:  # it costs room, no more
+                _log.warning("parts of an upload were left behind at %s: %s", self.endpoint, error)
+            raise
+
+
+def _cut(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Return bytes `start` to `stop` of what `buffers` hold one after the other."""
+    pieces = []
+    for buffer in buffers:
+        if start < len(buffer) and stop > 0:
+            pieces.append(buffer[max(start, 0) : stop])
+        start -= len(buffer)
+        stop -= len(buffer)
+    return pieces
+
+
+def _check_deadline(deadline_s: float) -> None:
+    if time.monotonic() > deadline_s:
+        raise TimeoutError(errno.ETIMEDOUT, f"slower than {LEAST_BYTES_PER_S} bytes/s")
+
+
+def _errno_of(status: int) -> int:
+    return {401: errno.EACCES, 403: errno.EACCES, 404: errno.ENOENT, 507: errno.ENOSPC}.get(status, errno.EIO)
+
+
+def _refuse_answer(what: str, answer: http.client.HTTPResponse) -> NoReturn:
+    """Raise what an answer that is not a success stands for."""
+    body = answer.read(64 << 10)
+    code = message = ""
+    try:
+        for element in ElementTree.fromstring(body).iter():
+            name = element.tag.rpartition("}")[2]
+            if name == "Code":
+                code = element.text or ""
+            elif name == "Message":
+                message = element.text or ""
+    except ElementTree.ParseError:
+        code = answer.reason
+    _refuse(what, answer.status, code or str(answer.status), message, None)
+
+
+def _refuse(what: str, status: int, code: str, message: str, cause: Exception | None) -> NoReturn:
+    text = f"{what}: {status} {code}" + (f", {message}" if message else "")
+    if status == 412:
+        raise ObjectExistsError(text, code=code, status=status, errno=errno.EEXIST, transient=False) from cause
+    if status == 404 and code != "NoSuchBucket":
+        raise ObjectMissingError(text, code=code, status=status, errno=errno.ENOENT, transient=False) from cause
+    transient = status in _TRANSIENT_STATUSES or status > 509 or code in _TRANSIENT_CODES
+    raise ObjectError(text, code=code, status=status, errno=_errno_of(status), transient=transient) from cause
+
+
+def _lost(what: str, cause: Exception, *, transient: bool) -> NoReturn:
+    """Raise what a request without an answer stands for."""
+    number = getattr(cause, "errno", None)
+    if isinstance(cause, TimeoutError) or "Timeout" in type(cause).__name__:
+        number = errno.ETIMEDOUT
+    elif not isinstance(number, int) or number <= 0 or isinstance(cause, ssl.SSLError):
+        number = errno.ECONNRESET if isinstance(cause, http.client.HTTPException) else errno.EIO
+    text = f"{what}: {type(cause).__name__}: {cause}"
+    raise ObjectError(text, code=type(cause).__name__, errno=number, transient=transient) from cause

@@ -1,0 +1,440 @@
+"""A prefix of a bucket as a path of slots: each version of a tile is an object of its own.
+
+An object holds what a slot holds, header and payload. Its key names tile, version and slot, so a write never replaces
+an object that an index may still refer to: the object that a slot held before is deleted once the new one is there.
+
+Invariants:
+  * a slot's key changes only when an object of that key is whole at the store;
+  * a key that is being deleted is not written to, and one that is being written is not deleted;
+  * nothing outside `<prefix>/offload-<store>/` is touched.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+from offload._native import check_slot_header, crc32c, crc32c_combine, make_slot_header, parse_slot_header
+from offload.errors import ConfigError, TierError
+from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
+from offload.tiers.common import SLOT_HEADER_BYTES, check_request, closed_error, memory_of
+from offload.tiers.objects import (
+    DELETE_KEYS,
+    HASTY,
+    PATIENT,
+    ObjectClient,
+    ObjectError,
+    ObjectExistsError,
+    ObjectMissingError,
+    RetryPolicy,
+    S3Client,
+    advice,
+    split_url,
+)
+
+DEFAULT_THREADS = 8
+"""For each direction; a store answers late but many at once."""
+
+RECORD_NAME = "store.json"
+STORE_FORMAT = 1
+
+UNLIMITED_BYTES = 1 << 60
+"""What an object store without `max_bytes` has room for."""
+
+_log = logging.getLogger(__name__)
+
+_STOP = None
+
+
+class RemoteTier:
+    """Slots as objects of an S3-compatible store, moved by threads of the tier's own.
+
+    The store is everything below `<prefix>/offload-<uuid>/`; `close` deletes it. A store that was left behind stays
+    until somebody deletes it. A process forked from this one cannot use the tier: every method raises there, except
+    `close`, which does nothing.
+
+    Args:
+        path: "s3://bucket/prefix".
+        store: The session's store.
+        queue: Where completions go; must outlive the tier.
+        max_bytes: Most that slots may reach to; None for no limit.
+        threads: Requests for each direction at a time.
+        checksum: Compute payload checksums on write and verify them on read.
+        client: Where objects go; None for `S3Client`. The tier closes it.
+        retry: How requests are tried while training; None for `PATIENT`.
+
+    Attributes:
+        store_prefix: What the keys of all objects of this store begin with.
+
+    Raises:
+        ConfigError: The bucket cannot be used, which is found out by using it; nothing is left there.
+        TierError: The store exists already.
+    """
+
+    name = "remote"
+
+    def __init__(
+        self,
+        path: str,
+        store: uuid.UUID,
+        queue: Queue,
+        *,
+        max_bytes: int | None = None,
+        threads: int = DEFAULT_THREADS,
+        checksum: bool = True,
+        client: ObjectClient | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self.path = path
+        bucket, prefix = split_url(path)
+        if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
+            raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
+        if threads < 1:
+            raise ConfigError("threads", threads, "use at least one")
+        self.store_prefix = f"{prefix}/offload-{store}/".lstrip("/")
+        self._store = store.bytes
+        self._queue = queue
+        self._max_bytes = max_bytes
+        self._checksum = checksum
+        self._pid = os.getpid()
+        self._closed = False
+        self._used_bytes = 0
+        self._lock = threading.Condition()
+        # All below belongs to whoever holds the lock.
+        self._offsets: list[int] = []
+        self._slots: dict[int, tuple[str, int]] = {}
+        self._written: dict[str, None] = {}
+        self._claimed: set[str] = set()
+        self._doomed: dict[str, None] = {}
+        self._deleting: frozenset[str] = frozenset()
+        self._writing: set[int] = set()
+        self._syncs: list[tuple[int, set[int], float]] = []
+        self._reasons: dict[int, str] = {}
+        if client is None:
+            s3 = S3Client(path, bucket, retry=HASTY)
+            self._client: ObjectClient = s3
+            self._open(store, bucket)
+            s3.retry = PATIENT if retry is None else retry
+        else:
+            self._client = client
+            self._open(store, bucket)
+        lanes: list[_Lane] = []
+        try:
+            for name, count in (("offload-get", threads), ("offload-put", threads), ("offload-delete", 1)):
+                lanes.append(_Lane(name, count))
+        except RuntimeError as cause:  # the system has no more threads
+            for lane in lanes:
+                lane.close()
+            self._undo_open()
+            raise TierError("open", tier=self.name, path=self.path, detail=str(cause)) from cause
+        self._reads, self._writes, self._deletes = lanes
+
+    def key(self, request: TileRequest) -> str:
+        """Return the key of the object that a write of `request` makes."""
+        subgroup, tensor, tile = request.tile
+        return f"{self.store_prefix}{subgroup}-{tensor}-{tile}-{request.step}-{request.offset}"
+
+    def read(self, request: TileRequest) -> None:
+        """Start reading a slot; see `offload.protocols.Tier`. After an error the buffer holds anything."""
+        self._check_open("read")
+        check_request(request)
+        self._reads.put(lambda: self._read(request))
+
+    def write(self, request: TileRequest) -> None:
+        """Start writing a slot; see `offload.protocols.Tier`."""
+        self._check_open("write")
+        check_request(request)
+        end = request.offset + SLOT_HEADER_BYTES + request.nbytes
+        if self._max_bytes is not None and end > self._max_bytes:
+            self._report(request, errno.ENOSPC, 0, time.monotonic())
+            return
+        self._used_bytes = max(self._used_bytes, end)
+        with self._lock:
+            self._writing.add(request.op)
+        self._writes.put(lambda: self._write(request))
+
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """See `Tier.register_memory`; of no use here."""
+
+    def sync(self, op: int) -> None:
+        """Complete as `op` once the writes before have ended: an object that was stored is durable."""
+        self._check_open("sync")
+        started_s = time.monotonic()
+        with self._lock:
+            if self._writing:
+                self._syncs.append((op, set(self._writing), started_s))
+                return
+        self._queue.post(op, 0, 0, started_s, time.monotonic(), 0)
+
+    def free_bytes(self) -> int:
+        """Return the bytes by which slots may still grow, headers included."""
+        self._check_open("free_bytes")
+        return (UNLIMITED_BYTES if self._max_bytes is None else self._max_bytes) - self._used_bytes
+
+    def explain(self, op: int) -> str:
+        """Return, once, what the store said when an operation failed."""
+        with self._lock:
+            return self._reasons.pop(op, "")
+
+    def close(self) -> None:
+        """Finish what is in flight, end the threads, delete this store's objects; idempotent.
+
+        What is in flight is not tried again and deleting only a few times, so this ends soon if the server is gone.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid:
+            return
+        self._client.limit_attempts(1)
+        for lane in (self._reads, self._writes, self._deletes):
+            lane.close()
+        self._client.limit_attempts(HASTY.attempts)
+        self._remove()
+        self._client.close()
+
+    # The store
+
+    def _open(self, store: uuid.UUID, bucket: str) -> None:
+        """Make the store, and find out whether the bucket can be used."""
+        record = {"format": STORE_FORMAT, "uuid": str(store), "pid": self._pid, "host": socket.gethostname()}
+        content = json.dumps(record).encode()
+        key, found = self.store_prefix + RECORD_NAME, bytearray(len(content))
+        trial = self.store_prefix + "trial"
+        try:
+            try:
+                self._client.create(key, content)
+            except ObjectExistsError as cause:
+                detail = "a store of this name exists already"
+                raise TierError("open", tier=self.name, path=self.path, errno=errno.EEXIST, detail=detail) from cause
+            self._written[key] = None
+            size = self._client.get_into(key, [memoryview(found)])
+            # Tiles take another way than the record: try that too.
+            self._written[trial] = None
+            self._client.put(trial, [memoryview(content)], crc32c_of(content))
+            self._client.delete([trial])
+            del self._written[trial]
+        except ObjectError as cause:
+            self._undo_open()
+            endpoint = self._client.endpoint
+            raise ConfigError("paths", self.path, advice(cause, endpoint, bucket)) from cause
+        except BaseException:
+            self._undo_open()
+            raise
+        if size != len(content) or found != content:
+            self._undo_open()
+            raise ConfigError("paths", self.path, f"{self._client.endpoint} does not return what was stored there")
+
+    def _undo_open(self) -> None:
+        self._client.limit_attempts(1)
+        if self._written:
+            self._remove()
+        self._client.close()
+
+    def _remove(self) -> None:
+        """Delete what this object has created, and nothing else."""
+        left = dict(self._written)
+        try:
+            # Also what a request made that was given up before its answer came.
+            left.update(dict.fromkeys(self._client.list(self.store_prefix)))
+        except ObjectError as error:
+            _log.debug("%s: %s", self.path, error)
+        try:
+            self._client.delete(list(left))
+        except ObjectError as error:
+            _log.warning(
+                "left %d objects in place below %s of %s: %s", len(left), self.store_prefix, self.path, error
+            )
+
+    # On the lanes' threads
+
+    def _read(self, request: TileRequest) -> None:
+        started_s = time.monotonic()
+        try:
+            error, checksum = self._fetch(request)
+            if error in (ERROR_HEADER, ERROR_CHECKSUM):
+                _log.warning("%s: %s arrived damaged, it is fetched again", self.path, self.key(request))
+                error, checksum = self._fetch(request)
+        except ObjectMissingError as cause:
+            error, checksum = self._failed(request, cause, ERROR_SHORT), 0
+        except ObjectError as cause:
+            error, checksum = self._failed(request, cause, cause.errno), 0
+        except Exception as cause:  # a lane answers, whatever happens
+            error, checksum = self._failed(request, cause, errno.EIO), 0
+        self._report(request, error, checksum, started_s)
+
+    def _fetch(self, request: TileRequest) -> tuple[int, int]:
+        with self._lock:
+            slot = self._slots.get(request.offset)
+        if slot is None:
+            return (ERROR_SHORT if request.offset + SECTOR_BYTES > self._used_bytes else ERROR_HEADER), 0
+        header = bytearray(SLOT_HEADER_BYTES)
+        payload = memory_of(request)
+        size = self._client.get_into(slot[0], [memoryview(header), payload])
+        if size < SLOT_HEADER_BYTES:
+            return ERROR_SHORT, 0
+        expected = (*request.tile, request.step, request.numel, request.nbytes)
+        raw = bytes(header)
+        fields = parse_slot_header(raw)
+        if fields is None or not check_slot_header(raw, self._store, *expected):
+            return ERROR_HEADER, 0
+        promised = fields[-1]
+        if request.checksum is not None and request.checksum != (promised or 0):
+            return ERROR_CHECKSUM, 0
+        if size != SLOT_HEADER_BYTES + request.nbytes:
+            return ERROR_SHORT, 0
+        if not self._checksum or promised is None:
+            return 0, 0
+        found = crc32c(request.address, request.nbytes)
+        return (0 if found == promised else ERROR_CHECKSUM), found
+
+    def _write(self, request: TileRequest) -> None:
+        started_s = time.monotonic()
+        error = checksum = 0
+        key = self.key(request)
+        try:
+            self._claim(key)
+            checksum = self._store_object(key, request)
+            self._commit(key, request)
+        except ObjectError as cause:
+            error = self._failed(request, cause, cause.errno)
+        except Exception as cause:  # a lane answers, whatever happens
+            error = self._failed(request, cause, errno.EIO)
+        if error:
+            self._doom_stray(key, request.offset)
+        self._report(request, error, 0 if error else checksum, started_s)
+        self._finish_syncs(request.op)
+
+    def _claim(self, key: str) -> None:
+        """Take a key back from deletion, waiting for one that is on its way."""
+        with self._lock:
+            self._doomed.pop(key, None)
+            self._claimed.add(key)
+            self._lock.wait_for(lambda: key not in self._deleting)
+            self._written[key] = None
+
+    def _store_object(self, key: str, request: TileRequest) -> int:
+        payload = memory_of(request)
+        checksum = crc32c(request.address, request.nbytes) if self._checksum else None
+        header = make_slot_header(self._store, *request.tile, request.step, request.numel, request.nbytes, checksum)
+        whole = None if checksum is None else crc32c_combine(crc32c_of(header), checksum, request.nbytes)
+        self._client.put(key, [memoryview(header), payload], whole)
+        return checksum or 0
+
+    def _commit(self, key: str, request: TileRequest) -> None:
+        """Make `key` what the slot holds; what it, or slots in its place, held before is deleted."""
+        start, end = request.offset, request.offset + SLOT_HEADER_BYTES + request.nbytes
+        with self._lock:
+            first = bisect.bisect_left(self._offsets, start)
+            if first > 0 and self._slots[self._offsets[first - 1]][1] > start:
+                first -= 1
+            last = bisect.bisect_left(self._offsets, end, first)
+            for offset in self._offsets[first:last]:
+                before, _ = self._slots.pop(offset)
+                if before not in self._claimed:
+                    self._doomed[before] = None
+            self._offsets[first:last] = [start]
+            self._slots[start] = (key, end)
+            self._claimed.discard(key)
+            wanted = bool(self._doomed)
+        if wanted:
+            self._deletes.put(self._delete_doomed)
+
+    def _doom_stray(self, key: str, offset: int) -> None:
+        """Delete what a failed write may have left: the store may have the object although no answer said so."""
+        with self._lock:
+            self._claimed.discard(key)
+            if self._slots.get(offset, ("", 0))[0] == key:
+                return  # the same version, from an earlier write that succeeded
+            self._doomed[key] = None
+        self._deletes.put(self._delete_doomed)
+
+    def _delete_doomed(self) -> None:
+        with self._lock:
+            batch = list(self._doomed)[:DELETE_KEYS]
+            for key in batch:
+                del self._doomed[key]
+            self._deleting = frozenset(batch)
+        if not batch:
+            return  # an earlier turn took them all
+        try:
+            self._client.delete(batch)
+            deleted = True
+        except Exception as error:
+            deleted = False  # `close` tries again
+            _log.warning("%d old objects stay until the end below %s: %s", len(batch), self.path, error)
+        with self._lock:
+            self._deleting = frozenset()
+            if deleted:
+                for key in batch:
+                    self._written.pop(key, None)
+            self._lock.notify_all()
+
+    def _failed(self, request: TileRequest, cause: Exception, error: int) -> int:
+        with self._lock:
+            self._reasons[request.op] = str(cause)
+        return error
+
+    def _report(self, request: TileRequest, error: int, checksum: int, started_s: float) -> None:
+        detail = request.offset if error else 0
+        self._queue.post(request.op, error, checksum, started_s, time.monotonic(), detail)
+
+    def _finish_syncs(self, written: int) -> None:
+        done = []
+        with self._lock:
+            self._writing.discard(written)
+            for sync in self._syncs:
+                sync[1].discard(written)
+                if not sync[1]:
+                    done.append(sync)
+            self._syncs = [sync for sync in self._syncs if sync[1]]
+        for op, _, started_s in done:
+            self._queue.post(op, 0, 0, started_s, time.monotonic(), 0)
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise closed_error(operation, self)
+        if os.getpid() != self._pid:
+            raise closed_error(operation, self, foreign=True)
+
+
+class _Lane:
+    """Threads that take work from one queue, in order."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Have `work` done; it must not raise."""
+        self._work.put(work)
+
+    def close(self) -> None:
+        """Finish all work and end the threads."""
+        for _ in self._threads:
+            self._work.put(_STOP)
+        for thread in self._threads:
+            thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not _STOP:
+            work()
+
+
+def crc32c_of(content: bytes) -> int:
+    """Return the CRC32C of bytes in Python's hands."""
+    return crc32c(ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0, len(content))

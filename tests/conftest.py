@@ -1,0 +1,42 @@
+"""Fixtures that several folders of tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from s3_server import CREDENTIALS, UNSET, FaultProxy, S3Server
+
+
+@pytest.fixture(scope="session")
+def s3_process() -> Iterator[S3Server]:
+    """One S3 server for all tests that leave it in order."""
+    server = S3Server()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment with credentials for a test server and nothing of the user's."""
+    for name in UNSET:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.fixture
+def s3(s3_process: S3Server, aws: pytest.MonkeyPatch) -> S3Server:
+    """The S3 server, which this process's clients use from now on."""
+    aws.setenv("AWS_ENDPOINT_URL", s3_process.endpoint)
+    return s3_process
+
+
+@pytest.fixture
+def proxy(s3: S3Server, aws: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """A proxy before the S3 server, which this process's clients use from now on."""
+    made = FaultProxy(s3.port)
+    aws.setenv("AWS_ENDPOINT_URL", made.endpoint)
+    yield made
+    made.close()

@@ -1,0 +1,127 @@
+"""What the asyncio tier does beyond the suite for every tier."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+import tier_harness
+from tier_harness import Build, Harness
+
+from offload._native import CompletionQueue
+from offload.errors import ConfigError, TierFullError
+from offload.tiers import AsyncFileTier, FileTier, asyncfile, open_tier, supports_direct, tier_error
+from offload.tiers import places as places_module
+
+NBYTES = 256 << 10
+TARGET = 4 << 20
+
+
+def opened(path: Path, **options: object) -> object:
+    tier = open_tier(str(path), uuid.uuid4(), CompletionQueue(), **options)  # type: ignore[arg-type]
+    tier.close()
+    return type(tier)
+
+
+def test_chosen_where_asked_for_or_where_nothing_better_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert opened(tmp_path, io_backend="asyncio") is AsyncFileTier
+    assert opened(tmp_path) is FileTier
+    monkeypatch.setattr("offload.tiers.supports_direct", lambda directory: False)
+    assert opened(tmp_path) is FileTier  # a local file system
+    for kind in ("nfs", "fuse", "lustre"):
+        monkeypatch.setattr("offload.tiers.file_system", lambda directory, kind=kind: kind)
+        assert opened(tmp_path) is AsyncFileTier
+        assert opened(tmp_path, io_backend="threads") is FileTier
+    monkeypatch.setattr("offload.tiers.supports_direct", lambda directory: True)
+    assert opened(tmp_path) is FileTier
+    with pytest.raises(ConfigError, match="no such directory"):
+        opened(tmp_path / "absent", io_backend="asyncio")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_looking_for_direct_io_leaves_nothing_behind(tmp_path: Path, tmpfs: Path) -> None:
+    for folder in (tmp_path, tmpfs):
+        tier = FileTier(folder, uuid.uuid4(), CompletionQueue())
+        assert supports_direct(str(folder)) == tier.direct
+        tier.close()
+        assert list(folder.iterdir()) == []
+    with pytest.raises(OSError, match="No such file"):
+        supports_direct(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize("most", [1, 4095, 4097, 50_000])
+def test_short_transfers_go_on(build: Build, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    nbytes = 4096 if most == 1 else NBYTES
+    real_read, real_write = asyncfile._preadv, asyncfile._pwritev
+
+    async def short_read(descriptor: int, buffers: list[memoryview], offset: int, **more: object) -> int:
+        return int(await real_read(descriptor, [buffers[0][:most]], offset, **more))
+
+    async def short_write(descriptor: int, buffers: list[memoryview], offset: int, **more: object) -> int:
+        return int(await real_write(descriptor, [buffers[0][:most]], offset, **more))
+
+    monkeypatch.setattr(asyncfile, "_preadv", short_read)
+    monkeypatch.setattr(asyncfile, "_pwritev", short_write)
+    harness = build("asyncfile")
+    data = harness.fill(nbytes)
+    assert harness.write(harness.request(0, nbytes)).error == 0
+    assert harness.read(harness.request(0, nbytes, at=TARGET)).error == 0
+    assert harness.bytes_at(TARGET, nbytes) == data
+
+
+def test_errors_of_the_system_are_reported(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*arguments: object, **more: object) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    harness = build("asyncfile")
+    harness.fill(NBYTES)
+    assert harness.write(harness.request(0, NBYTES)).error == 0
+    for name in ("_preadv", "_pwritev", "_fdatasync"):
+        monkeypatch.setattr(asyncfile, name, fails)
+    assert harness.write(harness.request(0, NBYTES)).error == errno.ESTALE
+    assert harness.read(harness.request(0, NBYTES)).error == errno.ESTALE
+    harness.tier.sync(77)
+    assert harness.collect(1)[0].error == errno.ESTALE
+    monkeypatch.undo()
+    harness.tier.sync(78)  # what was lost stays lost
+    assert harness.collect(1)[0].error == errno.ESTALE
+    assert harness.read(harness.request(0, NBYTES)).error == 0
+
+
+def test_a_full_file_system(mounted: object, build: Build) -> None:
+    folder = mounted("tmpfs", "size=1m")  # type: ignore[operator]
+    queue = CompletionQueue()
+    tier = AsyncFileTier(folder, uuid.uuid4(), queue)
+    harness = Harness(tier, queue)
+    harness.fill(2 << 20)
+    request = harness.request(0, 2 << 20)
+    completion = harness.write(request)
+    assert completion.error == errno.ENOSPC
+    assert isinstance(tier_error("write", completion, request, tier), TierFullError)
+    tier.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(places_module.fcntl, "lockf", refuses)
+    tier = AsyncFileTier(tmp_path, uuid.uuid4(), CompletionQueue())
+    monkeypatch.undo()
+    assert tier.free_bytes() > 0
+    tier.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_that_cannot_be_used(tmp_path: Path) -> None:
+    for options in ({"max_bytes": 4096}, {"threads": 0}, {"piece_bytes": 1000}):
+        with pytest.raises(ConfigError):
+            AsyncFileTier(tmp_path, uuid.uuid4(), CompletionQueue(), **options)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+    assert tier_harness.ARENA_BYTES >= TARGET + NBYTES
