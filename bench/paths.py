@@ -9,6 +9,7 @@ Sections, each of which can be run alone (`--sections single,sum`):
   traffic       bytes that a step moves, against the least possible
   overlap       exposed step time against the staging memory, with a pause as long as the I/O before each step
   interference  forward and backward passes alone, and while a path moves tiles at full speed
+  remote        the same tiles to a directory and to an S3 server on loopback (a test server, so a lower bound)
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -28,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Target, arguments, environment, interleaved, progress, report
+from _common import ROOT, Target, arguments, environment, interleaved, progress, report
 
 import offload
 from offload._native import CompletionQueue
@@ -386,7 +390,6 @@ def interference(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, 
         for _ in range(2 if smoke else 5):
             alone.append(passes())
             stop: list[bool] = []
-            import threading
 
             def traffic_until_stopped(stop: list[bool] = stop) -> None:
                 while not stop:
@@ -403,6 +406,37 @@ def interference(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, 
     return found
 
 
+def remote(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    sys.path.insert(0, str(ROOT / "tests"))
+    try:
+        from s3_server import BUCKET, CREDENTIALS, S3Server
+
+        server = S3Server()
+    except (ImportError, RuntimeError) as error:
+        print(f"  not run: {error}")
+        return {"not_run": str(error)}
+    tile, tiles = (MIB, 2) if smoke else (8 * MIB, 16)
+    os.environ.update(CREDENTIALS, AWS_ENDPOINT_URL=server.endpoint)
+    try:
+        with contextlib.ExitStack() as stack:
+            contenders: dict[str, Callable[[], object]] = {}
+            for name, path in {"directory": str(folder), "s3": f"s3://{BUCKET}/bench"}.items():
+                queue = CompletionQueue()
+                tier = open_tier(path, uuid.uuid4(), queue)
+                stack.callback(tier.close)
+                mixer = Mixer(tier, queue, tile, 4, 8)
+                contenders[f"{name}, read"] = lambda m=mixer: m.run(tiles, writes=False)  # type: ignore[misc]
+                contenders[f"{name}, mixed"] = lambda m=mixer: m.run(tiles)  # type: ignore[misc]
+            times = interleaved(contenders, 1 if smoke else 5)
+    finally:
+        server.kill()
+    found = {}
+    for name, seconds in times.items():
+        found[name] = tile * tiles * (1 if name.endswith("read") else 2) / statistics.median(seconds)
+        print(f"  {name:<28} {found[name] / 1e9:6.2f} GB/s")
+    return found
+
+
 SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
     "single": single,
     "sweep": sweep,
@@ -411,6 +445,7 @@ SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
     "traffic": traffic,
     "overlap": overlap,
     "interference": interference,
+    "remote": remote,
 }
 
 

@@ -1,0 +1,38 @@
+"""What the README shows runs as it stands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_python_blocks_run(block: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([64, 64])" in done.stdout
+
+
+def test_scripts_and_files_that_it_names_are_there() -> None:
+    named = re.findall(r"`(?:python )?((?:bench|offload|tests)/[\w/]+\.py)`", README)
+    assert named
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_settings_that_it_names_are_settings() -> None:
+    from dataclasses import fields
+
+    from offload import OffloadConfig
+
+    table = README.split("| setting |")[1].split("\n\n")[0]
+    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert named
+    assert set(named) <= {field.name for field in fields(OffloadConfig)}
