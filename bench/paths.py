@@ -351,6 +351,8 @@ def traffic(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
 
 def overlap(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     subgroups, numel, steps = sizes(smoke)
+    if not smoke:  # filling and draining cost about one subgroup each, so many small ones
+        subgroups, numel = 4 * subgroups, numel // 4
     base = 400.0
     found: dict[str, Any] = {}
     for share in (0.1, 0.5, 0.8):

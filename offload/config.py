@@ -183,6 +183,8 @@ class OffloadConfig:
             _check_int("path_lock", self.path_lock, 1)
         else:
             _check_choice("path_lock", self.path_lock, ("auto", "on", "off"))
+        if self.io_backend == "asyncio" and self.path_lock not in ("auto", "off"):
+            raise ConfigError("path_lock", self.path_lock, 'use "off": asyncio takes no turns')
         timeout_s = self.lock_timeout_s
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
             raise ConfigError("lock_timeout_s", timeout_s, "give seconds, greater than 0")

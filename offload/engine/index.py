@@ -160,6 +160,16 @@ class TileIndex:
             self._unmade[nbytes] = count - self._allowed.get(nbytes, 0) - made.get(nbytes, 0)
         self._allowed = dict(slot_counts)
 
+    def has_room(self, slot_counts: Mapping[int, int]) -> bool:
+        """Return whether all slots that a plan reckons with can still be made, as `allow` would promise."""
+        usable = [store for store in self._stores if store.usable]
+        counts = {n: count - self._allowed.get(n, 0) + self._unmade.get(n, 0) for n, count in slot_counts.items()}
+        todo = [(nbytes + SECTOR_BYTES, count) for nbytes, count in counts.items() if count > 0]
+        # What is left at the end of each path may be too short for a slot.
+        slack = max((size for size, _ in todo), default=0) * (len(usable) - 1)
+        room = sum(store.limit_bytes - store.end for store in usable)
+        return room >= sum(size * count for size, count in todo) + slack
+
     def retire(self, path: int) -> None:
         """Write to this path no more; what lies there stays readable."""
         store = self._stores[path]

@@ -10,6 +10,7 @@ Errors: a request on a session that was closed, that broke, or that belongs to a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import logging
@@ -330,7 +331,7 @@ class _Core:
             address = self._staging.address if self._staging else 0
             self.rates = quick_probe(self._kernel, self._tiers, queue, address, self.plan)
             self._seen: list[Rates] = [self.rates]
-            shares = self.plan.budgets.shares(self.rates)
+            shares = self.plan.shares(self.rates)
             limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
             index = TileIndex(limits, self.plan.slot_counts)
             self.machine = Machine(self.plan, index, log.warning)
@@ -433,6 +434,12 @@ class _Core:
 
         def extend() -> None:
             pump(self.machine, self.executor, lambda m: m.in_flight == 0 or m.broken is not None)
+            if self.machine.broken is not None:
+                raise self.machine.broken
+            if plan.staging_slots and not self.machine.index.has_room(plan.slot_counts):
+                # The paths have strayed from the plan, each as it was fast, and hold slots of other sizes now.
+                offers = {path.name: path.available_bytes for path in plan.budgets.paths}
+                raise InfeasiblePlanError("the added state", plan.storage_bytes, offers, "free space or add a path")
             self._adopt(plan, before.layout)
             self.machine.index.allow(plan.slot_counts)
             self.machine.extend(plan)
@@ -627,6 +634,7 @@ class _Core:
 
     def step(self, groups: Sequence[GroupScalars], scale: float, clip: float, active: list[int]) -> None:
         """See `Engine.step`."""
+        self.check_usable()
         with self._lock:
             self.check_usable()
             if not scale or not math.isfinite(scale):
@@ -689,6 +697,7 @@ class _Core:
 
     def read_state(self, positions: list[int]) -> list[dict[str, torch.Tensor]]:
         """See `Engine.read_state`."""
+        self.check_usable()
         with self._lock:
             numels = {position: self.plan.layout.parameters[position].numel for position in positions}
             found = {
@@ -708,6 +717,7 @@ class _Core:
 
     def write_state(self, values: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> None:
         """See `Engine.write_state`."""
+        self.check_usable()
         with self._lock:
             self.check_usable()
             for position, tensors in values.items():
@@ -738,7 +748,7 @@ class _Core:
         self.rates = typical(self._seen)
         self.executor.timeline = []
         if self.plan.budgets.follow_rates:
-            self.machine.index.reshare(self.plan.budgets.shares(self.rates))
+            self.machine.index.reshare(self.plan.shares(self.rates))
 
     def metrics(self) -> dict[str, float]:
         """See `Engine.metrics`."""
@@ -768,8 +778,10 @@ class _Core:
 
     def close(self) -> None:
         """See `Engine.close`."""
+        if os.getpid() != self._pid:  # a lock that another thread held at the fork stays held
+            return
         with self._lock:
-            if self._closed or os.getpid() != self._pid:
+            if self._closed:
                 return
             self._closed = True
             if self._thread is not None:
@@ -780,14 +792,15 @@ class _Core:
             self._free()
 
     def _free(self) -> None:
-        # Lanes first: they write into the arenas until they are closed.
-        if self._kernel is not None:
-            self._kernel.close()
-        for tier in self._tiers:
-            tier.close()
-        self._slots.clear()
-        for arena in self._arenas:
-            arena.close()
+        with contextlib.ExitStack() as ends:  # in reverse, and each whatever becomes of the others
+            for arena in self._arenas:
+                ends.callback(arena.close)
+            ends.callback(self._slots.clear)
+            # Lanes first: they write into the arenas until they are closed.
+            for tier in self._tiers:
+                ends.callback(tier.close)
+            if self._kernel is not None:
+                ends.callback(self._kernel.close)
 
 
 def _choose_subgroup_numel(config: OffloadConfig, numel: int) -> int:

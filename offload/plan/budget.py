@@ -18,6 +18,9 @@ DEFAULT_STAGING_SLOTS = 4
 LEAST_SLOT_BYTES = 3 * SECTOR_BYTES
 """The smallest subgroup with all three tensors fits every staging slot, so that parameters can be added later."""
 
+MEASURABLE_BYTES = 4 << 20
+"""What every path should move in a step, so that its rate stays known."""
+
 FIXED_OVERHEAD_BYTES = 32 << 20
 """Threads' stacks, tables, the library's code: what a session costs whatever the model's size."""
 
@@ -125,6 +128,20 @@ class Plan:
     def storage_bytes(self) -> int:
         """Most bytes the paths hold at once: every live tile with its header, and the versions in flight."""
         return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in self.slot_counts.items())
+
+    def shares(self, rates: Rates) -> tuple[float, ...]:
+        """Return the part of all tiles that each path should hold, by `Budgets.shares`; the sum is 1.
+
+        Where shares follow rates, none is so small that a step would tell nothing about its path: one that was slow
+        for a while is then seen to have recovered.
+        """
+        shares = self.budgets.shares(rates)
+        moved = self.streamed_bytes - self.staging_bytes
+        if not self.budgets.follow_rates or moved <= 0:
+            return shares
+        least = min(MEASURABLE_BYTES / moved, 0.5 / len(shares))
+        raised = [max(share, least) for share in shares]
+        return tuple(share / sum(raised) for share in raised)
 
     @property
     def overhead_bytes(self) -> int:

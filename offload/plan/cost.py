@@ -35,7 +35,7 @@ def closed_form_step_s(plan: Plan, rates: Rates) -> float:
     subgroup_bytes = plan.streamed_bytes / streamed
     tiles = sum(len(s.tiles) for s in plan.layout.subgroups if not plan.resident[s.index]) / streamed
     read_s = write_s = 0.0
-    for part, rate in zip(plan.budgets.shares(rates), rates.paths, strict=True):
+    for part, rate in zip(plan.shares(rates), rates.paths, strict=True):
         latency_s = tiles * part * rate.latency_s
         read_s = max(read_s, latency_s + subgroup_bytes * part / rate.read_bytes_per_s)
         write_s = max(write_s, latency_s + subgroup_bytes * part / rate.write_bytes_per_s)

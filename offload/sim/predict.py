@@ -58,7 +58,7 @@ def predict(plan: Plan, rates: Rates, steps: int = 3) -> Prediction:
     """
     if steps < 1:
         raise ConfigError("steps", steps, "simulate at least 1")
-    shares = plan.budgets.shares(rates)
+    shares = plan.shares(rates)
     index = TileIndex(
         [(path.available_bytes, share) for path, share in zip(plan.budgets.paths, shares, strict=True)],
         plan.slot_counts,

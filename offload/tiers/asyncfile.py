@@ -36,7 +36,7 @@ from offload.tiers.file import (
     check_directory,
     store_directory,
 )
-from offload.tiers.places import LOCK_NAME, hold_lock, release_lock
+from offload.tiers.places import LOCK_NAME, hold_lock, release_lock, remove_store
 
 DEFAULT_THREADS = 4
 """System calls at a time, over both directions: a server far away answers late but many at once."""
@@ -255,7 +255,9 @@ class AsyncFileTier:
     async def _write(self, request: TileRequest) -> tuple[int, int]:
         checksum = await self._crc(request) if self._checksum else None
         header = make_slot_header(self._store, *request.tile, request.step, request.numel, request.nbytes, checksum)
-        await self._move(_pwritev, [memoryview(header), memory_of(request)], request.offset)
+        moved = await self._move(_pwritev, [memoryview(header), memory_of(request)], request.offset)
+        if moved < SLOT_HEADER_BYTES + request.nbytes:
+            return errno.EIO, 0
         return 0, checksum or 0
 
     async def _sync(self, before: frozenset[asyncio.Task[None]]) -> tuple[int, int]:
@@ -306,15 +308,7 @@ class AsyncFileTier:
 
     def _remove(self) -> None:
         """Delete what this object has created, and nothing else."""
-        for name in (DATA_NAME, RECORD_NAME, LOCK_NAME):
-            with contextlib.suppress(FileNotFoundError):
-                (self.store_path / name).unlink()
-        try:
-            self.store_path.rmdir()
-        except FileNotFoundError:
-            pass
-        except OSError as cause:
-            _log.warning("left %s in place: %s", self.store_path, cause.strerror)
+        remove_store(self.store_path, (DATA_NAME, RECORD_NAME, LOCK_NAME))
 
     def _check_open(self, operation: str) -> None:
         if self._closed:

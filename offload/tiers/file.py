@@ -17,7 +17,7 @@ from offload._native import CompletionQueue, IoEngine, IoThreads, IoUring, Store
 from offload.errors import ConfigError, TierError
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.common import check_request, closed_error, system_error
-from offload.tiers.places import LOCK_NAME, hold_lock, release_lock
+from offload.tiers.places import LOCK_NAME, hold_lock, release_lock, remove_store
 from offload.tiers.turns import Turns, describe_wait, lock_error, lock_file, watch
 
 DATA_NAME = "tiles"
@@ -302,7 +302,9 @@ class FileTier:
         if os.getpid() != self._pid:
             return
         self._io.close()
-        del self._file  # closes the descriptor: nothing is in flight any more
+        # Nothing is in flight any more: descriptors go now, and with the ring what the kernel pinned of the memory.
+        self._turns = None
+        del self._io, self._engine, self._file
         try:
             if not self.keep:
                 self._remove()
@@ -317,15 +319,7 @@ class FileTier:
 
     def _remove(self) -> None:
         """Delete what this object has created, and nothing else."""
-        for name in (DATA_NAME, RECORD_NAME, LOCK_NAME):
-            with contextlib.suppress(FileNotFoundError):
-                (self.store_path / name).unlink()
-        try:
-            self.store_path.rmdir()
-        except FileNotFoundError:
-            pass
-        except OSError as cause:
-            _log.warning("left %s in place: %s", self.store_path, cause.strerror)
+        remove_store(self.store_path, (DATA_NAME, RECORD_NAME, LOCK_NAME))
 
 
 def _open_data(path: Path, direct: bool) -> tuple[int, bool]:

@@ -215,8 +215,13 @@ class RemoteTier:
             try:
                 self._client.create(key, content)
             except ObjectExistsError as cause:
-                detail = "a store of this name exists already"
-                raise TierError("open", tier=self.name, path=self.path, errno=errno.EEXIST, detail=detail) from cause
+                # Ours, if the answer to an earlier attempt was lost: no other session has this uuid.
+                self._client.get_into(key, [memoryview(found)])
+                if bytes(found) != content:
+                    detail = "a store of this name exists already"
+                    raise TierError(
+                        "open", tier=self.name, path=self.path, errno=errno.EEXIST, detail=detail
+                    ) from cause
             self._written[key] = None
             size = self._client.get_into(key, [memoryview(found)])
             # Tiles take another way than the record: try that too.

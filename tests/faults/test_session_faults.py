@@ -236,3 +236,30 @@ def test_ctrl_c_leaves_whole_state(tmp_path: Path, script: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "whole True", done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tier_that_cannot_be_closed_does_not_keep_the_others_open(paths: list[Path]) -> None:
+    parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
+    optimizer = offload.AdamW(
+        parameters, offload=offload.OffloadConfig(host_memory=0, paths=paths, subgroup_numel=1024)
+    )
+    store = next(paths[0].iterdir())
+    (store / "tiles").unlink()
+    (store / "tiles").mkdir()
+    optimizer.close()
+    assert not list(paths[1].iterdir())
+
+
+@pytest.mark.parametrize("backend", ["auto", "threads", "asyncio"])
+def test_sessions_leave_no_descriptors(paths: list[Path], backend: str) -> None:
+    def run() -> int:
+        parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
+        config = offload.OffloadConfig(host_memory=0, paths=paths, subgroup_numel=1024, io_backend=backend)
+        with offload.AdamW(parameters, offload=config) as optimizer:
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = run()
+    assert [run() for _ in range(3)] == [before] * 3

@@ -28,7 +28,7 @@ def run_steps(plan: Plan, machine: Machine, rates: Rates, seen: list[Rates], num
     """Run steps on lanes of the given rates, learning as the session does; return their seconds."""
     seconds = []
     for number in numbers:
-        machine.index.reshare(plan.budgets.shares(typical(seen)))
+        machine.index.reshare(plan.shares(typical(seen)))
         executor = SimExecutor(plan, rates)
         order = visit_order(range(len(plan.layout.subgroups)), machine.slots)
         executor.inject(Begin(Sweep(number, number, tuple(Visit(subgroup) for subgroup in order))))
@@ -55,10 +55,7 @@ def test_a_path_that_changes_speed_is_followed_within_five_steps(
     plan = make(len(before), room=2.0)
     first, second = rates_of(*(b * GB for b in before)), rates_of(*(b * GB for b in after))
     index = TileIndex(
-        [
-            (path.available_bytes, share)
-            for path, share in zip(plan.budgets.paths, plan.budgets.shares(first), strict=True)
-        ],
+        [(path.available_bytes, share) for path, share in zip(plan.budgets.paths, plan.shares(first), strict=True)],
         plan.slot_counts,
     )
     machine = Machine(plan, index)
@@ -69,7 +66,7 @@ def test_a_path_that_changes_speed_is_followed_within_five_steps(
     best = predict(plan, second).step_s  # all tiles where the new rates want them
     assert max(seconds[4:]) <= 1.1 * best, [each / best for each in seconds]
     live = machine.index.live_bytes()
-    for nbytes, share in zip(live, plan.budgets.shares(second), strict=True):
+    for nbytes, share in zip(live, plan.shares(second), strict=True):
         assert nbytes / sum(live) == pytest.approx(share, rel=0.15)
 
 
@@ -81,3 +78,16 @@ def test_without_room_beyond_the_plan_nothing_breaks() -> None:
     run_steps(plan, machine, seen[0], seen, range(1, 4))
     run_steps(plan, machine, rates_of(0.5 * GB, 3 * GB), seen, range(4, 12))
     assert all(n <= path.available_bytes for n, path in zip(index.live_bytes(), plan.budgets.paths, strict=True))
+
+
+def test_a_path_that_was_slow_for_a_while_is_seen_to_recover() -> None:
+    plan = make(2, room=2.0, subgroups=12)
+    normal, stalled = rates_of(3 * GB, 3 * GB), rates_of(0.01 * GB, 3 * GB)
+    index = TileIndex([(path.available_bytes, 0.5) for path in plan.budgets.paths], plan.slot_counts)
+    machine = Machine(plan, index)
+    seen = [normal]
+    run_steps(plan, machine, normal, seen, range(1, 3))
+    run_steps(plan, machine, stalled, seen, range(3, 8))
+    assert plan.shares(typical(seen))[0] < 0.1
+    run_steps(plan, machine, normal, seen, range(8, 14))
+    assert plan.shares(typical(seen))[0] == pytest.approx(0.5, abs=0.05)

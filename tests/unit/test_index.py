@@ -165,3 +165,16 @@ def test_planned_room_is_always_enough(numels, subgroup_numel, tile_bytes, slots
                 stores.commit(tile, Record(location, step, 0))
         stores.check()
         assert sum(stores.live_bytes()) <= plan.storage_bytes
+
+
+def test_room_that_was_strayed_into_is_not_promised_again():
+    """A path that grew beyond the plan may leave too little for slots of other sizes; `has_room` says so."""
+    stores = index(12 * WHOLE, 12 * WHOLE, slots=8)
+    for step in range(1, 12):
+        stores.reshare((0.9, 0.1) if step % 2 else (0.1, 0.9))
+        for tile in range(6):
+            write(stores, TileId(0, 0, tile), step)
+    stores.check()
+    more = {SECTOR_BYTES: 8, 2 * SECTOR_BYTES: 100}
+    assert not stores.has_room(more)
+    assert stores.has_room({SECTOR_BYTES: 8})
