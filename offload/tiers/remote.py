@@ -208,6 +208,7 @@ class RemoteTier:
     def _open(self, store: uuid.UUID, bucket: str) -> None:
         """Make the store, and find out whether the bucket can be used."""
         record = {"format": STORE_FORMAT, "uuid": str(store), "pid": self._pid, "host": socket.gethostname()}
+        record["opened_as"] = uuid.uuid4().hex  # tells this attempt from any other, so that ours can be recognised
         content = json.dumps(record).encode()
         key, found = self.store_prefix + RECORD_NAME, bytearray(len(content))
         trial = self.store_prefix + "trial"
@@ -215,7 +216,7 @@ class RemoteTier:
             try:
                 self._client.create(key, content)
             except ObjectExistsError as cause:
-                # Ours, if the answer to an earlier attempt was lost: no other session has this uuid.
+                # Ours, if the answer to an earlier attempt was lost.
                 self._client.get_into(key, [memoryview(found)])
                 if bytes(found) != content:
                     detail = "a store of this name exists already"
