@@ -131,17 +131,17 @@ class TileIndex:
         self._claimed.remove(location)
         self._release(location)
 
+    def _spare_bytes(self, unmade: Mapping[int, int]) -> int:
+        """Return the bytes that are left in all usable stores once these slots have been made; < 0 for too few."""
+        usable = [store for store in self._stores if store.usable]
+        todo = [(nbytes + SECTOR_BYTES, count) for nbytes, count in unmade.items() if count > 0]
+        # What is left at the end of each path may be too short for a slot.
+        slack = max((size for size, _ in todo), default=0) * (len(usable) - 1)
+        return sum(store.limit_bytes - store.end for store in usable) - sum(s * count for s, count in todo) - slack
+
     def _may_grow(self, whole: int) -> bool:
         """Return whether a slot beyond the plan leaves room for all slots that the plan still reckons with."""
-        if not self._drifting:
-            return False
-        usable = [store for store in self._stores if store.usable]
-        room = sum(store.limit_bytes - store.end for store in usable)
-        planned = [(nbytes + SECTOR_BYTES, count) for nbytes, count in self._unmade.items() if count > 0]
-        reserved = sum(size * count for size, count in planned)
-        # What is left at the end of each path may be too short for a slot.
-        slack = max((size for size, _ in planned), default=0) * (len(usable) - 1)
-        return room - whole >= reserved + slack
+        return self._drifting and self._spare_bytes(self._unmade) >= whole
 
     def reshare(self, shares: Sequence[float]) -> None:
         """Spread tiles in other proportions from now on.
@@ -162,13 +162,8 @@ class TileIndex:
 
     def has_room(self, slot_counts: Mapping[int, int]) -> bool:
         """Return whether all slots that a plan reckons with can still be made, as `allow` would promise."""
-        usable = [store for store in self._stores if store.usable]
-        counts = {n: count - self._allowed.get(n, 0) + self._unmade.get(n, 0) for n, count in slot_counts.items()}
-        todo = [(nbytes + SECTOR_BYTES, count) for nbytes, count in counts.items() if count > 0]
-        # What is left at the end of each path may be too short for a slot.
-        slack = max((size for size, _ in todo), default=0) * (len(usable) - 1)
-        room = sum(store.limit_bytes - store.end for store in usable)
-        return room >= sum(size * count for size, count in todo) + slack
+        unmade = {n: count - self._allowed.get(n, 0) + self._unmade.get(n, 0) for n, count in slot_counts.items()}
+        return self._spare_bytes(unmade) >= 0
 
     def retire(self, path: int) -> None:
         """Write to this path no more; what lies there stays readable."""

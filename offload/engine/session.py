@@ -60,6 +60,7 @@ from offload.plan import Budgets, PathBudget, Plan, Rates, make_plan, visit_orde
 from offload.plan.budget import DEFAULT_STAGING_SLOTS
 from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Tier
 from offload.tiers import Turns, check_directories, free_bytes, open_tier, tier_error
+from offload.tiers.file import DEFAULT_EXTENT_BYTES
 
 log = logging.getLogger("offload")
 
@@ -75,9 +76,6 @@ AUTO_SUBGROUPS = 16
 AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
 """Without `subgroup_numel`: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
 
-
-MAX_EXTENT_BYTES = 256 << 20
-"""What a store grows by, unless the whole state is smaller."""
 
 TILES_PER_PATH = 4
 LEAST_TILE_BYTES = 1 << 20
@@ -319,7 +317,7 @@ class _Core:
                     store,
                     queue,
                     max_bytes=path.max_bytes,
-                    extent_bytes=min(MAX_EXTENT_BYTES, max(LEAST_TILE_BYTES, self.plan.storage_bytes)),
+                    extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, self.plan.storage_bytes)),
                     checksum=config.checksum,
                     turns=_choose_turns(config, path),
                     io_backend=config.io_backend,
