@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from offload.engine.executor import Interval
-from offload.plan import PathRates, Rates
+from offload.plan import Rates
 
 LEAST_BYTES = 1 << 20
 """A lane that moved less than this in a step says nothing about its bandwidth."""
@@ -37,10 +37,10 @@ def observe(known: Rates, totals: Mapping[str, tuple[int, float]]) -> Rates:
         return rate if nbytes < LEAST_BYTES or busy_s <= 0 else nbytes / busy_s
 
     paths = tuple(
-        PathRates(
+        dataclasses.replace(
+            path,
             read_bytes_per_s=seen(f"read:{number}", path.read_bytes_per_s),
             write_bytes_per_s=seen(f"write:{number}", path.write_bytes_per_s),
-            latency_s=path.latency_s,
         )
         for number, path in enumerate(known.paths)
     )
@@ -54,5 +54,6 @@ def typical(history: Sequence[Rates]) -> Rates:
     for number, path in enumerate(recent[-1].paths):
         read = median(rates.paths[number].read_bytes_per_s for rates in recent)
         write = median(rates.paths[number].write_bytes_per_s for rates in recent)
-        paths.append(PathRates(read, write, path.latency_s))
-    return Rates(median(rates.cpu_bytes_per_s for rates in recent), tuple(paths))
+        paths.append(dataclasses.replace(path, read_bytes_per_s=read, write_bytes_per_s=write))
+    cpu = median(rates.cpu_bytes_per_s for rates in recent)
+    return dataclasses.replace(recent[-1], cpu_bytes_per_s=cpu, paths=tuple(paths))

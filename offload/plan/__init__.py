@@ -3,6 +3,16 @@
 from offload.plan.budget import Budgets, PathBudget, Plan, make_plan
 from offload.plan.cost import closed_form_step_s
 from offload.plan.order import visit_order
-from offload.plan.rates import PathRates, Rates
+from offload.plan.rates import GpuRates, PathRates, Rates
 
-__all__ = ["Budgets", "PathBudget", "PathRates", "Plan", "Rates", "closed_form_step_s", "make_plan", "visit_order"]
+__all__ = [
+    "Budgets",
+    "GpuRates",
+    "PathBudget",
+    "PathRates",
+    "Plan",
+    "Rates",
+    "closed_form_step_s",
+    "make_plan",
+    "visit_order",
+]

@@ -1,26 +1,63 @@
-"""Measured speeds: what predictions are computed from."""
+"""Measured speeds: what predictions are computed from. Pure; files of rates belong to `offload.measure`.
+
+Lanes that run at the same time share the host's memory. A lane that moves `b` bytes a second takes `b * memory_cost`
+of `Rates.memory_bytes_per_s`; copies by DMA get theirs, and the CPU's update has what they leave
+(`Rates.cpu_speed`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from offload.errors import ConfigError
+
+UPDATE_MEMORY_COST = 28 / 12
+"""Bytes of memory traffic for each state byte of an update: 12 bytes of state read and written, a 16-bit gradient
+read and a 16-bit weight written."""
+
+LEAST_CPU_SPEED = 0.1
+"""Part of its rate that an update keeps whatever runs beside it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathRates:
-    """Speed of one path.
+    """Speed of one path, both directions running at the same time, as they do in a step.
 
     Attributes:
         read_bytes_per_s: Bandwidth towards memory.
         write_bytes_per_s: Bandwidth towards the path.
         latency_s: Time of one operation before its first byte.
+        memory_cost: Bytes of memory bandwidth that updates lose for each byte moved (1 for plain DMA, more with
+            checksums or copies).
     """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
     latency_s: float = 0.0
+    memory_cost: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRates:
+    """Speed of one GPU and of its link, both directions running at the same time.
+
+    Attributes:
+        update_bytes_per_s: State bytes that the GPU updates per second, in its own memory.
+        h2d_bytes_per_s: Bandwidth from pinned host memory.
+        d2h_bytes_per_s: Bandwidth to pinned host memory.
+        memory_bytes: Size of its memory; 0 where unknown.
+        memory_cost: Bytes of host memory bandwidth that updates lose for each byte copied.
+    """
+
+    update_bytes_per_s: float
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    memory_bytes: int = 0
+    memory_cost: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +65,13 @@ class Rates:
     """Speeds of all lanes of a session.
 
     Attributes:
-        cpu_bytes_per_s: State bytes that the CPU updates per second, with all threads of the session.
+        cpu_bytes_per_s: State bytes that the CPU updates per second, with all threads of the session and nothing else
+            running.
         paths: One entry per path, in the config's order.
+        gpu: The GPU and its link; None without one.
+        memory_bytes_per_s: Host memory bandwidth of this session, reads and writes together; infinite where unknown,
+            so that nothing slows anything down.
+        compute_flops_per_s: What forward and backward reach, for predictions of whole iterations; 0 where unknown.
 
     Raises:
         ConfigError: If a rate is not a finite number greater than zero.
@@ -37,14 +79,81 @@ class Rates:
 
     cpu_bytes_per_s: float
     paths: tuple[PathRates, ...] = ()
+    gpu: GpuRates | None = None
+    memory_bytes_per_s: float = math.inf
+    compute_flops_per_s: float = 0.0
 
     def __post_init__(self) -> None:
-        values = {"cpu_bytes_per_s": self.cpu_bytes_per_s}
-        for index, path in enumerate(self.paths):
-            values[f"paths[{index}].read_bytes_per_s"] = path.read_bytes_per_s
-            values[f"paths[{index}].write_bytes_per_s"] = path.write_bytes_per_s
-            if not 0 <= path.latency_s < math.inf:
-                raise ConfigError(f"rates.paths[{index}].latency_s", path.latency_s, "give seconds >= 0")
-        for field, value in values.items():
-            if not 0 < value < math.inf:
-                raise ConfigError(f"rates.{field}", value, "give a finite number greater than 0")
+        parts: list[tuple[str, Any]] = [("", self)]
+        parts += [(f"paths[{number}].", path) for number, path in enumerate(self.paths)]
+        parts += [("gpu.", self.gpu)] if self.gpu is not None else []
+        for prefix, part in parts:
+            for field in dataclasses.fields(part):
+                value = getattr(part, field.name)
+                if field.name not in ("paths", "gpu"):
+                    _check(f"rates.{prefix}{field.name}", field.name, value)
+
+    def cpu_speed(self, beside_bytes_per_s: float) -> float:
+        """Return the part of its own rate that the update keeps beside others.
+
+        Args:
+            beside_bytes_per_s: Memory traffic of what else runs: the sum of rate times `memory_cost`.
+        """
+        left = self.memory_bytes_per_s - beside_bytes_per_s
+        return min(1.0, max(LEAST_CPU_SPEED, left / (self.cpu_bytes_per_s * UPDATE_MEMORY_COST)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all rates as JSON knows them; what is infinite or absent is left out."""
+        found = dataclasses.asdict(self)
+        if self.gpu is None:
+            del found["gpu"]
+        if self.memory_bytes_per_s == math.inf:
+            del found["memory_bytes_per_s"]
+        return found
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Rates:
+        """Return rates from what `to_dict` gave.
+
+        Raises:
+            ConfigError: If a rate is missing, unknown, or not a usable number; names it.
+        """
+        top = dict(_fields("rates", cls, values))
+        listed = top.get("paths", ())
+        if isinstance(listed, str | Mapping) or not hasattr(listed, "__iter__"):
+            raise ConfigError("rates.paths", listed, "give a list with an object for each path")
+        paths = [PathRates(**_fields(f"rates.paths[{n}]", PathRates, path)) for n, path in enumerate(listed)]
+        top["paths"] = tuple(paths)
+        if top.get("gpu") is not None:
+            top["gpu"] = GpuRates(**_fields("rates.gpu", GpuRates, top["gpu"]))
+        return cls(**top)
+
+
+_MAY_BE_ZERO = ("latency_s", "memory_cost", "memory_bytes", "compute_flops_per_s")
+
+
+def _check(name: str, field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(name, value, "give a number")
+    if field in _MAY_BE_ZERO:
+        if not 0 <= value < math.inf:
+            raise ConfigError(name, value, "give a finite number, 0 or greater")
+    elif field == "memory_bytes_per_s":
+        if not value > 0:
+            raise ConfigError(name, value, "give a number greater than 0")
+    elif not 0 < value < math.inf:
+        raise ConfigError(name, value, "give a finite number greater than 0")
+
+
+def _fields(name: str, kind: type[Any], values: object) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ConfigError(name, values, "give an object with rates by name")
+    known = dataclasses.fields(kind)
+    for key in values:
+        if key not in [field.name for field in known]:
+            allowed = f"unknown; known are {', '.join(field.name for field in known)}"
+            raise ConfigError(f"{name}.{key}", values[key], allowed)
+    for field in known:
+        if field.default is dataclasses.MISSING and field.name not in values:
+            raise ConfigError(f"{name}.{field.name}", None, "is missing; measure it")
+    return values
