@@ -100,6 +100,11 @@ class Subgroup:
         """Bytes of all state tensors, padding included."""
         return len(self.tensors) * self.tensor_bytes
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights in their own dtype, padding included."""
+        return self.numel * (STATE_ITEM_BYTES if self.dtype is DtypeCode.FLOAT32 else 2)
+
     @cached_property
     def tiles(self) -> tuple[tuple[TileId, int, int], ...]:
         """Every tile as (id, byte offset in the subgroup's state, bytes); tensors follow each other."""

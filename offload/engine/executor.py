@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from offload.engine.machine import Done, Event, Failed, Operation, ReadTile, Run, Stop
-from offload.errors import OffloadError, TierError
+from offload.engine.machine import Done, Event, Failed, Operation, ReadTile, Run, Stop, WriteTile
+from offload.errors import InternalError, OffloadError, TierError
 from offload.layout import STATE_ITEM_BYTES
 from offload.plan.budget import Plan
 from offload.protocols import Completion, Queue, Tier, TileRequest, UpdateKernel
@@ -43,6 +43,8 @@ class Interval(NamedTuple):
     finished_s: float
     nbytes: int
 
+
+HostOperation = ReadTile | WriteTile | Run
 
 Visitor = Callable[[Run], "Any | None"]
 """Works on a subgroup's state: returns a segment table for the kernel, or None if it did the work itself."""
@@ -85,7 +87,7 @@ class LiveExecutor:
         self._slot_bytes = 0
         self._staging_address = 0
         self._plan: Plan | None = None
-        self._in_flight: dict[int, tuple[Operation, TileRequest | None]] = {}
+        self._in_flight: dict[int, tuple[HostOperation, TileRequest | None]] = {}
         self._events: list[Event] = []
 
     def bind(self, plan: Plan, staging_address: int) -> None:
@@ -108,6 +110,8 @@ class LiveExecutor:
             if not self._in_flight:
                 self._heard_s = time.monotonic()
             try:
+                if not isinstance(operation, HostOperation):
+                    raise InternalError(f"{operation} needs a GPU, and this executor has none")
                 self._start(operation)
             except OffloadError as error:
                 self._fail(operation, error)
@@ -119,7 +123,7 @@ class LiveExecutor:
         self._events.append(Failed(operation.op, error))
         self._queue.post(WAKE)
 
-    def _start(self, operation: Operation) -> None:
+    def _start(self, operation: HostOperation) -> None:
         if isinstance(operation, Run):
             self._in_flight[operation.op] = (operation, None)
             started_s = time.monotonic()
@@ -186,7 +190,7 @@ class LiveExecutor:
         tier = self._tiers[operation.record.location.path]
         return Failed(completion.op, self._tier_error(lane.partition(":")[0], completion, request, tier))
 
-    def _stalled(self, operation: Operation, request: TileRequest | None) -> TierError:
+    def _stalled(self, operation: HostOperation, request: TileRequest | None) -> TierError:
         verb = type(operation).__name__
         tier = None if isinstance(operation, Run) else self._tiers[operation.record.location.path]
         # Only some tiers wait for anything but their device.

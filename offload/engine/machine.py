@@ -10,8 +10,16 @@ States of a streamed subgroup::
 A resident subgroup is RESIDENT or BUSY. A subgroup whose state has never been changed is *fresh*: nothing is
 fetched for it, and its first visit starts from undefined memory (the visitor fills it).
 
+A visit on the GPU takes the state from host memory through one more staging slot, on the GPU, and is BUSY meanwhile::
+
+    RESIDENT or READY -> BUSY (copy in, run, copy out) -> RESIDENT or DIRTY
+
+It has ended when its run has; the copy out finishes behind what comes next. State at home on the GPU is not copied.
+After an update on the CPU, weights that lie on the GPU are pushed there, and the visit ends with that.
+
 Invariants, verified by `check`:
   * a staging slot belongs to at most one subgroup; a subgroup in any state but ABSENT or RESIDENT has one;
+  * a staging slot on the GPU belongs to at most one subgroup, which is BUSY;
   * a visit runs when its subgroup's state is whole in memory, and only one visit at a time runs on a subgroup;
   * a slot changes hands only when its content is on storage in its newest version (or is fresh);
   * a tile is written to a free slot of a store; the version before is freed when all of the new one is written;
@@ -24,7 +32,7 @@ addresses (the executor knows them).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -34,7 +42,7 @@ from offload.plan.budget import Plan
 from offload.protocols import TileId
 
 MAX_RUNS_IN_FLIGHT = 2
-"""A second visit is handed over while one runs, so that the device does not idle in between."""
+"""A second visit is handed over to a device while one runs, so that it does not idle in between."""
 
 
 class State(Enum):
@@ -57,11 +65,15 @@ class Visit:
         subgroup: Which one.
         changes: Whether the visitor changes the state.
         overwrites: Whether the visitor replaces the whole state, so that nothing has to be fetched.
+        gpu: Whether it runs on the GPU.
+        weight_bytes: Size of the new weights that go to the GPU when it has run on the CPU; 0 for none.
     """
 
     subgroup: int
     changes: bool = True
     overwrites: bool = False
+    gpu: bool = False
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +123,8 @@ class Run:
         visit: The visit.
         slot: Staging slot that holds the state, or None for a resident subgroup.
         fresh: Whether the memory is undefined: the state has never been changed.
+        gpu_slot: Staging slot on the GPU that holds the state; None where it lies in host memory or, at home, on the
+            GPU.
     """
 
     op: int
@@ -118,9 +132,39 @@ class Run:
     visit: Visit
     slot: int | None
     fresh: bool
+    gpu_slot: int | None = None
 
 
-Operation = ReadTile | WriteTile | Run
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    """Copy a subgroup's state from host memory (staging slot `slot`, or None: its home) to a GPU staging slot."""
+
+    op: int
+    subgroup: int
+    slot: int | None
+    gpu_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOut:
+    """Copy a subgroup's state back to where `CopyIn` took it from."""
+
+    op: int
+    subgroup: int
+    slot: int | None
+    gpu_slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushWeights:
+    """Copy the low-precision weights that a run on the CPU has made to the GPU."""
+
+    op: int
+    subgroup: int
+    nbytes: int
+
+
+Operation = ReadTile | WriteTile | Run | CopyIn | CopyOut | PushWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +198,38 @@ class Stop:
 
 
 Event = Begin | Done | Failed | Stop
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Subgroups that wait for a resource: streamed ones first, as they hold staging memory; others fill the gaps."""
+
+    streamed: deque[int] = field(default_factory=deque)
+    resident: deque[int] = field(default_factory=deque)
+    runs: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.streamed or self.resident)
+
+    def __contains__(self, subgroup: int) -> bool:
+        return subgroup in self.streamed or subgroup in self.resident
+
+    def take(self) -> int:
+        return (self.streamed or self.resident).popleft()
+
+    def clear(self) -> None:
+        self.streamed.clear()
+        self.resident.clear()
+
+
+def update_visits(plan: Plan, order: Iterable[int]) -> tuple[Visit, ...]:
+    """Return the visits of a step that updates these subgroups, each on the device that the plan says."""
+    visits = []
+    for number in order:
+        gpu = plan.updates_on_gpu(number)
+        pushed_bytes = plan.layout.subgroups[number].weight_bytes if plan.weights_on_gpu and not gpu else 0
+        visits.append(Visit(number, gpu=gpu, weight_bytes=pushed_bytes))
+    return tuple(visits)
 
 
 @dataclass(slots=True)
@@ -197,11 +273,13 @@ class Machine:
         self._sweep: Sweep | None = None
         self._pending: dict[int, Visit] = {}  # not yet run; of these:
         self._unfetched: deque[int] = deque()  # ... streamed and without a staging slot
-        self._runnable: deque[int] = deque()  # ... streamed and whole in staging memory
-        self._fillers: deque[int] = deque()  # ... resident
+        self._cpu = _Waiting()  # ... whole in host memory
+        self._copies = _Waiting()  # ... whole in host memory, wanted on the GPU
+        self._gpu = _Waiting()  # ... at home on the GPU; also visits under way whose state has been copied there
+        self._gpu_owners: list[int | None] = []
+        self._gpu_slots: dict[int, tuple[int, Visit]] = {}
         self._stopped = False
         self._unfinished = 0
-        self._runs = 0
         self._next_op = 1
         self._out: list[Operation] = []
         self._history: deque[Event] = deque(maxlen=32)
@@ -295,11 +373,23 @@ class Machine:
         for subgroup, visit in self._pending.items():
             invariant(visit.subgroup == subgroup, f"the visit of {subgroup} is filed wrongly")
             state = self._states[subgroup]
-            queue = {State.ABSENT: self._unfetched, State.RESIDENT: self._fillers}.get(state, self._runnable)
+            queue = self._unfetched if state is State.ABSENT else self._queue_of(visit)
             waits = state in (State.FETCHING, State.FLUSHING, State.BUSY)
             invariant(waits or subgroup in queue, f"subgroup {subgroup} is {state} and waits for nothing")
-        runs = sum(isinstance(operation, Run) for operation in self._in_flight.values())
-        invariant(runs == self._runs, f"{self._runs} runs are counted, {runs} are in flight")
+        for gpu_slot, owner in enumerate(self._gpu_owners):
+            if owner is not None:
+                invariant(self._states[owner] is State.BUSY, f"GPU slot {gpu_slot} is {self._states[owner]}'s")
+                invariant(self._gpu_slots[owner][0] == gpu_slot, f"GPU slot {gpu_slot} is not subgroup {owner}'s")
+        invariant(
+            sum(owner is not None for owner in self._gpu_owners) == len(self._gpu_slots),
+            "a GPU slot has an owner that left it",
+        )
+        for device in (self._cpu, self._gpu):
+            runs = sum(
+                isinstance(operation, Run) and self._device_of(operation.visit) is device
+                for operation in self._in_flight.values()
+            )
+            invariant(runs == device.runs, f"{device.runs} runs are counted, {runs} are in flight")
         self.index.check()
 
     # Events ---------------------------------------------------------------------------------------------------
@@ -309,6 +399,7 @@ class Machine:
             self._states.append(State.RESIDENT if plan.resident[subgroup] else State.ABSENT)
             self._fresh.append(True)
         self._owners.extend([None] * (plan.staging_slots - len(self._owners)))
+        self._gpu_owners.extend([None] * (plan.gpu_slots - len(self._gpu_owners)))
 
     def _pop(self, op: int) -> Operation:
         invariant(op in self._in_flight, f"operation {op} reports back but is not in flight")
@@ -325,12 +416,10 @@ class Machine:
         self._pending = {visit.subgroup: visit for visit in sweep.visits}
         for subgroup in subgroups:
             match self._states[subgroup]:
-                case State.RESIDENT:
-                    self._fillers.append(subgroup)
                 case State.ABSENT:
                     self._unfetched.append(subgroup)
-                case State.READY | State.DIRTY:
-                    self._runnable.append(subgroup)
+                case State.RESIDENT | State.READY | State.DIRTY:
+                    self._wait(subgroup)
 
     def _done(self, operation: Operation, checksum: int) -> bool:
         """Take in that an operation has ended well; return whether a subgroup's state has changed."""
@@ -352,31 +441,69 @@ class Machine:
                     self.index.commit(written, new)
                 del self._flushes[tile.subgroup]
                 self._ready(tile.subgroup)
-            case Run(visit=visit):
-                self._ran(visit)
+            case Run():
+                self._ran(operation)
+            case CopyIn(subgroup=subgroup):
+                self._gpu.streamed.append(subgroup)
+            case CopyOut(subgroup=subgroup):
+                self._leave_gpu(subgroup)
+                self._settle(subgroup, changed=True)
+            case PushWeights():
+                self._unfinished -= 1
         return True
 
     def _ready(self, subgroup: int) -> None:
         self._states[subgroup] = State.READY
         if subgroup in self._pending:
-            self._runnable.append(subgroup)
+            self._wait(subgroup)
 
-    def _ran(self, visit: Visit) -> None:
-        subgroup = visit.subgroup
-        self._runs -= 1
-        self._unfinished -= 1
+    def _device_of(self, visit: Visit) -> _Waiting:
+        return self._gpu if visit.gpu else self._cpu
+
+    def _queue_of(self, visit: Visit) -> _Waiting:
+        """Return what a visit waits for when its state is whole."""
+        copied = visit.gpu and not self.plan.at_home_on_gpu(visit.subgroup)
+        return self._copies if copied else self._device_of(visit)
+
+    def _wait(self, subgroup: int) -> None:
+        queue = self._queue_of(self._pending[subgroup])
+        (queue.resident if self.plan.resident[subgroup] else queue.streamed).append(subgroup)
+
+    def _ran(self, run: Run) -> None:
+        visit, subgroup = run.visit, run.visit.subgroup
+        self._device_of(visit).runs -= 1
         if visit.changes:
             self._fresh[subgroup] = False
             self._versions[subgroup] = self._sweep.step if self._sweep else self._versions.get(subgroup, 0)
             self.moved.append(subgroup)
+        if visit.weight_bytes and self.broken is None:
+            self._issue(PushWeights(self._take_op(), subgroup, visit.weight_bytes))
+        else:
+            self._unfinished -= 1
+        if run.gpu_slot is None:
+            self._settle(subgroup, changed=visit.changes)
+        elif not visit.changes:
+            self._leave_gpu(subgroup)
+            self._settle(subgroup, changed=False)
+        elif self.broken is None:
+            self._issue(CopyOut(self._take_op(), subgroup, run.slot, run.gpu_slot))
+
+    def _settle(self, subgroup: int, *, changed: bool) -> None:
+        """Take in that a subgroup's state is whole in its memory and nothing works on it any more."""
         if self.plan.resident[subgroup]:
             self._states[subgroup] = State.RESIDENT
-        elif visit.changes or subgroup in self._dirty:
+        elif changed or subgroup in self._dirty:
             self._dirty.pop(subgroup, None)
             self._dirty[subgroup] = None
             self._states[subgroup] = State.DIRTY
         else:
             self._states[subgroup] = State.READY
+        if subgroup in self._pending:  # of a sweep that began while the state was still being copied out
+            self._wait(subgroup)
+
+    def _leave_gpu(self, subgroup: int) -> None:
+        gpu_slot, _ = self._gpu_slots.pop(subgroup)
+        self._gpu_owners[gpu_slot] = None
 
     def _failed(self, operation: Operation, error: Exception) -> None:
         if isinstance(operation, WriteTile) and isinstance(error, TierError):
@@ -389,9 +516,10 @@ class Machine:
                 self._on_warning(f"{error}; tiles go to other paths from now on")
                 return
         if isinstance(operation, Run):
-            self._runs -= 1
+            self._device_of(operation.visit).runs -= 1
             subgroup = operation.visit.subgroup
-            self._states[subgroup] = State.RESIDENT if self.plan.resident[subgroup] else State.DIRTY
+            if operation.gpu_slot is None:
+                self._states[subgroup] = State.RESIDENT if self.plan.resident[subgroup] else State.DIRTY
         self._break(error)
 
     def _break(self, error: Exception) -> None:
@@ -399,7 +527,8 @@ class Machine:
             self.broken = error
             for operation in self._out:  # decided in the same breath, and not handed over yet
                 del self._in_flight[operation.op]
-                self._runs -= isinstance(operation, Run)
+                if isinstance(operation, Run):
+                    self._device_of(operation.visit).runs -= 1
             self._out.clear()
 
     # Decisions ------------------------------------------------------------------------------------------------
@@ -408,24 +537,42 @@ class Machine:
         if self.broken is None:
             self._assign_slots()
         if self.broken is None:  # or a flush has just found no room
+            self._start_copies()
             self._start_runs()
         if self._sweep is not None:
             gave_up = self.broken is not None and (self._stopped or not self._in_flight)
             if gave_up or not self._unfinished:
                 self.finished, self._sweep = self._sweep, None
                 self.failed = self._unfinished > 0
-                for waiting in (self._pending, self._unfetched, self._runnable, self._fillers):
+                for waiting in (self._pending, self._unfetched, self._cpu, self._copies, self._gpu):
                     waiting.clear()
 
     def _start_runs(self) -> None:
-        # Streamed subgroups first, as they free staging memory; resident ones fill the waits.
-        while self._sweep is not None and self._runs < MAX_RUNS_IN_FLIGHT and (self._runnable or self._fillers):
-            subgroup = (self._runnable or self._fillers).popleft()
+        for device in (self._cpu, self._gpu):
+            while self._sweep is not None and device.runs < MAX_RUNS_IN_FLIGHT and device:
+                subgroup = device.take()
+                gpu_slot = None
+                if subgroup in self._gpu_slots:
+                    gpu_slot, visit = self._gpu_slots[subgroup]
+                else:
+                    visit = self._pending.pop(subgroup)
+                self._states[subgroup] = State.BUSY
+                device.runs += 1
+                slot, fresh = self._slots.get(subgroup), self._fresh[subgroup]
+                self._issue(Run(self._take_op(), self._sweep.number, visit, slot, fresh, gpu_slot))
+
+    def _start_copies(self) -> None:
+        """Give GPU staging slots to the visits that wait for one."""
+        while self._copies and None in self._gpu_owners:
+            subgroup, gpu_slot = self._copies.take(), self._gpu_owners.index(None)
             visit = self._pending.pop(subgroup)
+            self._gpu_owners[gpu_slot] = subgroup
+            self._gpu_slots[subgroup] = gpu_slot, visit
             self._states[subgroup] = State.BUSY
-            self._runs += 1
-            slot, fresh = self._slots.get(subgroup), self._fresh[subgroup]
-            self._issue(Run(self._take_op(), self._sweep.number, visit, slot, fresh))
+            if self._fresh[subgroup] or visit.overwrites:
+                self._gpu.streamed.append(subgroup)
+            else:
+                self._issue(CopyIn(self._take_op(), subgroup, self._slots.get(subgroup), gpu_slot))
 
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""

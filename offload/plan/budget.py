@@ -1,8 +1,9 @@
-"""From layout and budgets to a plan: homes, staging slots, bytes per path."""
+"""From layout and budgets to a plan: homes, placements, staging slots, bytes per path."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,9 @@ from offload.protocols import SECTOR_BYTES
 
 DEFAULT_STAGING_SLOTS = 4
 """One fetching, one updating, one flushing, and one to spare so that none waits for another."""
+
+GPU_STAGING_SLOTS = 4
+"""On the GPU: one coming in, one being updated, one going out, and one to spare."""
 
 LEAST_SLOT_BYTES = 3 * SECTOR_BYTES
 """The smallest subgroup with all three tensors fits every staging slot, so that parameters can be added later."""
@@ -50,6 +54,9 @@ class Budgets:
         paths: What each path offers.
         gradient_bytes: Bytes of the gradient slots, named in the plan.
         follow_rates: Whether tiles are spread in proportion to the paths' measured rates instead of their shares.
+        gpu_bytes: Bytes of GPU memory for state at home there.
+        gpu_staging_bytes: Bytes of GPU memory through which other state passes that is updated there.
+        weights_on_gpu: Whether the weights lie on the GPU, so that those updated on the CPU are pushed there.
     """
 
     host_bytes: int
@@ -57,6 +64,9 @@ class Budgets:
     paths: tuple[PathBudget, ...] = ()
     gradient_bytes: int = 0
     follow_rates: bool = False
+    gpu_bytes: int = 0
+    gpu_staging_bytes: int = 0
+    weights_on_gpu: bool = False
 
     def shares(self, rates: Rates | None = None) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold; the sum is 1.
@@ -76,10 +86,14 @@ class Plan:
 
     Attributes:
         layout: What is placed.
-        resident: For each subgroup, whether its home is host memory (else it is streamed).
+        resident: For each subgroup, whether its home is memory of the host or the GPU (else it is streamed).
         staging_slots: Number of staging slots, each as large as the largest streamed subgroup.
         slot_bytes: Bytes of one staging slot.
         budgets: What the plan was made from.
+        gpu_home: For each subgroup, whether its home is GPU memory; empty for none.
+        on_gpu: For each subgroup, whether the GPU updates it, which it does for all that are at home there; empty
+            for none.
+        gpu_slots: Number of staging slots on the GPU.
     """
 
     layout: Layout
@@ -87,21 +101,60 @@ class Plan:
     staging_slots: int
     slot_bytes: int
     budgets: Budgets
+    gpu_home: tuple[bool, ...] = ()
+    on_gpu: tuple[bool, ...] = ()
+    gpu_slots: int = 0
+
+    def at_home_on_gpu(self, subgroup: int) -> bool:
+        """Return whether a subgroup's state lives in GPU memory."""
+        return bool(self.gpu_home) and self.gpu_home[subgroup]
+
+    def updates_on_gpu(self, subgroup: int) -> bool:
+        """Return whether the GPU updates a subgroup."""
+        return bool(self.on_gpu) and self.on_gpu[subgroup]
+
+    @property
+    def weights_on_gpu(self) -> bool:
+        """Whether the weights lie on the GPU."""
+        return self.budgets.weights_on_gpu
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether a step needs a GPU."""
+        return self.weights_on_gpu or any(self.on_gpu)
+
+    @cached_property
+    def gpu_slot_bytes(self) -> int:
+        """Bytes of one staging slot on the GPU, as large as the largest subgroup that passes through."""
+        return max((s.state_bytes for s in self.layout.subgroups if self.is_copied(s.index)), default=0)
+
+    def is_copied(self, subgroup: int) -> bool:
+        """Return whether a subgroup's state is copied to the GPU for its update, and back."""
+        return self.updates_on_gpu(subgroup) and not self.at_home_on_gpu(subgroup)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of all state."""
         return self.layout.state_bytes
 
-    @property
+    @cached_property
     def resident_bytes(self) -> int:
         """Bytes of state at home in host memory."""
-        return sum(s.state_bytes for s in self.layout.subgroups if self.resident[s.index])
+        return sum(
+            s.state_bytes
+            for s in self.layout.subgroups
+            if self.resident[s.index] and not self.at_home_on_gpu(s.index)
+        )
+
+    @cached_property
+    def gpu_bytes(self) -> int:
+        """Bytes of state at home in GPU memory."""
+        return sum(s.state_bytes for s in self.layout.subgroups if self.at_home_on_gpu(s.index))
 
     @property
     def streamed_bytes(self) -> int:
         """Bytes of state at home on the paths."""
-        return self.state_bytes - self.resident_bytes
+        return self.state_bytes - self.resident_bytes - self.gpu_bytes
 
     @property
     def staging_bytes(self) -> int:
@@ -157,12 +210,14 @@ class Plan:
 
     def __str__(self) -> str:
         subgroups = self.layout.subgroups
-        count = sum(self.resident)
+        streamed = len(subgroups) - sum(self.resident)
+        count = sum(self.resident) - sum(self.gpu_home)
         largest = max((subgroup.numel for subgroup in subgroups), default=0)
         numel = sum(parameter.numel for parameter in self.layout.parameters)
         lines = [
             f"{numel:,} parameters, {format_bytes(self.state_bytes)} of optimizer state in "
             f"{len(subgroups)} subgroups of at most {largest:,} elements",
+            *self._gpu_lines(),
             f"  host memory  {format_bytes(self.resident_bytes):>10}  state of {count} subgroups at home there",
         ]
         if self.staging_slots:
@@ -177,7 +232,7 @@ class Plan:
         lines.append(f"               {format_bytes(self.host_bytes):>10}  in all")
         if self.staging_slots:
             lines.append(
-                f"  storage      {format_bytes(self.streamed_bytes):>10}  state of {len(subgroups) - count} "
+                f"  storage      {format_bytes(self.streamed_bytes):>10}  state of {streamed} "
                 f"subgroups, {format_bytes(self.storage_bytes)} with headers and versions in flight"
             )
             for path, share in zip(self.budgets.paths, self.budgets.shares(), strict=True):
@@ -185,15 +240,37 @@ class Plan:
                 lines.append(f"               {part:>10}  on {path.name}")
         return "\n".join(lines)
 
+    def _gpu_lines(self) -> list[str]:
+        if not any(self.on_gpu):
+            return []
+        home, copied = sum(self.gpu_home), sum(self.on_gpu) - sum(self.gpu_home)
+        staging = format_bytes(self.gpu_slots * self.gpu_slot_bytes)
+        return [
+            f"  GPU memory   {format_bytes(self.gpu_bytes):>10}  state of {home} subgroups at home there",
+            f"               {staging:>10}  staging, {self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}; "
+            f"{copied} of the other subgroups are updated on the GPU",
+        ]
 
-def make_plan(layout: Layout, budgets: Budgets, *, kept: Plan | None = None) -> Plan:
+
+def make_plan(
+    layout: Layout,
+    budgets: Budgets,
+    *,
+    kept: Plan | None = None,
+    staging_slots: int = DEFAULT_STAGING_SLOTS,
+    copied: Sequence[bool] = (),
+) -> Plan:
     """Choose the home of every subgroup.
 
-    Subgroups stay in host memory, first ones first, as long as the budget lasts; the others stream.
+    Subgroups stay in GPU memory, first ones first, as long as that budget lasts, then in host memory; the others
+    stream. What is at home on the GPU is updated there.
 
     Args:
         layout: What is to be placed.
         budgets: What each tier offers.
+        staging_slots: Number of staging slots where `budgets.staging_bytes` does not say how much there may be.
+        copied: For each subgroup, whether the GPU is to update it where its home is elsewhere; empty for none. As
+            many staging slots on the GPU are planned as fit, up to `GPU_STAGING_SLOTS`.
         kept: A plan for the first subgroups of `layout`, whose homes stay as they are; its staging slots stay
             too, though they may have to be larger and there may be more.
 
@@ -202,17 +279,36 @@ def make_plan(layout: Layout, budgets: Budgets, *, kept: Plan | None = None) -> 
             (or not as many as `kept` has slots).
     """
     resident = list(kept.resident) if kept else []
+    gpu_home = [kept.at_home_on_gpu(number) for number in range(len(resident))] if kept else []
     left = budgets.host_bytes - (kept.resident_bytes if kept else 0)
+    left_on_gpu = budgets.gpu_bytes - (kept.gpu_bytes if kept else 0)
     for subgroup in layout.subgroups[len(resident) :]:
-        resident.append(subgroup.state_bytes <= left)
-        if resident[-1]:
+        gpu_home.append(subgroup.state_bytes <= left_on_gpu)
+        resident.append(gpu_home[-1] or subgroup.state_bytes <= left)
+        if gpu_home[-1]:
+            left_on_gpu -= subgroup.state_bytes
+        elif resident[-1]:
             left -= subgroup.state_bytes
+    on_gpu = [home or (bool(copied) and copied[number]) for number, home in enumerate(gpu_home)]
+    gpu_slots = 0
+    if on_gpu != gpu_home:
+        largest = max(s.state_bytes for s in layout.subgroups if on_gpu[s.index] and not gpu_home[s.index])
+        gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest)
+        if gpu_slots < 1:
+            raise InfeasiblePlanError(
+                "one staging slot on the GPU",
+                largest,
+                {"GPU staging": budgets.gpu_staging_bytes},
+                "raise gpu_memory or lower subgroup_numel",
+            )
+    device = (tuple(gpu_home) if any(gpu_home) else (), tuple(on_gpu) if any(on_gpu) else (), gpu_slots)
     streamed = [subgroup for subgroup in layout.subgroups if not resident[subgroup.index]]
     slot_bytes = max((subgroup.state_bytes for subgroup in streamed), default=0)
     slot_bytes = max(slot_bytes, LEAST_SLOT_BYTES)
     if not streamed:
-        return Plan(layout, tuple(resident), 0, 0, budgets)
+        return Plan(layout, tuple(resident), 0, 0, budgets, *device)
     offers = {
+        **({"gpu_memory": budgets.gpu_bytes} if budgets.gpu_bytes else {}),
         "host_memory": budgets.host_bytes,
         **{path.name: path.available_bytes for path in budgets.paths},
     }
@@ -223,7 +319,7 @@ def make_plan(layout: Layout, budgets: Budgets, *, kept: Plan | None = None) -> 
             offers,
             "raise host_memory or give paths to stream from",
         )
-    slots = DEFAULT_STAGING_SLOTS
+    slots = max(1, staging_slots)
     if budgets.staging_bytes is not None:
         slots = budgets.staging_bytes // slot_bytes
         if slots < 1:
@@ -241,7 +337,7 @@ def make_plan(layout: Layout, budgets: Budgets, *, kept: Plan | None = None) -> 
                 {"staging_memory": budgets.staging_bytes},
                 "raise staging_memory or lower subgroup_numel",
             )
-    plan = Plan(layout, tuple(resident), min(slots, len(streamed)), slot_bytes, budgets)
+    plan = Plan(layout, tuple(resident), min(slots, len(streamed)), slot_bytes, budgets, *device)
     # What is left at the end of each path may be too short for a slot.
     largest = max(plan.slot_counts) + SECTOR_BYTES
     needed = plan.storage_bytes + largest * (len(budgets.paths) - 1)

@@ -19,6 +19,10 @@ Rules:
      path that has failed is given up: of it only what is live counts).
   9. After a fatal error (a failed run or read, `Stop`) nothing new is issued. A failed write is issued again
      before anything else, or nothing more is.
+ 10. A visit on the GPU runs on the state at home there, or in a GPU staging slot of its own: one that the whole
+     newest state was copied into, unless the visit fills it. What it changed is copied back before anything else
+     touches the subgroup or its memory, and then the GPU staging slot is free.
+ 11. Weights are pushed once after each run on the CPU whose visit says so, and the visit ends with that.
 
 Non-goals: whether an order is good, whether anything happens at all (a run that never ends breaks no rule).
 """
@@ -34,10 +38,13 @@ from offload.engine.index import Location, Record
 from offload.engine.loop import Executor
 from offload.engine.machine import (
     Begin,
+    CopyIn,
+    CopyOut,
     Done,
     Event,
     Failed,
     Operation,
+    PushWeights,
     ReadTile,
     Run,
     Stop,
@@ -64,6 +71,10 @@ class _Subgroup:
         held: Tiles of the newest version that lie in that slot.
         stored: Version that is whole on storage, and where its tiles lie.
         arriving: Tiles of the newest version that are on storage while not all are.
+        gpu_slot: Its staging slot on the GPU.
+        gpu_holds: Whether that slot holds the newest state, whole.
+        gpu_ahead: Whether only that slot does.
+        copy: The copy in flight between the GPU and host memory.
     """
 
     version: int = 0
@@ -76,6 +87,15 @@ class _Subgroup:
     reads: dict[TileId, int] = field(default_factory=dict)
     writes: dict[TileId, int] = field(default_factory=dict)
     run: int | None = None
+    gpu_slot: int | None = None
+    gpu_holds: bool = False
+    gpu_ahead: bool = False
+    copy: int | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a visit or a copy works on its memory."""
+        return self.run is not None or self.gpu_slot is not None
 
 
 class _Extents:
@@ -128,6 +148,8 @@ class CheckedExecutor:
         ]
         self._subgroups = [_Subgroup() for _ in plan.layout.subgroups]
         self._owners: list[int | None] = [None] * plan.staging_slots
+        self._gpu_owners: list[int | None] = [None] * plan.gpu_slots
+        self._pushes: dict[int, int] = {}  # subgroups whose weights are to be pushed, and their bytes
         self._extents = [_Extents(path.available_bytes) for path in plan.budgets.paths]
         self._flying: dict[int, Operation] = {}
         self._flying_bytes = 0
@@ -200,6 +222,11 @@ class CheckedExecutor:
             self._require(not self._again, "9: an operation before a failed write is issued again")
         if isinstance(operation, Run):
             self._issued_run(operation)
+        elif isinstance(operation, CopyIn | CopyOut):
+            self._issued_copy(operation)
+        elif isinstance(operation, PushWeights):
+            due = self._pushes.pop(operation.subgroup, None)
+            self._require(due == operation.nbytes, "11: a push of weights that is not due")
         else:
             place = self._places[operation.tile.subgroup].get(operation.tile)
             expected = (operation.buffer_offset, operation.record.location.nbytes)
@@ -220,6 +247,19 @@ class CheckedExecutor:
         self._require(self._visits.pop(run.visit.subgroup, None) == run.visit, "2: a visit that is not due")
         self._require(run.fresh == (subgroup.version == 0), "3: a wrong word on whether the state is fresh")
         self._require(subgroup.run is None, "4: two visits at once on a subgroup")
+        self._require(subgroup.copy is None, "10: a visit amid a copy")
+        at_home = self._plan.at_home_on_gpu(run.visit.subgroup)
+        self._require(run.visit.gpu or not at_home, "10: state at home on the GPU is visited elsewhere")
+        if run.gpu_slot is None:
+            self._require(at_home or not run.visit.gpu, "10: a visit on the GPU of what is not there")
+            self._require(subgroup.gpu_slot is None, "10: a visit in host memory of what lies on the GPU")
+        else:
+            self._require(run.visit.gpu and not at_home, "10: a GPU slot for a visit that needs none")
+            if subgroup.gpu_slot is None:
+                self._take_gpu_slot(run.visit.subgroup, run.gpu_slot)
+            self._require(subgroup.gpu_slot == run.gpu_slot, "10: a visit in another's GPU slot")
+            filled = run.fresh or run.visit.overwrites
+            self._require(filled or subgroup.gpu_holds, "10: a visit before the newest state is on the GPU")
         if self._plan.resident[run.visit.subgroup]:
             self._require(run.slot is None, "4: resident state in a staging slot")
         else:
@@ -227,16 +267,47 @@ class CheckedExecutor:
             if run.slot is not None and subgroup.slot != run.slot:
                 self._take_slot(run.visit.subgroup, run.slot)
             self._require(not subgroup.reads and not subgroup.writes, "4: a visit amid transfers of its slot")
-            if not run.fresh and not run.visit.overwrites:
+            if not run.fresh and not run.visit.overwrites and run.gpu_slot is None:
                 whole = len(subgroup.held) == len(self._places[run.visit.subgroup])
                 self._require(whole, "3: a visit before all of the newest state is there")
         subgroup.run = run.op
+
+    def _issued_copy(self, copy: CopyIn | CopyOut) -> None:
+        subgroup = self._subgroups[copy.subgroup]
+        resident = self._plan.resident[copy.subgroup]
+        self._require(not self._plan.at_home_on_gpu(copy.subgroup), "10: a copy of state at home on the GPU")
+        self._require(subgroup.run is None and subgroup.copy is None, "10: a copy amid a visit or another copy")
+        self._require(not subgroup.reads and not subgroup.writes, "10: a copy amid transfers")
+        self._require(copy.slot == (None if resident else subgroup.slot), "10: a copy from or to another's memory")
+        self._require(resident or copy.slot is not None, "10: a copy from or to no memory")
+        if isinstance(copy, CopyIn):
+            self._require(subgroup.version > 0, "10: a copy of state that was never changed")
+            whole = resident or len(subgroup.held) == len(self._places[copy.subgroup])
+            self._require(whole, "10: a copy before all of the newest state is there")
+            self._require(subgroup.gpu_slot is None, "10: a second copy to the GPU")
+            self._take_gpu_slot(copy.subgroup, copy.gpu_slot)
+        else:
+            self._require(subgroup.gpu_slot == copy.gpu_slot, "10: a copy out of another's GPU slot")
+            self._require(subgroup.gpu_ahead, "10: a copy back of what has not changed")
+        subgroup.copy = copy.op
+
+    def _take_gpu_slot(self, number: int, gpu_slot: int) -> None:
+        self._require(0 <= gpu_slot < len(self._gpu_owners), "10: there is no such GPU slot")
+        self._require(self._gpu_owners[gpu_slot] is None, "10: a GPU slot that is in use")
+        self._gpu_owners[gpu_slot] = number
+        self._subgroups[number].gpu_slot = gpu_slot
+
+    def _leave_gpu(self, number: int) -> None:
+        subgroup = self._subgroups[number]
+        if subgroup.gpu_slot is not None:
+            self._gpu_owners[subgroup.gpu_slot] = None
+        subgroup.gpu_slot, subgroup.gpu_holds, subgroup.gpu_ahead = None, False, False
 
     def _issued_read(self, read: ReadTile) -> None:
         subgroup = self._subgroups[read.tile.subgroup]
         if subgroup.slot != read.slot:
             self._take_slot(read.tile.subgroup, read.slot)
-        self._require(subgroup.run is None, "4: a read into a slot that a visit works on")
+        self._require(not subgroup.busy, "4: a read into a slot that a visit works on")
         self._require(not subgroup.writes, "4: a read into a slot that is being written from")
         self._require(read.tile not in subgroup.reads, "4: two reads into one place")
         self._require(subgroup.version > 0, "6: a read of state that was never changed")
@@ -250,7 +321,7 @@ class CheckedExecutor:
         location = write.record.location
         self._again.pop(write.tile, None)
         self._require(subgroup.slot == write.slot, "4: a write from a slot that is not its subgroup's")
-        self._require(subgroup.run is None, "4: a write from a slot that a visit works on")
+        self._require(not subgroup.busy, "4: a write from a slot that a visit works on")
         self._require(not subgroup.reads, "4: a write from a slot that is being read into")
         self._require(write.tile not in subgroup.writes, "7: two writes of one tile")
         self._require(write.tile in subgroup.held, "7: a write of what is not the newest state")
@@ -287,7 +358,7 @@ class CheckedExecutor:
         if owner is None:
             return
         subgroup = self._subgroups[owner]
-        idle = subgroup.run is None and not subgroup.reads and not subgroup.writes
+        idle = not subgroup.busy and not subgroup.reads and not subgroup.writes
         self._require(idle, "4: a slot changes hands while operations use it")
         self._require(subgroup.stored_version == subgroup.version, "5: a slot changes hands with unsaved state")
         subgroup.slot = None
@@ -309,7 +380,7 @@ class CheckedExecutor:
         operation = self._flying.pop(op, None)
         if operation is None:
             raise self._violation("1: an operation is reported that is not in flight")
-        if not isinstance(operation, Run):
+        if isinstance(operation, ReadTile | WriteTile):
             self._flying_bytes -= operation.record.location.nbytes
         return operation
 
@@ -330,8 +401,14 @@ class CheckedExecutor:
             case Run(visit=visit):
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run = None
-                if operation.sweep in self._steps and self._sweep and operation.sweep == self._sweep.number:
+                if visit.weight_bytes:
+                    self._pushes[visit.subgroup] = visit.weight_bytes
+                elif operation.sweep in self._steps and self._sweep and operation.sweep == self._sweep.number:
                     self._unended.pop(visit.subgroup, None)
+                if operation.gpu_slot is not None and visit.changes:
+                    subgroup.gpu_holds = subgroup.gpu_ahead = True
+                elif operation.gpu_slot is not None:
+                    self._leave_gpu(visit.subgroup)
                 if visit.changes:
                     self.moved.append(visit.subgroup)
                     subgroup.version += 1
@@ -339,6 +416,14 @@ class CheckedExecutor:
                     subgroup.held = set(self._places[visit.subgroup])
                     self._leave(subgroup.arriving)
                     subgroup.arriving = {}
+            case CopyIn(subgroup=number):
+                self._subgroups[number].copy = None
+                self._subgroups[number].gpu_holds = True
+            case CopyOut(subgroup=number):
+                self._subgroups[number].copy = None
+                self._leave_gpu(number)
+            case PushWeights(subgroup=number):
+                self._unended.pop(number, None)
 
     def _failed(self, operation: Operation, error: Exception) -> None:
         match operation:
@@ -355,6 +440,11 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
             case Run(visit=visit):
                 self._subgroups[visit.subgroup].run = None
+                self._fatal = self._fatal or error
+            case CopyIn(subgroup=number) | CopyOut(subgroup=number):
+                self._subgroups[number].copy = None
+                self._fatal = self._fatal or error
+            case PushWeights():
                 self._fatal = self._fatal or error
 
     def _leave(self, records: dict[TileId, Record]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.engine.machine import ReadTile, Run, WriteTile
+from offload.engine.machine import CopyIn, CopyOut, ReadTile, Run, WriteTile
 from offload.errors import CorruptRecordError
 from offload.layout import STATE_ITEM_BYTES
 from offload.plan.budget import Plan
@@ -94,6 +94,8 @@ class SimData:
             for subgroup in plan.layout.subgroups
             if plan.resident[subgroup.index]
         }
+        gpu_words = plan.gpu_slot_bytes // STATE_ITEM_BYTES
+        self.gpu = [np.full(gpu_words, RUBBISH, np.uint32) for _ in range(plan.gpu_slots)]
         self.stores = [SimStore() for _ in plan.budgets.paths]
 
     def sync(self) -> None:
@@ -172,6 +174,21 @@ class SimData:
         """Let a visit end: do its work."""
         self.update(run, self._state(run))
 
+    def begin_copy(self, copy: CopyIn | CopyOut) -> None:
+        """Let a copy between host memory and the GPU start: what its target held is lost."""
+        self._ends(copy)[1][:] = RUBBISH
+
+    def end_copy(self, copy: CopyIn | CopyOut) -> None:
+        """Let a copy end: take its source as it is at the last moment."""
+        source, target = self._ends(copy)
+        target[:] = source
+
+    def _ends(self, copy: CopyIn | CopyOut) -> tuple[State, State]:
+        words = self.plan.layout.subgroups[copy.subgroup].state_bytes // STATE_ITEM_BYTES
+        host = self.resident[copy.subgroup] if copy.slot is None else self.staging[copy.slot][:words]
+        gpu = self.gpu[copy.gpu_slot][:words]
+        return (host, gpu) if isinstance(copy, CopyIn) else (gpu, host)
+
     def _buffer(self, operation: ReadTile | WriteTile) -> npt.NDArray[Any]:
         start = operation.buffer_offset // STATE_ITEM_BYTES
         numel = operation.record.location.nbytes // STATE_ITEM_BYTES
@@ -179,6 +196,7 @@ class SimData:
 
     def _state(self, run: Run) -> State:
         subgroup = run.visit.subgroup
-        if run.slot is None:
-            return self.resident[subgroup]
-        return self.staging[run.slot][: self.plan.layout.subgroups[subgroup].state_bytes // STATE_ITEM_BYTES]
+        words = self.plan.layout.subgroups[subgroup].state_bytes // STATE_ITEM_BYTES
+        if run.gpu_slot is not None:
+            return self.gpu[run.gpu_slot][:words]
+        return self.resident[subgroup] if run.slot is None else self.staging[run.slot][:words]

@@ -1,28 +1,43 @@
 """The simulated executor: a virtual clock and a heap of completions in place of real lanes.
 
-A lane is a serial resource: each path's reads, each path's writes, the CPU. An operation takes the lane's latency
-and its bytes over the lane's rate, after what was given to the lane before it. Two fidelities: timing only, and,
-given `SimData`, with bytes. Same arguments, same run.
+A lane is a serial resource: each path's reads, each path's writes, the CPU; with a GPU also its updates ("gpu") and
+the copies each way ("h2d", "d2h"). An operation takes the lane's latency and its bytes over the lane's rate, after
+what was given to the lane before it. Where the rates know the host's memory bandwidth, updates on the CPU have what
+the other lanes leave of it at each moment (`Rates.cpu_speed`). Two fidelities: timing only, and, given `SimData`,
+with bytes. Same arguments, same run.
 
 Invariants:
   * an operation is reported once, or (stuck) never;
   * virtual time never goes back.
 
-Non-goals: contention between lanes (memory bandwidth, one disk's reads against its writes), a host slower than
-its lanes.
+Non-goals: contention between a path's reads and its writes (its rates are those of both at once), contention for
+memory together with faults, disorder or bytes; a host slower than its lanes.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from offload.engine.executor import Interval
-from offload.engine.machine import Done, Event, Failed, Operation, ReadTile, Run, Stop, WriteTile
+from offload.engine.machine import (
+    CopyIn,
+    CopyOut,
+    Done,
+    Event,
+    Failed,
+    Operation,
+    PushWeights,
+    ReadTile,
+    Run,
+    Stop,
+    WriteTile,
+)
 from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
 from offload.plan.budget import Plan
 from offload.plan.rates import Rates
@@ -63,11 +78,14 @@ ORDERLY = Disorder()
 
 
 class _Lane:
-    __slots__ = ("busy_s", "free_s", "latency_s", "name", "nbytes", "s_per_byte")
+    __slots__ = ("busy_s", "free_s", "latency_s", "memory_bytes_per_s", "name", "nbytes", "s_per_byte")
 
-    def __init__(self, name: str, bytes_per_s: float, latency_s: float, servers: int) -> None:
+    def __init__(
+        self, name: str, bytes_per_s: float, latency_s: float = 0.0, memory_cost: float = 0.0, servers: int = 1
+    ) -> None:
         self.name = name
         self.latency_s = latency_s
+        self.memory_bytes_per_s = bytes_per_s * memory_cost
         self.s_per_byte = servers / bytes_per_s
         self.free_s = [0.0] * servers
         self.busy_s = 0.0
@@ -112,15 +130,24 @@ class SimExecutor:
         self._disorder = disorder
         self._rng = random.Random(seed)
         servers = disorder.servers
-        self._cpu = _Lane("cpu", rates.cpu_bytes_per_s, 0.0, servers)
-        self._reads = [
-            _Lane(f"read:{number}", path.read_bytes_per_s, path.latency_s, servers)
-            for number, path in enumerate(rates.paths)
-        ]
-        self._writes = [
-            _Lane(f"write:{number}", path.write_bytes_per_s, path.latency_s, servers)
-            for number, path in enumerate(rates.paths)
-        ]
+        self._rates = rates
+        self._cpu = _Lane("cpu", rates.cpu_bytes_per_s, servers=servers)
+        self._reads: list[_Lane] = []
+        self._writes: list[_Lane] = []
+        for number, path in enumerate(rates.paths):
+            even = (path.latency_s, path.memory_cost, servers)
+            self._reads.append(_Lane(f"read:{number}", path.read_bytes_per_s, *even))
+            self._writes.append(_Lane(f"write:{number}", path.write_bytes_per_s, *even))
+        self._gpu: dict[str, _Lane] = {}
+        if rates.gpu is not None:
+            gpu, cost = rates.gpu, rates.gpu.memory_cost
+            self._gpu = {
+                "gpu": _Lane("gpu", gpu.update_bytes_per_s, servers=servers),
+                "h2d": _Lane("h2d", gpu.h2d_bytes_per_s, 0.0, cost, servers),
+                "d2h": _Lane("d2h", gpu.d2h_bytes_per_s, 0.0, cost, servers),
+            }
+        elif plan.uses_gpu:
+            raise ConfigError("rates.gpu", None, "is missing, and the plan uses the GPU; measure it")
         self._heap: list[tuple[float, int, Operation | Event, _OperationFault | PathFull | None]] = []
         self._pushed = 0  # breaks ties in time: first given, first reported
         self._out: dict[int, Operation] = {}
@@ -145,6 +172,12 @@ class SimExecutor:
                 case FailOperation(kind, number) | ShortTransfer(kind, number) | StuckOperation(kind, number):
                     self._planned[kind, number] = fault
         self._even = disorder == ORDERLY and not faults and data is None
+        # Updates that share the memory end when the others let them: they wait here, not in the heap.
+        demand = sum(lane.memory_bytes_per_s for lane in self._lanes())
+        self._contended = self._even and rates.cpu_speed(demand) < 1
+        self._updates: deque[Run] = deque()
+        self._update_left_s = 0.0  # of the first one, at the CPU's own speed
+        self._update_started_s = 0.0
 
     @property
     def timeline(self) -> list[Interval]:
@@ -165,7 +198,23 @@ class SimExecutor:
         return {lane.name: lane.nbytes for lane in self._lanes()}
 
     def _lanes(self) -> list[_Lane]:
-        return [self._cpu, *self._reads, *self._writes]
+        return [self._cpu, *self._gpu.values(), *self._reads, *self._writes]
+
+    def lane_of(self, operation: Operation) -> tuple[_Lane, int]:
+        """Return the lane that an operation goes to and the bytes that it costs there."""
+        match operation:
+            case ReadTile(record=record):
+                return self._reads[record.location.path], record.location.nbytes
+            case WriteTile(record=record):
+                return self._writes[record.location.path], record.location.nbytes
+            case Run(visit=visit):
+                return self._gpu["gpu"] if visit.gpu else self._cpu, self._sizes[visit.subgroup]
+            case CopyIn(subgroup=subgroup):
+                return self._gpu["h2d"], self._sizes[subgroup]
+            case CopyOut(subgroup=subgroup):
+                return self._gpu["d2h"], self._sizes[subgroup]
+            case PushWeights(nbytes=nbytes):
+                return self._gpu["h2d"], nbytes
 
     def inject(self, event: Event, at_s: float | None = None) -> None:
         """Have `wait` report an event that no lane makes, such as `Begin`; now or at a later virtual time."""
@@ -174,16 +223,15 @@ class SimExecutor:
     def submit(self, operations: Sequence[Operation]) -> None:
         """Give operations to their lanes."""
         for operation in operations:
-            if isinstance(operation, Run):
-                lane = self._cpu
-                nbytes = self._sizes[operation.visit.subgroup]
-            else:
-                location = operation.record.location
-                nbytes = location.nbytes
-                lane = (self._reads if isinstance(operation, ReadTile) else self._writes)[location.path]
+            lane, nbytes = self.lane_of(operation)
             self._out[operation.op] = operation
             if not self._even:
                 self._submit_uneven(operation, lane, nbytes)
+                continue
+            if self._contended and lane is self._cpu and isinstance(operation, Run):
+                self._updates.append(operation)
+                if len(self._updates) == 1:
+                    self._start_update()
                 continue
             # What `_submit_uneven` comes to with even lanes: predictions spend their time here.
             started_s = lane.free_s[0]
@@ -227,12 +275,56 @@ class SimExecutor:
                     self.data.begin_write(operation)
                 case Run():
                     self.data.begin_run(operation)
+                case CopyIn() | CopyOut():
+                    self.data.begin_copy(operation)
         if not isinstance(fault, StuckOperation):
             self._push(finished_s, operation, fault)
 
     def _push(self, at_s: float, what: Operation | Event, fault: _OperationFault | PathFull | None) -> None:
         self._pushed += 1
         heappush(self._heap, (at_s, self._pushed, what, fault))
+
+    def _start_update(self) -> None:
+        self._update_left_s = self.lane_of(self._updates[0])[1] * self._cpu.s_per_byte
+        self._update_started_s = self.now_s
+
+    def _work_until(self, until_s: float) -> float | None:
+        """Let the update under way proceed, beside whatever the other lanes have been given.
+
+        Returns:
+            When it is through, if that is before `until_s`; else None, with `_update_left_s` brought up to then.
+        """
+        active = sorted(
+            (lane.free_s[0], lane.memory_bytes_per_s)
+            for lane in self._lanes()
+            if lane.memory_bytes_per_s and lane.free_s[0] > self.now_s
+        )
+        demand = sum(memory for _, memory in active)
+        at_s = self.now_s
+        for end_s, memory in [*active, (math.inf, 0.0)]:
+            speed = self._rates.cpu_speed(demand)
+            if at_s + self._update_left_s / speed <= min(end_s, until_s):
+                return at_s + self._update_left_s / speed
+            self._update_left_s -= (min(end_s, until_s) - at_s) * speed
+            if until_s <= end_s:
+                break
+            at_s = end_s
+            demand -= memory
+        return None
+
+    def _end_update(self, at_s: float) -> list[Event]:
+        run = self._updates.popleft()
+        del self._out[run.op]
+        nbytes = self.lane_of(run)[1]
+        self.now_s = at_s
+        self._cpu.busy_s += at_s - self._update_started_s
+        self._cpu.nbytes += nbytes
+        if self.record_timeline:
+            self._started.append((self._cpu, run, self._update_started_s, at_s, nbytes))
+        if self._updates:
+            self._start_update()
+        self.events += 1
+        return [Done(run.op)]
 
     def wait(self) -> list[Event]:
         """Advance the clock to the next completion and report it, with all others of the same moment.
@@ -243,6 +335,10 @@ class SimExecutor:
             InternalError: If nothing is out and nothing was injected: a live engine would wait for ever.
             SimulatedCrash: If the process dies here.
         """
+        if self._updates:
+            through_s = self._work_until(self._heap[0][0] if self._heap else math.inf)
+            if through_s is not None:
+                return self._end_update(through_s)
         if not self._heap:
             if not self._out:
                 raise InternalError(f"the engine waits at {self.now_s} s with nothing in flight")
@@ -259,7 +355,7 @@ class SimExecutor:
                 raise SimulatedCrash(f"in place of event {self.events}, at {self.now_s} s")
             self.now_s = max(self.now_s, at_s)
             self.events += 1
-            if isinstance(what, ReadTile | WriteTile | Run):
+            if isinstance(what, Operation):
                 del self._out[what.op]
                 events.append(self._end(what, fault))
             else:
@@ -289,12 +385,16 @@ class SimExecutor:
                 return Done(operation.op, checksum)
             case Run():
                 self.data.end_run(operation)
+            case CopyIn() | CopyOut():
+                self.data.end_copy(operation)
         return Done(operation.op)
 
     def _error(self, operation: Operation, kind: type[TierError], detail: str, errno: int | None = None) -> TierError:
         detail = f"{_label(operation)}: {detail}"
-        if isinstance(operation, Run):
-            return kind("update", tier="host", path="cpu", detail=detail)
+        if not isinstance(operation, ReadTile | WriteTile):
+            lane = self.lane_of(operation)[0].name
+            verb = "update" if isinstance(operation, Run) else "copy"
+            return kind(verb, tier="host" if lane == "cpu" else "gpu", path=lane, detail=detail)
         location = operation.record.location
         path = self._plan.budgets.paths[location.path].name
         verb = _kind(operation)
@@ -302,11 +402,17 @@ class SimExecutor:
 
 
 def _kind(operation: Operation) -> str:
+    if isinstance(operation, CopyIn | CopyOut | PushWeights):
+        return "copy"
     return {ReadTile: "read", WriteTile: "write", Run: "run"}[type(operation)]
 
 
 def _label(operation: Operation) -> str:
     if isinstance(operation, Run):
         return f"subgroup {operation.visit.subgroup}"
+    if isinstance(operation, PushWeights):
+        return f"weights of subgroup {operation.subgroup}"
+    if isinstance(operation, CopyIn | CopyOut):
+        return f"subgroup {operation.subgroup}"
     tile = operation.tile
     return f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"

@@ -11,7 +11,8 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["read", "write", "run"]
+Kind = Literal["read", "write", "run", "copy"]
+"""Kinds of operations; "copy" is whatever goes between host memory and a GPU."""
 
 
 class SimulatedCrash(Exception):
@@ -106,7 +107,7 @@ def _random_fault(rng: random.Random, paths: int, operations: int, span_s: float
     number = rng.randrange(operations)
     transfer: Literal["read", "write"] = rng.choice(("read", "write"))
     lanes = ["cpu", *(f"{verb}:{path}" for verb in ("read", "write") for path in range(paths))]
-    match rng.randrange(9):
+    match rng.randrange(10):
         case 0:
             return FailOperation("read", number)
         case 1:
@@ -121,7 +122,9 @@ def _random_fault(rng: random.Random, paths: int, operations: int, span_s: float
             return CorruptPayload(number)
         case 6:
             return MisdirectedWrite(number)
-        case 7 if paths:
+        case 7:
+            return FailOperation("copy", number)
+        case 8 if paths:
             return PathFull(rng.randrange(paths), rng.random() * span_s)
         case _:
             return SlowLane(rng.choice(lanes), rng.random() * span_s, rng.choice((3.0, 30.0, 1000.0)))

@@ -8,7 +8,7 @@ from offload.config import format_bytes
 from offload.engine.executor import Interval
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, Machine, Sweep, Visit
+from offload.engine.machine import Begin, Machine, Sweep, update_visits
 from offload.errors import ConfigError, invariant
 from offload.plan.budget import Plan
 from offload.plan.order import visit_order
@@ -69,11 +69,13 @@ def predict(plan: Plan, rates: Rates, steps: int = 3) -> Prediction:
     for number in range(1, steps + 1):
         executor.record_timeline = number == steps
         begun_s, busy_before, bytes_before = executor.now_s, executor.busy_s, executor.lane_bytes
-        visits = tuple(Visit(subgroup) for subgroup in visit_order(everything, machine.slots))
+        visits = update_visits(plan, visit_order(everything, machine.slots))
         executor.inject(Begin(Sweep(number, number, visits)))
         pump(machine, executor, lambda machine: machine.finished is not None)
         invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
         machine.take_finished()
+        step_s = executor.now_s - begun_s
+        pump(machine, executor, lambda machine: machine.in_flight == 0)  # what ends behind forward and backward
     busy_s = {lane: seconds - busy_before[lane] for lane, seconds in executor.busy_s.items()}
     lane_bytes = {lane: count - bytes_before[lane] for lane, count in executor.lane_bytes.items()}
     timeline = tuple(
@@ -81,4 +83,4 @@ def predict(plan: Plan, rates: Rates, steps: int = 3) -> Prediction:
         for interval in executor.timeline
     )
     bound_by = max(busy_s, key=lambda lane: busy_s[lane])
-    return Prediction(executor.now_s - begun_s, busy_s, lane_bytes, bound_by, timeline)
+    return Prediction(step_s, busy_s, lane_bytes, bound_by, timeline)

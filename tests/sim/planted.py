@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offload.engine.index import Location, Record, TileIndex
-from offload.engine.machine import Machine, ReadTile, Run, State, WriteTile
+from offload.engine.machine import CopyIn, CopyOut, Machine, PushWeights, ReadTile, Run, State, WriteTile
 
 
 class RunsBeforeTheLastTile(Machine):
@@ -110,7 +110,7 @@ class RunsTwice(Machine):
         super()._start_runs()
         for operation in self._out[before:]:
             if isinstance(operation, Run) and operation.op % 5 == 0:
-                self._runs += 1
+                self._device_of(operation.visit).runs += 1
                 self._issue(replace(operation, op=self._take_op()))
 
 
@@ -159,8 +159,9 @@ class FlushesWhileRunning(Machine):
 
 
 class ForgetsDirtAfterReading(Machine):
-    def _ran(self, visit):
-        super()._ran(visit)
+    def _ran(self, run):
+        super()._ran(run)
+        visit = run.visit
         if not visit.changes and visit.subgroup in self._dirty:
             del self._dirty[visit.subgroup]
             self._states[visit.subgroup] = State.READY
@@ -204,6 +205,62 @@ class GivesUpTooEarly(Machine):
             self._break(error)
         else:
             super()._failed(operation, error)
+
+
+class NeverCopiesOut(Machine):
+    def _ran(self, run):
+        super()._ran(run)
+        if run.gpu_slot is not None and self._out and isinstance(self._out[-1], CopyOut):
+            del self._in_flight[self._out.pop().op]
+            self._leave_gpu(run.visit.subgroup)
+            self._settle(run.visit.subgroup, changed=True)
+
+
+class SettlesBeforeTheCopyOut(Machine):
+    def _ran(self, run):
+        super()._ran(run)
+        if run.gpu_slot is not None and run.visit.changes and self.broken is None:
+            self._settle(run.visit.subgroup, changed=True)
+
+    def _settle(self, subgroup, *, changed):
+        if self._states[subgroup] is State.BUSY:
+            super()._settle(subgroup, changed=changed)
+
+
+class RunsBeforeTheCopyIn(Machine):
+    def _start_copies(self):
+        before = len(self._out)
+        super()._start_copies()
+        self._gpu.streamed.extend(o.subgroup for o in self._out[before:] if isinstance(o, CopyIn))
+
+    def _done(self, operation, checksum):
+        return False if isinstance(operation, CopyIn) else super()._done(operation, checksum)
+
+
+class SharesAGpuSlot(Machine):
+    def _start_copies(self):
+        owners = self._gpu_owners
+        if self._copies and None not in owners:
+            self._gpu_owners = [None]
+            super()._start_copies()
+            self._gpu_owners = owners
+        else:
+            super()._start_copies()
+
+
+class ForgetsToPush(Machine):
+    def _ran(self, run):
+        super()._ran(replace(run, visit=replace(run.visit, weight_bytes=0)))
+
+
+class EndsBeforeThePush(Machine):
+    def _ran(self, run):
+        super()._ran(run)
+        self._unfinished -= run.visit.weight_bytes > 0
+
+    def _done(self, operation, checksum):
+        self._unfinished += isinstance(operation, PushWeights)
+        return super()._done(operation, checksum)
 
 
 class WaitsForEver(Machine):
@@ -277,6 +334,12 @@ MACHINES = [
     TakesStateForFresh,
     SharesASlot,
     GivesUpTooEarly,
+    NeverCopiesOut,
+    SettlesBeforeTheCopyOut,
+    RunsBeforeTheCopyIn,
+    SharesAGpuSlot,
+    ForgetsToPush,
+    EndsBeforeThePush,
     WaitsForEver,
 ]
 INDICES = [

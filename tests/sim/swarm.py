@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, Machine, Run, Sweep, Visit
+from offload.engine.machine import Begin, Machine, Run, Sweep, Visit, update_visits
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
-from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, make_plan, visit_order
+from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES, DtypeCode
 from offload.sim import (
@@ -72,12 +72,24 @@ def tight_plan(rng: random.Random, layout: Layout) -> Plan:
     host_bytes = rng.choice((0, 0, 0, layout.state_bytes // 3, layout.state_bytes // 2, layout.state_bytes))
     staging_bytes = rng.choice((1, 1, 2, 2, 3, 3, 4, 5, 6)) * max(layout.max_subgroup_bytes, LEAST_SLOT_BYTES)
     shares = [rng.choice((0.1, 1.0, 1.0, 3.0)) for _ in range(paths)]
+    budgets, copied = Budgets(host_bytes, staging_bytes), []
+    if rng.random() < 0.5:
+        gpu_bytes = rng.choice((0, 0, layout.state_bytes // 4, layout.state_bytes))
+        gpu_staging_bytes = rng.randrange(1, 5) * layout.max_subgroup_bytes
+        copied = [rng.random() < 0.5 for _ in layout.subgroups]
+        budgets = Budgets(
+            host_bytes,
+            staging_bytes,
+            gpu_bytes=gpu_bytes,
+            gpu_staging_bytes=gpu_staging_bytes,
+            weights_on_gpu=rng.random() < 0.7,
+        )
 
     def plan(limits: list[int]) -> Plan:
         offers = [
             PathBudget(f"path{i}", limit, share) for i, (limit, share) in enumerate(zip(limits, shares, strict=True))
         ]
-        return make_plan(layout, Budgets(host_bytes, staging_bytes, tuple(offers)))
+        return make_plan(layout, replace(budgets, paths=tuple(offers)), copied=copied)
 
     roomy = plan([ROOMY_BYTES] * paths)
     if not roomy.staging_slots or rng.random() < 0.3:
@@ -87,7 +99,23 @@ def tight_plan(rng: random.Random, layout: Layout) -> Plan:
     return plan([stop - start for start, stop in zip([0, *cuts], [*cuts, demand], strict=True)])
 
 
-def random_sweep(rng: random.Random, count: int) -> tuple[Visit, ...]:
+def random_sweep(rng: random.Random, plan: Plan) -> tuple[Visit, ...]:
+    """Return a step on the plan's devices, or another sweep, which visits on the GPU only what is at home there."""
+    count = len(plan.layout.subgroups)
+    if rng.random() < 0.5:
+        return update_visits(plan, rng.sample(range(count), count))
+    return tuple(
+        replace(visit, gpu=plan.at_home_on_gpu(visit.subgroup) or in_gpu_slot(plan, rng))
+        for visit in random_visits(rng, count)
+    )
+
+
+def in_gpu_slot(plan: Plan, rng: random.Random) -> bool:
+    """Return, now and then, that a sweep that is no step uses the GPU's staging slots; where all subgroups fit."""
+    return plan.gpu_slots > 0 and plan.gpu_slot_bytes == plan.layout.max_subgroup_bytes and rng.random() < 0.3
+
+
+def random_visits(rng: random.Random, count: int) -> tuple[Visit, ...]:
     wanted = [s for s in range(count) if rng.random() < 0.7] if rng.random() < 0.5 else list(range(count))
     if rng.random() < 0.2:
         rng.shuffle(wanted)
@@ -107,13 +135,13 @@ def make_scenario(seed: int, *, faulty: bool | None = None) -> Scenario:
     rng = random.Random(seed)
     layout = random_layout(rng)
     plan = tight_plan(rng, layout)
-    count = len(layout.subgroups)
-    sweeps = [random_sweep(rng, count) for _ in range(rng.randrange(2, 6))]
+    sweeps = [random_sweep(rng, plan) for _ in range(rng.randrange(2, 6))]
 
     def speed() -> float:
         return 10 ** rng.uniform(5, 8)
 
-    rates = Rates(speed(), tuple(PathRates(speed(), speed(), rng.choice((0.0, 1e-4))) for _ in plan.budgets.paths))
+    paths = tuple(PathRates(speed(), speed(), rng.choice((0.0, 1e-4))) for _ in plan.budgets.paths)
+    rates = Rates(speed(), paths, GpuRates(speed(), speed(), speed()) if plan.uses_gpu else None)
     even = rng.random() < 0.3
     lag_s = rng.choice((0.0, 0.0, 0.02))
     disorder = Disorder() if even else Disorder(rng.choice((0.0, 0.5, 5.0)), rng.randrange(1, 4), lag_s)
@@ -191,7 +219,8 @@ def run_scenario(
             machine.check()
         return machine.finished is not None
 
-    everything = tuple(Visit(s, changes=False) for s in range(len(plan.layout.subgroups)))
+    subgroups = range(len(plan.layout.subgroups))
+    everything = tuple(Visit(s, changes=False, gpu=plan.at_home_on_gpu(s)) for s in subgroups)
     sweeps = [*scenario.sweeps, everything]
     synced: dict = {}
     expected = in_memory(plan, sweeps)
