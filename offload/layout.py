@@ -105,6 +105,18 @@ class Subgroup:
         """Bytes of its weights in their own dtype, padding included."""
         return self.numel * (STATE_ITEM_BYTES if self.dtype is DtypeCode.FLOAT32 else 2)
 
+    @property
+    def tile_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Each payload size of its tiles in bytes, and how many have it."""
+        whole, rest = divmod(self.numel, self.tile_numel)
+        sizes = ((self.tile_numel * STATE_ITEM_BYTES, whole), (rest * STATE_ITEM_BYTES, 1))
+        return tuple((nbytes, count * len(self.tensors)) for nbytes, count in sizes if nbytes and count)
+
+    @property
+    def tile_count(self) -> int:
+        """Number of its tiles."""
+        return -(-self.numel // self.tile_numel) * len(self.tensors)
+
     @cached_property
     def tiles(self) -> tuple[tuple[TileId, int, int], ...]:
         """Every tile as (id, byte offset in the subgroup's state, bytes); tensors follow each other."""
@@ -140,14 +152,19 @@ class Layout:
         return {parameter.name: index for index, parameter in enumerate(self.parameters)}
 
     @cached_property
+    def subgroup_bytes(self) -> tuple[int, ...]:
+        """Bytes of each subgroup's state, padding included."""
+        return tuple(subgroup.state_bytes for subgroup in self.subgroups)
+
+    @cached_property
     def state_bytes(self) -> int:
         """Bytes of all state, padding included."""
-        return sum(subgroup.state_bytes for subgroup in self.subgroups)
+        return sum(self.subgroup_bytes)
 
     @cached_property
     def max_subgroup_bytes(self) -> int:
         """State bytes of the largest subgroup; 0 without any."""
-        return max((subgroup.state_bytes for subgroup in self.subgroups), default=0)
+        return max(self.subgroup_bytes, default=0)
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -27,7 +27,7 @@ from offload.engine.session import TORCH_DTYPES, Engine
 from offload.engine.tables import GroupScalars
 from offload.errors import ConfigError
 from offload.layout import Parameter
-from offload.plan import Plan, closed_form_step_s
+from offload.plan import Plan, estimate
 from offload.sim import Prediction, predict
 
 log = logging.getLogger("offload")
@@ -535,13 +535,13 @@ class OffloadedAdam(torch.optim.Optimizer):
     def _predict(self) -> Prediction:
         plan, rates = self.engine.plan, self.engine.rates
         prediction = predict(plan, rates)
-        self._predicted = plan, closed_form_step_s(plan, rates), prediction
+        self._predicted = plan, estimate(plan, rates).step_s, prediction
         return prediction
 
     def _predicted_step_s(self) -> float:
         """Return the simulator's prediction, carried on by the closed form while rates stay near."""
         plan = self.engine.plan
-        closed_s = closed_form_step_s(plan, self.engine.rates)
+        closed_s = estimate(plan, self.engine.rates).step_s
         if self._predicted is not None and self._predicted[0] is plan:
             _, then_s, prediction = self._predicted
             if abs(closed_s - then_s) <= PREDICTION_DRIFT * then_s:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,12 +126,9 @@ class Plan:
 
     @cached_property
     def gpu_slot_bytes(self) -> int:
-        """Bytes of one staging slot on the GPU, as large as the largest subgroup that passes through."""
-        return max((s.state_bytes for s in self.layout.subgroups if self.is_copied(s.index)), default=0)
-
-    def is_copied(self, subgroup: int) -> bool:
-        """Return whether a subgroup's state is copied to the GPU for its update, and back."""
-        return self.updates_on_gpu(subgroup) and not self.at_home_on_gpu(subgroup)
+        """Bytes of one staging slot on the GPU, as large as the largest subgroup that is not at home there."""
+        sizes = enumerate(self.layout.subgroup_bytes)
+        return max((nbytes for n, nbytes in sizes if not self.at_home_on_gpu(n)), default=0) if self.gpu_slots else 0
 
     @property
     def state_bytes(self) -> int:
@@ -140,16 +138,12 @@ class Plan:
     @cached_property
     def resident_bytes(self) -> int:
         """Bytes of state at home in host memory."""
-        return sum(
-            s.state_bytes
-            for s in self.layout.subgroups
-            if self.resident[s.index] and not self.at_home_on_gpu(s.index)
-        )
+        return sum(itertools.compress(self.layout.subgroup_bytes, self.resident)) - self.gpu_bytes
 
     @cached_property
     def gpu_bytes(self) -> int:
         """Bytes of state at home in GPU memory."""
-        return sum(s.state_bytes for s in self.layout.subgroups if self.at_home_on_gpu(s.index))
+        return sum(itertools.compress(self.layout.subgroup_bytes, self.gpu_home))
 
     @property
     def streamed_bytes(self) -> int:
@@ -170,11 +164,11 @@ class Plan:
         """
         live: Counter[int] = Counter()
         flying: Counter[int] = Counter()
-        for subgroup in self.layout.subgroups:
-            if not self.resident[subgroup.index]:
-                sizes = Counter(nbytes for _, _, nbytes in subgroup.tiles)
-                live += sizes
-                flying |= sizes
+        streamed = (s for s in self.layout.subgroups if not self.resident[s.index])
+        for sizes, alike in Counter(subgroup.tile_sizes for subgroup in streamed).items():
+            for nbytes, count in sizes:
+                live[nbytes] += alike * count
+                flying[nbytes] = max(flying[nbytes], count)
         return {n: count + min(count, self.staging_slots * flying[n]) for n, count in sorted(live.items())}
 
     @property
@@ -282,17 +276,18 @@ def make_plan(
     gpu_home = [kept.at_home_on_gpu(number) for number in range(len(resident))] if kept else []
     left = budgets.host_bytes - (kept.resident_bytes if kept else 0)
     left_on_gpu = budgets.gpu_bytes - (kept.gpu_bytes if kept else 0)
-    for subgroup in layout.subgroups[len(resident) :]:
-        gpu_home.append(subgroup.state_bytes <= left_on_gpu)
-        resident.append(gpu_home[-1] or subgroup.state_bytes <= left)
+    sizes = layout.subgroup_bytes
+    for nbytes in sizes[len(resident) :]:
+        gpu_home.append(nbytes <= left_on_gpu)
+        resident.append(gpu_home[-1] or nbytes <= left)
         if gpu_home[-1]:
-            left_on_gpu -= subgroup.state_bytes
+            left_on_gpu -= nbytes
         elif resident[-1]:
-            left -= subgroup.state_bytes
+            left -= nbytes
     on_gpu = [home or (bool(copied) and copied[number]) for number, home in enumerate(gpu_home)]
     gpu_slots = 0
     if on_gpu != gpu_home:
-        largest = max(s.state_bytes for s in layout.subgroups if on_gpu[s.index] and not gpu_home[s.index])
+        largest = max(nbytes for n, nbytes in enumerate(sizes) if not gpu_home[n])
         gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest)
         if gpu_slots < 1:
             raise InfeasiblePlanError(
@@ -302,8 +297,8 @@ def make_plan(
                 "raise gpu_memory or lower subgroup_numel",
             )
     device = (tuple(gpu_home) if any(gpu_home) else (), tuple(on_gpu) if any(on_gpu) else (), gpu_slots)
-    streamed = [subgroup for subgroup in layout.subgroups if not resident[subgroup.index]]
-    slot_bytes = max((subgroup.state_bytes for subgroup in streamed), default=0)
+    streamed = [nbytes for nbytes, stays in zip(sizes, resident, strict=True) if not stays]
+    slot_bytes = max(streamed, default=0)
     slot_bytes = max(slot_bytes, LEAST_SLOT_BYTES)
     if not streamed:
         return Plan(layout, tuple(resident), 0, 0, budgets, *device)

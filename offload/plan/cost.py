@@ -7,46 +7,265 @@ instead; a test bounds how far the two are apart.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from offload.plan.budget import Plan
-from offload.plan.rates import Rates
+from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST, Rates
+
+BISECTIONS = 7
 
 
-def closed_form_step_s(plan: Plan, rates: Rates) -> float:
-    """Return the seconds of a steady-state step that updates everything.
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a step costs, in closed form.
+
+    Attributes:
+        step_s: Seconds of a steady-state step that updates everything, filling and draining included.
+        lane_s: For each lane its bytes over its rate, its operations' latencies included; for "memory", the traffic
+            of all lanes over the host's bandwidth. No order of the same operations can be faster than the longest.
+    """
+
+    step_s: float
+    lane_s: dict[str, float]
+
+    @property
+    def bound_s(self) -> float:
+        """The lower bound: the longest lane."""
+        return max(self.lane_s.values())
+
+    @property
+    def bound_by(self) -> str:
+        """The lane that sets it."""
+        return max(self.lane_s, key=lambda lane: self.lane_s[lane])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Subgroups with one kind of home and one placement: how many, and the bytes of their state."""
+
+    count: int = 0
+    nbytes: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What matters of a plan: how many subgroups, and how many bytes, of each kind.
+
+    Attributes:
+        streamed: Parts of the streamed state, (updated on the CPU, updated on the GPU).
+        resident: Parts of the state at home in host memory, likewise.
+        home: State at home on the GPU.
+        pushed_bytes: New weights of what the CPU updates, pushed to the GPU.
+        slots: Staging slots in host memory.
+        gpu_slots: Staging slots on the GPU.
+        tiles: Tiles of a mean streamed subgroup.
+    """
+
+    streamed: tuple[Part, Part]
+    resident: tuple[Part, Part]
+    home: Part
+    pushed_bytes: float
+    slots: int
+    gpu_slots: int
+    tiles: float
+
+
+def mix_of(plan: Plan) -> Mix:
+    """Return what `estimate` needs to know of a plan."""
+    subgroups, sizes = plan.layout.subgroups, plan.layout.subgroup_bytes
+    kinds = {(home, gpu): [0, 0] for home in ("streamed", "resident", "gpu") for gpu in (False, True)}
+    for number, nbytes in enumerate(sizes):
+        home = "gpu" if plan.at_home_on_gpu(number) else "resident" if plan.resident[number] else "streamed"
+        kind = kinds[home, plan.updates_on_gpu(number)]
+        kind[0] += 1
+        kind[1] += nbytes
+    pushed_bytes = 0
+    if plan.weights_on_gpu:
+        pushed_bytes = sum(s.weight_bytes for s in subgroups if not plan.updates_on_gpu(s.index))
+    tiles = sum(subgroup.tile_count for subgroup in subgroups if not plan.resident[subgroup.index])
+    streamed, resident = ((Part(*kinds[home, False]), Part(*kinds[home, True])) for home in ("streamed", "resident"))
+    home_part = Part(*kinds["gpu", True])
+    count = streamed[0].count + streamed[1].count
+    mean_tiles = tiles / count if count else 0.0
+    return Mix(streamed, resident, home_part, pushed_bytes, plan.staging_slots, plan.gpu_slots, mean_tiles)
+
+
+def estimate(plan: Plan, rates: Rates) -> Estimate:
+    """Return the cost of a steady-state step of a plan, by `estimate_mix`."""
+    return estimate_mix(mix_of(plan), plan.shares(rates), rates)
+
+
+def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
+    """Return the cost of a steady-state step.
 
     With S streamed subgroups and A staging slots, M = S - A subgroups go out and as many come in. A mean subgroup
-    takes u seconds to update, w to flush, r to fetch. A slot goes through update, flush and fetch in turn, so
-    subgroups come back every max(u, w, r, (u + w + r) / A) seconds, after the first has gone all the way; the
-    last one is then updated. Resident subgroups fill the waits of the CPU, which at least works through all of
-    the state; while they last, one that comes back has to wait its turn.
+    takes u seconds to update (on the GPU: copies included), w to flush, r to fetch. A slot goes through update,
+    flush and fetch in turn, so subgroups come back every max(r, w, what each device and link needs for one,
+    (u + w + r) / A) seconds, after the first has gone all the way; the last one is then updated. Resident subgroups
+    fill the waits of the CPU; while they last, one that comes back has to wait its turn. What passes through the
+    GPU's own slots is a pipeline of the same form.
 
-    Within 10 % of the simulated step with three staging slots or more, within 25 % with fewer; mostly within 1 %.
+    Updates on the CPU slow down while other lanes use the host's memory: how much follows from the part of the step
+    in which those are busy, which is found by bisection.
 
     Args:
-        plan: Homes, staging slots and the paths' shares.
-        rates: Speed of every lane; one entry for each path of the plan.
+        mix: What is updated where.
+        shares: The part of all tiles on each path.
+        rates: Speed of every lane.
     """
-    streamed = len(plan.resident) - sum(plan.resident)
-    cpu_s = plan.state_bytes / rates.cpu_bytes_per_s
-    moved = streamed - plan.staging_slots
-    if moved <= 0:
-        return cpu_s
-    subgroup_bytes = plan.streamed_bytes / streamed
-    tiles = sum(len(s.tiles) for s in plan.layout.subgroups if not plan.resident[s.index]) / streamed
-    read_s = write_s = 0.0
-    for part, rate in zip(plan.shares(rates), rates.paths, strict=True):
-        latency_s = tiles * part * rate.latency_s
-        read_s = max(read_s, latency_s + subgroup_bytes * part / rate.read_bytes_per_s)
-        write_s = max(write_s, latency_s + subgroup_bytes * part / rate.write_bytes_per_s)
-    update_s = subgroup_bytes / rates.cpu_bytes_per_s
-    round_s = update_s + write_s + read_s
-    every_s = max(update_s, write_s, read_s, round_s / plan.staging_slots)
-    pipeline_s = round_s + (moved - 1) * every_s + update_s
-    # While resident subgroups last, one that comes back finds the CPU at work on one and another handed over.
-    away_s = write_s + read_s
-    behind_s = (math.ceil(away_s / update_s) + 1) * update_s - away_s
-    hindered_s = max(every_s, (round_s + behind_s) / plan.staging_slots)
-    resident_s = plan.resident_bytes / rates.cpu_bytes_per_s
-    hindered = min(moved, int(resident_s / (hindered_s - update_s))) if hindered_s > update_s else 0
-    return max(cpu_s, pipeline_s + hindered * (hindered_s - every_s))
+    lanes = _lanes(mix, shares, rates)
+    costs = {
+        **{f"{verb}:{n}": path.memory_cost for n, path in enumerate(rates.paths) for verb in ("read", "write")},
+        **({"h2d": rates.gpu.memory_cost, "d2h": rates.gpu.memory_cost} if rates.gpu else {}),
+    }
+    traffic = {lane: (lanes[lane][0] * cost, lanes[lane][1]) for lane, cost in costs.items()}
+    if rates.gpu is not None:  # while the CPU still works, the last copies out are not behind the step
+        copied = mix.streamed[1].nbytes + mix.resident[1].nbytes
+        traffic["d2h"] = copied * rates.gpu.memory_cost, copied / rates.gpu.d2h_bytes_per_s
+    step_s, span_s = _step_s(mix, shares, rates, lanes, 1.0)
+    if _mean_speed(rates, traffic, span_s) < 1:
+        # The slower the updates, the longer the step, and the thinner the other traffic: one speed fits.
+        slow, fast = LEAST_CPU_SPEED, 1.0
+        for _ in range(BISECTIONS):
+            speed = (slow + fast) / 2
+            step_s, span_s = _step_s(mix, shares, rates, lanes, speed)
+            slow, fast = (speed, fast) if _mean_speed(rates, traffic, span_s) > speed else (slow, speed)
+    lane_s = {lane: seconds for lane, (_, seconds) in lanes.items()}
+    if rates.memory_bytes_per_s != math.inf:
+        moved_bytes = sum(lanes[lane][0] * cost for lane, cost in costs.items())
+        lane_s["memory"] = (lanes["cpu"][0] * UPDATE_MEMORY_COST + moved_bytes) / rates.memory_bytes_per_s
+        step_s = max(step_s, lane_s["memory"])
+    return Estimate(step_s, lane_s)
+
+
+def _mean_speed(rates: Rates, traffic: Mapping[str, tuple[float, float]], span_s: float) -> float:
+    """Return the mean part of its rate that the CPU keeps while other lanes come and go, each for itself.
+
+    Args:
+        rates: Speed of every lane.
+        traffic: For each of them its bytes of memory traffic and the seconds in which it is busy.
+        span_s: The time that all this takes.
+    """
+    states = [(1.0, 0.0)]  # probability and traffic per second
+    for verb in ("read", "write", "h2d", "d2h"):
+        group = [(nbytes, busy_s) for lane, (nbytes, busy_s) in traffic.items() if lane.startswith(verb) and busy_s]
+        if not group or not span_s:
+            continue
+        active = min(1.0, max(busy_s for _, busy_s in group) / span_s)
+        demand = sum(nbytes for nbytes, _ in group) / (active * span_s)
+        states = [
+            state for p, d in states for state in ((p * (1 - active), d), (p * active, d + demand)) if state[0] > 0
+        ]
+    return sum(p * rates.cpu_speed(d) for p, d in states)
+
+
+def _moved(mix: Mix) -> tuple[int, float]:
+    """Return how many subgroups a step flushes and fetches, and the bytes of a mean one."""
+    count = mix.streamed[0].count + mix.streamed[1].count
+    nbytes = mix.streamed[0].nbytes + mix.streamed[1].nbytes
+    return max(count - mix.slots, 0), nbytes / count if count else 0.0
+
+
+def _lanes(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, tuple[float, float]]:
+    """Return each lane's bytes and seconds."""
+    on_cpu = mix.streamed[0].nbytes + mix.resident[0].nbytes
+    copied = mix.streamed[1].nbytes + mix.resident[1].nbytes
+    lanes = {"cpu": (float(on_cpu), on_cpu / rates.cpu_bytes_per_s)}
+    if rates.gpu is not None:
+        updated, inward = copied + mix.home.nbytes, copied + mix.pushed_bytes
+        lanes["gpu"] = updated, updated / rates.gpu.update_bytes_per_s
+        lanes["h2d"] = inward, inward / rates.gpu.h2d_bytes_per_s
+        # The last ones are copied out behind the step.
+        count = mix.streamed[1].count + mix.resident[1].count
+        outward = copied * max(0, count - mix.gpu_slots) / max(count, 1)
+        lanes["d2h"] = outward, outward / rates.gpu.d2h_bytes_per_s
+    moved, mean_bytes = _moved(mix)
+    for number, (share, path) in enumerate(zip(shares, rates.paths, strict=True)):
+        nbytes, latency_s = moved * mean_bytes * share, moved * mix.tiles * share * path.latency_s
+        lanes[f"read:{number}"] = nbytes, latency_s + nbytes / path.read_bytes_per_s
+        lanes[f"write:{number}"] = nbytes, latency_s + nbytes / path.write_bytes_per_s
+    return lanes
+
+
+def _step_s(
+    mix: Mix, shares: tuple[float, ...], rates: Rates, lanes: dict[str, tuple[float, float]], speed: float
+) -> tuple[float, float]:
+    """Return the seconds of a step, and of the part of it in which state is on its way.
+
+    Args:
+        speed: Part of its own rate that the CPU's update keeps meanwhile.
+    """
+    cpu_s_per_byte = 1 / (rates.cpu_bytes_per_s * speed)
+    in_s, up_s, out_s = (0.0, 0.0, 0.0)  # per byte
+    if rates.gpu is not None:
+        in_s, up_s, out_s = (
+            1 / rates.gpu.h2d_bytes_per_s,
+            1 / rates.gpu.update_bytes_per_s,
+            1 / rates.gpu.d2h_bytes_per_s,
+        )
+    on_cpu = mix.streamed[0].count + mix.resident[0].count
+    push_s = mix.pushed_bytes / on_cpu * in_s if on_cpu else 0.0
+    gpu_s = _gpu_s(mix, in_s, up_s, out_s, push_s)
+    moved, mean_bytes = _moved(mix)
+    pipeline_s = last_s = 0.0
+    if moved:
+        streamed = mix.streamed[0].count + mix.streamed[1].count
+        read_s = max(lanes[f"read:{number}"][1] for number in range(len(shares))) / moved
+        write_s = max(lanes[f"write:{number}"][1] for number in range(len(shares))) / moved
+        on_gpu = mix.streamed[1].count / streamed
+        update_s = mean_bytes * cpu_s_per_byte
+        chain_s = mean_bytes * (in_s + up_s + out_s)
+        last_s = max((on_gpu < 1) * (update_s + push_s), (on_gpu > 0) * mean_bytes * (in_s + up_s))
+        round_s = (1 - on_gpu) * update_s + on_gpu * chain_s + write_s + read_s
+        every_s = max(
+            read_s,
+            write_s,
+            (1 - on_gpu) * update_s,
+            on_gpu * mean_bytes * max(up_s, in_s, out_s),
+            on_gpu * chain_s / max(mix.gpu_slots, 1),
+            round_s / mix.slots,
+        )
+        # While resident subgroups last, one that comes back finds the device at work on one and others handed over.
+        away_s = write_s + read_s
+        copy_s = mean_bytes * max(in_s, up_s, out_s)
+        behind = (
+            (1 - on_gpu, (math.ceil(away_s / update_s) + 1) * update_s - away_s, update_s, mix.resident[0].nbytes),
+            (on_gpu, mix.gpu_slots * copy_s, copy_s, mix.resident[1].nbytes),
+        )
+        hindrance_s = 0.0
+        for part, wait_s, work_s, resident_bytes in behind:
+            hindered_s = max(every_s, (round_s + part * wait_s) / mix.slots)
+            spare_s = hindered_s - part * work_s
+            if part and spare_s > 0:
+                lasts = resident_bytes / mean_bytes * work_s / spare_s
+                hindrance_s += min(moved, int(lasts)) * (hindered_s - every_s)
+        pipeline_s = round_s + (moved - 1) * every_s + hindrance_s
+    # What the CPU has not done by then, it does at its full speed.
+    span_s = max(pipeline_s, gpu_s)
+    cpu_s = lanes["cpu"][0] * cpu_s_per_byte
+    if cpu_s > span_s:
+        cpu_s = span_s + (cpu_s - span_s) * speed
+    return max(cpu_s + push_s, pipeline_s + last_s, gpu_s), span_s
+
+
+def _gpu_s(mix: Mix, in_s: float, up_s: float, out_s: float, push_s: float) -> float:
+    """Return when the last update on the GPU has ended, and the last copy to it.
+
+    What passes through its slots is copied in, updated and copied out; the last copies out end behind the step.
+    """
+    count = mix.resident[1].count + mix.streamed[1].count
+    total_s = mix.home.nbytes * up_s
+    pushes_s = push_s * (mix.resident[0].count + mix.streamed[0].count)
+    if not count:
+        return max(total_s, pushes_s)
+    mean_bytes = (mix.resident[1].nbytes + mix.streamed[1].nbytes) / count
+    in_s, up_s, out_s = mean_bytes * in_s, mean_bytes * up_s, mean_bytes * out_s
+    again = max(0, count - mix.gpu_slots)  # that have to wait for a slot
+    turns, rest = divmod(count - 1, mix.gpu_slots)
+    return max(
+        count * in_s + pushes_s + up_s,
+        in_s + count * up_s + total_s,
+        (again > 0) * (in_s + up_s + again * out_s) + in_s + up_s,
+        turns * (in_s + up_s + out_s) + rest * max(in_s, up_s) + in_s + up_s,
+    )

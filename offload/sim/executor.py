@@ -78,14 +78,14 @@ ORDERLY = Disorder()
 
 
 class _Lane:
-    __slots__ = ("busy_s", "free_s", "latency_s", "memory_bytes_per_s", "name", "nbytes", "s_per_byte")
+    __slots__ = ("busy_s", "free_s", "latency_s", "memory_cost", "name", "nbytes", "s_per_byte")
 
     def __init__(
         self, name: str, bytes_per_s: float, latency_s: float = 0.0, memory_cost: float = 0.0, servers: int = 1
     ) -> None:
         self.name = name
         self.latency_s = latency_s
-        self.memory_bytes_per_s = bytes_per_s * memory_cost
+        self.memory_cost = memory_cost
         self.s_per_byte = servers / bytes_per_s
         self.free_s = [0.0] * servers
         self.busy_s = 0.0
@@ -173,7 +173,7 @@ class SimExecutor:
                     self._planned[kind, number] = fault
         self._even = disorder == ORDERLY and not faults and data is None
         # Updates that share the memory end when the others let them: they wait here, not in the heap.
-        demand = sum(lane.memory_bytes_per_s for lane in self._lanes())
+        demand = sum(lane.memory_cost * servers / lane.s_per_byte for lane in self._lanes())
         self._contended = self._even and rates.cpu_speed(demand) < 1
         self._updates: deque[Run] = deque()
         self._update_left_s = 0.0  # of the first one, at the CPU's own speed
@@ -295,9 +295,9 @@ class SimExecutor:
             When it is through, if that is before `until_s`; else None, with `_update_left_s` brought up to then.
         """
         active = sorted(
-            (lane.free_s[0], lane.memory_bytes_per_s)
+            (lane.free_s[0], lane.memory_cost * lane.nbytes / lane.busy_s)  # its mean traffic, latencies included
             for lane in self._lanes()
-            if lane.memory_bytes_per_s and lane.free_s[0] > self.now_s
+            if lane.memory_cost and lane.free_s[0] > self.now_s
         )
         demand = sum(memory for _, memory in active)
         at_s = self.now_s

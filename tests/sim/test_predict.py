@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from offload.errors import ConfigError
 from offload.layout import Parameter, build_layout
-from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, closed_form_step_s, make_plan
+from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan, estimate, make_plan
 from offload.protocols import DtypeCode
 from offload.sim import predict
 
@@ -30,7 +31,7 @@ def test_resident_state_takes_its_update():
     assert prediction.step_s == pytest.approx(2.0)
     assert prediction.bound_by == "cpu"
     assert prediction.lane_bytes == {"cpu": plan.state_bytes, "read:0": 0, "write:0": 0}
-    assert closed_form_step_s(plan, rates) == pytest.approx(2.0)
+    assert estimate(plan, rates).step_s == pytest.approx(2.0)
     assert "bound by cpu" in str(prediction)
 
 
@@ -40,7 +41,7 @@ def test_one_slot_goes_in_turn():
     rates = Rates(size / 1.0, (PathRates(size / 10.0, size / 100.0),))
     # Update, then flush, fetch and update twice over.
     assert predict(plan, rates).step_s == pytest.approx(1 + 2 * 111)
-    assert closed_form_step_s(plan, rates) == pytest.approx(1 + 2 * 111)
+    assert estimate(plan, rates).step_s == pytest.approx(1 + 2 * 111)
 
 
 def test_slow_lane_bounds_the_step_and_works_all_the_time():
@@ -91,7 +92,123 @@ def test_largest_model_in_full_detail():
     rates = Rates(20e9, (PathRates(6e9, 5e9, 1e-4), PathRates(3e9, 2e9, 1e-4)))
     prediction = predict(plan, rates, steps=2)
     assert prediction.bound_by == "write:1"
-    assert closed_form_step_s(plan, rates) == pytest.approx(prediction.step_s, rel=0.02)
+    assert estimate(plan, rates).step_s == pytest.approx(prediction.step_s, rel=0.02)
+
+
+def on_gpu(subgroups: int, slots: int, copied: list[bool], gpu_home: int = 0, *, weights: bool = False) -> Plan:
+    """Return a plan whose state lies in host memory, but for the first `gpu_home` subgroups."""
+    layout = build_layout([Parameter("p", 8192 * subgroups, DtypeCode.BFLOAT16, 0)], 8192)
+    size = layout.max_subgroup_bytes
+    budgets = Budgets(
+        layout.state_bytes, gpu_bytes=gpu_home * size, gpu_staging_bytes=slots * size, weights_on_gpu=weights
+    )
+    return make_plan(layout, budgets, copied=copied)
+
+
+def test_one_gpu_slot_goes_in_turn():
+    plan = on_gpu(3, 1, [True] * 3)
+    size = plan.gpu_slot_bytes
+    rates = Rates(1.0, gpu=GpuRates(size / 1.0, size / 10.0, size / 100.0))
+    # Copy in and update, then copy out, in, and update twice over; the last copy out is behind the step.
+    prediction = predict(plan, rates)
+    assert prediction.step_s == pytest.approx(11 + 2 * 111)
+    assert prediction.lane_bytes == {"cpu": 0, "gpu": 3 * size, "h2d": 3 * size, "d2h": 3 * size}
+    assert estimate(plan, rates).step_s == pytest.approx(11 + 2 * 111)
+
+
+def test_gpu_slots_let_both_directions_and_the_update_overlap():
+    plan = on_gpu(50, 3, [True] * 50)
+    size = plan.gpu_slot_bytes
+    rates = Rates(1.0, gpu=GpuRates(size / 1.0, size / 1.0, size / 1.0))
+    assert predict(plan, rates).step_s == pytest.approx(51)
+    assert estimate(plan, rates).step_s == pytest.approx(51)
+
+
+def test_state_at_home_on_the_gpu_is_only_updated():
+    plan = on_gpu(4, 0, [], gpu_home=4, weights=True)
+    size = plan.layout.max_subgroup_bytes
+    prediction = predict(plan, Rates(1.0, gpu=GpuRates(size / 1.0, 1.0, 1.0)))
+    assert prediction.step_s == pytest.approx(4)
+    assert prediction.lane_bytes == {"cpu": 0, "gpu": 4 * size, "h2d": 0, "d2h": 0}
+
+
+def test_weights_updated_on_the_cpu_are_pushed_to_the_gpu():
+    plan = on_gpu(4, 0, [], weights=True)
+    size = plan.layout.max_subgroup_bytes
+    # A sixth of the state's bytes.
+    prediction = predict(plan, Rates(size / 1.0, gpu=GpuRates(1.0, size / 6.0, 1.0)))
+    assert prediction.lane_bytes["h2d"] == plan.state_bytes // 6
+    assert prediction.step_s == pytest.approx(4 + 1), "all but the last push hide behind updates"
+
+
+def test_a_gpu_without_rates_is_refused():
+    with pytest.raises(ConfigError, match=r"rates\.gpu"):
+        predict(on_gpu(2, 1, [True, False]), Rates(1.0))
+
+
+def test_updates_have_the_memory_that_copies_leave():
+    """Two subgroups on the CPU, one on the GPU: its copies take half of the memory while they last."""
+    plan = on_gpu(3, 1, [False, False, True])
+    size = plan.layout.max_subgroup_bytes
+    cpu = size / 1.0
+    gpu = GpuRates(size / 0.001, size / 1.0, size / 1.0, memory_cost=0.5 * 28 / 12)
+    rates = Rates(cpu, gpu=gpu, memory_bytes_per_s=cpu * 28 / 12)
+    prediction = predict(plan, rates)
+    # At half its rate for 2 s and then alone: 1 s of work is left.
+    assert prediction.step_s == pytest.approx(2 + 1, rel=0.01)
+    assert prediction.busy_s["cpu"] == pytest.approx(prediction.step_s)
+    assert estimate(plan, rates).step_s == pytest.approx(prediction.step_s, rel=0.05)
+    alone = predict(plan, replace(rates, memory_bytes_per_s=float("inf")))
+    assert alone.step_s == pytest.approx(2.0, rel=0.01)
+
+
+def random_problem(rng: random.Random) -> tuple[Plan, Rates]:
+    """Return a plan as the planner makes it, for a machine with or without a GPU."""
+    subgroups = rng.randrange(24, 80)
+    numel = 1024 * rng.choice((8, 16))
+    layout = build_layout(
+        [Parameter("p", numel * subgroups, DtypeCode.BFLOAT16, 0)], numel, rng.choice((4096, 32768))
+    )
+    size = layout.max_subgroup_bytes
+
+    def speed(low: float, high: float) -> float:
+        return 10 ** rng.uniform(low, high)
+
+    shares = [rng.uniform(0.5, 3.0) for _ in range(rng.randrange(1, 4))]
+    latency_s = rng.choice((0.0, 1e-6, 1e-5))
+    cpu = speed(8.5, 9.5)
+    paths = []
+    for share in shares:  # writes are slower than reads, by no more than a factor
+        read = share * speed(8.3, 9.3)
+        paths.append(PathRates(read, read * rng.uniform(0.4, 1.0), latency_s))
+    link = speed(8.5, 9.5)
+    gpu = GpuRates(speed(10, 11), link, link * rng.uniform(0.8, 1.1)) if rng.random() < 0.5 else None
+    demand = sum(path.read_bytes_per_s + path.write_bytes_per_s for path in paths)
+    demand += gpu.h2d_bytes_per_s + gpu.d2h_bytes_per_s if gpu else 0.0
+    memory = max(cpu * 28 / 12 * rng.uniform(1, 1.6), demand / 0.8) if rng.random() < 0.5 else float("inf")
+    budgets = Budgets(
+        host_bytes=rng.randrange(subgroups + 1) * size,
+        paths=tuple(PathBudget(f"/path{i}", 1 << 50, share) for i, share in enumerate(shares)),
+        follow_rates=rng.random() < 0.5,
+        gpu_bytes=rng.choice((0, subgroups // 5)) * size if gpu else 0,
+        gpu_staging_bytes=rng.choice((0, 4)) * size,
+        weights_on_gpu=gpu is not None,
+    )
+    rates = Rates(cpu, tuple(paths), gpu, memory)
+    return choose_plan(layout, budgets, rates), rates
+
+
+@pytest.mark.slow
+def test_closed_form_is_near_the_simulated_step_of_what_is_chosen():
+    """Within 5 % in 97 of 100 cases, never further away than 12 %."""
+    rng = random.Random(0)
+    errors = []
+    for _ in range(300):
+        plan, rates = random_problem(rng)
+        errors.append(abs(estimate(plan, rates).step_s / predict(plan, rates, steps=2).step_s - 1))
+        assert errors[-1] < 0.12, (plan, rates)
+    assert sum(error <= 0.05 for error in errors) >= 0.97 * len(errors)
+    assert sorted(errors)[len(errors) // 2] < 0.005
 
 
 @pytest.mark.slow
@@ -110,7 +227,7 @@ def test_closed_form_is_near_the_simulated_step():
             for share in shares
         ]
         rates = Rates(10 ** rng.uniform(8, 10), tuple(paths))
-        error = abs(closed_form_step_s(plan, rates) / predict(plan, rates, steps=2).step_s - 1)
+        error = abs(estimate(plan, rates).step_s / predict(plan, rates, steps=2).step_s - 1)
         assert error < (0.1 if plan.staging_slots >= 3 else 0.25), (plan.staging_slots, rates, error)
         errors.append(error)
     assert sorted(errors)[len(errors) * 9 // 10] < 0.02

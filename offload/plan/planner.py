@@ -1,0 +1,201 @@
+"""Choosing a plan by its cost: what the GPU updates, and how far ahead state is fetched.
+
+Homes follow from the budgets (`make_plan`): whatever fits stays in the fastest tier. What is left to choose is
+searched by the closed form. Deterministic; the candidates hold all updates on the CPU and the fixed strides, so the
+plan is never predicted to be slower than one of those.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from offload.errors import ConfigError
+from offload.layout import Layout
+from offload.plan.budget import DEFAULT_STAGING_SLOTS, GPU_STAGING_SLOTS, Budgets, Plan, make_plan
+from offload.plan.cost import Mix, Part, estimate_mix, mix_of
+from offload.plan.rates import Rates
+
+STAGING_SLOTS = (DEFAULT_STAGING_SLOTS, 6, 8, 12)
+"""How many staging slots are tried where the budget leaves it open."""
+
+WORTH_A_SLOT = 0.01
+"""More staging slots are taken where they save at least this part of the time."""
+
+COARSE_SHARES = 16
+"""Shares of GPU updates that are tried at first; then finer ones about the best."""
+
+EVERY_STRIDE = 64
+
+STRIDE = "stride:"
+"""How a placement names the fixed stride of Deep Optimizer States (Middleware '24, arXiv 2410.21316): "stride:3"
+updates subgroups 2, 5, 8, ... on the GPU."""
+
+_Chosen = tuple[bool, ...]
+
+
+def choose_plan(
+    layout: Layout, budgets: Budgets, rates: Rates, placement: str | float = "auto", *, kept: Plan | None = None
+) -> Plan:
+    """Return the plan with the shortest predicted step.
+
+    Args:
+        layout: What is to be placed.
+        budgets: What each tier offers.
+        rates: Speed of every lane; one entry for each path.
+        placement: What the GPU updates of the state that is not at home there: "auto" for whatever is fastest, "cpu"
+            for nothing, "gpu" for all, a share from 0 to 1, or "stride:<k>" for every k-th subgroup.
+        kept: A plan for the first subgroups of `layout`, whose homes stay as they are.
+
+    Raises:
+        ConfigError: If `placement` is none of these, or needs a GPU whose rates are missing, or `rates` has not one
+            entry for each path.
+        InfeasiblePlanError: If the state does not fit, or the GPU's staging memory does not hold one subgroup that
+            `placement` sends there.
+    """
+    if len(rates.paths) != len(budgets.paths):
+        raise ConfigError("rates.paths", len(rates.paths), f"give one entry for each of {len(budgets.paths)} paths")
+    if (budgets.gpu_bytes or budgets.weights_on_gpu or placement not in ("auto", "cpu", 0)) and rates.gpu is None:
+        raise ConfigError("rates.gpu", None, "is missing, and the plan is to use the GPU; measure it")
+    plan = make_plan(layout, budgets, kept=kept)
+    mix = mix_of(plan)
+    copied: _Chosen = ()
+    if placement == "auto":
+        if rates.gpu is not None:
+            copied, mix = _cheapest(plan, mix, rates)
+    elif placement != "cpu":
+        copied = _named(plan, placement)
+        mix = mix_of(make_plan(layout, budgets, kept=kept, copied=copied))
+    slots = plan.staging_slots
+    if budgets.staging_bytes is None and slots and kept is None:
+        slots = _look_ahead(mix, plan.shares(rates), rates)
+    if slots == plan.staging_slots and not any(copied):
+        return plan
+    return make_plan(layout, budgets, kept=kept, copied=copied, staging_slots=slots)
+
+
+def _look_ahead(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
+    """Return the fewest staging slots that let subgroups follow each other as fast as can be.
+
+    More slots also keep more state from step to step; so does more memory for state at home, which is the user's to
+    give: what counts is the time for each subgroup that goes out and in.
+    """
+    streamed = mix.streamed[0].count + mix.streamed[1].count
+    costs = {
+        slots: estimate_mix(replace(mix, slots=slots), shares, rates).step_s / (streamed - slots)
+        for slots in STAGING_SLOTS
+        if slots < streamed
+    }
+    enough = (1 + WORTH_A_SLOT) * min(costs.values(), default=0.0)
+    return next((slots for slots, cost_s in costs.items() if cost_s <= enough), min(STAGING_SLOTS[0], streamed))
+
+
+def _named(plan: Plan, placement: str | float) -> _Chosen:
+    """Return what the GPU updates by a placement that names it."""
+    count = len(plan.layout.subgroups)
+    open_to = [number for number in range(count) if not plan.at_home_on_gpu(number)]
+    if isinstance(placement, str) and placement.startswith(STRIDE):
+        k = placement.removeprefix(STRIDE)
+        if not k.isdecimal() or not int(k):
+            raise ConfigError("placement", placement, 'give a stride of 1 or more, as in "stride:3"')
+        return _marked(count, range(int(k) - 1, count, int(k)))
+    share = 1.0 if placement == "gpu" else placement
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ConfigError("placement", placement, 'use "auto", "cpu", "gpu", a share from 0 to 1, or "stride:<k>"')
+    return _marked(count, _spread(open_to, round(share * len(open_to))))
+
+
+def _marked(count: int, numbers: Sequence[int]) -> _Chosen:
+    marks = [False] * count
+    for number in numbers:
+        marks[number] = True
+    return tuple(marks)
+
+
+def _spread(numbers: Sequence[int], count: int) -> list[int]:
+    """Return `count` of `numbers`, as evenly spread as can be."""
+    total = len(numbers)
+    return [number for i, number in enumerate(numbers) if (i + 1) * count // total > i * count // total]
+
+
+def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[_Chosen, Mix]:
+    """Return what the GPU should update, as the closed form sees it, and the mix that this makes of a plan."""
+    layout, count = plan.layout, len(plan.layout.subgroups)
+    kinds = [
+        [number for number in range(count) if plan.resident[number] and not plan.at_home_on_gpu(number)],
+        [number for number in range(count) if not plan.resident[number]],
+    ]
+    sizes = layout.subgroup_bytes
+    largest = max((sizes[number] for kind in kinds for number in kind), default=0)
+    slots = min(GPU_STAGING_SLOTS, plan.budgets.gpu_staging_bytes // largest) if largest else 0
+    if not slots:
+        return (), mix
+    shares = plan.shares(rates)
+    base = replace(mix, gpu_slots=slots)
+    of_kind = [[sizes[n] if n in members else 0 for n in range(count)] for members in map(frozenset, kinds)]
+
+    def moved(parts: Sequence[tuple[int, float]]) -> Mix:
+        """Return the mix with so many resident and streamed subgroups, and their bytes, on the GPU."""
+        on_cpu = base.resident[0].nbytes + base.streamed[0].nbytes
+        left = 1 - sum(nbytes for _, nbytes in parts) / on_cpu
+        return replace(
+            base,
+            resident=_split(base.resident[0], *parts[0]),
+            streamed=_split(base.streamed[0], *parts[1]),
+            pushed_bytes=base.pushed_bytes * left,
+        )
+
+    def cost_s(mix: Mix) -> float:
+        return estimate_mix(mix, shares, rates).step_s
+
+    def spread(counts: tuple[int, int]) -> Mix:
+        totals = (base.resident[0], base.streamed[0])
+        parts = [(n, total.nbytes * n / total.count if n else 0) for n, total in zip(counts, totals, strict=True)]
+        return moved(parts)
+
+    @functools.cache
+    def spread_cost_s(counts: tuple[int, int]) -> float:
+        return cost_s(spread(counts))
+
+    most = len(kinds[0]), len(kinds[1])
+    best = min(_coarse(*most), key=spread_cost_s)
+    step = max(most) // COARSE_SHARES // 2 + 1
+    while step:
+        near = [
+            (best[0] + a * step, best[1] + b * step)
+            for a, b in ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1), (1, -1), (-1, 1))
+            if 0 <= best[0] + a * step <= most[0] and 0 <= best[1] + b * step <= most[1]
+        ]
+        better = min(near, key=spread_cost_s)
+        step = step if better != best else step // 2
+        best = better
+    numbers = [*_spread(kinds[0], best[0]), *_spread(kinds[1], best[1])]
+    exact = [(len(part), sum(sizes[n] for n in part)) for part in (numbers[: best[0]], numbers[best[0] :])]
+    choices: list[tuple[Mix, Sequence[int]]] = [(base, []), (moved(exact), numbers)]
+    for k in _strides(count):
+        picked = [[nbytes for nbytes in part[k - 1 :: k] if nbytes] for part in of_kind]
+        choices.append((moved([(len(part), sum(part)) for part in picked]), range(k - 1, count, k)))
+    found, chosen = min(choices, key=lambda choice: cost_s(choice[0]))
+    return _marked(count, [n for n in chosen if not plan.at_home_on_gpu(n)]), found
+
+
+def _split(part: Part, count: int, nbytes: float) -> tuple[Part, Part]:
+    return Part(part.count - count, part.nbytes - nbytes), Part(count, nbytes)
+
+
+def _coarse(resident: int, streamed: int) -> Iterator[tuple[int, int]]:
+    """Return how many of each to try first: nothing, and even shares of both, of either alone."""
+    yield 0, 0
+    for part in range(1, COARSE_SHARES + 1):
+        a, b = resident * part // COARSE_SHARES, streamed * part // COARSE_SHARES
+        yield from dict.fromkeys(((a, b), (a, 0), (0, b), (resident, b), (a, streamed)))
+
+
+def _strides(count: int) -> list[int]:
+    """Return all strides up to `EVERY_STRIDE`, and of the longer ones the first that picks so many subgroups."""
+    found, k = [], 1
+    while k <= count:
+        found.append(k)
+        k = k + 1 if k < EVERY_STRIDE else count // (count // k) + 1
+    return found
