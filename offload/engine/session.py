@@ -47,7 +47,6 @@ from offload.errors import (
 from offload.kernels import CpuUpdateKernel, sum_in_order
 from offload.layout import (
     MAX_TILE_BYTES,
-    SECTOR_NUMEL,
     SEGMENT_ALIGN_NUMEL,
     STATE_ITEM_BYTES,
     Layout,
@@ -56,8 +55,7 @@ from offload.layout import (
     extend_layout,
 )
 from offload.measure import HISTORY, lane_totals, observe, quick_probe, typical
-from offload.plan import Budgets, PathBudget, Plan, Rates, make_plan, visit_order
-from offload.plan.budget import DEFAULT_STAGING_SLOTS
+from offload.plan import Budgets, PathBudget, Plan, Rates, choose_subgroup_numel, make_plan, visit_order
 from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Tier
 from offload.tiers import Turns, check_directories, free_bytes, open_tier, tier_error
 from offload.tiers.file import DEFAULT_EXTENT_BYTES
@@ -71,11 +69,6 @@ TORCH_DTYPES = {
 }
 
 STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
-
-AUTO_SUBGROUPS = 16
-AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
-"""Without `subgroup_numel`: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
-
 
 TILES_PER_PATH = 4
 LEAST_TILE_BYTES = 1 << 20
@@ -296,7 +289,8 @@ class _Core:
         paths = config.path_configs
         check_directories([path.path for path in paths])
         numel = sum(parameter.numel for parameter in parameters)
-        self._subgroup_numel = _choose_subgroup_numel(config, numel)
+        staging = None if config.staging_memory is None else int(config.staging_memory)
+        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging)
         state_bytes = len(STATE_NAMES) * STATE_ITEM_BYTES * self._subgroup_numel
         striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
@@ -799,18 +793,6 @@ class _Core:
                 ends.callback(tier.close)
             if self._kernel is not None:
                 ends.callback(self._kernel.close)
-
-
-def _choose_subgroup_numel(config: OffloadConfig, numel: int) -> int:
-    """Return the subgroup size that the config asks for, or one that suits the model and the staging memory."""
-    if config.subgroup_numel is not None:
-        return config.subgroup_numel
-    least, most = AUTO_SUBGROUP_NUMEL
-    chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
-    if config.staging_memory is not None:
-        item_bytes = len(STATE_NAMES) * STATE_ITEM_BYTES
-        chosen = min(chosen, int(config.staging_memory) // (DEFAULT_STAGING_SLOTS * item_bytes))
-    return max(SECTOR_NUMEL, chosen // SECTOR_NUMEL * SECTOR_NUMEL)
 
 
 def _choose_turns(config: OffloadConfig, path: PathConfig) -> Turns | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from offload.config import format_bytes
 from offload.errors import InfeasiblePlanError
-from offload.layout import Layout
+from offload.layout import SECTOR_NUMEL, STATE_ITEM_BYTES, Layout
 from offload.plan.rates import Rates
 from offload.protocols import SECTOR_BYTES
 
@@ -28,6 +28,25 @@ MEASURABLE_BYTES = 4 << 20
 
 FIXED_OVERHEAD_BYTES = 32 << 20
 """Threads' stacks, tables, the library's code: what a session costs whatever the model's size."""
+
+
+AUTO_SUBGROUPS = 16
+AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
+"""Without a size: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
+
+
+def choose_subgroup_numel(numel: int, staging_bytes: int | None = None) -> int:
+    """Return a subgroup size that suits a model of so many elements and the staging memory.
+
+    Args:
+        numel: Elements of one rank's shard.
+        staging_bytes: What `DEFAULT_STAGING_SLOTS` subgroups have to fit into; None for no limit.
+    """
+    least, most = AUTO_SUBGROUP_NUMEL
+    chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
+    if staging_bytes is not None:
+        chosen = min(chosen, staging_bytes // (DEFAULT_STAGING_SLOTS * 3 * STATE_ITEM_BYTES))
+    return max(SECTOR_NUMEL, chosen // SECTOR_NUMEL * SECTOR_NUMEL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,23 @@ class Rates:
         left = self.memory_bytes_per_s - beside_bytes_per_s
         return min(1.0, max(LEAST_CPU_SPEED, left / (self.cpu_bytes_per_s * UPDATE_MEMORY_COST)))
 
+    def shared_by(self, ranks: int) -> Rates:
+        """Return one rank's part of these rates where so many share a node: each has its own GPU, and link."""
+        paths = tuple(
+            dataclasses.replace(
+                path,
+                read_bytes_per_s=path.read_bytes_per_s / ranks,
+                write_bytes_per_s=path.write_bytes_per_s / ranks,
+            )
+            for path in self.paths
+        )
+        return dataclasses.replace(
+            self,
+            cpu_bytes_per_s=self.cpu_bytes_per_s / ranks,
+            memory_bytes_per_s=self.memory_bytes_per_s / ranks,
+            paths=paths,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return all rates as JSON knows them; what is infinite or absent is left out."""
         found = dataclasses.asdict(self)
