@@ -55,7 +55,7 @@ from offload.layout import (
     Segment,
     extend_layout,
 )
-from offload.measure import HISTORY, lane_totals, observe, quick_probe, typical
+from offload.measure import HISTORY, lane_totals, observe, quick_probe, session_rates, typical
 from offload.plan import Budgets, PathBudget, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import DEFAULT_STAGING_SLOTS
 from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Tier
@@ -122,7 +122,7 @@ class Engine:
 
     @property
     def rates(self) -> Rates:
-        """Speeds of the lanes: probed at first, refined by every step."""
+        """Speeds of the lanes: measured beforehand or probed, and refined by every step."""
         return self._core.rates
 
     @property
@@ -295,6 +295,7 @@ class _Core:
         self._step_s = 0.0
         paths = config.path_configs
         check_directories([path.path for path in paths])
+        known = session_rates(str(config.rates), [path.path for path in paths], self._threads)
         numel = sum(parameter.numel for parameter in parameters)
         self._subgroup_numel = _choose_subgroup_numel(config, numel)
         state_bytes = len(STATE_NAMES) * STATE_ITEM_BYTES * self._subgroup_numel
@@ -327,7 +328,7 @@ class _Core:
             self.executor = LiveExecutor(self._tiers, self._kernel, queue, tier_error, verify=config.checksum)
             self._adopt(self.plan, Layout((), ()))
             address = self._staging.address if self._staging else 0
-            self.rates = quick_probe(self._kernel, self._tiers, queue, address, self.plan)
+            self.rates = known or quick_probe(self._kernel, self._tiers, queue, address, self.plan)
             self._seen: list[Rates] = [self.rates]
             shares = self.plan.shares(self.rates)
             limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
