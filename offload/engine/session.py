@@ -743,7 +743,7 @@ class _Core:
 
     def _learn(self) -> None:
         """Take the rates from what the last step did, and let the spread of tiles follow them."""
-        self._seen = [*self._seen[1 - HISTORY :], observe(self.rates, lane_totals(self.executor.timeline))]
+        self._seen = [*self._seen[1 - HISTORY :], observe(self.rates, self.executor.timeline)]
         self.rates = typical(self._seen)
         self.executor.timeline = []
         if self.plan.budgets.follow_rates:

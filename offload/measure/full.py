@@ -134,7 +134,7 @@ def full_probe(
 
 
 def thread_counts(most: int) -> list[int]:
-    """Return the numbers of threads that the update is measured with: all up to 8, then in steps of half an octave."""
+    """Return the numbers of threads to measure the update with: all up to 8, then two an octave."""
     counts = set(range(1, min(most, 8) + 1)) | {most}
     octave = 8
     while octave < most:
@@ -232,8 +232,8 @@ def _result(
     apart = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
     if apart:
         warnings.append(
-            f"runs disagree by more than {DISAGREEMENT:.0%} of their median on {', '.join(apart)}; measure again when "
-            "the machine is quieter"
+            f"runs disagree by more than {DISAGREEMENT:.0%} of their median on {', '.join(apart)}; "
+            "measure again when the machine is quieter"
         )
     for number, (facts, is_direct) in enumerate(zip(paths, direct, strict=True)):
         if not is_direct:
@@ -408,7 +408,9 @@ class _PathProbe:
         stack.callback(self.tier.close)
         self.tier.register_memory(self._arena.address, self._arena.nbytes)
         room = self.tier.free_bytes()
-        largest = min(MAX_TILE_BYTES, self._affordable_bytes(), room // (4 * PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES)
+        largest = min(
+            MAX_TILE_BYTES, self._affordable_bytes(), room // (4 * PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES
+        )
         if largest < LADDER_BYTES[1]:
             least = 4 * PATH_SLOTS * LADDER_BYTES[1]
             allowed = f"{format_bytes(room)} are free there and the probe needs {format_bytes(least)}; free some"
@@ -482,9 +484,7 @@ class _PathProbe:
         overlapping as they do in a step.
         """
         found = [(region.tile_bytes, self._rates(["read", "write"], region)) for region in self._regions]
-        latencies = [
-            fit_latency([(size, size / rates[verb]) for size, rates in found]) for verb in ("read", "write")
-        ]
+        latencies = [fit_latency([(size, size / rates[verb]) for size, rates in found]) for verb in ("read", "write")]
         size, rates = found[-1]
         latency_s = min(statistics.mean(latencies), 0.5 * size / max(rates.values()))
         values = {f"{self._name}/{verb}": size / (size / rate - latency_s) for verb, rate in rates.items()}

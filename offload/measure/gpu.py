@@ -39,7 +39,7 @@ class GpuProbe:
         self._torch: Any = torch
         self._update = update
         self.memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-        self._streams: dict[str, Any] = {way: torch.cuda.Stream() for way in ("h2d", "d2h")}
+        self._streams: dict[str, Any] = {way: self._torch.cuda.Stream() for way in ("h2d", "d2h")}
         self._pairs: dict[str, tuple[Any, Any]] = {}
         for way in self._streams:
             host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -65,7 +65,7 @@ class GpuProbe:
     def _start(self, ways: list[str], copies: int) -> dict[str, tuple[Any, Any]]:
         """Start copies on one stream for each way; return the events around them."""
         self._torch.cuda.synchronize()
-        events = {way: tuple(self._torch.cuda.Event(enable_timing=True) for _ in range(2)) for way in ways}
+        events = {way: self._events() for way in ways}
         for way in ways:
             self._streams[way].record_event(events[way][0])
         for _ in range(copies):
@@ -75,7 +75,11 @@ class GpuProbe:
                     target.copy_(source, non_blocking=True)
         for way in ways:
             self._streams[way].record_event(events[way][1])
-        return events  # type: ignore[return-value]
+        return events
+
+    def _events(self) -> tuple[Any, Any]:
+        event = self._torch.cuda.Event
+        return event(enable_timing=True), event(enable_timing=True)
 
     def _rates(self, events: Mapping[str, tuple[Any, Any]], copies: int) -> dict[str, float]:
         self._torch.cuda.synchronize()
@@ -98,7 +102,7 @@ class GpuProbe:
 
     def _updated(self) -> float:
         """Return the state bytes that an update on the GPU works through a second."""
-        begun, ended = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun, ended = self._events()
         self._torch.cuda.synchronize()
         begun.record()
         for _ in range(COPIES):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from offload.engine.executor import Interval
 from offload.plan import Rates
+from offload.plan.rates import UPDATE_MEMORY_COST
 
 LEAST_BYTES = 1 << 20
 """A lane that moved less than this in a step says nothing about its bandwidth."""
@@ -15,45 +19,131 @@ LEAST_BYTES = 1 << 20
 HISTORY = 3
 """Steps whose median a rate is: one outlier changes nothing, a lasting change is noticed in the second step."""
 
+BISECTIONS = 40
+TOLERANCE = 1e-6
+
 
 def lane_totals(timeline: Sequence[Interval]) -> dict[str, tuple[int, float]]:
     """Return, for each lane, the bytes it moved and the seconds in which at least one operation was on it."""
-    found: dict[str, tuple[int, float]] = {}
-    ends: dict[str, float] = {}
-    for interval in sorted(timeline, key=lambda item: (item.lane, item.started_s, item.finished_s)):
-        nbytes, busy_s = found.get(interval.lane, (0, 0.0))
-        begin_s = max(interval.started_s, ends.get(interval.lane, interval.started_s))
-        end_s = max(interval.finished_s, begin_s)
-        found[interval.lane] = nbytes + interval.nbytes, busy_s + end_s - begin_s
-        ends[interval.lane] = end_s
-    return found
+    found: dict[str, int] = {}
+    for interval in timeline:
+        found[interval.lane] = found.get(interval.lane, 0) + interval.nbytes
+    spans = _busy_spans(timeline)
+    return {lane: (nbytes, sum(end_s - begin_s for begin_s, end_s in spans[lane])) for lane, nbytes in found.items()}
 
 
-def observe(known: Rates, totals: Mapping[str, tuple[int, float]]) -> Rates:
-    """Return what the lanes did in one step (`lane_totals`); where that says nothing, what was known."""
+def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
+    """Return what the lanes did in one step; where that says nothing, what was known.
 
-    def seen(lane: str, rate: float) -> float:
+    A lane's rate is its bytes over the time that it was busy, less what latency took. The CPU's rate is the one that
+    it has alone: what the other lanes took of the memory meanwhile, by their rates in this step and their known
+    `memory_cost`, is not counted against it.
+    """
+    totals = lane_totals(timeline)
+    operations = Counter(interval.lane for interval in timeline)
+    demands: dict[str, float] = {}
+
+    def seen(lane: str, rate: float, memory_cost: float = 0.0, latency_s: float = 0.0) -> float:
         nbytes, busy_s = totals.get(lane, (0, 0.0))
-        return rate if nbytes < LEAST_BYTES or busy_s <= 0 else nbytes / busy_s
+        if nbytes >= LEAST_BYTES and busy_s > 0:
+            rate = nbytes / max(busy_s - operations[lane] * latency_s, busy_s / 2)
+        demands[lane] = rate * memory_cost
+        return rate
 
     paths = tuple(
         dataclasses.replace(
             path,
-            read_bytes_per_s=seen(f"read:{number}", path.read_bytes_per_s),
-            write_bytes_per_s=seen(f"write:{number}", path.write_bytes_per_s),
+            read_bytes_per_s=seen(f"read:{number}", path.read_bytes_per_s, path.memory_cost, path.latency_s),
+            write_bytes_per_s=seen(f"write:{number}", path.write_bytes_per_s, path.memory_cost, path.latency_s),
         )
         for number, path in enumerate(known.paths)
     )
-    return dataclasses.replace(known, cpu_bytes_per_s=seen("cpu", known.cpu_bytes_per_s), paths=paths)
+    gpu = known.gpu
+    if gpu is not None:
+        gpu = dataclasses.replace(
+            gpu,
+            update_bytes_per_s=seen("gpu", gpu.update_bytes_per_s),
+            h2d_bytes_per_s=seen("h2d", gpu.h2d_bytes_per_s, gpu.memory_cost),
+            d2h_bytes_per_s=seen("d2h", gpu.d2h_bytes_per_s, gpu.memory_cost),
+        )
+    cpu = known.cpu_bytes_per_s
+    nbytes, busy_s = totals.get("cpu", (0, 0.0))
+    if nbytes >= LEAST_BYTES and busy_s > 0:
+        cpu = _rate_alone(known, nbytes, _seconds_by_demand(_busy_spans(timeline), demands))
+    return dataclasses.replace(known, cpu_bytes_per_s=cpu, paths=paths, gpu=gpu)
 
 
 def typical(history: Sequence[Rates]) -> Rates:
     """Return the median of each rate over the last `HISTORY` observations, of which there is at least one."""
     recent = history[-HISTORY:]
-    paths = []
-    for number, path in enumerate(recent[-1].paths):
-        read = median(rates.paths[number].read_bytes_per_s for rates in recent)
-        write = median(rates.paths[number].write_bytes_per_s for rates in recent)
-        paths.append(dataclasses.replace(path, read_bytes_per_s=read, write_bytes_per_s=write))
-    cpu = median(rates.cpu_bytes_per_s for rates in recent)
-    return dataclasses.replace(recent[-1], cpu_bytes_per_s=cpu, paths=tuple(paths))
+
+    def middle(part: Any, parts: Sequence[Any]) -> Any:
+        names = [field.name for field in dataclasses.fields(part) if field.name.endswith("_bytes_per_s")]
+        return dataclasses.replace(part, **{name: median(getattr(each, name) for each in parts) for name in names})
+
+    last = recent[-1]
+    paths = [middle(path, [rates.paths[number] for rates in recent]) for number, path in enumerate(last.paths)]
+    gpu = middle(last.gpu, [rates.gpu for rates in recent]) if last.gpu is not None else None
+    found: Rates = dataclasses.replace(middle(last, recent), paths=tuple(paths), gpu=gpu)
+    return found
+
+
+def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, float]]]:
+    """Return, for each lane, when at least one operation was on it: disjoint spans in order."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for interval in sorted(timeline, key=lambda item: item.started_s):
+        lane = spans.setdefault(interval.lane, [])
+        if lane and interval.started_s <= lane[-1][1]:
+            lane[-1] = lane[-1][0], max(lane[-1][1], interval.finished_s)
+        else:
+            lane.append((interval.started_s, max(interval.started_s, interval.finished_s)))
+    return spans
+
+
+def _seconds_by_demand(
+    spans: Mapping[str, Sequence[tuple[float, float]]], demands: Mapping[str, float]
+) -> dict[float, float]:
+    """Return for how many seconds of the CPU's work the other lanes asked how much of the memory together."""
+    edges: list[tuple[float, int, float]] = []
+    for lane, lane_spans in spans.items():
+        demand, working = (0.0, 1) if lane == "cpu" else (demands.get(lane, 0.0), 0)
+        if demand or working:
+            edges += [(begin_s, working, demand) for begin_s, _ in lane_spans]
+            edges += [(end_s, -working, -demand) for _, end_s in lane_spans]
+    found: dict[float, float] = {}
+    then_s, works, beside = 0.0, 0, 0.0
+    for at_s, working, demand in sorted(edges):
+        if works:
+            key = round(beside)  # sums of the same lanes in another order are the same
+            found[key] = found.get(key, 0.0) + at_s - then_s
+        then_s, works, beside = at_s, works + working, beside + demand
+    return found
+
+
+def _rate_alone(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, float]) -> float:
+    """Return the rate alone with which the CPU, slowed by `Rates.cpu_speed`, does `nbytes` in the given time.
+
+    Where the memory limits it all the time, many rates do; then the one nearest to what was known. It is at least
+    what was reached, and at most what the memory's bandwidth allows.
+    """
+    least = nbytes / sum(seconds_by_demand.values())
+    most = max(least, known.memory_bytes_per_s / UPDATE_MEMORY_COST)
+    if most == math.inf:
+        return least
+
+    def done(rate: float) -> float:
+        rates = dataclasses.replace(known, cpu_bytes_per_s=rate)
+        return sum(seconds * rate * rates.cpu_speed(demand) for demand, seconds in seconds_by_demand.items())
+
+    wanted = min(float(nbytes), done(most))
+
+    def first(reached: Callable[[float], bool]) -> float:
+        low, high = least, most
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if reached(middle) else (middle, high)
+        return high
+
+    lowest = first(lambda rate: done(rate) >= wanted * (1 - TOLERANCE))
+    highest = first(lambda rate: done(rate) > wanted * (1 + TOLERANCE))
+    return min(max(known.cpu_bytes_per_s, lowest), highest)

@@ -10,8 +10,8 @@ JSON, one object:
      "measurements": {name: {"median", "spread", "runs", "unit"}},
      "warnings": [...]}
 
-Only "format" and "rates" are needed to predict with; to be used by a session, a file has to say what machine, versions
-and paths it is about, and to fit. Other entries (such as "source") are kept for the reader.
+Only "format" and "rates" are needed to predict with; to be used by a session, a file has to say what machine,
+versions and paths it is about, and to fit. Other entries (such as "source") are for people.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class RatesFile:
             for name, value in here.items():
                 found = known.get(name)
                 same = found == value
-                if name == "memory_bytes" and isinstance(found, int):
+                if isinstance(value, int) and name == "memory_bytes" and isinstance(found, int):
                     same = math.isclose(found, value, rel_tol=SAME_MEMORY)
                 if not same:
                     differences.append(f"{what}.{name} is {found!r} there and {value!r} here")
@@ -135,14 +135,13 @@ class RatesFile:
         misfit = self.misfit()
         if misfit:
             raise ConfigError("rates", self.file, f"it was measured elsewhere: {misfit}; {_ADVICE}")
-        places = [{name: facts.get(name) for name in ("file_system", "device")} for facts in self.paths]
+        places = [_place(facts) for facts in self.paths]
         rated = []
         for path in paths:
-            here = path_facts(path)
-            place = {name: here[name] for name in ("file_system", "device")}
+            place = _place(path_facts(path))
             if place not in places:
-                known = ", ".join(f"{facts.get('path')} ({_place(facts)})" for facts in self.paths) or "no path"
-                allowed = f"it has no rates for {path} ({_place(here)}); it has {known}; {_ADVICE} with that path"
+                known = [f"{facts.get('path')} ({_place(facts)})" for facts in self.paths]
+                allowed = f"it has no rates for {path} ({place}), only for {', '.join(known) or 'no path'}; {_ADVICE}"
                 raise ConfigError("rates", self.file, allowed)
             rated.append(self.rates.paths[places.index(place)])
         return dataclasses.replace(self.rates, cpu_bytes_per_s=self.cpu_rate(threads), paths=tuple(rated))
@@ -327,7 +326,7 @@ def session_rates(wanted: str, paths: Sequence[str], threads: int) -> Rates | No
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return what tells this machine's rates from another's: CPU, cores that this process may use, memory, GPU, kernel."""
+    """Return what tells this machine's rates from another's; `cores` are those that this process may use."""
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -365,6 +364,7 @@ def path_facts(path: str) -> dict[str, str]:
 
 
 def _place(facts: Mapping[str, Any]) -> str:
+    """Return what two paths have in common that are equally fast."""
     return f"{facts.get('file_system')} on {facts.get('device')}"
 
 
@@ -373,7 +373,7 @@ def _mount_source(directory: str) -> str:
     place = Path(directory)
     while str(place) not in mounts and place != place.parent:
         place = place.parent
-    return mounts.get(str(place), "")
+    return str(mounts.get(str(place), ""))
 
 
 def _cpu_model() -> str:
