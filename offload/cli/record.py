@@ -39,6 +39,13 @@ class StepRecord:
     step_s: float
     metrics: Mapping[str, Any]
 
+    def in_short(self) -> str:
+        """Return what to watch while a run goes on."""
+        return (
+            f"loss {self.loss:.3f}, {self.tokens_per_s:,.0f} tokens/s, forward {self.forward_s * 1e3:.0f} ms, "
+            f"backward {self.backward_s * 1e3:.0f} ms, step {self.step_s * 1e3:.0f} ms"
+        )
+
     def as_line(self) -> str:
         """Return the record as one line of JSON; the optimizer's own metrics begin with `optimizer/`."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "metrics"}

@@ -296,6 +296,8 @@ class _Core:
         paths = config.path_configs
         check_directories([path.path for path in paths])
         known = session_rates(str(config.rates), [path.path for path in paths], self._threads)
+        if known is not None:
+            known = dataclasses.replace(known, gpu=None)  # no lane of this session is on one
         numel = sum(parameter.numel for parameter in parameters)
         self._subgroup_numel = _choose_subgroup_numel(config, numel)
         state_bytes = len(STATE_NAMES) * STATE_ITEM_BYTES * self._subgroup_numel

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,9 @@ DEFAULT_SECONDS = 20.0
 
 ROUNDS = (3, 15)
 """Fewest and most rounds; in between, as many as there is time for."""
+
+LONGEST_RUN_S = 0.15
+"""What a run of one measurement takes where there is time for it."""
 
 DISAGREEMENT = 0.2
 """Spread, as a part of the median, from which on a warning says that runs disagree."""
@@ -90,7 +94,7 @@ def full_probe(
     Args:
         paths: Directories or "s3://bucket/prefix", as in `OffloadConfig.paths`. Each is written to, some hundred
             megabytes at most, and left as it was.
-        seconds: About how long it may take; three rounds are run however long they are.
+        seconds: About how long it may take; runs are short if it is little, but three rounds there are.
         threads: Most threads of the update; None for as many as this process may use.
         numel: Elements that the update works on; None for more than caches hold, if there is memory for that.
         report: Hears of progress: runs done, runs in all, and what is measured next.
@@ -114,11 +118,13 @@ def full_probe(
         stack.callback(memory.arena.close)
         counts = thread_counts(threads)
         kernels = {count: stack.enter_context(CpuUpdateKernel(queue, count)) for count in counts}
-        cpu = _CpuProbe(queue, kernels, memory)
+        expected = len(counts) + len(_VARIANTS) + 2 + 4 * len(paths)
+        run_s = min(LONGEST_RUN_S, seconds / (ROUNDS[0] + 1) / expected)
+        cpu = _CpuProbe(queue, kernels, memory, run_s)
         probes = []
         for number, path in enumerate(paths):
-            report(0, 0, f"opening {path}")
-            probes.append(_PathProbe(number, path, queue, stack, cpu))
+            report(0, 1, f"opening {path}")
+            probes.append(_PathProbe(number, path, queue, stack, cpu, run_s))
         gpu = gpu_probe(lambda: cpu.rate(cpu.most))
         samples: list[tuple[str, Sample]] = [*cpu.samples()]
         for probe in probes:
@@ -141,6 +147,10 @@ def thread_counts(most: int) -> list[int]:
         counts |= {count for count in (octave, octave * 3 // 2) if count < most}
         octave *= 2
     return sorted(counts)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def summarise(values: Sequence[float], unit: str) -> Measurement:
@@ -213,7 +223,7 @@ def _result(
     def median(name: str) -> float:
         return measurements[name].median
 
-    cpu = {count: median(f"cpu/{count} threads") for count in counts}
+    cpu = {count: median(f"update/{_threads(count)}") for count in counts}
     fastest = max(cpu.values())
     streams = [median(f"memory/{name}") for name in _VARIANTS]
     memory = max(*streams, fastest * UPDATE_MEMORY_COST)
@@ -312,20 +322,21 @@ class _Counts:
 class _CpuProbe:
     """The update by number of threads, the memory it runs on, and copies of 16-bit tensors."""
 
-    def __init__(self, queue: CompletionQueue, kernels: Mapping[int, CpuUpdateKernel], memory: _UpdateMemory) -> None:
+    def __init__(
+        self, queue: CompletionQueue, kernels: Mapping[int, CpuUpdateKernel], memory: _UpdateMemory, run_s: float
+    ) -> None:
         self._queue = queue
         self._kernels = kernels
         self._memory = memory
-        self._counts = _Counts(0.06, 4096)
+        self._counts = _Counts(run_s / 2, 4096)
         self.most = max(kernels)
 
     def samples(self) -> Iterator[tuple[str, Sample]]:
         """Return what to measure once a round."""
         for threads in self._kernels:
-            name = f"cpu/{threads} threads"
-            yield f"update with {threads} threads", lambda t=threads, n=name: {n: self.rate(t)}  # type: ignore[misc]
+            yield f"update, {_threads(threads)}", partial(self._update, threads)
         for label, variant in _VARIANTS.items():
-            yield "memory bandwidth", lambda v=variant, n=label: {f"memory/{n}": self._stream(v)}  # type: ignore[misc]
+            yield "memory bandwidth", partial(self._stream, label, variant)
         yield "copies of gradients", lambda: {"copy/gradient with norm": self._repeat(self._copy_gradient)}
         yield "copies of weights", lambda: {"copy/weight": self._repeat(self._copy_weight)}
 
@@ -351,12 +362,16 @@ class _CpuProbe:
         self._counts.ran(name, count, busy_s)
         return nbytes / busy_s
 
-    def _stream(self, variant: StreamVariant) -> float:
+    def _update(self, threads: int) -> dict[str, float]:
+        return {f"update/{_threads(threads)}": self.rate(threads)}
+
+    def _stream(self, label: str, variant: StreamVariant) -> dict[str, float]:
         # Twice, as a stream negates the state.
         started_s = time.perf_counter()
         for _ in range(2):
             self._kernels[self.most].stream(self._memory.whole, variant)
-        return 2 * self._memory.numel * STREAM_ITEM_BYTES / (time.perf_counter() - started_s)
+        rate = 2 * self._memory.numel * STREAM_ITEM_BYTES / (time.perf_counter() - started_s)
+        return {f"memory/{label}": rate}
 
     def _repeat(self, copy: Callable[[], None]) -> float:
         """Return the bytes of 16-bit elements that are copied a second."""
@@ -392,13 +407,20 @@ class _PathProbe:
     """One path, opened as a session opens it."""
 
     def __init__(
-        self, number: int, path: str, queue: CompletionQueue, stack: contextlib.ExitStack, cpu: _CpuProbe
+        self,
+        number: int,
+        path: str,
+        queue: CompletionQueue,
+        stack: contextlib.ExitStack,
+        cpu: _CpuProbe,
+        run_s: float,
     ) -> None:
         self._name = f"path {number}"
         self._path = path
         self._queue = queue
         self._cpu = cpu
-        self._counts = _Counts(0.15, 8 * PATH_SLOTS)
+        self._run_s = run_s
+        self._counts = _Counts(run_s, 8 * PATH_SLOTS)
         self._steps = itertools.count(1)
         self._arena = Arena(2 * PATH_DEPTH * MAX_TILE_BYTES, prefault=True)
         stack.callback(self._arena.close)
@@ -428,18 +450,13 @@ class _PathProbe:
         if self.tier.free_bytes() < 2 * PATH_SLOTS * slot_bytes(GAUGE_BYTES):
             return MAX_TILE_BYTES  # hardly any room: that decides
         nbytes, busy_s = lane_totals(drive(self._queue, [self._load("fill", gauge, PATH_DEPTH)]))["fill:0"]
-        tile_bytes = int(nbytes / busy_s * 0.15 / (2 * PATH_DEPTH)) // SECTOR_BYTES * SECTOR_BYTES
+        tile_bytes = int(nbytes / busy_s * self._run_s / (2 * PATH_DEPTH)) // SECTOR_BYTES * SECTOR_BYTES
         return max(LADDER_BYTES[1], tile_bytes)
 
     def samples(self) -> Iterator[tuple[str, Sample]]:
         """Return what to measure once a round."""
-        largest = self._regions[-1]
         for verb in ("read", "write"):
-
-            def alone(verb: str = verb) -> dict[str, float]:
-                return {f"{self._name}/{verb} alone": self._rates([verb], largest)[verb]}
-
-            yield f"{self._path}: {verb}s alone", alone
+            yield f"{self._path}: {verb}s alone", partial(self._alone, verb)
         yield f"{self._path}: reads and writes", self._mixed
         yield f"{self._path}: beside the update", self._beside
 
@@ -476,6 +493,9 @@ class _PathProbe:
         totals = lane_totals(drive(self._queue, [self._load(verb, region, count) for verb in verbs]))
         self._counts.ran(name, count, max(busy_s for _, busy_s in totals.values()))
         return {verb: totals[f"{verb}:0"][0] / totals[f"{verb}:0"][1] for verb in verbs}
+
+    def _alone(self, verb: str) -> dict[str, float]:
+        return {f"{self._name}/{verb} alone": self._rates([verb], self._regions[-1])[verb]}
 
     def _mixed(self) -> dict[str, float]:
         """Return both rates with large tiles, and the latency that smaller ones show.

@@ -25,7 +25,7 @@ import logging
 import math
 import os
 import platform
-import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -263,17 +263,15 @@ def save_rates(file: str | os.PathLike[str], found: RatesFile) -> None:
     text = json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        unfinished = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as out:
+            with unfinished.open("x", encoding="utf-8") as out:
                 out.write(text)
                 out.flush()
                 os.fsync(out.fileno())
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as cause:
         raise OffloadError(f"{path} cannot be written: {cause.strerror or cause}") from cause
 
