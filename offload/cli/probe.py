@@ -113,7 +113,7 @@ def describe(found: RatesFile) -> str:
 def _table(measurements: Mapping[str, Measurement]) -> list[str]:
     width = max(len(name) for name in measurements)
     return [
-        f"  {name:<{width}}  {_value(each):>12}  within {each.spread:.0%} in {each.runs} runs"
+        f"  {name:<{width}}  {_value(each):>12}  {each.runs} runs, {each.spread:.0%} apart"
         for name, each in measurements.items()
     ]
 

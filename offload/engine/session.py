@@ -745,8 +745,9 @@ class _Core:
 
     def _learn(self) -> None:
         """Take the rates from what the last step did, and let the spread of tiles follow them."""
-        self._seen = [*self._seen[1 - HISTORY :], observe(self.rates, self.executor.timeline)]
-        self.rates = typical(self._seen)
+        if self._step_number > 1:  # the first step reads nothing, and touches memory for the first time
+            self._seen = [*self._seen[1 - HISTORY :], observe(self.rates, self.executor.timeline)]
+            self.rates = typical(self._seen)
         self.executor.timeline = []
         if self.plan.budgets.follow_rates:
             self.machine.index.reshare(self.plan.shares(self.rates))

@@ -19,6 +19,12 @@ LEAST_BYTES = 1 << 20
 HISTORY = 3
 """Steps whose median a rate is: one outlier changes nothing, a lasting change is noticed in the second step."""
 
+LEARNT = ("_bytes_per_s", "memory_cost")
+"""How the names of rates end that steps tell something about."""
+
+IMPOSSIBLE = 0.05
+"""How much more than the known rates allow an update has to do before they are called wrong."""
+
 BISECTIONS = 40
 TOLERANCE = 1e-6
 
@@ -37,7 +43,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
 
     A lane's rate is its bytes over the time that it was busy, less what latency took. The CPU's rate is the one that
     it has alone: what the other lanes took of the memory meanwhile, by their rates in this step and their known
-    `memory_cost`, is not counted against it.
+    `memory_cost`, is not counted against it. Where that would leave less than what was done, the costs are lowered.
     """
     totals = lane_totals(timeline)
     operations = Counter(interval.lane for interval in timeline)
@@ -66,11 +72,15 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
             h2d_bytes_per_s=seen("h2d", gpu.h2d_bytes_per_s, gpu.memory_cost),
             d2h_bytes_per_s=seen("d2h", gpu.d2h_bytes_per_s, gpu.memory_cost),
         )
-    cpu = known.cpu_bytes_per_s
+    found = dataclasses.replace(known, paths=paths, gpu=gpu)
     nbytes, busy_s = totals.get("cpu", (0, 0.0))
-    if nbytes >= LEAST_BYTES and busy_s > 0:
-        cpu = _rate_alone(known, nbytes, _seconds_by_demand(_busy_spans(timeline), demands))
-    return dataclasses.replace(known, cpu_bytes_per_s=cpu, paths=paths, gpu=gpu)
+    if nbytes < LEAST_BYTES or busy_s <= 0:
+        return found
+    cpu, memory, factor = _shared_memory(known, nbytes, _seconds_by_demand(_busy_spans(timeline), demands))
+    if factor < 1:
+        paths = tuple(dataclasses.replace(path, memory_cost=path.memory_cost * factor) for path in paths)
+        gpu = dataclasses.replace(gpu, memory_cost=gpu.memory_cost * factor) if gpu is not None else None
+    return dataclasses.replace(found, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
 
 
 def typical(history: Sequence[Rates]) -> Rates:
@@ -78,7 +88,7 @@ def typical(history: Sequence[Rates]) -> Rates:
     recent = history[-HISTORY:]
 
     def middle(part: Any, parts: Sequence[Any]) -> Any:
-        names = [field.name for field in dataclasses.fields(part) if field.name.endswith("_bytes_per_s")]
+        names = [field.name for field in dataclasses.fields(part) if field.name.endswith(LEARNT)]
         return dataclasses.replace(part, **{name: median(getattr(each, name) for each in parts) for name in names})
 
     last = recent[-1]
@@ -120,30 +130,43 @@ def _seconds_by_demand(
     return found
 
 
-def _rate_alone(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, float]) -> float:
-    """Return the rate alone with which the CPU, slowed by `Rates.cpu_speed`, does `nbytes` in the given time.
+def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, float]) -> tuple[float, float, float]:
+    """Return what a step shows of the CPU and of the memory that it shares with the other lanes.
 
-    Where the memory limits it all the time, many rates do; then the one nearest to what was known. It is at least
-    what was reached, and at most what the memory's bandwidth allows.
+    Args:
+        known: What is known of both.
+        nbytes: State bytes that the CPU updated.
+        seconds_by_demand: For how long, beside which demand of the others.
+
+    Returns:
+        The CPU's rate alone: the one with which, slowed by `Rates.cpu_speed`, it does that in that time. Where the
+        memory limits it all the time many rates do; then the one nearest to what was known. It is at least what was
+        reached, and at most what the memory's bandwidth allows. Next, that bandwidth: what was known, or what the
+        update itself took if that is more. Last, a factor for what the other lanes take of it: 1, or less where the
+        step could not have been as fast as it was.
     """
     least = nbytes / sum(seconds_by_demand.values())
-    most = max(least, known.memory_bytes_per_s / UPDATE_MEMORY_COST)
-    if most == math.inf:
-        return least
+    memory = max(known.memory_bytes_per_s, least * UPDATE_MEMORY_COST)
+    most = memory / UPDATE_MEMORY_COST
+    if memory == math.inf:
+        return least, memory, 1.0
 
-    def done(rate: float) -> float:
-        rates = dataclasses.replace(known, cpu_bytes_per_s=rate)
-        return sum(seconds * rate * rates.cpu_speed(demand) for demand, seconds in seconds_by_demand.items())
+    def done(rate: float, factor: float = 1.0) -> float:
+        rates = dataclasses.replace(known, cpu_bytes_per_s=rate, memory_bytes_per_s=memory)
+        return sum(s * rate * rates.cpu_speed(factor * demand) for demand, s in seconds_by_demand.items())
 
+    if done(most) < nbytes * (1 - IMPOSSIBLE):
+        rate = min(max(known.cpu_bytes_per_s, least), most)
+        return rate, memory, 1.0 - _first(0.0, 1.0, lambda less: done(rate, 1.0 - less) >= nbytes)
     wanted = min(float(nbytes), done(most))
+    lowest = _first(least, most, lambda rate: done(rate) >= wanted * (1 - TOLERANCE))
+    highest = _first(least, most, lambda rate: done(rate) > wanted * (1 + TOLERANCE))
+    return min(max(known.cpu_bytes_per_s, lowest), highest), memory, 1.0
 
-    def first(reached: Callable[[float], bool]) -> float:
-        low, high = least, most
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if reached(middle) else (middle, high)
-        return high
 
-    lowest = first(lambda rate: done(rate) >= wanted * (1 - TOLERANCE))
-    highest = first(lambda rate: done(rate) > wanted * (1 + TOLERANCE))
-    return min(max(known.cpu_bytes_per_s, lowest), highest)
+def _first(low: float, high: float, reached: Callable[[float], bool]) -> float:
+    """Return the first value from which on something is reached; `high` if it is only there, or not at all."""
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
