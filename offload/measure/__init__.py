@@ -1,6 +1,6 @@
 """Measuring: rates from probes, files of them, and rates from what the lanes of a session did."""
 
-from offload.measure.full import DEFAULT_SECONDS, full_probe
+from offload.measure.full import full_probe
 from offload.measure.observe import HISTORY, lane_totals, observe, typical
 from offload.measure.probe import quick_probe
 from offload.measure.rates_file import (
@@ -13,7 +13,6 @@ from offload.measure.rates_file import (
 )
 
 __all__ = [
-    "DEFAULT_SECONDS",
     "HISTORY",
     "Measurement",
     "RatesFile",

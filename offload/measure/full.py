@@ -38,8 +38,6 @@ from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import SECTOR_BYTES, SEGMENT_DTYPE, Completion, DtypeCode, SegmentFlag, TileId, TileRequest
 from offload.tiers import check_directories, open_tier, slot_bytes, tier_error
 
-DEFAULT_SECONDS = 20.0
-
 ROUNDS = (3, 15)
 """Fewest and most rounds; in between, as many as there is time for."""
 
@@ -64,7 +62,7 @@ STREAM_ITEM_BYTES = 28
 MEMORY_ITEM_BYTES = UPDATE_ITEM_BYTES + 3 * 2
 """State, gradient, weight, and a place to copy a gradient to."""
 
-PATH_DEPTH = 4
+PATH_DEPTH = 8
 PATH_SLOTS = 16
 LADDER_BYTES = (SECTOR_BYTES, 16 * SECTOR_BYTES, 1 << 20)
 GAUGE_BYTES = 1 << 20
@@ -84,7 +82,7 @@ Sample = Callable[[], Mapping[str, float]]
 def full_probe(
     paths: Sequence[str] = (),
     *,
-    seconds: float = DEFAULT_SECONDS,
+    seconds: float = 20.0,
     threads: int | None = None,
     numel: int | None = None,
     report: Callable[[int, int, str], None] = lambda done, total, what: None,
@@ -446,7 +444,7 @@ class _PathProbe:
 
     def _affordable_bytes(self) -> int:
         """Return the largest tile of which a slow path moves a run's worth in the time for a run."""
-        gauge = _Region(0, GAUGE_BYTES, 0)
+        gauge = _Region(len(LADDER_BYTES) + 1, GAUGE_BYTES, 0)
         if self.tier.free_bytes() < 2 * PATH_SLOTS * slot_bytes(GAUGE_BYTES):
             return MAX_TILE_BYTES  # hardly any room: that decides
         nbytes, busy_s = lane_totals(drive(self._queue, [self._load("fill", gauge, PATH_DEPTH)]))["fill:0"]
@@ -464,7 +462,9 @@ class _PathProbe:
         """Return reads, writes, or first writes to what is then read, of tiles of one size."""
         half = 1 if verb == "write" else 0
         call = self.tier.read if verb == "read" else self.tier.write
-        turns = [itertools.cycle(range(place, PATH_SLOTS, PATH_DEPTH)) for place in range(PATH_DEPTH)]
+        turns = [itertools.cycle(range(PATH_SLOTS))] * PATH_DEPTH
+        if half:  # a slot must not be written again before it has been
+            turns = [itertools.cycle(range(place, PATH_SLOTS, PATH_DEPTH)) for place in range(PATH_DEPTH)]
         size = region.tile_bytes
 
         def start(op: int, place: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from offload.engine.executor import Interval
 from offload.plan import Rates
-from offload.plan.rates import UPDATE_MEMORY_COST
+from offload.plan.rates import UPDATE_MEMORY_COST, cpu_speed
 
 LEAST_BYTES = 1 << 20
 """A lane that moved less than this in a step says nothing about its bandwidth."""
@@ -152,8 +152,7 @@ def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, 
         return least, memory, 1.0
 
     def done(rate: float, factor: float = 1.0) -> float:
-        rates = dataclasses.replace(known, cpu_bytes_per_s=rate, memory_bytes_per_s=memory)
-        return sum(s * rate * rates.cpu_speed(factor * demand) for demand, s in seconds_by_demand.items())
+        return sum(s * rate * cpu_speed(rate, memory, factor * demand) for demand, s in seconds_by_demand.items())
 
     if done(most) < nbytes * (1 - IMPOSSIBLE):
         rate = min(max(known.cpu_bytes_per_s, least), most)

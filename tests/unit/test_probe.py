@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from s3_server import BUCKET, S3Server
 
 from offload._native import CompletionQueue
 from offload.engine.executor import Interval
@@ -66,6 +67,14 @@ def test_a_slow_path_is_seen_as_slow(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 0 < found.read_bytes_per_s <= 60e6 * 1.15
     assert 0 < found.write_bytes_per_s <= 30e6 * 1.15
     assert found.latency_s > 0
+
+
+@pytest.mark.slow
+def test_a_bucket_is_measured_and_left_empty(s3: S3Server) -> None:
+    found = full_probe([f"s3://{BUCKET}/probed"], seconds=0.5, numel=1 << 17, threads=1)
+    assert found.paths[0]["file_system"] == "s3"
+    assert found.rates.paths[0].read_bytes_per_s > 0
+    assert not s3.keys("probed")
 
 
 @pytest.mark.slow
