@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from offload.layout import Parameter
     from offload.optim import Adam, AdamW
     from offload.protocols import DtypeCode
+    from offload.sim.explanation import Explanation, explain
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _HOMES = {
     "CorruptRecordError": "offload.errors",
     "DtypeCode": "offload.protocols",
     "Engine": "offload.engine.session",
+    "Explanation": "offload.sim.explanation",
     "GroupScalars": "offload.engine.tables",
     "InfeasiblePlanError": "offload.errors",
     "InternalError": "offload.errors",
@@ -52,6 +54,7 @@ _HOMES = {
     "TierClosedError": "offload.errors",
     "TierError": "offload.errors",
     "TierFullError": "offload.errors",
+    "explain": "offload.sim.explanation",
 }
 """Where each public name lives; a test holds that it is there and nowhere else."""
 
@@ -63,6 +66,7 @@ __all__ = [
     "CorruptRecordError",
     "DtypeCode",
     "Engine",
+    "Explanation",
     "GroupScalars",
     "InfeasiblePlanError",
     "InternalError",
@@ -75,6 +79,7 @@ __all__ = [
     "TierClosedError",
     "TierError",
     "TierFullError",
+    "explain",
 ]
 
 

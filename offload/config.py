@@ -121,7 +121,8 @@ class OffloadConfig:
         paths: Directories or "s3://bucket/prefix" for the state that does not fit; each a string or
             `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the
             paths are seen to have, step by step, unless a `share` is given.
-        staging_memory: Bytes of host memory through which streamed state passes. None: four subgroups.
+        staging_memory: Bytes of host memory through which streamed state passes. None: four subgroups, or more where
+            rates from a file say that they pay.
         subgroup_numel: Most elements of a subgroup. None: chosen from the model's size.
         threads: CPU threads of the update. None: as many as this process may use.
         gradient_dtype: "parameter" (gradients in the weight's dtype) or "float32".
@@ -136,7 +137,9 @@ class OffloadConfig:
             pay (bench/lock.py measures yours). The lock is among the processes that see the same /dev/shm.
         lock_timeout_s: Seconds of waiting for a turn after which a warning names the process that has it.
         placement: "auto" or "cpu", the device that runs updates.
-        rates: "auto": measured by a short probe and refined by every step.
+        rates: Where the first rates come from; every step refines them. "auto": this machine's file, which
+            `offload probe` writes, if there is one that fits and has all paths, else a short probe. Or such a file,
+            which must fit.
     """
 
     host_memory: int | str | None = None
@@ -153,7 +156,7 @@ class OffloadConfig:
     path_lock: str | int = "auto"
     lock_timeout_s: float = 120.0
     placement: str | float = "auto"
-    rates: str = "auto"
+    rates: str | os.PathLike[str] = "auto"
 
     def __post_init__(self) -> None:
         for field in ("host_memory", "staging_memory"):
@@ -189,7 +192,9 @@ class OffloadConfig:
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
             raise ConfigError("lock_timeout_s", timeout_s, "give seconds, greater than 0")
         _check_choice("placement", self.placement, ("auto", "cpu"))
-        _check_choice("rates", self.rates, ("auto",))
+        if not isinstance(self.rates, str | os.PathLike) or not os.fspath(self.rates):
+            raise ConfigError("rates", self.rates, 'use "auto" or name a file that `offload probe` wrote')
+        self._set("rates", os.fspath(self.rates))
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)

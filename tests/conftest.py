@@ -8,6 +8,14 @@ import pytest
 from s3_server import CREDENTIALS, UNSET, FaultProxy, S3Server
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_rates_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Sessions start from a probe, whatever `offload probe` has left for this user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def s3_process() -> Iterator[S3Server]:
     """One S3 server for all tests that leave it in order."""

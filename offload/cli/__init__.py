@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from offload.cli import settings
+from offload.cli import probe, settings
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
 
@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"offload {version('offload')}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     settings.add_parser(commands)
+    probe.add_parser(commands)
     return parser
 
 
@@ -53,11 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # measurable at the size of these operations. Read once, when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        checked = settings.TrainSettings.from_arguments(arguments)
-        # Loads torch, which takes seconds: --help and bad values should not wait for it.
-        from offload.cli import train
-
-        return train.run(checked)
+        return _COMMANDS[arguments.command](arguments)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has seen enough
         return 141
@@ -69,6 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OffloadError as error:
         print(f"offload {arguments.command}: {_one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | PlanError) else 1
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    checked = settings.TrainSettings.from_arguments(arguments)
+    # Loads torch, which takes seconds: --help and bad values should not wait for it.
+    from offload.cli import train
+
+    return train.run(checked)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"train": _train, "probe": probe.run}
 
 
 def _one_line(error: Exception) -> str:

@@ -39,6 +39,13 @@ class StepRecord:
     step_s: float
     metrics: Mapping[str, Any]
 
+    def in_short(self) -> str:
+        """Return what to watch while a run goes on."""
+        return (
+            f"loss {self.loss:.3f}, {self.tokens_per_s:,.0f} tokens/s, forward {self.forward_s * 1e3:.0f} ms, "
+            f"backward {self.backward_s * 1e3:.0f} ms, step {self.step_s * 1e3:.0f} ms"
+        )
+
     def as_line(self) -> str:
         """Return the record as one line of JSON; the optimizer's own metrics begin with `optimizer/`."""
         own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "metrics"}
@@ -94,6 +101,13 @@ class RunRecord:
             "resident_bytes": metric("resident_bytes"),
             "resident_share": metric("resident_share"),
             "streamed_bytes": metric("streamed_bytes"),
+            "lanes": {
+                lane: {
+                    "predicted_s": metric(f"lane/{lane}/predicted_s"),
+                    "measured_s": metric(f"lane/{lane}/busy_s"),
+                }
+                for lane in _predicted_lanes(warm[-1].metrics)
+            },
             "path_bytes": [
                 {"read_bytes": metric(f"path/{index}/read_bytes"), "write_bytes": metric(f"path/{index}/write_bytes")}
                 for index in range(_path_count(warm[-1].metrics))
@@ -175,3 +189,7 @@ def _finite(value: Any) -> Any:
 def _path_count(names: Iterable[str]) -> int:
     indices = [int(name.split("/")[1]) for name in names if name.startswith("path/")]
     return max(indices, default=-1) + 1
+
+
+def _predicted_lanes(names: Iterable[str]) -> list[str]:
+    return [name.split("/")[1] for name in names if name.startswith("lane/") and name.endswith("/predicted_s")]

@@ -67,6 +67,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
                 f"({measured / predicted:.2f} times as long)",
             )
         )
+    rows += _lane_rows(summary["lanes"])
     if summary["state_bytes"]:
         rows.append(
             (
@@ -85,6 +86,24 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         )
     if summary["in_memory"]:
         rows.append(("in memory", f"step {format_seconds(summary['in_memory']['step_s'])} (median), same loop"))
+    return rows
+
+
+def _lane_rows(lanes: Mapping[str, Mapping[str, float | None]]) -> list[tuple[str, str]]:
+    """Return each lane's predicted and measured seconds (medians), and which are furthest apart."""
+    rows = []
+    apart_s = {}
+    for lane in sorted(lanes, key=_lane_key):
+        predicted, measured = lanes[lane]["predicted_s"], lanes[lane]["measured_s"]
+        if predicted is not None and measured is not None and (predicted or measured):
+            apart_s[lane] = measured - predicted
+            part = f" ({measured / predicted - 1:+.0%})" if predicted else ""
+            text = f"{format_seconds(predicted)} predicted, {format_seconds(measured)} measured{part}"
+            rows.append((_lane_title(lane), text))
+    if apart_s:
+        furthest = max(apart_s, key=lambda lane: abs(apart_s[lane]))
+        how = "longer" if apart_s[furthest] > 0 else "shorter"
+        rows.append(("furthest off", f"{_lane_title(furthest)}, {format_seconds(abs(apart_s[furthest]))} {how}"))
     return rows
 
 

@@ -33,6 +33,7 @@ class TrainSettings:
     paths: tuple[str, ...]
     subgroup_numel: int | None
     threads: int | None
+    rates: str
     device: str
     dtype: str
     seed: int
@@ -166,6 +167,12 @@ def add_parser(commands: Any) -> None:
     )
     offloading.add_argument(
         "--threads", metavar="N", type=int, help="CPU threads of model and updates (default: one a core)"
+    )
+    offloading.add_argument(
+        "--rates",
+        metavar="FILE",
+        default="auto",
+        help="what `offload probe` wrote (default: this machine's file if it fits, else a short probe)",
     )
 
     output = parser.add_argument_group("output")

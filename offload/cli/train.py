@@ -133,7 +133,7 @@ class _Run:
                     record.timeline = list(optimizer.timeline())
                     lines.write(step.as_line() + "\n")
                     lines.flush()  # So that an interrupted run has every step that was done.
-                    progress.show(step)
+                    progress.show(step.step, settings.steps, step.in_short())
         finally:
             progress.close()
             record.seconds = time.perf_counter() - started_s
@@ -275,6 +275,7 @@ def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...
         staging_memory=settings.staging_memory,
         subgroup_numel=settings.subgroup_numel,
         threads=settings.threads,
+        rates=settings.rates,
     )
 
 

@@ -54,8 +54,17 @@ from offload.layout import (
     Segment,
     extend_layout,
 )
-from offload.measure import HISTORY, lane_totals, observe, quick_probe, typical
-from offload.plan import Budgets, PathBudget, Plan, Rates, choose_subgroup_numel, make_plan, visit_order
+from offload.measure import HISTORY, lane_totals, observe, quick_probe, session_rates, typical
+from offload.plan import (
+    Budgets,
+    PathBudget,
+    Plan,
+    Rates,
+    choose_plan,
+    choose_subgroup_numel,
+    make_plan,
+    visit_order,
+)
 from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Tier
 from offload.tiers import Turns, check_directories, free_bytes, open_tier, tier_error
 from offload.tiers.file import DEFAULT_EXTENT_BYTES
@@ -115,7 +124,7 @@ class Engine:
 
     @property
     def rates(self) -> Rates:
-        """Speeds of the lanes: probed at first, refined by every step."""
+        """Speeds of the lanes: measured beforehand or probed, and refined by every step."""
         return self._core.rates
 
     @property
@@ -288,6 +297,9 @@ class _Core:
         self._step_s = 0.0
         paths = config.path_configs
         check_directories([path.path for path in paths])
+        known = session_rates(str(config.rates), [path.path for path in paths], self._threads)
+        if known is not None:
+            known = dataclasses.replace(known, gpu=None)  # no lane of this session is on one
         numel = sum(parameter.numel for parameter in parameters)
         staging = None if config.staging_memory is None else int(config.staging_memory)
         self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging)
@@ -295,7 +307,8 @@ class _Core:
         striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
         layout = extend_layout(Layout((), ()), parameters, self._subgroup_numel, self._tile_bytes)
-        self.plan = make_plan(layout, self._first_budgets(layout))
+        budgets = self._first_budgets(layout)
+        self.plan = make_plan(layout, budgets) if known is None else choose_plan(layout, budgets, known)
         log.info("%s", self.plan)
         available = available_bytes()
         if self.plan.host_bytes > available:
@@ -321,7 +334,7 @@ class _Core:
             self.executor = LiveExecutor(self._tiers, self._kernel, queue, tier_error, verify=config.checksum)
             self._adopt(self.plan, Layout((), ()))
             address = self._staging.address if self._staging else 0
-            self.rates = quick_probe(self._kernel, self._tiers, queue, address, self.plan)
+            self.rates = known or quick_probe(self._kernel, self._tiers, queue, address, self.plan)
             self._seen: list[Rates] = [self.rates]
             shares = self.plan.shares(self.rates)
             limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
@@ -736,8 +749,9 @@ class _Core:
 
     def _learn(self) -> None:
         """Take the rates from what the last step did, and let the spread of tiles follow them."""
-        self._seen = [*self._seen[1 - HISTORY :], observe(self.rates, lane_totals(self.executor.timeline))]
-        self.rates = typical(self._seen)
+        if self._step_number > 1:  # the first step reads nothing, and touches memory for the first time
+            self._seen = [*self._seen[1 - HISTORY :], observe(self.rates, self.executor.timeline)]
+            self.rates = typical(self._seen)
         self.executor.timeline = []
         if self.plan.budgets.follow_rates:
             self.machine.index.reshare(self.plan.shares(self.rates))

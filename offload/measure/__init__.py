@@ -1,6 +1,28 @@
-"""Measuring: rates from a short probe, and from what the lanes of a session did."""
+"""Measuring: rates from probes, files of them, and rates from what the lanes of a session did."""
 
+from offload.measure.full import full_probe
 from offload.measure.observe import HISTORY, lane_totals, observe, typical
 from offload.measure.probe import quick_probe
+from offload.measure.rates_file import (
+    Measurement,
+    RatesFile,
+    default_rates_file,
+    load_rates,
+    save_rates,
+    session_rates,
+)
 
-__all__ = ["HISTORY", "lane_totals", "observe", "quick_probe", "typical"]
+__all__ = [
+    "HISTORY",
+    "Measurement",
+    "RatesFile",
+    "default_rates_file",
+    "full_probe",
+    "lane_totals",
+    "load_rates",
+    "observe",
+    "quick_probe",
+    "save_rates",
+    "session_rates",
+    "typical",
+]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from offload.engine.executor import Interval
 from offload.plan import Rates
+from offload.plan.rates import UPDATE_MEMORY_COST, cpu_speed
 
 LEAST_BYTES = 1 << 20
 """A lane that moved less than this in a step says nothing about its bandwidth."""
@@ -15,45 +19,154 @@ LEAST_BYTES = 1 << 20
 HISTORY = 3
 """Steps whose median a rate is: one outlier changes nothing, a lasting change is noticed in the second step."""
 
+LEARNT = ("_bytes_per_s", "memory_cost")
+"""How the names of rates end that steps tell something about."""
+
+IMPOSSIBLE = 0.05
+"""How much more than the known rates allow an update has to do before they are called wrong."""
+
+BISECTIONS = 40
+TOLERANCE = 1e-6
+
 
 def lane_totals(timeline: Sequence[Interval]) -> dict[str, tuple[int, float]]:
     """Return, for each lane, the bytes it moved and the seconds in which at least one operation was on it."""
-    found: dict[str, tuple[int, float]] = {}
-    ends: dict[str, float] = {}
-    for interval in sorted(timeline, key=lambda item: (item.lane, item.started_s, item.finished_s)):
-        nbytes, busy_s = found.get(interval.lane, (0, 0.0))
-        begin_s = max(interval.started_s, ends.get(interval.lane, interval.started_s))
-        end_s = max(interval.finished_s, begin_s)
-        found[interval.lane] = nbytes + interval.nbytes, busy_s + end_s - begin_s
-        ends[interval.lane] = end_s
-    return found
+    found: dict[str, int] = {}
+    for interval in timeline:
+        found[interval.lane] = found.get(interval.lane, 0) + interval.nbytes
+    spans = _busy_spans(timeline)
+    return {lane: (nbytes, sum(end_s - begin_s for begin_s, end_s in spans[lane])) for lane, nbytes in found.items()}
 
 
-def observe(known: Rates, totals: Mapping[str, tuple[int, float]]) -> Rates:
-    """Return what the lanes did in one step (`lane_totals`); where that says nothing, what was known."""
+def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
+    """Return what the lanes did in one step; where that says nothing, what was known.
 
-    def seen(lane: str, rate: float) -> float:
+    A lane's rate is its bytes over the time that it was busy, less what latency took. The CPU's rate is the one that
+    it has alone: what the other lanes took of the memory meanwhile, by their traffic in this step and their known
+    `memory_cost`, is not counted against it. Where that would leave less than what was done, the costs are lowered.
+    """
+    totals = lane_totals(timeline)
+    operations = Counter(interval.lane for interval in timeline)
+    demands: dict[str, float] = {}
+
+    def seen(lane: str, rate: float, memory_cost: float = 0.0, latency_s: float = 0.0) -> float:
         nbytes, busy_s = totals.get(lane, (0, 0.0))
-        return rate if nbytes < LEAST_BYTES or busy_s <= 0 else nbytes / busy_s
+        if nbytes >= LEAST_BYTES and busy_s > 0:
+            demands[lane] = nbytes / busy_s * memory_cost
+            return nbytes / max(busy_s - operations[lane] * latency_s, busy_s / 2)
+        demands[lane] = rate * memory_cost
+        return rate
 
     paths = tuple(
         dataclasses.replace(
             path,
-            read_bytes_per_s=seen(f"read:{number}", path.read_bytes_per_s),
-            write_bytes_per_s=seen(f"write:{number}", path.write_bytes_per_s),
+            read_bytes_per_s=seen(f"read:{number}", path.read_bytes_per_s, path.memory_cost, path.latency_s),
+            write_bytes_per_s=seen(f"write:{number}", path.write_bytes_per_s, path.memory_cost, path.latency_s),
         )
         for number, path in enumerate(known.paths)
     )
-    return dataclasses.replace(known, cpu_bytes_per_s=seen("cpu", known.cpu_bytes_per_s), paths=paths)
+    gpu = known.gpu
+    if gpu is not None:
+        gpu = dataclasses.replace(
+            gpu,
+            update_bytes_per_s=seen("gpu", gpu.update_bytes_per_s),
+            h2d_bytes_per_s=seen("h2d", gpu.h2d_bytes_per_s, gpu.memory_cost),
+            d2h_bytes_per_s=seen("d2h", gpu.d2h_bytes_per_s, gpu.memory_cost),
+        )
+    found = dataclasses.replace(known, paths=paths, gpu=gpu)
+    nbytes, busy_s = totals.get("cpu", (0, 0.0))
+    if nbytes < LEAST_BYTES or busy_s <= 0:
+        return found
+    cpu, memory, factor = _shared_memory(known, nbytes, _seconds_by_demand(_busy_spans(timeline), demands))
+    if factor < 1:
+        paths = tuple(dataclasses.replace(path, memory_cost=path.memory_cost * factor) for path in paths)
+        gpu = dataclasses.replace(gpu, memory_cost=gpu.memory_cost * factor) if gpu is not None else None
+    return dataclasses.replace(found, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
 
 
 def typical(history: Sequence[Rates]) -> Rates:
     """Return the median of each rate over the last `HISTORY` observations, of which there is at least one."""
     recent = history[-HISTORY:]
-    paths = []
-    for number, path in enumerate(recent[-1].paths):
-        read = median(rates.paths[number].read_bytes_per_s for rates in recent)
-        write = median(rates.paths[number].write_bytes_per_s for rates in recent)
-        paths.append(dataclasses.replace(path, read_bytes_per_s=read, write_bytes_per_s=write))
-    cpu = median(rates.cpu_bytes_per_s for rates in recent)
-    return dataclasses.replace(recent[-1], cpu_bytes_per_s=cpu, paths=tuple(paths))
+
+    def middle(part: Any, parts: Sequence[Any]) -> Any:
+        names = [field.name for field in dataclasses.fields(part) if field.name.endswith(LEARNT)]
+        return dataclasses.replace(part, **{name: median(getattr(each, name) for each in parts) for name in names})
+
+    last = recent[-1]
+    paths = [middle(path, [rates.paths[number] for rates in recent]) for number, path in enumerate(last.paths)]
+    gpu = middle(last.gpu, [rates.gpu for rates in recent]) if last.gpu is not None else None
+    found: Rates = dataclasses.replace(middle(last, recent), paths=tuple(paths), gpu=gpu)
+    return found
+
+
+def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, float]]]:
+    """Return, for each lane, when at least one operation was on it: disjoint spans in order."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for interval in sorted(timeline, key=lambda item: item.started_s):
+        lane = spans.setdefault(interval.lane, [])
+        if lane and interval.started_s <= lane[-1][1]:
+            lane[-1] = lane[-1][0], max(lane[-1][1], interval.finished_s)
+        else:
+            lane.append((interval.started_s, max(interval.started_s, interval.finished_s)))
+    return spans
+
+
+def _seconds_by_demand(
+    spans: Mapping[str, Sequence[tuple[float, float]]], demands: Mapping[str, float]
+) -> dict[float, float]:
+    """Return for how many seconds of the CPU's work the other lanes asked how much of the memory together."""
+    edges: list[tuple[float, int, float]] = []
+    for lane, lane_spans in spans.items():
+        demand, working = (0.0, 1) if lane == "cpu" else (demands.get(lane, 0.0), 0)
+        if demand or working:
+            edges += [(begin_s, working, demand) for begin_s, _ in lane_spans]
+            edges += [(end_s, -working, -demand) for _, end_s in lane_spans]
+    found: dict[float, float] = {}
+    then_s, works, beside = 0.0, 0, 0.0
+    for at_s, working, demand in sorted(edges):
+        if works:
+            key = round(beside)  # sums of the same lanes in another order are the same
+            found[key] = found.get(key, 0.0) + at_s - then_s
+        then_s, works, beside = at_s, works + working, beside + demand
+    return found
+
+
+def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, float]) -> tuple[float, float, float]:
+    """Return what a step shows of the CPU and of the memory that it shares with the other lanes.
+
+    Args:
+        known: What is known of both.
+        nbytes: State bytes that the CPU updated.
+        seconds_by_demand: For how long, beside which demand of the others.
+
+    Returns:
+        The CPU's rate alone: the one with which, slowed by `Rates.cpu_speed`, it does that in that time. Where the
+        memory limits it all the time many rates do; then the one nearest to what was known. It is at least what was
+        reached, and at most what the memory's bandwidth allows. Next, that bandwidth: what was known, or what the
+        update itself took if that is more. Last, a factor for what the other lanes take of it: 1, or less where the
+        step could not have been as fast as it was.
+    """
+    least = nbytes / sum(seconds_by_demand.values())
+    memory = max(known.memory_bytes_per_s, least * UPDATE_MEMORY_COST)
+    most = memory / UPDATE_MEMORY_COST
+    if memory == math.inf:
+        return least, memory, 1.0
+
+    def done(rate: float, factor: float = 1.0) -> float:
+        return sum(s * rate * cpu_speed(rate, memory, factor * demand) for demand, s in seconds_by_demand.items())
+
+    if done(most) < nbytes * (1 - IMPOSSIBLE):
+        rate = min(max(known.cpu_bytes_per_s, least), most)
+        return rate, memory, 1.0 - _first(0.0, 1.0, lambda less: done(rate, 1.0 - less) >= nbytes)
+    wanted = min(float(nbytes), done(most))
+    lowest = _first(least, most, lambda rate: done(rate) >= wanted * (1 - TOLERANCE))
+    highest = _first(least, most, lambda rate: done(rate) > wanted * (1 + TOLERANCE))
+    return min(max(known.cpu_bytes_per_s, lowest), highest), memory, 1.0
+
+
+def _first(low: float, high: float, reached: Callable[[float], bool]) -> float:
+    """Return the first value from which on something is reached; `high` if it is only there, or not at all."""
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high

@@ -27,8 +27,8 @@ from offload.engine.session import TORCH_DTYPES, Engine
 from offload.engine.tables import GroupScalars
 from offload.errors import ConfigError
 from offload.layout import Parameter
-from offload.plan import Plan, estimate
-from offload.sim import Prediction, predict
+from offload.plan import Plan, Rates, estimate
+from offload.sim import Explanation, Prediction, carry_on, compare, predict
 
 log = logging.getLogger("offload")
 
@@ -53,14 +53,15 @@ class PlanReport:
 
     Attributes:
         plan: What lives where.
-        prediction: How long a step should take by the rates known now, and what bounds it.
+        explanation: How long a step should take by the rates known now, what bounds it, and how long the last one
+            took.
     """
 
     plan: Plan
-    prediction: Prediction
+    explanation: Explanation
 
     def __str__(self) -> str:
-        return f"{self.plan}\n{self.prediction}"
+        return f"{self.plan}\n{self.explanation}"
 
 
 class _StateView(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
@@ -126,7 +127,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._norm = math.nan
         self._kept: list[torch.Tensor] = []
         self._told_changed = False
-        self._predicted: tuple[Plan, float, Prediction] | None = None
+        self._predicted: tuple[Plan, Rates, float, Prediction] | None = None
         if amsgrad:
             raise ConfigError("amsgrad", amsgrad, "use false: the engine keeps two moments, not three")
         if isinstance(offload, Mapping):
@@ -535,31 +536,38 @@ class OffloadedAdam(torch.optim.Optimizer):
     def _predict(self) -> Prediction:
         plan, rates = self.engine.plan, self.engine.rates
         prediction = predict(plan, rates)
-        self._predicted = plan, estimate(plan, rates).step_s, prediction
+        self._predicted = plan, rates, estimate(plan, rates).step_s, prediction
         return prediction
 
-    def _predicted_step_s(self) -> float:
+    def _carried_on(self) -> Prediction:
         """Return the simulator's prediction, carried on by the closed form while rates stay near."""
-        plan = self.engine.plan
-        closed_s = estimate(plan, self.engine.rates).step_s
+        plan, rates = self.engine.plan, self.engine.rates
         if self._predicted is not None and self._predicted[0] is plan:
-            _, then_s, prediction = self._predicted
+            _, then, then_s, prediction = self._predicted
+            closed_s = estimate(plan, rates).step_s
             if abs(closed_s - then_s) <= PREDICTION_DRIFT * then_s:
-                return prediction.step_s * closed_s / then_s if then_s else prediction.step_s
-        return self._predict().step_s
+                return carry_on(prediction, then, rates, closed_s / then_s if then_s else 1.0)
+        return self._predict()
 
     @property
     def plan(self) -> PlanReport:
-        """What lives where, how long a step should take by the rates known now, and what bounds it."""
-        return PlanReport(self.engine.plan, self._predict())
+        """What lives where, how long a step should take, what bounds it, and how long the last one took."""
+        return PlanReport(self.engine.plan, self.explain())
+
+    def explain(self) -> Explanation:
+        """Return predicted and measured seconds of the last step, lane by lane; print it."""
+        return compare(self._predict(), self.engine.metrics())
 
     def metrics(self) -> dict[str, float]:
-        """Return the last step as a flat dict: `Engine.metrics`, and `predicted_step_s` and `gradient_norm`.
+        """Return the last step as a flat dict: `Engine.metrics` and what was expected of it.
 
-        The prediction is the one that was due before the step. The norm is that of the last `clip_grad_norm_`.
+        Beside each `lane/<lane>/busy_s` there is `lane/<lane>/predicted_s`; beside `step_s`, `predicted_step_s`; and
+        `gradient_norm`, that of the last `clip_grad_norm_`. Predictions are those that were due before the step.
         """
-        predicted_s = self._predicted_step_s()
-        return {**self.engine.metrics(), "predicted_step_s": predicted_s, "gradient_norm": self._norm}
+        prediction = self._carried_on()
+        lanes = {f"lane/{lane}/predicted_s": busy_s for lane, busy_s in prediction.busy_s.items()}
+        predicted = {**lanes, "predicted_step_s": prediction.step_s}
+        return {**self.engine.metrics(), **predicted, "gradient_norm": self._norm}
 
     def timeline(self) -> list[Interval]:
         """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes)."""

@@ -23,6 +23,12 @@ LEAST_CPU_SPEED = 0.1
 """Part of its rate that an update keeps whatever runs beside it."""
 
 
+def cpu_speed(cpu_bytes_per_s: float, memory_bytes_per_s: float, beside_bytes_per_s: float) -> float:
+    """Return the part of its own rate that an update keeps beside others; see `Rates.cpu_speed`."""
+    left = memory_bytes_per_s - beside_bytes_per_s
+    return min(1.0, max(LEAST_CPU_SPEED, left / (cpu_bytes_per_s * UPDATE_MEMORY_COST)))
+
+
 @dataclass(frozen=True, slots=True)
 class PathRates:
     """Speed of one path, both directions running at the same time, as they do in a step.
@@ -99,8 +105,7 @@ class Rates:
         Args:
             beside_bytes_per_s: Memory traffic of what else runs: the sum of rate times `memory_cost`.
         """
-        left = self.memory_bytes_per_s - beside_bytes_per_s
-        return min(1.0, max(LEAST_CPU_SPEED, left / (self.cpu_bytes_per_s * UPDATE_MEMORY_COST)))
+        return cpu_speed(self.cpu_bytes_per_s, self.memory_bytes_per_s, beside_bytes_per_s)
 
     def shared_by(self, ranks: int) -> Rates:
         """Return one rank's part of these rates where so many share a node: each has its own GPU, and link."""

@@ -4,6 +4,7 @@ from offload.engine.executor import Interval
 from offload.sim.checker import CheckedExecutor
 from offload.sim.data import SimData, SimStore, StoredTile, mix
 from offload.sim.executor import Disorder, SimExecutor
+from offload.sim.explanation import Explanation, LaneSeconds, carry_on, compare, explain
 from offload.sim.faults import (
     CorruptPayload,
     Crash,
@@ -24,9 +25,11 @@ __all__ = [
     "CorruptPayload",
     "Crash",
     "Disorder",
+    "Explanation",
     "FailOperation",
     "Fault",
     "Interval",
+    "LaneSeconds",
     "MisdirectedWrite",
     "PathFull",
     "Prediction",
@@ -38,6 +41,9 @@ __all__ = [
     "SlowLane",
     "StoredTile",
     "StuckOperation",
+    "carry_on",
+    "compare",
+    "explain",
     "mix",
     "predict",
     "random_faults",

@@ -21,6 +21,20 @@ def test_python_blocks_run(block: str, tmp_path: Path) -> None:
     assert "torch.Size([64, 64])" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_probe_runs_as_it_is_shown(tmp_path: Path) -> None:
+    (line,) = re.findall(r"^\.venv/bin/(offload probe .*)$", README, re.MULTILINE)
+    for number, path in enumerate(re.findall(r" (/\S+)", line)):
+        (tmp_path / str(number)).mkdir()
+        line = line.replace(path, str(tmp_path / str(number)))
+    command = [str(Path(sys.executable).parent / "offload"), *line.split()[1:], "--seconds", "0.2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (file,) = re.findall(r"^written to (.*)$", done.stdout, re.MULTILINE)
+    assert Path(file).parent.name == "offload"
+    Path(file).unlink()
+
+
 def test_scripts_and_files_that_it_names_are_there() -> None:
     named = re.findall(r"`(?:python )?((?:bench|offload|tests)/[\w/]+\.py)`", README)
     assert named

@@ -8,7 +8,7 @@ from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Begin, Machine, Sweep, Visit
 from offload.layout import Parameter, build_layout
-from offload.measure import lane_totals, observe, typical
+from offload.measure import observe, typical
 from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, make_plan, visit_order
 from offload.protocols import DtypeCode
 from offload.sim import SimExecutor, predict
@@ -38,7 +38,7 @@ def run_steps(plan: Plan, machine: Machine, rates: Rates, seen: list[Rates], num
         seconds.append(executor.now_s)
         pump(machine, executor, lambda m: m.in_flight == 0)
         machine.check()
-        seen.append(observe(typical(seen), lane_totals(list(executor.timeline))))
+        seen.append(observe(typical(seen), list(executor.timeline)))
     return seconds
 
 

@@ -70,6 +70,21 @@ def test_the_table_says_what_is_known() -> None:
     assert "resident" not in report.table(_summary(RunRecord([_record(1)])))
 
 
+def test_the_table_compares_lanes_and_names_the_furthest_off() -> None:
+    lanes = {"cpu": (0.1, 0.11), "read:0": (0.2, 0.15), "write:0": (0.0, 0.0)}
+    known: dict[str, float] = {}
+    for lane, (predicted_s, measured_s) in lanes.items():
+        known |= {f"lane/{lane}/predicted_s": predicted_s, f"lane/{lane}/busy_s": measured_s}
+    summary = _summary(RunRecord([_record(step, **known) for step in (1, 2, 3)]))
+    assert summary["lanes"] == {lane: {"predicted_s": p, "measured_s": m} for lane, (p, m) in lanes.items()}
+    lines = dict(line.split("  ", 1) for line in report.table(summary).splitlines())
+    assert lines["CPU update"].strip() == "100 ms predicted, 110 ms measured (+10%)"
+    assert lines["read path 0"].strip() == "200 ms predicted, 150 ms measured (-25%)"
+    assert lines["furthest off"].strip() == "read path 0, 50 ms shorter"
+    assert "write path 0" not in lines
+    assert "furthest" not in report.table(_summary(RunRecord([_record(1)])))
+
+
 def test_a_run_of_no_steps_has_an_empty_table() -> None:
     assert report.table(_summary(RunRecord())) == ""
 

@@ -1,0 +1,532 @@
+"""The full probe: every rate that predictions are computed from, alone and beside each other.
+
+It goes through the same tiers and the same update kernel as a session. All measurements are taken once a round, in an
+order that begins with another one each time, so that whatever else the machine does falls on all alike; a rate is the
+median over the rounds.
+
+Not done here: choosing anything from the rates; rates of several paths at work at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from offload._native import CompletionQueue
+from offload.config import format_bytes
+from offload.engine.memory import HUGE_PAGE_BYTES, Arena, available_bytes
+from offload.engine.tables import SCALAR_FIELDS
+from offload.errors import ConfigError, OffloadError, TierError
+from offload.kernels import CpuUpdateKernel, StreamVariant, scalars
+from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES
+from offload.measure.drive import Load, bytes_per_s, drive
+from offload.measure.gpu import gpu_probe
+from offload.measure.observe import lane_totals
+from offload.measure.rates_file import Measurement, RatesFile, machine_facts, path_facts, versions
+from offload.plan import GpuRates, PathRates, Rates
+from offload.plan.rates import UPDATE_MEMORY_COST
+from offload.protocols import SECTOR_BYTES, SEGMENT_DTYPE, Completion, DtypeCode, SegmentFlag, TileId, TileRequest
+from offload.tiers import check_directories, open_tier, slot_bytes, tier_error
+
+ROUNDS = (3, 15)
+"""Fewest and most rounds; in between, as many as there is time for."""
+
+LONGEST_RUN_S = 0.15
+"""What a run of one measurement takes where there is time for it."""
+
+DISAGREEMENT = 0.2
+"""Spread, as a part of the median, from which on a warning says that runs disagree."""
+
+UNSEEN_SLOWDOWN = 0.03
+"""Slow-downs of the update below this are noise, and say nothing about what I/O costs."""
+
+UPDATE_NUMEL = 1 << 25
+"""Elements that the update works on in turn: more than caches hold."""
+
+CHUNK_NUMEL = 1 << 21
+UPDATE_DEPTH = 2
+UPDATE_ITEM_BYTES = 3 * STATE_ITEM_BYTES
+STREAM_ITEM_BYTES = 28
+"""Bytes that an update has to move for each element: fp32 state read and written, 16-bit gradient and weight."""
+
+MEMORY_ITEM_BYTES = UPDATE_ITEM_BYTES + 3 * 2
+"""State, gradient, weight, and a place to copy a gradient to."""
+
+PATH_DEPTH = 8
+PATH_SLOTS = 16
+LADDER_BYTES = (SECTOR_BYTES, 16 * SECTOR_BYTES, 1 << 20)
+GAUGE_BYTES = 1 << 20
+
+_VARIANTS = {
+    "plain": StreamVariant.PLAIN,
+    "prefetch": StreamVariant.PREFETCH,
+    "weight past caches": StreamVariant.WEIGHT_NONTEMPORAL,
+    "weight past caches, prefetch": StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.PREFETCH,
+    "tensor by tensor": StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.TENSOR_BY_TENSOR,
+}
+
+Sample = Callable[[], Mapping[str, float]]
+"""Takes one run of some measurements; returns their values by name."""
+
+
+def full_probe(
+    paths: Sequence[str] = (),
+    *,
+    seconds: float = 20.0,
+    threads: int | None = None,
+    numel: int | None = None,
+    report: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> RatesFile:
+    """Measure this machine.
+
+    Args:
+        paths: Directories or "s3://bucket/prefix", as in `OffloadConfig.paths`. Each is written to, some hundred
+            megabytes at most, and left as it was.
+        seconds: About how long it may take; runs are short if it is little, but three rounds there are.
+        threads: Most threads of the update; None for as many as this process may use.
+        numel: Elements that the update works on; None for more than caches hold, if there is memory for that.
+        report: Hears of progress: runs done, runs in all, and what is measured next.
+
+    Returns:
+        What `save_rates` writes.
+
+    Raises:
+        ConfigError: If a path cannot be used or has too little room.
+        TierError: If a path fails.
+        OffloadError: If there is not enough memory.
+    """
+    check_directories(paths)
+    threads = threads or len(os.sched_getaffinity(0))
+    if numel is None:
+        most = available_bytes() // 4 // MEMORY_ITEM_BYTES
+        numel = max(UPDATE_DEPTH * CHUNK_NUMEL, min(UPDATE_NUMEL, most)) // CHUNK_NUMEL * CHUNK_NUMEL
+    with contextlib.ExitStack() as stack:
+        queue = CompletionQueue()
+        memory = _UpdateMemory(numel)
+        stack.callback(memory.arena.close)
+        counts = thread_counts(threads)
+        kernels = {count: stack.enter_context(CpuUpdateKernel(queue, count)) for count in counts}
+        expected = len(counts) + len(_VARIANTS) + 2 + 4 * len(paths)
+        run_s = min(LONGEST_RUN_S, seconds / (ROUNDS[0] + 1) / expected)
+        cpu = _CpuProbe(queue, kernels, memory, run_s)
+        probes = []
+        for number, path in enumerate(paths):
+            report(0, 1, f"opening {path}")
+            probes.append(_PathProbe(number, path, queue, stack, cpu, run_s))
+        gpu = gpu_probe(lambda: cpu.rate(cpu.most))
+        samples: list[tuple[str, Sample]] = [*cpu.samples()]
+        for probe in probes:
+            samples += probe.samples()
+        if gpu is not None:
+            samples += gpu.samples()
+        found = _rounds(samples, seconds, report)
+        direct = [bool(getattr(probe.tier, "direct", True)) for probe in probes]
+        io = [str(getattr(probe.tier, "io_backend", probe.tier.name)) for probe in probes]
+    measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
+    facts = [path_facts(path) | {"io": name} for path, name in zip(paths, io, strict=True)]
+    return _result(measurements, counts, facts, gpu.memory_bytes if gpu is not None else 0, direct)
+
+
+def thread_counts(most: int) -> list[int]:
+    """Return the numbers of threads to measure the update with: all up to 8, then two an octave."""
+    counts = set(range(1, min(most, 8) + 1)) | {most}
+    octave = 8
+    while octave < most:
+        counts |= {count for count in (octave, octave * 3 // 2) if count < most}
+        octave *= 2
+    return sorted(counts)
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def summarise(values: Sequence[float], unit: str) -> Measurement:
+    """Return median and spread of a measurement's runs: the interquartile range (with few runs, the whole range)."""
+    median = statistics.median(values)
+    if len(values) >= 4:
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    else:
+        low, high = min(values), max(values)
+    return Measurement(median, (high - low) / median if median else 0.0, len(values), unit)
+
+
+def memory_cost(memory_bytes_per_s: float, cpu_bytes_per_s: float, speed: float, io_bytes_per_s: float) -> float:
+    """Return `memory_cost` of a path (or a link) from what its traffic left of the update.
+
+    With it `Rates.cpu_speed` gives that part back for a path at its rates. Beside an update the path itself may have
+    been slower; as predictions let it go on at its rates, the loss is spread over those.
+
+    Args:
+        memory_bytes_per_s: Host memory bandwidth.
+        cpu_bytes_per_s: The update's rate alone.
+        speed: The part of it that was left; 1 for all.
+        io_bytes_per_s: The path's rates, both directions together.
+    """
+    left = memory_bytes_per_s - speed * cpu_bytes_per_s * UPDATE_MEMORY_COST
+    cost = max(0.0, left / io_bytes_per_s)
+    # An update that was not slowed leaves only an upper limit: take plain DMA's cost where that is below it.
+    return min(cost, 1.0) if speed >= 1 - UNSEEN_SLOWDOWN else cost
+
+
+def _rounds(
+    samples: Sequence[tuple[str, Sample]], seconds: float, report: Callable[[int, int, str], None]
+) -> dict[str, list[float]]:
+    """Return the values of all rounds but the first, which warms up and shows how many rounds there is time for."""
+    found: dict[str, list[float]] = {}
+    started_s = time.monotonic()
+    least, most = ROUNDS
+    rounds, done, number = least, 0, 0
+    while number <= rounds:
+        first = number % len(samples)
+        for what, sample in [*samples[first:], *samples[:first]]:
+            report(done, (rounds + 1) * len(samples), what)
+            values = sample()
+            done += 1
+            for name, value in values.items():
+                found.setdefault(name, [])
+                if number:
+                    found[name].append(value)
+        number += 1
+        # The warm-up is shorter or longer than the others, so the estimate is taken again after each round.
+        left_s = seconds - (time.monotonic() - started_s)
+        each_s = (time.monotonic() - started_s) / number
+        rounds = max(least, min(most, number - 1 + int(max(left_s, 0.0) / each_s)))
+    report(done, done, "done")
+    return found
+
+
+def _unit(name: str) -> str:
+    last = name.rpartition("/")[2]
+    return {"latency": "s", "speed of cpu": "of its rate alone"}.get(last, "bytes/s")
+
+
+def _result(
+    measurements: dict[str, Measurement],
+    counts: Sequence[int],
+    paths: list[dict[str, Any]],
+    gpu_memory_bytes: int,
+    direct: Sequence[bool],
+) -> RatesFile:
+    def median(name: str) -> float:
+        return measurements[name].median
+
+    cpu = {count: median(f"update/{_threads(count)}") for count in counts}
+    fastest = max(cpu.values())
+    streams = [median(f"memory/{name}") for name in _VARIANTS]
+    memory = max(*streams, fastest * UPDATE_MEMORY_COST)
+    rated = []
+    for number in range(len(paths)):
+        name = f"path {number}"
+        read, write = median(f"{name}/read"), median(f"{name}/write")
+        cost = memory_cost(memory, cpu[counts[-1]], median(f"{name}/speed of cpu"), read + write)
+        rated.append(PathRates(read, write, median(f"{name}/latency"), cost))
+    gpu = None
+    if "gpu/update" in measurements:
+        h2d, d2h = median("gpu/h2d"), median("gpu/d2h")
+        cost = memory_cost(memory, cpu[counts[-1]], median("gpu/speed of cpu"), h2d + d2h)
+        gpu = GpuRates(median("gpu/update"), h2d, d2h, gpu_memory_bytes, cost)
+    warnings = []
+    apart = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
+    if apart:
+        warnings.append(
+            f"runs disagree by more than {DISAGREEMENT:.0%} of their median on {', '.join(apart)}; "
+            "measure again when the machine is quieter"
+        )
+    for number, (facts, is_direct) in enumerate(zip(paths, direct, strict=True)):
+        if not is_direct:
+            where = f"path {number} ({facts['path']})"
+            warnings.append(f"{where}: there is no O_DIRECT, so its reads may have come from the page cache")
+    return RatesFile(
+        machine=machine_facts(),
+        versions=versions(),
+        rates=Rates(cpu[counts[-1]], tuple(rated), gpu, memory),
+        cpu_bytes_per_s=cpu,
+        paths=tuple(paths),
+        measurements=measurements,
+        warnings=tuple(warnings),
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    )
+
+
+class _UpdateMemory:
+    """State, gradient and weight of `numel` elements in huge pages, and the tables to update them by."""
+
+    def __init__(self, numel: int) -> None:
+        names = ("master", "exp_avg", "exp_avg_sq", "gradient", "weight", "copy")
+        self.numel = numel
+        offsets, end = {}, 0
+        for index, name in enumerate(names):
+            # Tensors a large power of two apart would compete for the same places in the first-level cache.
+            offsets[name] = -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + index * (68 << 10)
+            end = offsets[name] + numel * (STATE_ITEM_BYTES if index < 3 else 2)
+        self.arena = Arena(end, prefault=True)
+        self.addresses = {name: self.arena.address + offset for name, offset in offsets.items()}
+        values = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
+        self.arena.numpy(offsets["master"], numel, np.float32)[:] = np.resize(values, numel)
+        # The upper half of a float32 is a bfloat16.
+        self.arena.numpy(offsets["gradient"], numel, np.uint16)[:] = np.resize(values.view(np.uint16)[1::2], numel)
+        self._offsets = offsets
+        self.chunk_numel = min(CHUNK_NUMEL, numel // UPDATE_DEPTH)
+        starts = range(0, numel - self.chunk_numel + 1, self.chunk_numel)
+        self.chunks = [self.table(start, self.chunk_numel) for start in starts]
+        self.whole = self.table(0, numel)
+
+    def table(self, start: int, numel: int) -> np.ndarray[Any, Any]:
+        """Return the segment table of a run of elements."""
+        table = np.zeros(1, SEGMENT_DTYPE)
+        for name in ("master", "exp_avg", "exp_avg_sq", "gradient", "weight"):
+            item_bytes = 2 if name in ("gradient", "weight") else STATE_ITEM_BYTES
+            table[name] = self.addresses[name] + start * item_bytes
+        for name in ("gradient", "weight"):
+            table[f"{name}_dtype"] = int(DtypeCode.BFLOAT16)
+        table["numel"] = numel
+        table["flags"] = int(SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY)
+        row = scalars(10, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decoupled=True)
+        for name in SCALAR_FIELDS:
+            table[name] = getattr(row, name)
+        return table
+
+    def halves(self, name: str) -> np.ndarray[Any, Any]:
+        """Return the gradient, the weight or the copy as 16-bit integers."""
+        return self.arena.numpy(self._offsets[name], self.numel, np.uint16)
+
+
+class _Counts:
+    """How many operations make a run of about the wanted length, by name; learnt from each run."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self._seconds, self._most = seconds, most
+        self._counts: dict[str, int] = {}
+
+    def __getitem__(self, key: tuple[str, int]) -> int:
+        name, least = key
+        return max(least, self._counts.get(name, least))
+
+    def ran(self, name: str, count: int, took_s: float) -> None:
+        self._counts[name] = min(self._most, round(count * self._seconds / max(took_s, 1e-9)))
+
+
+class _CpuProbe:
+    """The update by number of threads, the memory it runs on, and copies of 16-bit tensors."""
+
+    def __init__(
+        self, queue: CompletionQueue, kernels: Mapping[int, CpuUpdateKernel], memory: _UpdateMemory, run_s: float
+    ) -> None:
+        self._queue = queue
+        self._kernels = kernels
+        self._memory = memory
+        self._counts = _Counts(run_s / 2, 4096)
+        self.most = max(kernels)
+
+    def samples(self) -> Iterator[tuple[str, Sample]]:
+        """Return what to measure once a round."""
+        for threads in self._kernels:
+            yield f"update, {_threads(threads)}", partial(self._update, threads)
+        for label, variant in _VARIANTS.items():
+            yield "memory bandwidth", partial(self._stream, label, variant)
+        yield "copies of gradients", lambda: {"copy/gradient with norm": self._repeat(self._copy_gradient)}
+        yield "copies of weights", lambda: {"copy/weight": self._repeat(self._copy_weight)}
+
+    def load(self, threads: int, count: int | None) -> Load:
+        """Return the update as a load: chunks of the memory in turn."""
+        chunks, kernel = self._memory.chunks, self._kernels[threads]
+        turns = [itertools.cycle(range(place, len(chunks), UPDATE_DEPTH)) for place in range(UPDATE_DEPTH)]
+
+        def start(op: int, place: int) -> None:
+            kernel.submit(op, chunks[next(turns[place])])
+
+        def error(completion: Completion) -> OffloadError:
+            return TierError("update", tier="host", path="cpu", detail=f"the kernel reports {completion.error}")
+
+        nbytes = self._memory.chunk_numel * UPDATE_ITEM_BYTES
+        return Load("cpu", nbytes, UPDATE_DEPTH, start, error, count)
+
+    def rate(self, threads: int) -> float:
+        """Return the state bytes that the update does a second, with nothing beside it."""
+        name = f"cpu/{threads}"
+        count = self._counts[name, 4]
+        nbytes, busy_s = lane_totals(drive(self._queue, [self.load(threads, count)]))["cpu"]
+        self._counts.ran(name, count, busy_s)
+        return nbytes / busy_s
+
+    def _update(self, threads: int) -> dict[str, float]:
+        return {f"update/{_threads(threads)}": self.rate(threads)}
+
+    def _stream(self, label: str, variant: StreamVariant) -> dict[str, float]:
+        # Twice, as a stream negates the state.
+        started_s = time.perf_counter()
+        for _ in range(2):
+            self._kernels[self.most].stream(self._memory.whole, variant)
+        rate = 2 * self._memory.numel * STREAM_ITEM_BYTES / (time.perf_counter() - started_s)
+        return {f"memory/{label}": rate}
+
+    def _repeat(self, copy: Callable[[], None]) -> float:
+        """Return the bytes of 16-bit elements that are copied a second."""
+        started_s = time.perf_counter()
+        for _ in range(2):
+            copy()
+        return 2 * 2 * self._memory.numel / (time.perf_counter() - started_s)
+
+    def _copy_gradient(self) -> None:
+        memory, dtype = self._memory, DtypeCode.BFLOAT16
+        source, target = memory.addresses["gradient"], memory.addresses["copy"]
+        blocks = np.empty(-(-memory.numel // 4096), np.float64)
+        kernel = self._kernels[self.most]
+        kernel.gradient_blocks(source, dtype, memory.numel, blocks.ctypes.data, target, dtype)
+
+    def _copy_weight(self) -> None:
+        import torch
+
+        source, target = (torch.from_numpy(self._memory.halves(name).view(np.int16)) for name in ("weight", "copy"))
+        target.copy_(source)
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """Slots of one tile size: those that are read, then those that are written."""
+
+    index: int
+    tile_bytes: int
+    offset: int
+
+
+class _PathProbe:
+    """One path, opened as a session opens it."""
+
+    def __init__(
+        self,
+        number: int,
+        path: str,
+        queue: CompletionQueue,
+        stack: contextlib.ExitStack,
+        cpu: _CpuProbe,
+        run_s: float,
+    ) -> None:
+        self._name = f"path {number}"
+        self._path = path
+        self._queue = queue
+        self._cpu = cpu
+        self._run_s = run_s
+        self._counts = _Counts(run_s, 8 * PATH_SLOTS)
+        self._steps = itertools.count(1)
+        self._arena = Arena(2 * PATH_DEPTH * MAX_TILE_BYTES, prefault=True)
+        stack.callback(self._arena.close)
+        sizes = [*LADDER_BYTES, MAX_TILE_BYTES]
+        needed = sum(2 * PATH_SLOTS * slot_bytes(size) for size in sizes)
+        self.tier = open_tier(path, uuid.uuid4(), queue, extent_bytes=min(needed, 64 << 20))
+        stack.callback(self.tier.close)
+        self.tier.register_memory(self._arena.address, self._arena.nbytes)
+        room = self.tier.free_bytes()
+        largest = min(
+            MAX_TILE_BYTES, self._affordable_bytes(), room // (4 * PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES
+        )
+        if largest < LADDER_BYTES[1]:
+            least = 4 * PATH_SLOTS * LADDER_BYTES[1]
+            allowed = f"{format_bytes(room)} are free there and the probe needs {format_bytes(least)}; free some"
+            raise ConfigError("paths", path, allowed)
+        self._regions, offset = [], 0
+        for index, size in enumerate([size for size in sizes if size < largest] + [largest]):
+            self._regions.append(_Region(index, size, offset))
+            offset += 2 * PATH_SLOTS * slot_bytes(size)
+        for region in self._regions:
+            drive(queue, [self._load("fill", region, PATH_SLOTS)])
+
+    def _affordable_bytes(self) -> int:
+        """Return the largest tile of which a slow path moves a run's worth in the time for a run."""
+        gauge = _Region(len(LADDER_BYTES) + 1, GAUGE_BYTES, 0)
+        if self.tier.free_bytes() < 2 * PATH_SLOTS * slot_bytes(GAUGE_BYTES):
+            return MAX_TILE_BYTES  # hardly any room: that decides
+        nbytes, busy_s = lane_totals(drive(self._queue, [self._load("fill", gauge, PATH_DEPTH)]))["fill:0"]
+        tile_bytes = int(nbytes / busy_s * self._run_s / (2 * PATH_DEPTH)) // SECTOR_BYTES * SECTOR_BYTES
+        return max(LADDER_BYTES[1], tile_bytes)
+
+    def samples(self) -> Iterator[tuple[str, Sample]]:
+        """Return what to measure once a round."""
+        for verb in ("read", "write"):
+            yield f"{self._path}: {verb}s alone", partial(self._alone, verb)
+        yield f"{self._path}: reads and writes", self._mixed
+        yield f"{self._path}: beside the update", self._beside
+
+    def _load(self, verb: str, region: _Region, count: int) -> Load:
+        """Return reads, writes, or first writes to what is then read, of tiles of one size."""
+        half = 1 if verb == "write" else 0
+        call = self.tier.read if verb == "read" else self.tier.write
+        turns = [itertools.cycle(range(PATH_SLOTS))] * PATH_DEPTH
+        if half:  # a slot must not be written again before it has been
+            turns = [itertools.cycle(range(place, PATH_SLOTS, PATH_DEPTH)) for place in range(PATH_DEPTH)]
+        size = region.tile_bytes
+
+        def start(op: int, place: int) -> None:
+            slot = half * PATH_SLOTS + next(turns[place])
+            call(
+                TileRequest(
+                    op=op,
+                    tile=TileId(region.index, half, slot),
+                    step=next(self._steps) if half else 0,
+                    offset=region.offset + slot * slot_bytes(size),
+                    address=self._arena.address + (half * PATH_DEPTH + place) * MAX_TILE_BYTES,
+                    nbytes=size,
+                    numel=size // STATE_ITEM_BYTES,
+                )
+            )
+
+        def error(completion: Completion) -> OffloadError:
+            return tier_error("probe", completion, None, self.tier)
+
+        return Load(f"{verb}:0", size, PATH_DEPTH, start, error, count)
+
+    def _rates(self, verbs: Sequence[str], region: _Region) -> dict[str, float]:
+        """Return what each direction reaches, all at once and with as many bytes each, as in a step."""
+        name = f"{'+'.join(verbs)} {region.tile_bytes}"
+        count = self._counts[name, 2 * PATH_DEPTH]
+        totals = lane_totals(drive(self._queue, [self._load(verb, region, count) for verb in verbs]))
+        self._counts.ran(name, count, max(busy_s for _, busy_s in totals.values()))
+        return {verb: totals[f"{verb}:0"][0] / totals[f"{verb}:0"][1] for verb in verbs}
+
+    def _alone(self, verb: str) -> dict[str, float]:
+        return {f"{self._name}/{verb} alone": self._rates([verb], self._regions[-1])[verb]}
+
+    def _mixed(self) -> dict[str, float]:
+        """Return both rates with large tiles, and the latency that smaller ones show.
+
+        A lane takes `latency + bytes / rate` for a tile; latency is what fits the times of all sizes best, operations
+        overlapping as they do in a step.
+        """
+        found = [(region.tile_bytes, self._rates(["read", "write"], region)) for region in self._regions]
+        latencies = [fit_latency([(size, size / rates[verb]) for size, rates in found]) for verb in ("read", "write")]
+        size, rates = found[-1]
+        latency_s = min(statistics.mean(latencies), 0.5 * size / max(rates.values()))
+        values = {f"{self._name}/{verb}": size / (size / rate - latency_s) for verb, rate in rates.items()}
+        return values | {f"{self._name}/latency": latency_s}
+
+    def _beside(self) -> dict[str, float]:
+        """Return what the update and the path reach beside each other."""
+        alone = self._cpu.rate(self._cpu.most)
+        region = self._regions[-1]
+        count = self._counts["beside", 4 * PATH_DEPTH]
+        loads = [self._load(verb, region, count) for verb in ("read", "write")]
+        timeline = drive(self._queue, [*loads, self._cpu.load(self._cpu.most, None)])
+        took_s = max(i.finished_s for i in timeline) - min(i.started_s for i in timeline)
+        self._counts.ran("beside", count, took_s)
+        values = {f"{self._name}/{verb} beside cpu": bytes_per_s(timeline, f"{verb}:0") for verb in ("read", "write")}
+        return values | {f"{self._name}/speed of cpu": bytes_per_s(timeline, "cpu") / alone}
+
+
+def fit_latency(times: Sequence[tuple[int, float]]) -> float:
+    """Return the latency of the line through (bytes, seconds) that is nearest in relative terms; at least 0."""
+    if len(times) < 2:
+        return 0.0
+    rows = np.array([(1 / seconds, nbytes / seconds) for nbytes, seconds in times])
+    (latency_s, _), *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
+    return max(0.0, float(latency_s))

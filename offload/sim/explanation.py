@@ -1,0 +1,121 @@
+"""What a step was predicted to take beside what it took, lane by lane."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from offload.config import format_bytes
+from offload.plan.budget import Plan
+from offload.plan.rates import Rates
+from offload.sim.predict import Prediction, predict
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSeconds:
+    """One lane in one step.
+
+    Attributes:
+        lane: Its name ("cpu", "read:0", ...).
+        predicted_s: Seconds that it should work.
+        measured_s: Seconds that it worked.
+        nbytes: Bytes that it moved or updated.
+    """
+
+    lane: str
+    predicted_s: float
+    measured_s: float
+    nbytes: int
+
+    @property
+    def apart_s(self) -> float:
+        """How much longer than predicted it worked; negative for shorter."""
+        return self.measured_s - self.predicted_s
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A prediction and, once there is one, the step it is about; print it.
+
+    Attributes:
+        prediction: Of a step in which all state is updated, by the rates known before it.
+        measured_s: Seconds of the last step; NaN before the first.
+        lanes: Each lane of that step; empty before the first.
+    """
+
+    prediction: Prediction
+    measured_s: float
+    lanes: tuple[LaneSeconds, ...]
+
+    @property
+    def largest(self) -> LaneSeconds | None:
+        """The lane whose seconds differ most from the predicted ones; None before the first step."""
+        return max(self.lanes, key=lambda lane: abs(lane.apart_s), default=None)
+
+    def __str__(self) -> str:
+        if not self.lanes or self.largest is None:
+            return str(self.prediction)
+        predicted_s = self.prediction.step_s
+        lines = [
+            f"a step takes {predicted_s:.3g} s, bound by {self.prediction.bound_by}; the last one took "
+            f"{self.measured_s:.3g} s{_apart(predicted_s, self.measured_s)}"
+        ]
+        for lane in self.lanes:
+            lines.append(
+                f"  {lane.lane:<10} {format_bytes(lane.nbytes):>10} in {lane.measured_s:.3g} s, predicted "
+                f"{lane.predicted_s:.3g} s{_apart(lane.predicted_s, lane.measured_s)}"
+            )
+        lines.append(f"  furthest from its prediction: {self.largest.lane}, by {self.largest.apart_s:+.3g} s")
+        return "\n".join(lines)
+
+
+def explain(plan: Plan, rates: Rates, metrics: Mapping[str, float]) -> Explanation:
+    """Return what the last step took beside what it should have taken.
+
+    Args:
+        plan: What lives where (`Engine.plan`).
+        rates: Speed of every lane (`Engine.rates`).
+        metrics: `Engine.metrics()` after a step; before the first one nothing is compared.
+    """
+    return compare(predict(plan, rates), metrics)
+
+
+def compare(prediction: Prediction, metrics: Mapping[str, float]) -> Explanation:
+    """Return a prediction beside the step that `metrics` are about; see `explain`."""
+    if not metrics.get("step"):
+        return Explanation(prediction, math.nan, ())
+    lanes = tuple(
+        LaneSeconds(
+            lane, predicted_s, metrics.get(f"lane/{lane}/busy_s", 0.0), int(metrics.get(f"lane/{lane}/bytes", 0))
+        )
+        for lane, predicted_s in prediction.busy_s.items()
+    )
+    return Explanation(prediction, metrics["step_s"], lanes)
+
+
+def carry_on(prediction: Prediction, then: Rates, now: Rates, factor: float) -> Prediction:
+    """Return a prediction for rates that have changed a little: no simulation, and no timeline.
+
+    Args:
+        prediction: Made with the rates `then`.
+        then: Those rates.
+        now: What they are now.
+        factor: By which the whole step has become longer.
+    """
+    busy_s = {lane: s * _rate(then, lane) / _rate(now, lane) for lane, s in prediction.busy_s.items()}
+    return dataclasses.replace(prediction, step_s=prediction.step_s * factor, busy_s=busy_s, timeline=())
+
+
+def _rate(rates: Rates, lane: str) -> float:
+    kind, _, number = lane.partition(":")
+    if kind in ("read", "write"):
+        return float(getattr(rates.paths[int(number)], f"{kind}_bytes_per_s"))
+    if kind == "cpu" or rates.gpu is None:
+        return rates.cpu_bytes_per_s
+    return float(getattr(rates.gpu, "update_bytes_per_s" if kind == "gpu" else f"{kind}_bytes_per_s"))
+
+
+def _apart(predicted_s: float, measured_s: float) -> str:
+    return f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s > 0 else ""

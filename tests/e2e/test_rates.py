@@ -1,0 +1,111 @@
+"""Sessions start from measured rates where there are some, and learn from there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.measure import RatesFile, default_rates_file, load_rates, save_rates
+from offload.measure.rates_file import machine_facts, path_facts, versions
+from offload.plan import GpuRates, PathRates, Rates
+
+GB = 1e9
+Configure = Callable[..., offload.OffloadConfig]
+
+
+def measured(path: Path) -> RatesFile:
+    return RatesFile(
+        rates=Rates(30 * GB, (PathRates(4 * GB, 2 * GB, 1e-4, 1.5),), GpuRates(9 * GB, GB, GB), 90 * GB),
+        cpu_bytes_per_s={1: 10 * GB, 2: 18 * GB},
+        machine=machine_facts(),
+        versions=versions(),
+        paths=(path_facts(str(path)),),
+    )
+
+
+def make(config: offload.OffloadConfig) -> offload.AdamW:
+    return offload.AdamW([torch.nn.Parameter(torch.zeros(400_000, dtype=torch.bfloat16))], offload=config)
+
+
+def test_a_session_starts_from_a_file_and_learns(tmp_path: Path, streaming: Configure) -> None:
+    file = tmp_path / "rates.json"
+    save_rates(file, measured(tmp_path))
+    with make(streaming(rates=file, threads=1, subgroup_numel=1 << 16)) as optimizer:
+        rates = optimizer.engine.rates
+        assert rates.paths == measured(tmp_path).rates.paths
+        assert rates.cpu_bytes_per_s == 10 * GB
+        assert rates.gpu is None  # nothing of this session runs there
+        for _ in range(4):
+            optimizer.param_groups[0]["params"][0].grad = torch.ones(400_000, dtype=torch.bfloat16)
+            optimizer.step()
+        learnt = optimizer.engine.rates
+        assert learnt.cpu_bytes_per_s != rates.cpu_bytes_per_s
+        assert learnt.paths[0].read_bytes_per_s != rates.paths[0].read_bytes_per_s
+        assert learnt.paths[0].memory_cost == 1.5
+        assert learnt.memory_bytes_per_s == 90 * GB
+
+
+def test_auto_takes_this_machine_s_file(
+    tmp_path: Path, streaming: Configure, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "offload")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with make(streaming()) as optimizer:
+        assert optimizer.engine.rates.paths != measured(tmp_path).rates.paths
+    assert "rates from a short probe" in caplog.text
+    save_rates(default_rates_file(), measured(tmp_path))
+    caplog.clear()
+    with make(streaming()) as optimizer:
+        assert optimizer.engine.rates.paths == measured(tmp_path).rates.paths
+    assert caplog.text.count(f"rates from {default_rates_file()}") == 1
+    save_rates(default_rates_file(), dataclasses.replace(measured(tmp_path), versions={}))
+    caplog.clear()
+    with make(streaming()) as optimizer:
+        assert optimizer.engine.rates.paths != measured(tmp_path).rates.paths
+    assert "versions.torch is None there" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"machine": {}}, "machine.cpu is None there"),
+        ({"versions": {"offload": "0", "torch": "0"}}, "versions.torch is '0' there"),
+        ({"paths": ({"path": "/x", "file_system": "y", "device": "z"},)}, "no rates for .*only for /x"),
+    ],
+)
+def test_a_named_file_must_fit(tmp_path: Path, streaming: Configure, changes: dict[str, Any], words: str) -> None:
+    file = tmp_path / "rates.json"
+    save_rates(file, dataclasses.replace(measured(tmp_path), **changes))
+    with pytest.raises(offload.ConfigError, match=words) as caught:
+        make(streaming(rates=str(file)))
+    assert str(file) in str(caught.value)
+    assert [found.name for found in tmp_path.iterdir()] == ["rates.json"]  # no store was opened
+
+
+@pytest.mark.parametrize("rates", ["", 3, None, True])
+def test_what_is_no_file_at_all(rates: Any) -> None:
+    with pytest.raises(offload.ConfigError, match=r'rates: .* "auto" or name a file'):
+        offload.OffloadConfig(rates=rates)
+
+
+def test_a_named_file_must_be_there(tmp_path: Path, streaming: Configure) -> None:
+    with pytest.raises(offload.ConfigError, match=r"absent\.json.*No such file"):
+        make(streaming(rates=tmp_path / "absent.json"))
+
+
+@pytest.mark.slow
+def test_what_the_command_writes_is_what_a_session_reads(tmp_path: Path, streaming: Configure) -> None:
+    from offload import cli
+
+    file = tmp_path / "rates.json"
+    arguments = ["--paths", str(tmp_path), "--out", str(file), "--seconds", "0.3", "--quiet"]
+    assert cli.main(["probe", *arguments]) == 0
+    with make(streaming(rates=file, threads=1)) as optimizer:
+        assert optimizer.engine.rates == load_rates(file).for_session([str(tmp_path)], 1)
+        assert "bound by" in str(optimizer.plan)

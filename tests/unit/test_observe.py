@@ -1,0 +1,177 @@
+"""Rates learnt from timelines: what shared memory took is not counted, outliers pass, lasting changes are noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from offload.engine.executor import Interval
+from offload.measure import lane_totals, observe, typical
+from offload.measure.observe import IMPOSSIBLE
+from offload.plan import GpuRates, PathRates, Rates
+from offload.plan.rates import UPDATE_MEMORY_COST
+
+GB = 1e9
+MB = 1 << 20
+
+
+def spans(lane: str, *times: tuple[float, float], nbytes: int = 100 * MB) -> list[Interval]:
+    return [Interval(lane, "", begin_s, end_s, nbytes) for begin_s, end_s in times]
+
+
+def rates_of(cpu: float = 20 * GB, cost: float = 0.0, memory: float = math.inf, latency_s: float = 0.0) -> Rates:
+    return Rates(cpu, (PathRates(4 * GB, 2 * GB, latency_s, cost),), None, memory)
+
+
+def test_busy_time_is_when_anything_is_on_the_lane() -> None:
+    timeline = spans("read:0", (0, 1), (0.5, 2), (3, 4)) + spans("cpu", (1, 1), (0, 0.5))
+    assert lane_totals(timeline) == {"read:0": (300 * MB, 3.0), "cpu": (200 * MB, 0.5)}
+    assert lane_totals(spans("cpu", (0, 5), (1, 2), (4, 6))) == {"cpu": (300 * MB, 6.0)}
+
+
+def test_a_lane_that_did_little_keeps_its_rate() -> None:
+    known = rates_of()
+    assert observe(known, []) == known
+    assert observe(known, spans("cpu", (0, 1), nbytes=1000) + spans("read:0", (0, 1), nbytes=1000)) == known
+    assert observe(known, spans("cpu", (1, 1)) + spans("write:0", (1, 1))) == known
+
+
+def test_each_lane_has_its_bytes_over_its_time() -> None:
+    timeline = spans("read:0", (0, 1), (1, 2)) + spans("write:0", (0, 4)) + spans("cpu", (0, 0.5))
+    found = observe(rates_of(), timeline)
+    assert found.paths[0].read_bytes_per_s == 100 * MB
+    assert found.paths[0].write_bytes_per_s == 25 * MB
+    assert found.cpu_bytes_per_s == 200 * MB
+
+
+def test_latency_is_not_counted_against_bandwidth() -> None:
+    found = observe(rates_of(latency_s=0.1), spans("read:0", (0, 1), (1, 2)))
+    assert found.paths[0].read_bytes_per_s == pytest.approx(200 * MB / 1.8)
+    # A latency that cannot be: no more than half of the time is believed to be latency.
+    found = observe(rates_of(latency_s=5.0), spans("read:0", (0, 1), (1, 2)))
+    assert found.paths[0].read_bytes_per_s == pytest.approx(200 * MB)
+
+
+def test_a_gpu_is_learnt_where_there_is_one() -> None:
+    timeline = spans("gpu", (0, 1)) + spans("h2d", (0, 2)) + spans("d2h", (0, 4))
+    assert observe(rates_of(), timeline).gpu is None
+    known = dataclasses.replace(rates_of(), gpu=GpuRates(1 * GB, 1 * GB, 1 * GB, 5))
+    gpu = observe(known, timeline).gpu
+    assert gpu == GpuRates(100 * MB, 50 * MB, 25 * MB, 5)
+
+
+def contended(known: Rates, cpu: float, times: list[tuple[float, float]], io: list[Interval]) -> list[Interval]:
+    """Return the timeline of a CPU of that rate alone, at work at `times` beside `io` (disjoint, on one lane)."""
+    alone = dataclasses.replace(known, cpu_bytes_per_s=cpu)
+    nbytes, busy_s = sum(i.nbytes for i in io), sum(i.finished_s - i.started_s for i in io)
+    speed = alone.cpu_speed(nbytes / busy_s * known.paths[0].memory_cost)
+    timeline = list(io)
+    for begin_s, end_s in times:
+        beside_s = sum(max(0, min(end_s, i.finished_s) - max(begin_s, i.started_s)) for i in io)
+        done = int(cpu * (end_s - begin_s - beside_s + speed * beside_s))
+        timeline.append(Interval("cpu", "", begin_s, end_s, done))
+    return timeline
+
+
+@pytest.mark.parametrize("true_cpu", [15, 20, 24])
+@pytest.mark.parametrize("times", [[(0.0, 1.0)], [(0.0, 2.0)], [(1.5, 3.0), (3.5, 4.0)], [(2.0, 3.0)]])
+def test_the_cpu_s_rate_is_the_one_that_it_has_alone(true_cpu: float, times: list[tuple[float, float]]) -> None:
+    """Alone, half beside a path, all the time beside it: the same rate, where the step tells it at all."""
+    known = rates_of(20 * GB, cost=3.0, memory=60 * GB)
+    io = spans("read:0", (1.0, 1.5), (1.5, 3.5), nbytes=int(5 * GB))
+    timeline = contended(known, true_cpu * GB, times, io)
+    beside = 4 * GB * 3.0
+    limited = true_cpu * GB * UPDATE_MEMORY_COST > known.memory_bytes_per_s - beside
+    found = observe(known, timeline).cpu_bytes_per_s
+    if limited and times == [(2.0, 3.0)]:
+        # Whatever is faster than the memory lets it be looks the same: what was known is as good as any.
+        assert found * UPDATE_MEMORY_COST >= (known.memory_bytes_per_s - beside) * (1 - 1e-5)
+    else:
+        assert found == pytest.approx(true_cpu * GB, rel=1e-4)
+
+
+def test_what_was_known_stays_where_memory_limits_all_the_time() -> None:
+    known = rates_of(20 * GB, cost=3.0, memory=47 * GB)
+    io = spans("read:0", (0.0, 2.0), nbytes=int(8 * GB))
+    found = observe(known, contended(known, 17 * GB, [(0.0, 2.0)], io))
+    assert found.cpu_bytes_per_s == 20 * GB
+
+
+def step_of(true: Rates) -> list[Interval]:
+    """Return a step on lanes of those rates, half of the update beside a read."""
+    return contended(true, true.cpu_bytes_per_s, [(0.0, 2.0)], spans("read:0", (1.0, 2.0), nbytes=int(4 * GB)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "after"),
+    [
+        (rates_of(25 * GB, cost=9.0, memory=60 * GB), 25),  # the cost was measured on a busy machine
+        (rates_of(12 * GB, cost=1.0, memory=30 * GB), 24),  # all of it was
+        (rates_of(30 * GB, cost=0.0, memory=90 * GB), 24),  # too good: what was reached is what is believed
+        (rates_of(25 * GB, cost=2.0, memory=60 * GB), 25),
+    ],
+)
+def test_rates_that_a_step_refutes_give_way(wrong: Rates, after: float) -> None:
+    """Whatever was believed, the next steps are predicted as they are."""
+    true = rates_of(25 * GB, cost=2.0, memory=60 * GB)
+    seen = [wrong]
+    for _ in range(3):
+        seen.append(observe(typical(seen), step_of(true)))
+    found = typical(seen)
+    demand = 4 * GB * found.paths[0].memory_cost
+    predicted = found.cpu_bytes_per_s * (1 + found.cpu_speed(demand))
+    reached = lane_totals(step_of(true))["cpu"][0]
+    assert predicted == pytest.approx(reached, rel=IMPOSSIBLE)
+    assert found.cpu_bytes_per_s == pytest.approx(after * GB, rel=0.04)
+    assert found.memory_bytes_per_s >= found.cpu_bytes_per_s * UPDATE_MEMORY_COST * (1 - 1e-9)
+
+
+def test_noise_of_a_few_percent_does_not_wear_costs_down() -> None:
+    true = rates_of(25 * GB, cost=2.0, memory=60 * GB)
+    seen = [true]
+    for number in range(100):
+        noisy = [i._replace(nbytes=int(i.nbytes * (1.0 + 0.04 * math.sin(number)))) for i in step_of(true)]
+        seen = [*seen, observe(typical(seen), noisy)][-4:]
+    assert typical(seen).paths[0].memory_cost == 2.0
+    assert typical(seen).memory_bytes_per_s == 60 * GB
+
+
+def test_observing_its_own_prediction_changes_nothing() -> None:
+    from offload.layout import Parameter, build_layout
+    from offload.plan import Budgets, PathBudget, make_plan
+    from offload.protocols import DtypeCode
+    from offload.sim import predict
+
+    layout = build_layout([Parameter("p", 40 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20)
+    paths = tuple(PathBudget(f"path {n}", 4 * layout.state_bytes) for n in range(2))
+    budgets = Budgets(layout.state_bytes // 3, 4 * layout.max_subgroup_bytes, paths, follow_rates=True)
+    rates = Rates(20 * GB, (PathRates(4 * GB, 3 * GB, 1e-4, 2.0), PathRates(1 * GB, 2 * GB, 0.0, 1.0)), None, 48 * GB)
+    prediction = predict(make_plan(layout, budgets), rates)
+    assert prediction.busy_s["cpu"] > 1.05 * layout.state_bytes / rates.cpu_bytes_per_s  # there was contention
+    found = observe(dataclasses.replace(rates, cpu_bytes_per_s=15 * GB), prediction.timeline)
+    assert found.cpu_bytes_per_s == pytest.approx(rates.cpu_bytes_per_s, rel=0.02)
+    for seen, true in zip(found.paths, rates.paths, strict=True):
+        assert seen.read_bytes_per_s == pytest.approx(true.read_bytes_per_s, rel=0.02)
+        assert seen.write_bytes_per_s == pytest.approx(true.write_bytes_per_s, rel=0.02)
+
+
+def test_one_outlier_changes_nothing_and_a_lasting_change_shows_in_the_second_step() -> None:
+    def step(read_gb_per_s: float) -> list[Interval]:
+        return spans("read:0", (0.0, 1.0), nbytes=int(read_gb_per_s * GB))
+
+    seen = [rates_of()]
+    for rate, believed in [(4, 4), (0.1, 4), (4, 4), (40, 4), (4, 4), (1.3, 4), (1.3, 1.3), (1.3, 1.3)]:
+        seen.append(observe(typical(seen), step(rate)))
+        assert typical(seen).paths[0].read_bytes_per_s == pytest.approx(believed * GB), rate
+
+
+def test_the_middle_is_taken_of_each_rate_by_itself() -> None:
+    gpus = [GpuRates(1, 6, 2, 5), GpuRates(3, 4, 1, 5), GpuRates(2, 5, 3, 5)]
+    cpus = [3.0, 1.0, 2.0]
+    history = [
+        Rates(cpu, (PathRates(cpu, 4 - cpu, 0.5, 2.0),), gpu, 9.0) for cpu, gpu in zip(cpus, gpus, strict=True)
+    ]
+    found = typical([rates_of(), *history])
+    assert found == Rates(2.0, (PathRates(2.0, 2.0, 0.5, 2.0),), GpuRates(2, 5, 2, 5), 9.0)

@@ -1,0 +1,213 @@
+"""The full probe on this machine's own files, small; and the arithmetic that makes rates of what it finds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from s3_server import BUCKET, S3Server
+
+from offload._native import CompletionQueue
+from offload.engine.executor import Interval
+from offload.errors import ConfigError, TierError
+from offload.measure import RatesFile, full_probe
+from offload.measure.drive import Load, bytes_per_s, drive
+from offload.measure.full import ROUNDS, fit_latency, memory_cost, summarise, thread_counts
+from offload.plan import PathRates, Rates
+from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST
+from offload.tiers import Fault, FaultKind, FaultyTier, ThrottledTier, open_tier
+
+GB = 1e9
+
+
+def probe(*paths: Path, **arguments: Any) -> RatesFile:
+    return full_probe([str(path) for path in paths], **{"seconds": 0.5, "numel": 1 << 17, "threads": 2, **arguments})
+
+
+@pytest.mark.slow
+def test_a_probe_measures_everything_and_leaves_nothing(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    reports: list[tuple[int, int, str]] = []
+    found = probe(tmp_path / "one", tmp_path / "two", report=lambda *each: reports.append(each))
+    assert found.misfit() == ""
+    assert set(found.cpu_bytes_per_s) == {1, 2}
+    assert len(found.rates.paths) == len(found.paths) == 2
+    assert found.rates.memory_bytes_per_s >= max(found.cpu_bytes_per_s.values()) * UPDATE_MEMORY_COST
+    for number in range(2):
+        for name in ("read alone", "write alone", "read", "write", "latency", "read beside cpu", "speed of cpu"):
+            assert f"path {number}/{name}" in found.measurements
+    assert {"copy/gradient with norm", "copy/weight", "memory/plain"} <= set(found.measurements)
+    for name, each in found.measurements.items():
+        assert ROUNDS[0] <= each.runs <= ROUNDS[1], name
+        assert each.median >= 0, name
+        assert math.isfinite(each.spread), name
+    assert RatesFile.from_dict(found.to_dict(), "rates") == RatesFile(**{**vars(found), "file": "rates"})
+    assert not [file for name in ("one", "two") for file in (tmp_path / name).iterdir()]
+    done = [each[0] for each in reports]
+    assert done == sorted(done)
+    assert reports[-1][0] == reports[-1][1]
+    assert all(done <= total for done, total, _ in reports)
+
+
+@pytest.mark.slow
+def test_a_slow_path_is_seen_as_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def throttled(path: str, store: Any, queue: CompletionQueue, **arguments: Any) -> ThrottledTier:
+        inner = CompletionQueue()
+        rates = {"read_bytes_per_s": 60e6, "write_bytes_per_s": 30e6, "latency_s": 1e-3}
+        return ThrottledTier(open_tier(path, store, inner, **arguments), inner, queue, **rates)
+
+    monkeypatch.setattr("offload.measure.full.open_tier", throttled)
+    found = probe(tmp_path).rates.paths[0]
+    # A busy machine may be slower still, but nothing is faster than its device.
+    assert 0 < found.read_bytes_per_s <= 60e6 * 1.15
+    assert 0 < found.write_bytes_per_s <= 30e6 * 1.15
+    assert found.latency_s > 0
+
+
+@pytest.mark.slow
+def test_a_bucket_is_measured_and_left_empty(s3: S3Server) -> None:
+    found = full_probe([f"s3://{BUCKET}/probed"], seconds=0.5, numel=1 << 17, threads=1)
+    assert found.paths[0]["file_system"] == "s3"
+    assert found.rates.paths[0].read_bytes_per_s > 0
+    assert not s3.keys("probed")
+
+
+@pytest.mark.slow
+def test_a_failing_path_is_named_and_cleaned_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(path: str, store: Any, queue: CompletionQueue, **arguments: Any) -> FaultyTier:
+        return FaultyTier(open_tier(path, store, queue, **arguments), queue, [Fault("read", FaultKind.ERROR, nth=3)])
+
+    monkeypatch.setattr("offload.measure.full.open_tier", faulty)
+    with pytest.raises(TierError, match=str(tmp_path)):
+        probe(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_paths_without_room_or_without_existence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        probe(tmp_path / "absent")
+
+    def small(path: str, store: Any, queue: CompletionQueue, **arguments: Any) -> Any:
+        return open_tier(path, store, queue, max_bytes=1 << 20, **{**arguments, "extent_bytes": 1 << 16})
+
+    monkeypatch.setattr("offload.measure.full.open_tier", small)
+    with pytest.raises(ConfigError, match=r"MiB are free there and the probe needs 4\.0 MiB"):
+        probe(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_threads_are_measured_closely_where_it_matters() -> None:
+    assert thread_counts(1) == [1]
+    assert thread_counts(2) == [1, 2]
+    assert thread_counts(8) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert thread_counts(12) == [*range(1, 9), 12]
+    assert thread_counts(64) == [*range(1, 9), 12, 16, 24, 32, 48, 64]
+
+
+def test_spread_is_of_the_middle_half() -> None:
+    found = summarise([1.0, 2.0, 2.0, 2.0, 100.0], "s")
+    assert (found.median, found.spread, found.runs, found.unit) == (2.0, 0.0, 5, "s")
+    assert summarise([2.0, 1.0, 3.0], "s").spread == 1.0
+    assert summarise([0.0, 0.0, 0.0], "s").spread == 0.0
+
+
+def test_latency_is_where_the_line_begins() -> None:
+    sizes = (4096, 65536, 1 << 20, 8 << 20)
+    assert fit_latency([(size, 5e-5 + size / 2e9) for size in sizes]) == pytest.approx(5e-5)
+    assert fit_latency([(size, size / 2e9) for size in sizes]) == pytest.approx(0.0, abs=1e-9)
+    assert fit_latency([(4096, 1e-6), (8192, 3e-6)]) == 0.0
+    assert fit_latency([(4096, 1e-6)]) == 0.0
+
+
+@pytest.mark.parametrize("speed", [0.2, 0.5, 0.81, 0.95])
+@pytest.mark.parametrize("cpu", [15, 24, 25.5])
+def test_the_cost_of_io_gives_the_slow_down_back(cpu: float, speed: float) -> None:
+    read, write = 2.4 * GB, 2.5 * GB
+    cost = memory_cost(60 * GB, cpu * GB, speed, read + write)
+    rates = Rates(cpu * GB, (PathRates(read, write, 0.0, cost),), None, 60 * GB)
+    assert rates.cpu_speed((read + write) * cost) == pytest.approx(speed)
+
+
+def test_io_that_slows_nothing_costs_no_more_than_it_moves() -> None:
+    """One thread leaves most of the memory alone: only that I/O has room says nothing about what it takes."""
+    assert memory_cost(60 * GB, 10 * GB, 1.0, 5 * GB) == 1.0
+    assert memory_cost(60 * GB, 10 * GB, 1.1, 5 * GB) == 1.0
+    assert memory_cost(60 * GB, 25.7 * GB, 1.0, 5 * GB) < 0.01
+    assert memory_cost(60 * GB, 30 * GB, 1.0, 5 * GB) == 0.0
+    rates = Rates(10 * GB, (), None, 60 * GB)
+    assert rates.cpu_speed(5 * GB * memory_cost(60 * GB, 10 * GB, 0.99, 5 * GB)) == 1.0
+    assert rates.cpu_speed(1e15) == LEAST_CPU_SPEED
+
+
+class Lane:
+    """Operations that end at once, the last started first, and record how many were out."""
+
+    def __init__(self, queue: CompletionQueue, nbytes: int = 10, errors: Mapping[int, int] | None = None) -> None:
+        self.queue, self.nbytes, self.errors = queue, nbytes, errors or {}
+        self.places: list[int] = []
+        self.clock = itertools.count()
+
+    def load(self, lane: str, depth: int, count: int | None) -> Load:
+        def start(op: int, place: int) -> None:
+            self.places.append(place)
+            error = self.errors.get(len(self.places), 0)
+            began_s = float(next(self.clock))
+            self.queue.post(op, error, started_s=began_s, finished_s=began_s + 1)
+
+        return Load(lane, self.nbytes, depth, start, lambda completion: TierError("x", tier="t", path="p"), count)
+
+
+@pytest.mark.parametrize(("depth", "count"), [(1, 1), (4, 2), (4, 4), (4, 9), (3, 100)])
+def test_a_load_runs_as_often_as_asked(depth: int, count: int) -> None:
+    lane = Lane(CompletionQueue())
+    timeline = drive(lane.queue, [lane.load("read:0", depth, count)])
+    assert len(timeline) == len(lane.places) == count
+    assert set(lane.places) == set(range(min(depth, count)))
+
+
+def test_a_load_without_a_count_goes_on_as_long_as_the_others() -> None:
+    queue = CompletionQueue()
+    counted, follower = Lane(queue), Lane(queue)
+    timeline = drive(queue, [follower.load("cpu", 2, None), counted.load("read:0", 3, 50)])
+    lanes = [interval.lane for interval in timeline]
+    assert lanes.count("read:0") == 50
+    assert lanes.count("cpu") == len(follower.places) >= 2
+
+
+def test_a_failure_ends_all_loads_and_is_raised_when_nothing_is_out() -> None:
+    queue = CompletionQueue()
+    failing, other = Lane(queue, errors={5: 7}), Lane(queue)
+    with pytest.raises(TierError):
+        drive(queue, [failing.load("read:0", 2, 1000), other.load("cpu", 2, None)])
+    assert len(failing.places) < 10
+    assert queue.wait(0.0) == []
+
+
+def test_only_the_time_in_which_all_lanes_work_counts() -> None:
+    timeline = [
+        Interval("cpu", "", 0.0, 2.0, 100),  # half of it before the other lane begins
+        Interval("cpu", "", 2.0, 3.0, 100),
+        Interval("read:0", "", 1.0, 2.5, 30),
+        Interval("read:0", "", 1.0, 5.0, 80),  # half of it after the CPU ends
+    ]
+    assert bytes_per_s(timeline, "cpu") == pytest.approx((50 + 100) / 2)
+    assert bytes_per_s(timeline, "read:0") == pytest.approx((30 + 40) / 2)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured() -> None:
+    found = probe()
+    assert found.machine["gpu"]
+    gpu = found.rates.gpu
+    assert gpu is not None
+    assert gpu.memory_bytes > 1 << 30
+    # Any link is slower than the GPU's own memory, and both ways together are no faster than each alone.
+    assert max(gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s) < gpu.update_bytes_per_s * UPDATE_MEMORY_COST
+    alone = {way: found.measurements[f"gpu/{way} alone"].median for way in ("h2d", "d2h")}
+    assert gpu.h2d_bytes_per_s < 1.2 * alone["h2d"]
+    assert gpu.d2h_bytes_per_s < 1.2 * alone["d2h"]

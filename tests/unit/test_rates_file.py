@@ -1,0 +1,230 @@
+"""Files of rates: what is written is read back, and what does not fit says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.errors import ConfigError, OffloadError
+from offload.measure import Measurement, RatesFile, default_rates_file, load_rates, save_rates, session_rates
+from offload.measure.rates_file import machine_facts, path_facts, versions
+from offload.plan import GpuRates, PathRates, Rates
+
+GB = 1e9
+
+
+def made(*paths: Path, **changes: Any) -> RatesFile:
+    """Return a file about this machine, each path half as fast as the one before."""
+    rates = Rates(
+        30 * GB,
+        tuple(PathRates(4 * GB / 2**n, 2 * GB / 2**n, 1e-4, 1.5) for n in range(len(paths))),
+        GpuRates(900 * GB, 50 * GB, 45 * GB, 80 << 30, 1.2),
+        90 * GB,
+    )
+    known: dict[str, Any] = {
+        "rates": rates,
+        "cpu_bytes_per_s": {1: 10 * GB, 2: 18 * GB, 4: 30 * GB},
+        "machine": machine_facts(),
+        "versions": versions(),
+        "paths": tuple(path_facts(str(path)) for path in paths),
+        "measurements": {"update/1 thread": Measurement(10 * GB, 0.05, 7, "bytes/s")},
+        "warnings": ("a warning",),
+        "created": "2026-01-31T12:00:00Z",
+    }
+    return RatesFile(**{**known, **changes})
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    written = made(tmp_path)
+    save_rates(tmp_path / "new" / "rates.json", written)
+    file = str(tmp_path / "new" / "rates.json")
+    assert load_rates(file) == dataclasses.replace(written, file=file)
+    values = json.loads(Path(file).read_text())
+    assert values["format"] == 1
+    assert values["rates"]["cpu_bytes_per_s"] == {"1": 10 * GB, "2": 18 * GB, "4": 30 * GB}
+    assert values["paths"][0]["path"] == str(tmp_path)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["rates.json"]
+
+
+def test_plain_rates_are_enough_to_predict_with() -> None:
+    rates = Rates(20 * GB, (PathRates(3 * GB, 2 * GB),))
+    found = RatesFile.from_dict({"format": 1, "rates": rates.to_dict(), "source": "a data sheet"})
+    assert found.rates == rates
+    assert found.cpu_rate(3) == 20 * GB
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    save_rates(tmp_path / "rates.json", made())
+    before = (tmp_path / "rates.json").read_bytes()
+    with pytest.raises(ValueError, match="JSON"):
+        save_rates(tmp_path / "rates.json", made(machine={"cpu": math.nan}))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OffloadError, match="folder cannot be written"):
+        save_rates(tmp_path / "folder", made())
+    with pytest.raises(OffloadError, match="cannot be written"):
+        save_rates(tmp_path / "rates.json" / "below", made())
+    assert (tmp_path / "rates.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "rates.json"]
+
+
+def test_threads_in_between_are_interpolated() -> None:
+    found = made()
+    assert [found.cpu_rate(count) / GB for count in (1, 2, 3, 4, 9)] == [10, 18, 24, 30, 30]
+    assert made(cpu_bytes_per_s={4: 30 * GB}).cpu_rate(1) == 7.5 * GB
+
+
+def test_a_session_gets_its_own_paths_and_threads(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    other = Path("/proc")  # another file system, with other rates
+    found = made(other, tmp_path)
+    rates = found.for_session([str(tmp_path / "below")], 2)
+    assert rates.paths == found.rates.paths[1:]
+    assert rates.cpu_bytes_per_s == 18 * GB
+    assert rates.memory_bytes_per_s == found.rates.memory_bytes_per_s
+    assert found.for_session([str(tmp_path), str(other)], 4).paths == found.rates.paths[::-1]
+
+
+def test_a_path_that_was_not_measured_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no rates for /proc") as caught:
+        made(tmp_path).for_session(["/proc"], 1)
+    assert str(tmp_path) in str(caught.value)
+    with pytest.raises(ConfigError, match="only for no path"):
+        made().for_session([str(tmp_path)], 1)
+
+
+def test_buckets_are_known_by_name_and_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one:9000")
+    one = path_facts("s3://bucket/prefix")
+    assert one["device"] == path_facts("s3://bucket/other")["device"]
+    assert one["device"] != path_facts("s3://other/prefix")["device"]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://two:9000")
+    assert one["device"] != path_facts("s3://bucket/prefix")["device"]
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("machine", "cpu", "another"),
+        ("machine", "cores", 1000),
+        ("machine", "memory_bytes", 1 << 20),
+        ("machine", "gpu", "a GPU"),
+        ("machine", "kernel", "1.2.13"),
+        ("versions", "offload", "0.0.1"),
+        ("versions", "torch", "1.0"),
+    ],
+)
+def test_what_differs_from_this_machine_is_named(section: str, name: str, value: object) -> None:
+    here = {"machine": machine_facts(), "versions": versions()}[section]
+    found = made(**{section: {**here, name: value}}, file="node.json")
+    with pytest.raises(ConfigError, match=rf"node\.json.*{section}\.{name} is .*{value}") as caught:
+        found.for_session([], 1)
+    assert repr(here[name]) in str(caught.value)
+    assert "offload probe" in str(caught.value)
+    missing = {key: each for key, each in here.items() if key != name}
+    if here[name] is not None:
+        assert f"{section}.{name} is None" in made(**{section: missing}).misfit()
+
+
+def test_the_kernel_may_keep_a_little_more_memory_for_itself() -> None:
+    facts = machine_facts()
+    facts["memory_bytes"] = int(facts["memory_bytes"] * 1.02)
+    assert made(machine=facts).misfit() == ""
+
+
+def broken(*keys: str | int, value: object) -> dict[str, Any]:
+    """Return a file's content with one value replaced."""
+    content: Any = json.loads(json.dumps(made(Path("/proc")).to_dict()))
+    part = content
+    for key in keys[:-1]:
+        part = part[key]
+    part[keys[-1]] = value
+    found: dict[str, Any] = content
+    return found
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[1]", "not an object"),
+        ("{}", "format is None"),
+        ('{"format": 2}', "format is 2"),
+        ('{"format": 1}', "has no rates"),
+        ('{"format": 1, "rates": 7}', "has no rates"),
+        ('{"format": 1, "rates": {}}', r"rates\.cpu_bytes_per_s.*missing"),
+        (broken("rates", "cpu_bytes_per_s", value={}), r"rates\.cpu_bytes_per_s"),
+        (broken("rates", "cpu_bytes_per_s", value={"two": 1.0}), "two.*number of threads"),
+        (broken("rates", "cpu_bytes_per_s", value={"0": 1.0}), "number of threads"),
+        (broken("rates", "cpu_bytes_per_s", "1", value=0), r"cpu_bytes_per_s: 0 .*greater than 0"),
+        (broken("rates", "cpu_bytes_per_s", "1", value=-5.0), r"cpu_bytes_per_s: -5\.0 "),
+        (broken("rates", "cpu_bytes_per_s", "1", value=math.nan), "cpu_bytes_per_s: nan "),
+        (broken("rates", "cpu_bytes_per_s", "1", value="fast"), "cpu_bytes_per_s: 'fast' "),
+        (broken("rates", "memory_bytes_per_s", value=-1), "memory_bytes_per_s: -1 "),
+        (broken("rates", "paths", 0, "read_bytes_per_s", value=0), r"rates\.paths\[0\]\.read_bytes_per_s: 0 "),
+        (broken("rates", "paths", 0, "latency_s", value=math.inf), r"paths\[0\]\.latency_s: inf "),
+        (broken("rates", "paths", 0, value={"read_bytes_per_s": 1}), r"write_bytes_per_s.*missing"),
+        (broken("rates", "paths", 0, value=3), r"rates\.paths\[0\]: 3 "),
+        (broken("rates", "gpu", "h2d_bytes_per_s", value=None), r"rates\.gpu\.h2d_bytes_per_s: None "),
+        (broken("rates", "speed", value=1), r"rates\.speed: 1 .*unknown"),
+        (broken("paths", value=[]), ""),
+        (broken("paths", value=[{}, {}]), "paths: 2 .*1 paths"),
+        (broken("paths", value="x"), "list of objects"),
+        (broken("machine", value=[]), "machine"),
+        (broken("measurements", value={"x": {"median": 1}}), r"measurements\.x"),
+        (broken("warnings", value=[1]), "warnings"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, content: str | dict[str, Any], words: str) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    if not words:  # rates without names of paths are fine for predictions
+        assert load_rates(file).paths == ()
+        return
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_rates(file)
+    assert str(file) in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent.*No such file.*offload probe"):
+        load_rates(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="directory"):
+        load_rates(tmp_path)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not JSON"):
+        load_rates(tmp_path / "bytes")
+
+
+def test_auto_takes_this_machine_s_file_only_if_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level("INFO", "offload")
+    assert session_rates("auto", [str(tmp_path)], 1) is None
+    file = default_rates_file()
+    assert file.parent == tmp_path / "cache" / "offload"
+    save_rates(file, made(tmp_path))
+    assert session_rates("auto", [str(tmp_path)], 2) == made(tmp_path).for_session([str(tmp_path)], 2)
+    assert str(file) in caplog.text
+    assert session_rates("auto", ["/proc"], 2) is None
+    assert "no rates for /proc" in caplog.text
+    file.write_text("{")
+    assert session_rates("auto", [], 1) is None
+    with pytest.raises(ConfigError, match="not JSON"):
+        session_rates(str(file), [], 1)
+
+
+def test_machines_that_share_a_home_have_a_file_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = default_rates_file()
+    monkeypatch.setattr("offload.measure.rates_file._cpu_model", lambda: "another")
+    assert default_rates_file() != before
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert default_rates_file().parent == Path("/home/somebody/.cache/offload")
