@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from offload.cli import probe, settings
+from offload.cli import plan, probe, settings
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
 
@@ -32,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     settings.add_parser(commands)
     probe.add_parser(commands)
+    plan.add_parser(commands)
     return parser
 
 
@@ -76,7 +77,7 @@ def _train(arguments: argparse.Namespace) -> int:
     return train.run(checked)
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"train": _train, "probe": probe.run}
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"train": _train, "probe": probe.run, "plan": plan.run}
 
 
 def _one_line(error: Exception) -> str:

@@ -39,6 +39,9 @@ from offload.tiers import file_system
 
 FORMAT = 1
 
+MACHINES = Path(__file__).parent / "machines"
+"""Rates of well-known machines, from published figures; each file names its sources."""
+
 SAME_MEMORY = 0.05
 """How far the memory of a machine may seem to differ: kernels keep more or less of it for themselves."""
 
@@ -291,6 +294,21 @@ def load_rates(file: str | os.PathLike[str]) -> RatesFile:
     except ValueError as cause:  # not text, not JSON
         raise ConfigError("rates", name, f"it is not JSON ({cause}); {_ADVICE}") from cause
     return RatesFile.from_dict(values, name)
+
+
+def find_rates(name: str | os.PathLike[str]) -> RatesFile:
+    """Return the rates in a file, or those of a machine that ships with the package, by its name.
+
+    Raises:
+        ConfigError: If there is neither, or the file is not usable; names the machines.
+    """
+    known = {file.stem: file for file in sorted(MACHINES.glob("*.json"))}
+    wanted = os.fspath(name)
+    if not os.path.exists(wanted) and not os.path.dirname(wanted) and not wanted.endswith(".json"):
+        if wanted not in known:
+            raise ConfigError("rates", wanted, f"name a file, or one of {', '.join(known)}; {_ADVICE}")
+        return load_rates(known[wanted])
+    return load_rates(wanted)
 
 
 def session_rates(wanted: str, paths: Sequence[str], threads: int) -> Rates | None:

@@ -23,6 +23,9 @@ STAGING_SLOTS = (DEFAULT_STAGING_SLOTS, 6, 8, 12)
 WORTH_A_SLOT = 0.01
 """More staging slots are taken where they save at least this part of the time."""
 
+WORTH_THE_GPU = 0.0005
+"""Updates leave the CPU where they save at least this part of the time."""
+
 COARSE_SHARES = 16
 """Shares of GPU updates that are tried at first; then finer ones about the best."""
 
@@ -177,6 +180,8 @@ def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[_Chosen, Mix]:
         picked = [[nbytes for nbytes in part[k - 1 :: k] if nbytes] for part in of_kind]
         choices.append((moved([(len(part), sum(part)) for part in picked]), range(k - 1, count, k)))
     found, chosen = min(choices, key=lambda choice: cost_s(choice[0]))
+    if cost_s(base) <= (1 + WORTH_THE_GPU) * cost_s(found):
+        return (), mix
     return _marked(count, [n for n in chosen if not plan.at_home_on_gpu(n)]), found
 
 

@@ -1,0 +1,538 @@
+"""`offload plan`: predicts an iteration for a model, rates and budgets; says what bounds it and what would help."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.record import to_json
+from offload.cli.values import format_seconds, parse_count
+from offload.config import format_bytes, parse_bytes
+from offload.errors import ConfigError, InfeasiblePlanError, OffloadError
+
+if TYPE_CHECKING:
+    from offload.plan import Estimate, Plan, Rates
+    from offload.sim import Prediction
+
+DAY_S = 86400.0
+GRADIENT_BYTES = 2
+FLOPS_PER_WEIGHT = {"forward": 2, "backward": 4}
+"""For each token; backward also repeats the forward pass where activations are recomputed. Attention's own products
+are left out; equation 3 of Narayanan et al. (SC '21, arXiv 2104.04473) gives their share."""
+
+HELP_HOST = 0.25
+"""Part by which host memory is raised to see what that would bring."""
+
+_EPILOG = """\
+examples:
+  offload plan --params 70e9 --ranks 4 --rates h100-node --host-memory 100GiB
+  offload plan --config config.json --rates node.json --host-memory 64GiB --gpu-memory 10GiB --tokens 8192
+  offload plan --params 7e9 --rates node.json --host-memory 0 --sweep host_memory=0,16GiB,32GiB,64GiB --out sweep.png
+
+--rates takes a file that `offload probe` wrote, or the name of a machine that ships with the package. Its rates are
+those of a node; --ranks processes share its CPU, its memory and its paths, and have a GPU each.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand `plan` to what `ArgumentParser.add_subparsers` returned."""
+    parser = commands.add_parser(
+        "plan",
+        help="predict an iteration: where state lives, how long a step takes, what bounds it",
+        description="Predict an iteration for a model size, rates and budgets, and say where time and memory go.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--params", metavar="N", help="parameters of the model: 70e9, 70B")
+    model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or the directory it lies in")
+    parser.add_argument("--rates", metavar="FILE", required=True, help="rates file, or the name of a known machine")
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, default=1, help="processes that share the node (default: 1)"
+    )
+    sizes = parser.add_argument_group("budgets of each rank")
+    sizes.add_argument("--host-memory", metavar="SIZE", default="0", help="for state at home there (default: 0)")
+    sizes.add_argument("--gpu-memory", metavar="SIZE", default="0", help="for state at home on the GPU (default: 0)")
+    sizes.add_argument(
+        "--gpu-staging", metavar="SIZE", help="GPU memory through which other state is updated (default: 4 subgroups)"
+    )
+    sizes.add_argument(
+        "--staging-memory", metavar="SIZE", help="that streamed state passes through (default: chosen)"
+    )
+    sizes.add_argument(
+        "--paths", metavar="N", type=int, help="use only the first N paths of the rates (default: all)"
+    )
+    sizes.add_argument("--path-bytes", metavar="SIZE", help="what each path offers to a rank (default: no limit)")
+    sizes.add_argument("--subgroup-numel", metavar="N", help="most elements of a subgroup (default: chosen)")
+    sizes.add_argument(
+        "--placement",
+        metavar="P",
+        default="auto",
+        help='updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)',
+    )
+    parser.add_argument("--weights-on", choices=("cpu", "gpu"), help="where they lie (default: gpu, if there is one)")
+    work = parser.add_argument_group("the rest of the iteration")
+    work.add_argument(
+        "--tokens", metavar="N", help="tokens of each rank in an iteration: predicts forward and backward"
+    )
+    work.add_argument("--flops", metavar="F", type=float, help="FLOP/s they reach (default: that of the rates)")
+    work.add_argument("--recompute", action="store_true", help="activations are recomputed in backward")
+    wear = parser.add_argument_group("wear of the drives")
+    wear.add_argument("--endurance", metavar="SIZE", help="bytes that each drive may be written, by its data sheet")
+    wear.add_argument("--steps-per-day", metavar="N", type=float, help="(default: one iteration after the other)")
+    parser.add_argument("--sweep", metavar="NAME=V,V,...", help=f"predict for each value of {', '.join(_SWEEPS)}")
+    parser.add_argument("--out", metavar="FILE", help="where the sweep's picture goes (default: no picture)")
+    parser.add_argument(
+        "--json", action="store_true", help="print everything as JSON on stdout, and nothing else there"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is to be predicted; sizes in bytes, all but `params` and `rates` those of one rank.
+
+    Attributes:
+        params: Parameters of the whole model.
+        rates: Of the node.
+        recompute: Whether backward repeats the forward pass.
+        tokens: Tokens of one rank in an iteration; None to predict the step alone.
+    """
+
+    params: int
+    rates: Rates
+    ranks: int = 1
+    host_memory: int = 0
+    gpu_memory: int = 0
+    gpu_staging: int | None = None
+    staging_memory: int | None = None
+    path_bytes: int = 1 << 60
+    subgroup_numel: int | None = None
+    placement: str | float = "auto"
+    weights_on_gpu: bool = False
+    tokens: int | None = None
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What comes out.
+
+    Attributes:
+        question: What was asked.
+        rates: One rank's part of the node's.
+        plan: Its plan.
+        estimate: The plan's cost in closed form, with the bound.
+        step_s: Seconds of a step: the simulator's where it was run, else the closed form's.
+        prediction: The simulated step, or None.
+        forward_s: Seconds of forward, or None where nothing is known of it.
+        backward_s: Seconds of backward, gradients on their way out included, or None.
+    """
+
+    question: Question
+    rates: Rates
+    plan: Plan
+    estimate: Estimate
+    step_s: float
+    prediction: Prediction | None
+    forward_s: float | None
+    backward_s: float | None
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of what is known of an iteration."""
+        return (self.forward_s or 0.0) + (self.backward_s or 0.0) + self.step_s
+
+    @property
+    def written_bytes(self) -> list[int]:
+        """Bytes that each step writes to each path, by all ranks together."""
+        lanes = self.prediction.lane_bytes if self.prediction else {}
+        return [self.question.ranks * lanes.get(f"write:{n}", 0) for n in range(len(self.rates.paths))]
+
+
+def ask(question: Question, *, simulate: bool = True) -> Answer:
+    """Plan and predict.
+
+    Raises:
+        ConfigError: If a value makes no sense.
+        InfeasiblePlanError: If the state does not fit.
+    """
+    from offload.layout import Parameter, build_layout
+    from offload.plan import Budgets, PathBudget, choose_plan, choose_subgroup_numel, estimate
+    from offload.protocols import DtypeCode
+    from offload.sim import predict
+
+    rates = question.rates.shared_by(question.ranks)
+    numel = math.ceil(question.params / question.ranks)
+    subgroup_numel = question.subgroup_numel or choose_subgroup_numel(numel, question.staging_memory)
+    layout = build_layout([Parameter("model", numel, DtypeCode.BFLOAT16, 0)], subgroup_numel)
+    staging = question.gpu_staging
+    if staging is None:
+        staging = 4 * layout.max_subgroup_bytes if rates.gpu is not None else 0
+    budgets = Budgets(
+        host_bytes=question.host_memory,
+        staging_bytes=question.staging_memory,
+        paths=tuple(PathBudget(f"path {n}", question.path_bytes) for n in range(len(rates.paths))),
+        gradient_bytes=GRADIENT_BYTES * numel,
+        follow_rates=True,
+        gpu_bytes=question.gpu_memory,
+        gpu_staging_bytes=staging,
+        weights_on_gpu=question.weights_on_gpu,
+    )
+    plan = choose_plan(layout, budgets, rates, question.placement)
+    if question.weights_on_gpu:  # gradients of what the GPU updates stay there
+        on_cpu = sum(s.numel for s in layout.subgroups if not plan.updates_on_gpu(s.index))
+        plan = replace(plan, budgets=replace(budgets, gradient_bytes=GRADIENT_BYTES * on_cpu))
+    cost = estimate(plan, rates)
+    prediction = predict(plan, rates, steps=2) if simulate else None
+    forward_s, backward_s = _forward_backward_s(question, rates, plan)
+    step_s = prediction.step_s if prediction else cost.step_s
+    return Answer(question, rates, plan, cost, step_s, prediction, forward_s, backward_s)
+
+
+def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[float | None, float | None]:
+    if question.tokens is None or not rates.compute_flops_per_s:
+        return None, None
+    unit_s = question.params * question.tokens / rates.compute_flops_per_s
+    forward_s = FLOPS_PER_WEIGHT["forward"] * unit_s
+    backward_s = FLOPS_PER_WEIGHT["backward"] * unit_s + (forward_s if question.recompute else 0.0)
+    if question.weights_on_gpu and rates.gpu is not None:
+        # Gradients of what the CPU updates leave the GPU meanwhile.
+        subgroups = plan.layout.subgroups
+        nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
+        backward_s = max(backward_s, nbytes / rates.gpu.d2h_bytes_per_s)
+    return forward_s, backward_s
+
+
+# What would help
+
+
+def advice(answer: Answer) -> list[tuple[str, float]]:
+    """Return what would make the iteration shorter, and by how many seconds, most first; by the closed form."""
+    now_s = ask(answer.question, simulate=False).step_s
+    found = []
+    for what, question in _changes(answer):
+        try:
+            saved_s = now_s - ask(question, simulate=False).step_s
+        except InfeasiblePlanError:
+            continue
+        if saved_s > 0.01 * now_s:
+            found.append((what, saved_s))
+    return sorted(found, key=lambda item: -item[1])
+
+
+def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
+    question, rates = answer.question, answer.question.rates
+    if rates.paths:
+        best = max(rates.paths, key=lambda path: min(path.read_bytes_per_s, path.write_bytes_per_s))
+        what = "a second path like this one" if len(rates.paths) == 1 else "one more path like the fastest"
+        yield what, replace(question, rates=replace(rates, paths=(*rates.paths, best)))
+    if answer.plan.streamed_bytes:
+        more = min(answer.plan.streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)))
+        yield f"host budget +{format_bytes(more)} a rank", replace(question, host_memory=question.host_memory + more)
+    if rates.gpu is not None and answer.plan.gpu_bytes < answer.plan.state_bytes:
+        more = min(answer.plan.state_bytes, 10 << 30)
+        yield f"GPU budget +{format_bytes(more)} a rank", replace(question, gpu_memory=question.gpu_memory + more)
+        faster = replace(
+            rates.gpu,
+            h2d_bytes_per_s=2 * rates.gpu.h2d_bytes_per_s,
+            d2h_bytes_per_s=2 * rates.gpu.d2h_bytes_per_s,
+        )
+        yield "a link to the GPU twice as fast", replace(question, rates=replace(rates, gpu=faster))
+    cpu = replace(rates, cpu_bytes_per_s=2 * rates.cpu_bytes_per_s, memory_bytes_per_s=2 * rates.memory_bytes_per_s)
+    yield "CPU and memory twice as fast", replace(question, rates=cpu)
+
+
+# Sweeps
+
+
+def _gpu_share(question: Question, value: str) -> Question:
+    return replace(question, placement=_placement(value))
+
+
+def _paths(question: Question, value: str) -> Question:
+    if not value.isdecimal():
+        raise ConfigError("--sweep paths", value, "give numbers of paths")
+    return replace(question, rates=_first_paths(question.rates, int(value)))
+
+
+_SWEEPS: Mapping[str, Callable[[Question, str], Question]] = {
+    "host_memory": lambda question, value: replace(question, host_memory=parse_bytes("--sweep host_memory", value)),
+    "gpu_memory": lambda question, value: replace(question, gpu_memory=parse_bytes("--sweep gpu_memory", value)),
+    "paths": _paths,
+    "subgroup_numel": lambda question, value: replace(
+        question, subgroup_numel=parse_count("--sweep subgroup_numel", value)
+    ),
+    "gpu_share": _gpu_share,
+    "ranks": lambda question, value: replace(question, ranks=parse_count("--sweep ranks", value)),
+}
+
+
+def sweep(question: Question, name: str, values: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each value: the predicted step, its bound, or why there is no plan."""
+    rows: list[dict[str, Any]] = []
+    for value in values:
+        row: dict[str, Any] = {name: value}
+        try:
+            answer = ask(_SWEEPS[name](question, value))
+        except InfeasiblePlanError as error:
+            row["error"] = str(error)
+        else:
+            row |= {
+                "step_s": answer.step_s,
+                "iteration_s": answer.iteration_s,
+                "bound_s": answer.estimate.bound_s,
+                "bound_by": answer.estimate.bound_by,
+                "updated_on_gpu": _share_on_gpu(answer.plan),
+            }
+        rows.append(row)
+    return rows
+
+
+def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: Path) -> None:
+    try:
+        import matplotlib
+    except ImportError as cause:
+        raise OffloadError("the picture needs matplotlib: pip install 'offload[train]'") from cause
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = [row for row in rows if "step_s" in row]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    places = range(len(drawn))
+    axes.plot(places, [row["step_s"] for row in drawn], "o-", label="step, simulated")
+    axes.plot(places, [row["bound_s"] for row in drawn], "_--", color="#888888", label="busiest resource alone")
+    for place, row in zip(places, drawn, strict=True):
+        axes.annotate(row["bound_by"], (place, row["bound_s"]), fontsize=7, color="#888888", va="top", ha="center")
+    axes.set_xticks(places, [str(row[name]) for row in drawn])
+    axes.set_xlabel(name)
+    axes.set_ylabel("seconds")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+# The command
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Predict and print.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        OffloadError: A value cannot be used, or the state does not fit.
+    """
+    question = _question(arguments)
+    if arguments.sweep is not None:
+        name, values = _parse_sweep(arguments.sweep)
+        rows = sweep(question, name, values)
+        if arguments.out is not None:
+            _draw(rows, name, Path(arguments.out))
+        print(to_json({"sweep": name, "rows": rows}, indent=2) if arguments.json else _sweep_table(rows, name))
+        return 0
+    if arguments.out is not None:
+        raise ConfigError("--out", arguments.out, "a picture is drawn of a --sweep")
+    answer = ask(question)
+    wear = _wear(answer, arguments)
+    found = advice(answer)
+    if arguments.json:
+        print(to_json(_as_dict(answer, wear, found), indent=2))
+    else:
+        print(_describe(answer, wear, found))
+    return 0
+
+
+def _question(arguments: argparse.Namespace) -> Question:
+    from offload.measure import find_rates
+
+    if arguments.ranks < 1:
+        raise ConfigError("--ranks", arguments.ranks, "give at least 1")
+    if arguments.flops is not None and not 0 < arguments.flops < math.inf:
+        raise ConfigError("--flops", arguments.flops, "give operations per second, greater than 0")
+    rates = find_rates(arguments.rates).rates
+    if arguments.flops is not None:
+        rates = replace(rates, compute_flops_per_s=arguments.flops)
+    if arguments.paths is not None:
+        rates = _first_paths(rates, arguments.paths)
+    params = parse_count("--params", arguments.params) if arguments.params else _params_of(arguments.config)
+    weights_on = arguments.weights_on or ("gpu" if rates.gpu is not None else "cpu")
+    values = {
+        name: parse_bytes(f"--{name.replace('_', '-')}", value)
+        for name in ("host_memory", "gpu_memory", "gpu_staging", "staging_memory", "path_bytes")
+        if (value := getattr(arguments, name)) is not None
+    }
+    counts = {
+        name: parse_count(f"--{name.replace('_', '-')}", value)
+        for name in ("tokens", "subgroup_numel")
+        if (value := getattr(arguments, name)) is not None
+    }
+    return Question(
+        params=params,
+        rates=rates,
+        ranks=arguments.ranks,
+        placement=_placement(arguments.placement),
+        weights_on_gpu=weights_on == "gpu",
+        recompute=arguments.recompute,
+        **values,
+        **counts,
+    )
+
+
+def _placement(value: str) -> str | float:
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def _first_paths(rates: Rates, count: int) -> Rates:
+    if not 0 <= count <= len(rates.paths):
+        raise ConfigError("--paths", count, f"the rates know {len(rates.paths)} paths")
+    return replace(rates, paths=rates.paths[:count])
+
+
+def _parse_sweep(text: str) -> tuple[str, list[str]]:
+    name, equals, values = text.partition("=")
+    name = name.strip().replace("-", "_")
+    if name not in _SWEEPS or not equals or not values.strip():
+        raise ConfigError("--sweep", text, f"give NAME=VALUE,VALUE,... with one of {', '.join(_SWEEPS)}")
+    return name, [value.strip() for value in values.split(",")]
+
+
+def _params_of(file: str) -> int:
+    """Return the parameters of the model that a Hugging Face configuration describes, without making it."""
+    import json
+
+    path = Path(file) / "config.json" if Path(file).is_dir() else Path(file)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise ConfigError("--config", file, f"it cannot be read: {cause.strerror or cause}") from cause
+    except ValueError as cause:
+        raise ConfigError("--config", file, f"it is not JSON: {cause}") from cause
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ConfigError("--config", file, 'it has no "model_type", so it is not a Hugging Face configuration')
+    try:
+        import torch
+        import transformers
+    except ImportError as cause:
+        raise OffloadError("reading a config.json needs transformers: pip install 'offload[train]'") from cause
+    try:
+        config = transformers.AutoConfig.for_model(**values)
+        with torch.device("meta"):
+            from_config: Any = transformers.AutoModelForCausalLM.from_config
+            model = from_config(config)
+    except (ValueError, TypeError, KeyError, AttributeError) as cause:
+        allowed = f"transformers {transformers.__version__} makes no model of it: {cause}"
+        raise ConfigError("--config", file, allowed) from cause
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _wear(answer: Answer, arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """Return what each path is written per step and, where its endurance is known, the days until it is used up."""
+    endurance = None if arguments.endurance is None else parse_bytes("--endurance", arguments.endurance)
+    steps_per_day = arguments.steps_per_day
+    if steps_per_day is None:
+        steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
+    elif not 0 < steps_per_day < math.inf:
+        raise ConfigError("--steps-per-day", steps_per_day, "give a number greater than 0")
+    found = []
+    for written in answer.written_bytes:
+        row: dict[str, float] = {"written_bytes_per_step": written, "steps_per_day": steps_per_day}
+        if endurance is not None and written and steps_per_day:
+            row["days"] = endurance / (written * steps_per_day)
+        found.append(row)
+    return found
+
+
+def _share_on_gpu(plan: Plan) -> float:
+    nbytes = sum(size for n, size in enumerate(plan.layout.subgroup_bytes) if plan.updates_on_gpu(n))
+    return nbytes / plan.state_bytes
+
+
+def _as_dict(
+    answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequence[tuple[str, float]]
+) -> dict[str, Any]:
+    plan, cost, prediction = answer.plan, answer.estimate, answer.prediction
+    return {
+        "params": answer.question.params,
+        "ranks": answer.question.ranks,
+        "rank": {
+            "state_bytes": plan.state_bytes,
+            "gpu_bytes": plan.gpu_bytes,
+            "host_bytes": plan.resident_bytes,
+            "streamed_bytes": plan.streamed_bytes,
+            "staging_slots": plan.staging_slots,
+            "staging_bytes": plan.staging_bytes,
+            "gpu_staging_bytes": plan.gpu_slots * plan.gpu_slot_bytes,
+            "gradient_bytes": plan.budgets.gradient_bytes,
+            "path_shares": list(plan.shares(answer.rates)) if plan.streamed_bytes else [],
+            "gpu_update_share": _share_on_gpu(plan),
+        },
+        "forward_s": answer.forward_s,
+        "backward_s": answer.backward_s,
+        "step_s": answer.step_s,
+        "iteration_s": answer.iteration_s,
+        "closed_form_step_s": cost.step_s,
+        "bound_s": cost.bound_s,
+        "bound_by": cost.bound_by,
+        "lanes": {
+            lane: {"busy_s": prediction.busy_s[lane], "bytes": nbytes}
+            for lane, nbytes in prediction.lane_bytes.items()
+        }
+        if prediction
+        else {},
+        "paths": list(wear),
+        "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in found],
+    }
+
+
+def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequence[tuple[str, float]]) -> str:
+    plan, cost, ranks = answer.plan, answer.estimate, answer.question.ranks
+    lines = [f"{answer.question.params:,} parameters on {ranks} rank{'s' if ranks > 1 else ''}; each has:", str(plan)]
+    lines.append("")
+    if answer.forward_s is None:
+        reason = "give --tokens" if answer.question.tokens is None else "the rates know no FLOP/s; give --flops"
+        lines.append(f"forward and backward: unknown ({reason})")
+    else:
+        lines.append(
+            f"forward {format_seconds(answer.forward_s)}, backward {format_seconds(answer.backward_s or 0.0)}"
+        )
+    gap = answer.step_s / cost.bound_s - 1 if cost.bound_s else 0.0
+    lines.append(
+        f"step {format_seconds(answer.step_s)}; {cost.bound_by} alone needs {format_seconds(cost.bound_s)} "
+        f"({gap:.1%} less than the step takes)"
+    )
+    if answer.forward_s is not None:
+        lines.append(f"iteration {format_seconds(answer.iteration_s)}")
+    if answer.prediction is not None:
+        lines += str(answer.prediction).splitlines()[1:]
+    for number, row in enumerate(wear):
+        if row["written_bytes_per_step"]:
+            written = f"path {number} is written {format_bytes(row['written_bytes_per_step'])} a step by all ranks"
+            days = f"; {row['days']:,.0f} days until its endurance is used up" if "days" in row else ""
+            lines.append(f"{written}, {row['steps_per_day']:,.0f} steps a day{days}")
+    if found:
+        lines += ["", "what would help (by the closed form):"]
+        lines += [f"  {what}: -{format_seconds(saved_s)}" for what, saved_s in found]
+    return "\n".join(lines)
+
+
+def _sweep_table(rows: Sequence[Mapping[str, Any]], name: str) -> str:
+    width = max(len(name), *(len(str(row[name])) for row in rows))
+    lines = [f"{name:>{width}}  {'step':>10}  {'bound':>10}  bound by   on the GPU"]
+    for row in rows:
+        if "error" in row:
+            lines.append(f"{row[name]:>{width}}  {row['error']}")
+            continue
+        step, bound = format_seconds(row["step_s"]), format_seconds(row["bound_s"])
+        lines.append(
+            f"{row[name]:>{width}}  {step:>10}  {bound:>10}  {row['bound_by']:<9}  {row['updated_on_gpu']:.0%}"
+        )
+    return "\n".join(lines)

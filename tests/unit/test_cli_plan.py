@@ -1,0 +1,229 @@
+"""`offload plan` as people call it: figures that can be worked out by hand, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from offload import cli
+from offload.cli.plan import Question, advice, ask
+from offload.plan import GpuRates, PathRates, Rates
+
+GB, GIB = 10**9, 1 << 30
+RATES = {
+    "cpu_bytes_per_s": {"8": 40 * GB, "16": 60 * GB},
+    "memory_bytes_per_s": 300 * GB,
+    "compute_flops_per_s": 300e12,
+    "paths": [{"read_bytes_per_s": 6 * GB, "write_bytes_per_s": 4 * GB, "latency_s": 1e-6}],
+    "gpu": {"update_bytes_per_s": 1000 * GB, "h2d_bytes_per_s": 50 * GB, "d2h_bytes_per_s": 50 * GB},
+}
+
+
+@pytest.fixture
+def rates(tmp_path: Path) -> str:
+    file = tmp_path / "node.json"
+    file.write_text(json.dumps({"format": 1, "rates": RATES}))
+    return str(file)
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert cli.main(["plan", *arguments, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert not printed.err
+    return json.loads(printed.out)
+
+
+def test_state_on_one_path_takes_what_its_writes_take(rates, capsys):
+    found = plan_json(capsys, "--params", "8e9", "--rates", rates, "--weights-on", "cpu", "--placement", "cpu")
+    moved = found["rank"]["streamed_bytes"] - found["rank"]["staging_bytes"]
+    assert found["rank"]["streamed_bytes"] == pytest.approx(96 * GB, rel=0.001)
+    for lane in ("read:0", "write:0"):
+        assert found["lanes"][lane]["bytes"] == pytest.approx(moved, rel=1e-3)
+    assert found["bound_by"] == "write:0"
+    assert found["step_s"] == pytest.approx(moved / (4 * GB), rel=0.02)
+    assert found["step_s"] >= found["bound_s"]
+    assert found["forward_s"] is None
+    assert found["paths"][0]["written_bytes_per_step"] == found["lanes"]["write:0"]["bytes"]
+    assert "days" not in found["paths"][0]
+
+
+def test_ranks_share_the_node_and_the_model(rates, capsys):
+    one = plan_json(capsys, "--params", "8e9", "--rates", rates, "--placement", "cpu")
+    four = plan_json(capsys, "--params", "8e9", "--rates", rates, "--placement", "cpu", "--ranks", "4")
+    assert four["rank"]["state_bytes"] == pytest.approx(one["rank"]["state_bytes"] / 4, rel=0.001)
+    # What the staging slots of three more ranks hold need not move.
+    kept = 3 * four["rank"]["staging_bytes"]
+    written = [found["paths"][0]["written_bytes_per_step"] for found in (one, four)]
+    assert written[0] - written[1] == pytest.approx(kept, rel=0.02)
+    assert four["step_s"] == pytest.approx(one["step_s"] * written[1] / written[0], rel=0.05)
+
+
+def test_forward_and_backward_follow_from_tokens_and_flops(rates, capsys):
+    arguments = ["--params", "1e9", "--rates", rates, "--host-memory", "12GiB", "--tokens", "30000"]
+    found = plan_json(capsys, *arguments)
+    assert found["forward_s"] == pytest.approx(2 * 1e9 * 30000 / 300e12)
+    assert found["backward_s"] == pytest.approx(2 * found["forward_s"])
+    assert found["iteration_s"] == pytest.approx(found["forward_s"] + found["backward_s"] + found["step_s"])
+    again = plan_json(capsys, *arguments, "--recompute", "--flops", "150e12")
+    assert again["backward_s"] == pytest.approx(3 * again["forward_s"])
+    assert again["forward_s"] == pytest.approx(2 * found["forward_s"])
+    # With few tokens the gradients' way out of the GPU takes longer than the backward pass.
+    few = plan_json(capsys, *arguments[:-1], "100", "--placement", "cpu")
+    assert few["backward_s"] == pytest.approx(2 * 1e9 / (50 * GB), rel=0.01)
+
+
+def test_days_until_a_drive_is_worn_out(rates, capsys):
+    arguments = ["--params", "1e9", "--rates", rates, "--endurance", "1PB", "--steps-per-day", "1000"]
+    (path,) = plan_json(capsys, *arguments)["paths"]
+    assert path["days"] == pytest.approx(1e15 / (1000 * path["written_bytes_per_step"]))
+
+
+def test_the_gpu_takes_its_part(rates, capsys):
+    arguments = ["--params", "2e9", "--rates", rates, "--host-memory", "24GiB"]
+    both = plan_json(capsys, *arguments)
+    cpu = plan_json(capsys, *arguments, "--placement", "cpu")
+    half = plan_json(capsys, *arguments, "--placement", "stride:2")
+    home = plan_json(capsys, *arguments, "--gpu-memory", "24GiB")
+    assert both["step_s"] < 0.8 * cpu["step_s"]
+    assert both["step_s"] <= 1.001 * half["step_s"]
+    assert half["rank"]["gpu_update_share"] == pytest.approx(0.5, abs=0.01)
+    assert home["rank"]["gpu_bytes"] == home["rank"]["state_bytes"]
+    assert home["step_s"] == pytest.approx(home["rank"]["state_bytes"] / (1000 * GB))
+
+
+def test_advice_is_what_planning_again_says():
+    rates = Rates(40e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 50e9, 50e9), 300e9)
+    answer = ask(Question(params=8 * GB, rates=rates, weights_on_gpu=True))
+    found = dict(advice(answer))
+    two = ask(Question(params=8 * GB, rates=Rates(40e9, rates.paths * 2, rates.gpu, 300e9), weights_on_gpu=True))
+    assert found["a second path like this one"] == pytest.approx(answer.step_s - two.step_s, rel=0.05)
+    assert all(saved_s > 0 for saved_s in found.values())
+    # Nothing that is not the bottleneck is recommended.
+    assert "a link to the GPU twice as fast" not in found
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+def test_tables_for_people(rates, capsys):
+    arguments = ["plan", "--params", "7B", "--rates", rates, "--ranks", "2", "--tokens", "4096", "--endurance", "7PB"]
+    assert cli.main(arguments) == 0
+    printed = capsys.readouterr().out
+    for words in (
+        "7,000,000,000 parameters on 2 ranks",
+        "forward ",
+        "write:0 alone needs",
+        "what would help",
+        "a second path like this one: -",
+        "days until its endurance is used up",
+    ):
+        assert words in printed
+
+
+def test_a_sweep_with_a_picture(rates, capsys, tmp_path):
+    picture = tmp_path / "sweep.png"
+    arguments = ["--params", "1e9", "--rates", rates, "--out", str(picture)]
+    found = plan_json(capsys, *arguments, "--sweep", "host_memory=0,4GiB,8GiB,13GiB")
+    steps = [row["step_s"] for row in found["rows"]]
+    assert steps == sorted(steps, reverse=True)
+    assert found["rows"][-1]["bound_by"] != "write:0"
+    assert picture.stat().st_size > 1000
+    for sweep in ("paths=0,1", "subgroup_numel=1M,16M", "gpu_share=0,0.5,1", "ranks=1,4", "gpu_memory=0,1GiB"):
+        assert cli.main(["plan", "--params", "1e9", "--rates", rates, "--sweep", sweep]) == 0
+        printed = capsys.readouterr().out
+        assert all(value in printed for value in sweep.partition("=")[2].split(","))
+    # Without a path nothing holds the state: a row that says so, not an end.
+    cli.main(["plan", "--params", "1e9", "--rates", rates, "--sweep", "paths=0,1"])
+    assert "optimizer state needs" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160,
+         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False},
+        {"model_type": "gpt2", "vocab_size": 1000, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128,
+         "bos_token_id": 1, "eos_token_id": 2},
+    ],
+)  # fmt: skip
+def test_the_size_of_a_hugging_face_model(rates, capsys, tmp_path, config):
+    import transformers
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    for given in (file, tmp_path):
+        assert plan_json(capsys, "--config", str(given), "--rates", rates)["params"] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--params", "0"], "--params"),
+        (["--params", "many"], "--params"),
+        (["--params", "1e9", "--ranks", "0"], "--ranks"),
+        (["--params", "1e9", "--host-memory", "lots"], "--host-memory"),
+        (["--params", "1e9", "--paths", "2"], "the rates know 1 paths"),
+        (["--params", "1e9", "--paths", "0"], "the optimizer state needs 12"),
+        (["--params", "1e9", "--path-bytes", "1GB"], "path 0: 1000000000 bytes"),
+        (["--params", "1e9", "--placement", "fast"], "placement"),
+        (["--params", "1e9", "--tokens", "0"], "--tokens"),
+        (["--params", "1e9", "--flops", "-1"], "--flops"),
+        (["--params", "1e9", "--flops", "nan"], "--flops"),
+        (["--params", "1e9", "--staging-memory", "4096"], "staging_memory"),
+        (["--params", "1e9", "--gpu-staging", "4096", "--placement", "gpu"], "GPU"),
+        (["--params", "1e9", "--steps-per-day", "0"], "--steps-per-day"),
+        (["--params", "1e9", "--endurance", "forever"], "--endurance"),
+        (["--params", "1e9", "--sweep", "colour=red"], "--sweep"),
+        (["--params", "1e9", "--sweep", "paths"], "--sweep"),
+        (["--params", "1e9", "--out", "x.png"], "--out"),
+        (["--config", "missing.json"], "cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line(rates, capsys, arguments, message):
+    assert cli.main(["plan", "--rates", rates, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cpu_bytes_per_s": 0}, "cpu_bytes_per_s"),
+        ({"cpu_bytes_per_s": -1.0}, "cpu_bytes_per_s"),
+        ({"cpu_bytes_per_s": float("nan")}, "cpu_bytes_per_s"),
+        ({"memory_bytes_per_s": 0}, "memory_bytes_per_s"),
+        ({"paths": [{"read_bytes_per_s": 1e9}]}, "paths[0].write_bytes_per_s"),
+        (
+            {"gpu": {"update_bytes_per_s": 1e9, "h2d_bytes_per_s": "fast", "d2h_bytes_per_s": 1}},
+            "gpu.h2d_bytes_per_s",
+        ),
+        ({"speed": 1}, "speed"),
+    ],
+)
+def test_rates_that_are_none(tmp_path, capsys, change, message):
+    file = tmp_path / "rates.json"
+    file.write_text(json.dumps({"format": 1, "rates": RATES | change}))
+    assert cli.main(["plan", "--rates", str(file), "--params", "1e9"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_config_that_is_none(rates, capsys, tmp_path):
+    file = tmp_path / "config.json"
+    for text, message in (
+        ("{", "not JSON"),
+        ("[]", "model_type"),
+        ('{"model_type": "unheard-of"}', "makes no model"),
+    ):
+        file.write_text(text)
+        assert cli.main(["plan", "--rates", rates, "--config", str(file)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_unknown_machine_names_those_that_are_known(capsys):
+    assert cli.main(["plan", "--rates", "abacus", "--params", "1e9"]) == 2
+    assert "abacus" in capsys.readouterr().err
