@@ -7,7 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.engine.index import TileIndex
-from offload.engine.machine import Begin, Done, Failed, Machine, ReadTile, Run, State, Stop, Sweep, Visit, WriteTile
+from offload.engine.machine import (
+    Begin,
+    CopyIn,
+    CopyOut,
+    Done,
+    Failed,
+    Machine,
+    PushWeights,
+    ReadTile,
+    Run,
+    State,
+    Stop,
+    Sweep,
+    Visit,
+    WriteTile,
+    update_visits,
+)
 from offload.errors import InternalError, TierError, TierFullError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, Plan, make_plan, visit_order
@@ -326,3 +342,78 @@ def test_steady_traffic_is_the_streamed_state_less_the_staging_memory(subgroups,
         moved = 3 * (streamed - staging)
         fetched = 0 if number == 1 else moved
         assert counts == {ReadTile: fetched, WriteTile: moved, Run: subgroups + resident}
+
+
+# Visits on a GPU
+
+
+def make_gpu(copied: list[bool], *, gpu_slots: int = 1, resident: int | None = None, slots: int = 1) -> Machine:
+    """Return a machine over equal subgroups, of which the GPU updates those that are marked."""
+    count = len(copied)
+    layout = build_layout([Parameter("p", 1024 * count, DtypeCode.BFLOAT16, 0)], 1024, SECTOR_BYTES)
+    budgets = Budgets(
+        (count if resident is None else resident) * SUBGROUP_BYTES,
+        slots * SUBGROUP_BYTES,
+        (PathBudget("path0", 1 << 30),),
+        gpu_staging_bytes=gpu_slots * SUBGROUP_BYTES,
+        weights_on_gpu=True,
+    )
+    return machine_for(make_plan(layout, budgets, copied=copied))
+
+
+def step(machine: Machine, number: int) -> Begin:
+    return Begin(Sweep(number, number, update_visits(machine.plan, range(len(machine.plan.layout.subgroups)))))
+
+
+def test_a_visit_on_the_gpu_is_copied_in_and_out_through_its_slot():
+    machine = make_gpu([True])
+    (run,) = give(machine, step(machine, 1))  # fresh: there is nothing to copy in
+    assert run == Run(run.op, 1, Visit(0, gpu=True), None, fresh=True, gpu_slot=0)
+    (out,) = give(machine, Done(run.op))
+    assert out == CopyOut(out.op, 0, None, 0)
+    assert machine.take_finished().number == 1, "the update has ended; the copy out is behind the step"
+    assert machine.state(0) is State.BUSY
+    # The next step wants the state while it is still on its way.
+    assert not give(machine, step(machine, 2))
+    (copy,) = give(machine, Done(out.op))
+    assert copy == CopyIn(copy.op, 0, None, 0)
+    (run,) = give(machine, Done(copy.op))
+    assert run == Run(run.op, 2, Visit(0, gpu=True), None, fresh=False, gpu_slot=0)
+    (out,) = give(machine, Done(run.op))
+    give(machine, Done(out.op))
+    assert machine.state(0) is State.RESIDENT
+
+
+def test_both_devices_work_at_once_and_weights_follow_updates_on_the_cpu():
+    machine = make_gpu([False, True])
+    cpu, gpu = give(machine, step(machine, 1))
+    assert (cpu.visit.gpu, gpu.visit.gpu) == (False, True)
+    (push,) = give(machine, Done(cpu.op))
+    assert push == PushWeights(push.op, 0, 2 * 1024)
+    (out,) = give(machine, Done(gpu.op))
+    assert not machine.finished, "the weights are not there yet"
+    give(machine, Done(push.op))
+    assert machine.take_finished().number == 1
+    give(machine, Done(out.op))
+
+
+def test_streamed_state_passes_through_both_memories():
+    machine = make_gpu([True, True], resident=0)
+    kinds = [type(operation).__name__ for operation in finish(machine, give(machine, step(machine, 1)))]
+    machine.take_finished()
+    assert kinds == ["Run", "CopyOut", *["WriteTile"] * 3, "Run", "CopyOut"]
+    kinds = [type(operation).__name__ for operation in finish(machine, give(machine, step(machine, 2)))]
+    # It begins with what lies in the staging slot: the last one.
+    there, back = ["CopyIn", "Run", "CopyOut"], [*["WriteTile"] * 3, *["ReadTile"] * 3]
+    assert kinds == [*there, *back, *there]
+
+
+def test_a_failed_copy_breaks_the_session():
+    machine = make_gpu([True])
+    finish(machine, give(machine, step(machine, 1)))
+    machine.take_finished()
+    (copy,) = give(machine, step(machine, 2))
+    assert not give(machine, Failed(copy.op, TierError("copy", tier="gpu", path="h2d")))
+    assert machine.broken is not None
+    assert machine.take_finished().number == 2
+    assert machine.failed
