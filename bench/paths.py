@@ -3,6 +3,7 @@
 Sections, each of which can be run alone (`--sections single,sum`):
 
   single        one path, reads and writes mixed, against fio at the same block size and depth; by I/O backend
+  registered    the same with and without memory and file registered with io_uring, for large and small tiles
   sweep         the same by tile size
   sum           paths throttled to given rates (emulated, by a decorator) against one and against the sum
   slow          a path that slows down to a third in mid-run, against the best fixed split for the new rates
@@ -28,6 +29,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from offload._native import CompletionQueue
 from offload.engine import session
 from offload.engine.memory import Arena
 from offload.protocols import Tier, TileId, TileRequest
-from offload.tiers import ThrottledTier, open_tier
+from offload.tiers import FileTier, ThrottledTier, open_tier
 
 MB = 1_000_000
 MIB = 1 << 20
@@ -183,6 +185,42 @@ def single(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     ours = max(rate for name, rate in found.items() if name.endswith("no checksum"))
     value = None if best_fio is None else ours / best_fio
     targets.append(Target.at_least("single path, mixed, over fio", value, 0.9, "fio is not installed"))
+    return found
+
+
+def registered(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    if "io_uring" not in backends():
+        return {"not_run": "no io_uring here"}
+    found: dict[str, Any] = {}
+    rounds, total = (2, MIB) if smoke else (9, 256 * MIB)
+    for tile, depth in ((64 << 10, 16), (8 * MIB, 4)):
+        tiles = max(1, total // tile // (1 if tile >= MIB else 8))
+        mixers: dict[str, Mixer] = {}
+        spent: dict[str, list[float]] = {}
+        with contextlib.ExitStack() as stack:
+
+            def timed(mixer: Mixer, tiles: int, spent_s: list[float]) -> None:
+                started_s = time.process_time()
+                mixer.run(tiles)
+                spent_s.append(time.process_time() - started_s)
+
+            for name, memory, file in (("both", 1, 1), ("memory", 1, 0), ("file", 0, 1), ("neither", 0, 0)):
+                queue = CompletionQueue()
+                settings: dict[str, Any] = {"depth": depth, "checksum": False, "register_file": bool(file)}
+                tier = FileTier(folder, uuid.uuid4(), queue, io_backend="io_uring", **settings)
+                stack.callback(tier.close)
+                mixers[name] = Mixer(tier, queue, tile, depth, 2 * depth)
+                spent[name] = []
+                if memory:
+                    tier.register_memory(mixers[name].arena.address, mixers[name].arena.nbytes)
+            contenders = {name: partial(timed, mixer, tiles, spent[name]) for name, mixer in mixers.items()}
+            times = interleaved(contenders, rounds)
+        moved = 2 * tile * tiles
+        for name, seconds in times.items():
+            cpu_s = 1e9 * statistics.median(spent[name]) / moved
+            ratio = statistics.median(b / a for a, b in zip(seconds, times["neither"], strict=True))
+            found[f"{tile >> 10} KiB, {name}"] = {"of_neither": ratio, "cpu_s_per_gb": cpu_s}
+            print(f"  {tile >> 10:5} KiB tiles, {name:<8} {ratio:.2f} times as fast as neither, {cpu_s:.4f} CPU-s/GB")
     return found
 
 
@@ -441,6 +479,7 @@ def remote(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
 
 SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
     "single": single,
+    "registered": registered,
     "sweep": sweep,
     "sum": several,
     "slow": slow,

@@ -57,6 +57,19 @@ struct SharedFile {
   std::shared_ptr<StoreFile> file;
 };
 
+IoRequest transfer(IoKind kind, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
+                   std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset,
+                   std::uintptr_t address, std::uint64_t nbytes) {
+  IoRequest request;
+  request.kind = kind;
+  request.op = op;
+  request.identity = slot_identity(file.file->store(), subgroup, tensor, tile, step, numel, nbytes);
+  request.file = file.file;
+  request.offset = offset;
+  request.address = reinterpret_cast<void*>(address);
+  return request;
+}
+
 // A header's bytes need not be aligned in a Python object.
 SlotHeader header_from(const nb::bytes& raw) {
   if (raw.size() != sizeof(SlotHeader)) throw std::invalid_argument("a slot header has 4096 bytes");
@@ -167,13 +180,8 @@ void bind_files(nb::module_& module) {
           [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup,
              std::uint32_t tensor, std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset,
              std::uintptr_t address, std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
-            IoRequest request;
-            request.kind = IoKind::kRead;
-            request.op = op;
-            request.identity = slot_identity(file.file->store(), subgroup, tensor, tile, step, numel, nbytes);
-            request.file = file.file;
-            request.offset = offset;
-            request.address = reinterpret_cast<void*>(address);
+            IoRequest request = transfer(IoKind::kRead, file, op, subgroup, tensor, tile, step, numel, offset, address,
+                                         nbytes);
             request.has_expected_crc = checksum.has_value();
             request.expected_crc = checksum.value_or(0);
             self.submit(std::move(request));
@@ -185,14 +193,7 @@ void bind_files(nb::module_& module) {
           [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup,
              std::uint32_t tensor, std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset,
              std::uintptr_t address, std::uint64_t nbytes) {
-            IoRequest request;
-            request.kind = IoKind::kWrite;
-            request.op = op;
-            request.identity = slot_identity(file.file->store(), subgroup, tensor, tile, step, numel, nbytes);
-            request.file = file.file;
-            request.offset = offset;
-            request.address = reinterpret_cast<void*>(address);
-            self.submit(std::move(request));
+            self.submit(transfer(IoKind::kWrite, file, op, subgroup, tensor, tile, step, numel, offset, address, nbytes));
           },
           "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "offset"_a, "address"_a,
           "nbytes"_a, "Start writing a slot; see offload.protocols.TileRequest.")
@@ -215,6 +216,17 @@ void bind_files(nb::module_& module) {
           "address"_a, "nbytes"_a,
           "Name the memory that most payloads will lie in, in place of what was named before. Returns 0, or the\n"
           "errno for which it could not be registered with the kernel; requests work all the same.")
+      .def(
+          "register_file",
+          [](IoEngine& self, const SharedFile* file) {
+            nb::gil_scoped_release release;
+            return self.register_file(file != nullptr ? file->file : nullptr);
+          },
+          "file"_a.none(),
+          "Name the file that most requests will be about, None for none; returns as register_buffers does. It\n"
+          "stays open until another is named or this is closed.")
+      .def("set_depth", &IoEngine::set_depth, "depth"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "Have at most so many requests of each direction in flight from now on; nothing is in flight meanwhile.")
       .def("close", &IoEngine::close, nb::call_guard<nb::gil_scoped_release>(),
            "Finish what is in flight and join the threads; idempotent.")
       .def(
@@ -234,7 +246,7 @@ void bind_files(nb::module_& module) {
 
   nb::class_<IoThreads, IoEngine>(module, "IoThreads",
                                   "A thread pool, each direction on threads of its own; see csrc/io/io_threads.h.")
-      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "threads"_a, "piece_bytes"_a,
+      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a, "piece_bytes"_a,
            "checksum"_a, nb::keep_alive<1, 2>());
 
   nb::class_<IoUring, IoEngine>(module, "IoUring", "An io_uring and its thread; see csrc/io/io_uring.h.")

@@ -74,6 +74,9 @@ class FaultList {
   std::vector<Fault> faults_;
 };
 
+// Most requests of a direction that may be in flight.
+constexpr std::size_t kMostDepth = 64;
+
 class IoEngine {
  public:
   virtual ~IoEngine() = default;
@@ -89,6 +92,17 @@ class IoEngine {
     (void)address, (void)nbytes;
     return 0;
   }
+
+  // Hear of the file that most requests will be about, null for none; it stays open until another
+  // is named or this is closed. Otherwise like register_buffers.
+  virtual int register_file(std::shared_ptr<StoreFile> file) {
+    (void)file;
+    return 0;
+  }
+
+  // Have at most so many requests of each direction in flight from now on, 1 to kMostDepth;
+  // nothing is in flight meanwhile. Throws std::invalid_argument or std::runtime_error.
+  virtual void set_depth(std::size_t depth) { (void)depth; }
 
   // For tests; see FaultList.
   virtual void inject(const FaultList::Fault& fault) { (void)fault; }

@@ -162,6 +162,12 @@ struct IoThreads::State {
     }
   }
 
+  void start(std::size_t depth) {
+    const SignalsBlocked blocked;
+    start(reads, depth, "read");
+    start(writes, depth, "write");
+  }
+
   void stop(Lane& lane) {
     {
       std::lock_guard<std::mutex> lock(lane.mutex);
@@ -172,6 +178,20 @@ struct IoThreads::State {
     lane.threads.clear();
   }
 
+  // As many threads as there may be requests in flight: the others end when they have nothing to do.
+  void resize(std::size_t depth) {
+    for (Lane* lane : {&reads, &writes}) {
+      {
+        std::lock_guard<std::mutex> lock(lane->mutex);
+        if (lane->closing) throw std::runtime_error("I/O threads are closed");
+      }
+      stop(*lane);
+      lane->headers.clear();
+      lane->closing = false;
+    }
+    start(depth);
+  }
+
   CompletionQueue& queue;
   const std::size_t piece_bytes;
   const bool checksum;
@@ -180,16 +200,14 @@ struct IoThreads::State {
   Lane writes;
 };
 
-IoThreads::IoThreads(CompletionQueue& queue, std::size_t threads, std::size_t piece_bytes, bool checksum)
+IoThreads::IoThreads(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum)
     : owner_(getpid()) {
-  if (threads < 1) throw std::invalid_argument("threads must be at least 1");
+  check_depth(depth);
   if (piece_bytes == 0 || piece_bytes % kSectorBytes != 0 || piece_bytes > (std::size_t{1} << 30))
     throw std::invalid_argument("piece_bytes must be a multiple of 4096, at most 1 GiB");
   state_ = std::make_unique<State>(queue, piece_bytes, checksum);
-  const SignalsBlocked blocked;
   try {
-    state_->start(state_->reads, threads, "read");
-    state_->start(state_->writes, threads, "write");
+    state_->start(depth);
   } catch (...) {
     close();
     throw;
@@ -211,6 +229,12 @@ void IoThreads::submit(IoRequest request) {
     lane.waiting.push_back({lane.next_sequence++, std::move(request)});
   }
   lane.arrived.notify_one();
+}
+
+void IoThreads::set_depth(std::size_t depth) {
+  if (getpid() != owner_) throw std::runtime_error("I/O threads belong to the process that made them");
+  check_depth(depth);
+  state_->resize(depth);
 }
 
 void IoThreads::close() {

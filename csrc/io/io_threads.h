@@ -19,16 +19,17 @@ namespace offload {
 
 class IoThreads final : public IoEngine {
  public:
-  // threads: for each direction, at least 1. piece_bytes: most that one system call moves, a
+  // depth: threads for each direction, 1 to kMostDepth. piece_bytes: most that one system call moves, a
   // multiple of kSectorBytes; a piece is checked right after it was read, while it is in cache.
   // checksum: compute and verify CRC32C of payloads. queue must outlive this.
-  IoThreads(CompletionQueue& queue, std::size_t threads, std::size_t piece_bytes, bool checksum);
+  IoThreads(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum);
   ~IoThreads() override;
   IoThreads(const IoThreads&) = delete;
   IoThreads& operator=(const IoThreads&) = delete;
 
   void submit(IoRequest request) override;
   void close() override;
+  void set_depth(std::size_t depth) override;
   void inject(const FaultList::Fault& fault) override;
 
  private:

@@ -96,8 +96,8 @@ struct Registered {
 
 }  // namespace
 
-// A ring, its thread, and what is on it. All but submit, register_buffers, inject and stop belong
-// to the thread.
+// A ring, its thread, and what is on it. All public methods are for other threads, all else belongs
+// to its own.
 class IoUring::Worker {
  public:
   Worker(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum)
@@ -106,7 +106,7 @@ class IoUring::Worker {
         piece_bytes_(piece_bytes),
         checksum_(checksum),
         // Both directions, a growth, a sync and the wake-up.
-        flights_(2 * depth + 3),
+        flights_(2 * kMostDepth + 3),
         ring_(static_cast<unsigned>(flights_.size())) {
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
@@ -131,22 +131,29 @@ class IoUring::Worker {
       std::lock_guard<std::mutex> lock(mutex_);
       if (closing_) throw std::runtime_error("the I/O ring is closed");
       // While anything is there the thread has been woken and has not looked yet.
-      wake = inbox_.empty() && registrations_.empty();
+      wake = inbox_.empty() && wishes_.empty();
       inbox_.push_back(std::move(request));
     }
     if (wake) this->wake();
   }
 
   int register_buffers(void* address, std::size_t nbytes) {
-    std::future<int> done;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (closing_) throw std::runtime_error("the I/O ring is closed");
-      registrations_.push_back({reinterpret_cast<std::uintptr_t>(address), nbytes, {}});
-      done = registrations_.back().done.get_future();
-    }
-    wake();
-    return done.get();
+    return have_done([this, address, nbytes] { return replace_buffers(reinterpret_cast<std::uintptr_t>(address), nbytes); });
+  }
+
+  int register_file(std::shared_ptr<StoreFile> file) {
+    return have_done([this, file = std::move(file)]() mutable {
+      const int error = ring_.register_file(file ? file->fd() : -1);
+      registered_file_ = error == 0 ? std::move(file) : nullptr;  // the one before is out of the ring by now
+      return error;
+    });
+  }
+
+  void set_depth(std::size_t depth) {
+    have_done([this, depth] {
+      depth_ = depth;
+      return 0;
+    });
   }
 
   void inject(const FaultList::Fault& fault) { faults_.add(fault); }
@@ -157,15 +164,26 @@ class IoUring::Worker {
       closing_ = true;
     }
     wake();
-    if (thread_.joinable()) thread_.join();
+    if (!thread_.joinable()) return;
+    thread_.join();
+    ring_.register_file(-1);
+    registered_file_.reset();
   }
 
  private:
-  struct Registration {
-    std::uintptr_t address;
-    std::size_t nbytes;
-    std::promise<int> done;
-  };
+  // Have the thread do something between two looks at the ring; return what that returns.
+  template <typename Work>
+  int have_done(Work work) {
+    std::packaged_task<int()> wish(std::move(work));
+    std::future<int> done = wish.get_future();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (closing_) throw std::runtime_error("the I/O ring is closed");
+      wishes_.push_back(std::move(wish));
+    }
+    wake();
+    return done.get();
+  }
 
   void wake() {
     const std::uint64_t one = 1;
@@ -198,27 +216,27 @@ class IoUring::Worker {
 
   bool take_inbox() {
     std::deque<IoRequest> arrived;
-    std::deque<Registration> registrations;
+    std::deque<std::packaged_task<int()>> wishes;
     bool closing = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       arrived.swap(inbox_);
-      registrations.swap(registrations_);
+      wishes.swap(wishes_);
       closing = closing_;
     }
-    for (Registration& registration : registrations) registration.done.set_value(replace_buffers(registration));
+    for (auto& wish : wishes) wish();
     for (IoRequest& request : arrived)
       (request.kind == IoKind::kRead ? reads_ : writes_).waiting.push_back(std::move(request));
     return closing;
   }
 
-  int replace_buffers(const Registration& wanted) {
+  int replace_buffers(std::uintptr_t address, std::size_t total_bytes) {
     std::vector<iovec> parts;
     registered_.clear();
-    for (std::size_t done = 0; done < wanted.nbytes; done += kMostRegisteredBytes) {
-      const std::size_t nbytes = std::min(kMostRegisteredBytes, wanted.nbytes - done);
-      parts.push_back({reinterpret_cast<void*>(wanted.address + done), nbytes});
-      registered_.push_back({wanted.address + done, wanted.address + done + nbytes});
+    for (std::size_t done = 0; done < total_bytes; done += kMostRegisteredBytes) {
+      const std::size_t nbytes = std::min(kMostRegisteredBytes, total_bytes - done);
+      parts.push_back({reinterpret_cast<void*>(address + done), nbytes});
+      registered_.push_back({address + done, address + done + nbytes});
     }
     const int error = ring_.register_buffers(parts);
     if (error != 0) registered_.clear();
@@ -527,13 +545,13 @@ class IoUring::Worker {
 
   CompletionQueue& queue_;
   FaultList faults_;
-  const std::size_t depth_;
+  std::size_t depth_;
   const std::size_t piece_bytes_;
   const bool checksum_;
 
   std::mutex mutex_;
   std::deque<IoRequest> inbox_;
-  std::deque<Registration> registrations_;
+  std::deque<std::packaged_task<int()>> wishes_;
   bool closing_ = false;
 
   std::vector<Flight> flights_;
@@ -550,6 +568,7 @@ class IoUring::Worker {
   std::deque<Check> checks_;
   std::vector<HeaderBuffer> headers_;
   std::vector<Registered> registered_;
+  std::shared_ptr<StoreFile> registered_file_;
   std::uint64_t next_sequence_ = 0;
   bool wake_armed_ = false;
   int wake_fd_ = -1;
@@ -561,7 +580,7 @@ int IoUring::refusal() noexcept { return Ring::refusal(); }
 
 IoUring::IoUring(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum)
     : owner_(getpid()) {
-  if (depth < 1 || depth > 1024) throw std::invalid_argument("depth must be from 1 to 1024");
+  check_depth(depth);
   if (piece_bytes == 0 || piece_bytes % kSectorBytes != 0 || piece_bytes > (std::size_t{1} << 30))
     throw std::invalid_argument("piece_bytes must be a multiple of 4096, at most 1 GiB");
   worker_ = std::make_unique<Worker>(queue, depth, piece_bytes, checksum);
@@ -581,6 +600,17 @@ void IoUring::submit(IoRequest request) {
 int IoUring::register_buffers(void* address, std::size_t nbytes) {
   if (getpid() != owner_) throw std::runtime_error("the I/O ring belongs to the process that made it");
   return worker_->register_buffers(address, nbytes);
+}
+
+int IoUring::register_file(std::shared_ptr<StoreFile> file) {
+  if (getpid() != owner_) throw std::runtime_error("the I/O ring belongs to the process that made it");
+  return worker_->register_file(std::move(file));
+}
+
+void IoUring::set_depth(std::size_t depth) {
+  if (getpid() != owner_) throw std::runtime_error("the I/O ring belongs to the process that made it");
+  check_depth(depth);
+  worker_->set_depth(depth);
 }
 
 void IoUring::inject(const FaultList::Fault& fault) { worker_->inject(fault); }

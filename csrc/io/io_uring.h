@@ -2,7 +2,7 @@
 // that many are in flight without a thread for each.
 //
 // Invariants: requests of a direction start in the order of submission; at most depth pieces of
-// a direction are with the kernel. A slot's first piece is written together with its header, after
+// a direction are with the kernel (a depth of 64 needs 32 KiB for the ring). A slot's first piece is written together with its header, after
 // all its other pieces. A sync completes after every write that was submitted before it.
 // Checksums are taken in small parts between looks at the ring, of a write's pieces while the
 // kernel is busy with them, so a long tile does not keep others from starting. All signals are
@@ -24,7 +24,7 @@ class IoUring final : public IoEngine {
   // 0 where this engine can work in this process, else the errno that says why not.
   static int refusal() noexcept;
 
-  // depth: pieces in flight, for each direction, at least 1. piece_bytes: most that one request
+  // depth: pieces in flight, for each direction, 1 to kMostDepth. piece_bytes: most that one request
   // to the kernel moves, a multiple of kSectorBytes. checksum: compute and verify CRC32C of
   // payloads. queue must outlive this. Throws std::system_error.
   IoUring(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum);
@@ -34,6 +34,8 @@ class IoUring final : public IoEngine {
 
   void submit(IoRequest request) override;
   int register_buffers(void* address, std::size_t nbytes) override;
+  int register_file(std::shared_ptr<StoreFile> file) override;
+  void set_depth(std::size_t depth) override;
   void inject(const FaultList::Fault& fault) override;
   void close() override;
 

@@ -336,6 +336,12 @@ int TakingTurns::register_buffers(void* address, std::size_t nbytes) {
   return state_->inner.register_buffers(address, nbytes);
 }
 
+int TakingTurns::register_file(std::shared_ptr<StoreFile> file) {
+  return state_->inner.register_file(std::move(file));
+}
+
+void TakingTurns::set_depth(std::size_t depth) { state_->inner.set_depth(depth); }
+
 void TakingTurns::submit(IoRequest request) {
   if (getpid() != owner_) throw std::runtime_error("turns belong to the process that takes them");
   State& state = *state_;

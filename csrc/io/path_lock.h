@@ -59,6 +59,8 @@ class TakingTurns final : public IoEngine {
 
   void submit(IoRequest request) override;
   int register_buffers(void* address, std::size_t nbytes) override;
+  int register_file(std::shared_ptr<StoreFile> file) override;
+  void set_depth(std::size_t depth) override;
 
   // Finish everything and give the lock back; closes the inner engine too. Requests whose turn
   // has not come within report_after_s fail with ETIMEDOUT: the holder may never move again.

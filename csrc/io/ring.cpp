@@ -41,6 +41,9 @@ constexpr std::uint32_t kFsyncData = 1u << 0;
 constexpr unsigned kEnterGetEvents = 1u << 0;
 constexpr unsigned kRegisterBuffers = 0;
 constexpr unsigned kUnregisterBuffers = 1;
+constexpr unsigned kRegisterFiles = 2;
+constexpr unsigned kUnregisterFiles = 3;
+constexpr std::uint8_t kRegisteredFile = 1u << 0;
 constexpr std::uint64_t kMapRings = 0;
 constexpr std::uint64_t kMapEntries = 0x10000000;
 
@@ -85,7 +88,9 @@ static_assert(kNeeded == (IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP | IORING_
                           IORING_FEAT_FAST_POLL));
 static_assert(kFsyncData == IORING_FSYNC_DATASYNC && kEnterGetEvents == IORING_ENTER_GETEVENTS &&
               kRegisterBuffers == IORING_REGISTER_BUFFERS && kUnregisterBuffers == IORING_UNREGISTER_BUFFERS &&
-              kMapRings == IORING_OFF_SQ_RING && kMapEntries == IORING_OFF_SQES);
+              kRegisterFiles == IORING_REGISTER_FILES && kUnregisterFiles == IORING_UNREGISTER_FILES &&
+              kRegisteredFile == IOSQE_FIXED_FILE && kMapRings == IORING_OFF_SQ_RING &&
+              kMapEntries == IORING_OFF_SQES);
 static_assert(offsetof(Parameters, features) == offsetof(io_uring_params, features) &&
               offsetof(Parameters, submission) == offsetof(io_uring_params, sq_off) &&
               offsetof(Parameters, completion) == offsetof(io_uring_params, cq_off) &&
@@ -141,8 +146,10 @@ Ring::Ring(unsigned entries) {
 }
 
 Ring::~Ring() {
-  // Closing frees buffers some time later, which a limit on locked memory would notice.
+  // Closing frees buffers some time later, which a limit on locked memory would notice, and files, which a
+  // full disk would.
   if (registered_) syscall(kRegister, fd_, kUnregisterBuffers, nullptr, 0);
+  register_file(-1);
   free();
 }
 
@@ -173,7 +180,9 @@ RingEntry* Ring::prepare(std::uint8_t opcode, int fd, std::uint64_t token) {
   RingEntry* entry = &entries_[tail & mask_];
   std::memset(entry, 0, sizeof *entry);
   entry->opcode = opcode;
-  entry->fd = fd;
+  const bool registered = fd >= 0 && fd == registered_fd_;
+  entry->flags = registered ? kRegisteredFile : 0;
+  entry->fd = registered ? 0 : fd;  // its place among the registered
   entry->token = token;
   // Nobody looks before enter, so the caller may still fill it in.
   __atomic_store_n(tail_, tail + 1, __ATOMIC_RELEASE);
@@ -233,6 +242,16 @@ int Ring::register_buffers(const std::vector<iovec>& parts) noexcept {
   if (parts.empty()) return 0;
   if (syscall(kRegister, fd_, kRegisterBuffers, parts.data(), static_cast<unsigned>(parts.size())) != 0) return errno;
   registered_ = true;
+  return 0;
+}
+
+int Ring::register_file(int fd) noexcept {
+  if (registered_fd_ >= 0) syscall(kRegister, fd_, kUnregisterFiles, nullptr, 0);
+  registered_fd_ = -1;
+  if (fd < 0) return 0;
+  const std::int32_t files[1] = {fd};
+  if (syscall(kRegister, fd_, kRegisterFiles, files, 1u) != 0) return errno;
+  registered_fd_ = fd;
   return 0;
 }
 

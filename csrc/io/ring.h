@@ -72,6 +72,11 @@ class Ring {
   // Returns 0 or an errno, after which nothing is registered.
   int register_buffers(const std::vector<iovec>& parts) noexcept;
 
+  // Make an open file known likewise, in place of the one before; -1 for none. Requests that name
+  // this descriptor then spare the kernel looking it up; it must stay open until it is replaced.
+  // Returns as register_buffers does.
+  int register_file(int fd) noexcept;
+
  private:
   RingEntry* prepare(std::uint8_t opcode, int fd, std::uint64_t token);
   void free() noexcept;
@@ -88,7 +93,8 @@ class Ring {
   std::uint32_t* result_head_ = nullptr;  // of the completion ring; ours
   std::uint32_t* result_tail_ = nullptr;  // the kernel's
   RingResult* results_ = nullptr;
-  bool registered_ = false;
+  bool registered_ = false;    // buffers
+  int registered_fd_ = -1;
 };
 
 }  // namespace offload

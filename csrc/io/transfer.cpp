@@ -5,6 +5,8 @@
 
 #include <cerrno>
 #include <new>
+#include <stdexcept>
+#include <string>
 
 #include "../runtime/completion_queue.h"
 
@@ -57,6 +59,11 @@ PlannedCall planned_call(FaultList& faults, IoKind kind, bool direct) {
     if (direct) planned.limit_bytes = (fault.limit_bytes + kSectorBytes - 1) / kSectorBytes * kSectorBytes;
   }
   return planned;
+}
+
+void check_depth(std::size_t depth) {
+  if (depth < 1 || depth > kMostDepth)
+    throw std::invalid_argument("depth must be from 1 to " + std::to_string(kMostDepth));
 }
 
 struct SignalsBlocked::Mask {

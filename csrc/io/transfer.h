@@ -96,6 +96,9 @@ struct PlannedCall {
 };
 PlannedCall planned_call(FaultList& faults, IoKind kind, bool direct);
 
+// Throws std::invalid_argument unless an engine may have so many requests in flight.
+void check_depth(std::size_t depth);
+
 // Block all signals in threads that are started while this lives: they go to Python's main thread.
 class SignalsBlocked {
  public:

@@ -121,6 +121,7 @@ class FileTier:
         keep: Leave the store in place at `close`.
         turns: Take turns on the path with other processes; None for no lock at all.
         io_backend: One of `IO_BACKENDS`.
+        register_file: Register the file with io_uring where that is used; False to see what it gains.
 
     Attributes:
         io_backend: What that came to: "io_uring" or "threads".
@@ -151,6 +152,7 @@ class FileTier:
         keep: bool = False,
         turns: Turns | None = None,
         io_backend: str = "auto",
+        register_file: bool = True,
     ) -> None:
         self.path = os.fspath(path)
         if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
@@ -197,6 +199,9 @@ class FileTier:
                 else:
                     self._engine = IoThreads(queue, threads, piece_bytes, checksum)
                 undo.callback(self._engine.close)
+                refusal = self._engine.register_file(self._file) if register_file else 0
+                if refusal:
+                    _say_once(f"files are not registered for I/O ({os.strerror(refusal)})")
                 self._io: IoEngine = self._engine
                 self._turns = self._take_turns(turns, queue) if turns is not None else None
                 if self._turns is not None:
@@ -210,39 +215,17 @@ class FileTier:
     def read(self, request: TileRequest) -> None:
         """Start reading a slot; see `offload.protocols.Tier`. After an error the buffer holds anything."""
         self._check_open("read")
-        check_request(request)
-        subgroup, tensor, tile = request.tile
-        self._io.read(
-            self._file,
-            request.op,
-            subgroup,
-            tensor,
-            tile,
-            request.step,
-            request.numel,
-            request.offset,
-            request.address,
-            request.nbytes,
-            request.checksum,
-        )
+        self._io.read(*self._arguments(request), request.checksum)
 
     def write(self, request: TileRequest) -> None:
         """Start writing a slot; see `offload.protocols.Tier`. The file grows by extents as it needs to."""
         self._check_open("write")
+        self._io.write(*self._arguments(request))
+
+    def _arguments(self, request: TileRequest) -> tuple[StoreFile, int, int, int, int, int, int, int, int, int]:
         check_request(request)
-        subgroup, tensor, tile = request.tile
-        self._io.write(
-            self._file,
-            request.op,
-            subgroup,
-            tensor,
-            tile,
-            request.step,
-            request.numel,
-            request.offset,
-            request.address,
-            request.nbytes,
-        )
+        place = request.offset, request.address, request.nbytes
+        return (self._file, request.op, *request.tile, request.step, request.numel, *place)
 
     def sync(self, op: int) -> None:
         """Make every write that was submitted before durable; completes as `op`."""

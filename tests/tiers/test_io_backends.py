@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -10,12 +11,13 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tier_harness import ARENA_BYTES, Build, Harness, need_io_uring
 
-from offload._native import CompletionQueue
+from offload._native import CompletionQueue, IoThreads, IoUring, StoreFile
 from offload.config import OffloadConfig
 from offload.engine.memory import Arena
 from offload.errors import ConfigError
@@ -59,7 +61,8 @@ logging.getLogger("offload").setLevel(logging.INFO)
 queue = CompletionQueue()
 found = {"refusal": IoUring.refusal()}
 try:
-    open_tier(folder, uuid.uuid4(), queue, io_backend="io_uring")
+    open_tier(folder, uuid.uuid4(), queue, io_backend="io_uring").close()
+    found["forced"] = ""
 except ConfigError as error:
     found["forced"] = str(error)
 tiers = [open_tier(folder, uuid.uuid4(), queue) for _ in range(2)]
@@ -80,18 +83,24 @@ print(json.dumps(found))
 """
 
 
+def run_under_seccomp(calls: list[int], code: int, folder: Path) -> Any:
+    """Return what `REFUSED` found where these system calls fail with this errno."""
+    command = [sys.executable, "-c", REFUSED, json.dumps(calls), str(code), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and done.stderr.strip() in ("no_new_privs", "seccomp"):
+        pytest.skip("no seccomp here")
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(folder) == []
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize(
     ("calls", "code"),
     [([425], errno.EPERM), ([425, 426, 427], errno.ENOSYS), ([426], errno.EPERM)],
     ids=["forbidden", "unknown", "half-forbidden"],
 )
 def test_where_io_uring_is_refused_threads_do_it(tmp_path: Path, calls: list[int], code: int) -> None:
-    command = [sys.executable, "-c", REFUSED, json.dumps(calls), str(code), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0 and done.stderr.strip() in ("no_new_privs", "seccomp"):
-        pytest.skip("no seccomp here")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_under_seccomp(calls, code, tmp_path)
     assert found["refusal"] == code
     name = errno.errorcode[code]
     assert "io_backend" in found["forced"]
@@ -100,7 +109,77 @@ def test_where_io_uring_is_refused_threads_do_it(tmp_path: Path, calls: list[int
     assert found["errors"] == [0, 0]
     assert found["same"]
     assert found["lines"] == [["offload", "INFO", f"storage I/O by threads (io_uring: {name}: {os.strerror(code)})"]]
-    assert os.listdir(tmp_path) == []
+
+
+def test_where_nothing_may_be_registered_rings_go_on_without(tmp_path: Path) -> None:
+    need_io_uring()
+    found = run_under_seccomp([427], errno.EPERM, tmp_path)
+    assert found["forced"] == ""
+    assert found["backends"] == ["io_uring", "io_uring"]
+    assert found["errors"] == [0, 0]
+    assert found["same"]
+    assert [line[2] for line in found["lines"]] == [
+        "storage I/O by io_uring",
+        "files are not registered for I/O (Operation not permitted)",
+        "staging memory is not registered for I/O (Operation not permitted); see ulimit -l",
+    ]
+
+
+def open_files() -> dict[str, str]:
+    """Return what each descriptor of this process stands for."""
+    found = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own descriptor has gone
+            found[descriptor] = os.readlink(f"/proc/self/fd/{descriptor}")
+    return found
+
+
+def registered(name: str) -> int:
+    """Return how many "UserFiles" or "UserBufs" the rings of this process have, as the kernel tells."""
+    rings = [number for number, what in open_files().items() if what == "anon_inode:[io_uring]"]
+    told = [Path(f"/proc/self/fdinfo/{number}").read_text() for number in rings]
+    if not all(f"{name}:" in text for text in told):
+        pytest.skip("this kernel does not tell")
+    return sum(int(text.split(f"{name}:")[1].split()[0]) for text in told)
+
+
+def test_file_and_memory_are_registered_with_the_ring(build: Build) -> None:
+    need_io_uring()
+    harness = build("file-direct/io_uring")
+    assert (registered("UserFiles"), registered("UserBufs")) == (1, 1)
+    plain = build("file-direct/io_uring-plain", register_file=False)
+    assert (registered("UserFiles"), registered("UserBufs")) == (1, 1)
+    assert sum(what.endswith("/tiles") for what in open_files().values()) == 2
+    for tier in (harness.tier, plain.tier):
+        tier.close()
+    assert not any(what.endswith("/tiles") for what in open_files().values())
+
+
+def test_another_file_than_the_registered_one(tmp_path: Path, backend: str) -> None:
+    # One engine, two stores: the registered file must not be taken for the other, nor stay when it is replaced.
+    queue = CompletionQueue()
+    engine = (IoUring if backend == "io_uring" else IoThreads)(queue, 4, 64 << 10, True)
+    stores = [uuid.uuid4().bytes for _ in range(2)]
+    descriptors = [os.open(tmp_path / str(number), os.O_RDWR | os.O_CREAT) for number in range(2)]
+    files = [StoreFile(fd, False, store) for fd, store in zip(descriptors, stores, strict=True)]
+    arena = Arena(1 << 20)
+    arena.numpy(0, 4096, np.uint8)[:] = 1
+    arena.numpy(4096, 4096, np.uint8)[:] = 2
+    for named in (files[0], files[1], None, files[0]):
+        assert engine.register_file(named) == 0
+        for number, file in enumerate(files):
+            engine.write(file, 1, 0, 0, 0, 1, 1024, 0, arena.address + number * 4096, 4096)
+            assert queue.wait(60.0)[0][:2] == (1, 0)
+        for number, file in enumerate(files):
+            engine.read(file, 2, 0, 0, 0, 1, 1024, 0, arena.address + 8192, 4096)
+            assert queue.wait(60.0)[0][:2] == (2, 0)
+            assert (arena.numpy(8192, 4096, np.uint8) == number + 1).all()
+    engine.close()
+    files.clear()
+    del file, named
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
 
 
 def test_what_was_asked_for_is_used(tmp_path: Path, backend: str) -> None:
