@@ -30,13 +30,13 @@ DEPTH = 4
 """Requests of each direction in flight."""
 
 
-def worker(pipe: Connection, path: str, tile_bytes: int, tiles: int, turn_bytes: int, threads: int) -> None:
+def worker(pipe: Connection, path: str, tile_bytes: int, tiles: int, turn_bytes: int, depth: int | None) -> None:
     """Obey (locked, begin) with the times at which tiles were through, until None."""
     arena = Arena(2 * DEPTH * tile_bytes)
     arena.numpy(0, arena.nbytes, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, arena.nbytes, np.uint8)
     queues = [CompletionQueue(), CompletionQueue()]
     stores = [
-        open_tier(path, uuid.uuid4(), queue, threads=threads, turns=Turns(turn_bytes=turn_bytes) if locked else None)
+        open_tier(path, uuid.uuid4(), queue, depth=depth, turns=Turns(turn_bytes=turn_bytes) if locked else None)
         for locked, queue in enumerate(queues)
     ]
 
@@ -92,7 +92,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--path", type=Path, default=None, help="directory on the device to measure")
     parser.add_argument("--turn-mib", type=int, default=64, help="bytes of a turn")
-    parser.add_argument("--threads", type=int, default=2, help="I/O threads of each direction")
+    parser.add_argument("--depth", type=int, help="requests in flight of each direction (default: the tier's)")
     args = parser.parse_args()
     described = environment()
     turn_bytes = 256 << 10 if args.smoke else args.turn_mib << 20
@@ -102,9 +102,7 @@ def main() -> None:
         pipes = []
         for _ in range(2):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=worker, args=(theirs, folder, tile_bytes, tiles, turn_bytes, args.threads)
-            )
+            process = context.Process(target=worker, args=(theirs, folder, tile_bytes, tiles, turn_bytes, args.depth))
             process.start()
             pipes.append((ours, process))
         for pipe, _ in pipes:
@@ -154,7 +152,7 @@ def main() -> None:
             "tiles": 2 * tiles,
             "rounds": rounds,
             "turn_bytes": turn_bytes,
-            "threads": args.threads,
+            "depth": args.depth,
         }
         | {"contenders": results, "lock_gain_2": gain("2 locked", "2 free")},
         "+".join(checksums),

@@ -20,6 +20,9 @@ SECTOR_BYTES = 4096
 NORM_BLOCK_NUMEL = 4096
 """Elements whose squares are summed by one fixed tree (see `offload.kernels.reference`)."""
 
+MAX_DEPTH = 64
+"""Most requests of a direction that a path may have in flight; csrc/io/engine.h has the same number."""
+
 # Errors of a completion that are not an errno; csrc/runtime/completion_queue.h has the same numbers.
 ERROR_HEADER = -1
 ERROR_CHECKSUM = -2

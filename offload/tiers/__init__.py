@@ -12,7 +12,7 @@ from offload.tiers.asyncfile import AsyncFileTier, supports_direct
 from offload.tiers.common import SLOT_HEADER_BYTES, slot_bytes, tier_error
 from offload.tiers.directories import check_directories, free_bytes
 from offload.tiers.faulty import Fault, FaultKind, FaultyTier
-from offload.tiers.file import DEFAULT_EXTENT_BYTES, DEFAULT_THREADS, IO_BACKENDS, FileTier, choose_io_backend
+from offload.tiers.file import DEFAULT_EXTENT_BYTES, IO_BACKENDS, FileTier, choose_io_backend
 from offload.tiers.memory import MemoryTier
 from offload.tiers.objects import ObjectClient, RetryPolicy, S3Client
 from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
@@ -55,7 +55,7 @@ def open_tier(
     *,
     max_bytes: int | None = None,
     extent_bytes: int = DEFAULT_EXTENT_BYTES,
-    threads: int | None = None,
+    depth: int | None = None,
     checksum: bool = True,
     turns: Turns | None = None,
     io_backend: str = "auto",
@@ -68,7 +68,7 @@ def open_tier(
         queue: Where completions go; must outlive the tier.
         max_bytes: Most that the store may grow to; None for all there is.
         extent_bytes: What a directory's store grows by; no more than it is expected to need in all.
-        threads: Threads for each direction, where threads do it; None for the tier's default.
+        depth: Requests in flight for each direction, 1 to `MAX_DEPTH`; None for the tier's default.
         checksum: Compute and verify payload checksums.
         turns: Take turns on the path with other processes (with io_uring or threads only); None for no lock.
         io_backend: How directories are read and written: "io_uring", "threads", "asyncio", or "auto" for the first
@@ -84,7 +84,7 @@ def open_tier(
     scheme, separator, rest = path.partition("://")
     if not separator:
         scheme, rest = "file", path
-    more: dict[str, Any] = {} if threads is None else {"threads": threads}
+    more: dict[str, Any] = {} if depth is None else {"depth": depth}
     if scheme == "file":
         if io_backend == "asyncio" or (io_backend == "auto" and _wants_asyncio(rest)):
             return AsyncFileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
@@ -94,7 +94,7 @@ def open_tier(
             queue,
             max_bytes=max_bytes,
             extent_bytes=extent_bytes,
-            threads=DEFAULT_THREADS if threads is None else threads,
+            depth=depth,
             checksum=checksum,
             io_backend=io_backend,
             turns=turns,

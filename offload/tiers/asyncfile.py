@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import logging
 import mmap
 import os
-import socket
 import tempfile
 import threading
 import time
@@ -24,24 +22,15 @@ from typing import Any
 
 from aiofiles.os import wrap
 
-from offload._native import check_slot_header, crc32c, make_slot_header, parse_slot_header
-from offload.errors import ConfigError, TierError
-from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
-from offload.tiers.common import SLOT_HEADER_BYTES, check_request, closed_error, memory_of, system_error
-from offload.tiers.file import (
-    DATA_NAME,
-    DEFAULT_PIECE_BYTES,
-    RECORD_NAME,
-    STORE_FORMAT,
-    check_directory,
-    store_directory,
-)
-from offload.tiers.places import LOCK_NAME, hold_lock, release_lock, remove_store
+from offload._native import crc32c, make_slot_header
+from offload.errors import TierError
+from offload.protocols import ERROR_CHECKSUM, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
+from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_limits, check_request, memory_of, system_error
+from offload.tiers.file import DEFAULT_PIECE_BYTES
+from offload.tiers.store import Store
 
-DEFAULT_THREADS = 4
-"""System calls at a time, over both directions: a server far away answers late but many at once."""
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+DEFAULT_DEPTH = 2
+"""A server far away answers late but many at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +59,7 @@ def supports_direct(directory: str) -> bool:
             os.close(descriptor)
 
 
-class AsyncFileTier:
+class AsyncFileTier(Owned):
     """Slots in one file of a directory, read and written through asyncio.
 
     The store is `<path>/offload-<uuid>/` with the slots in `tiles`, a description in `store.json` and, where the file
@@ -82,7 +71,7 @@ class AsyncFileTier:
         store: The session's store.
         queue: Where completions go; must outlive the tier.
         max_bytes: Most that the file may grow to; None for what the file system has.
-        threads: System calls at a time.
+        depth: System calls at a time for each direction, which share them.
         piece_bytes: Most that one system call moves, a multiple of 4096.
         checksum: Compute payload checksums on write and verify them on read.
 
@@ -104,47 +93,29 @@ class AsyncFileTier:
         queue: Queue,
         *,
         max_bytes: int | None = None,
-        threads: int = DEFAULT_THREADS,
+        depth: int = DEFAULT_DEPTH,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
         checksum: bool = True,
     ) -> None:
-        self.path = os.fspath(path)
-        if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
-            raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
-        if threads < 1:
-            raise ConfigError("threads", threads, "use at least one")
-        if piece_bytes < SECTOR_BYTES or piece_bytes % SECTOR_BYTES or piece_bytes > 1 << 30:
-            raise ConfigError("piece_bytes", piece_bytes, "use a multiple of 4096 of at most 1 GiB")
-        check_directory(self.path)
-        # Later steps must not depend on the working directory.
-        self.store_path = store_directory(os.path.abspath(self.path), store)
-        self.data_path = self.store_path / DATA_NAME
+        super().__init__(os.fspath(path))
+        check_limits(max_bytes, depth, piece_bytes)
         self._store = store.bytes
         self._queue = queue
         self._max_bytes = max_bytes
         self._checksum = checksum
         self._piece_bytes = piece_bytes
-        self._pid = os.getpid()
-        self._closed = False
         self._used_bytes = 0
         self._sync_error = 0
         self._writing: set[asyncio.Task[None]] = set()
         self._running: set[asyncio.Task[None]] = set()
-        self._lock: int | None = None
         with contextlib.ExitStack() as undo:
             try:
-                self.store_path.mkdir(mode=0o700)
-                undo.callback(self._remove)
-                self._take_lock()
-                undo.callback(self._release_lock)
-                record = {"format": STORE_FORMAT, "uuid": str(store), "pid": self._pid, "host": socket.gethostname()}
-                with open(self.store_path / RECORD_NAME, "x", encoding="utf-8") as file:
-                    json.dump(record, file)
-                    file.flush()
-                    os.fsync(file.fileno())
+                self._place = Store(self.path, store)
+                undo.callback(self._place.close)
+                self.store_path, self.data_path = self._place.directory, self._place.data_path
                 self._descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 undo.callback(os.close, self._descriptor)
-                self._executor = ThreadPoolExecutor(threads, thread_name_prefix="offload-file")
+                self._executor = ThreadPoolExecutor(2 * depth, thread_name_prefix="offload-file")
                 self._loop = asyncio.new_event_loop()
                 undo.callback(self._loop.close)
                 self._thread = threading.Thread(target=self._loop.run_forever, name="offload-asyncio", daemon=True)
@@ -190,10 +161,7 @@ class AsyncFileTier:
 
     def close(self) -> None:
         """Finish what is in flight, end the threads, delete the store; idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if os.getpid() != self._pid:
+        if not self._ends_here():
             return
         asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -201,10 +169,7 @@ class AsyncFileTier:
         self._loop.close()
         self._executor.shutdown()
         os.close(self._descriptor)
-        try:
-            self._remove()
-        finally:
-            self._release_lock()
+        self._place.close()
 
     # On the loop's thread
 
@@ -237,14 +202,9 @@ class AsyncFileTier:
         header = bytearray(SLOT_HEADER_BYTES)
         if await self._move(_preadv, [memoryview(header)], request.offset) < SLOT_HEADER_BYTES:
             return ERROR_SHORT, 0
-        raw = bytes(header)
-        expected = (*request.tile, request.step, request.numel, request.nbytes)
-        fields = parse_slot_header(raw)
-        if fields is None or not check_slot_header(raw, self._store, *expected):
-            return ERROR_HEADER, 0
-        promised = fields[-1]
-        if request.checksum is not None and request.checksum != (promised or 0):
-            return ERROR_CHECKSUM, 0
+        error, promised = admit(bytes(header), self._store, request)
+        if error:
+            return error, 0
         if await self._move(_preadv, [memory_of(request)], request.offset + SLOT_HEADER_BYTES) < request.nbytes:
             return ERROR_SHORT, 0
         if not self._checksum or promised is None:
@@ -290,28 +250,3 @@ class AsyncFileTier:
                 done += moved
                 total += moved
         return total
-
-    # The store
-
-    def _take_lock(self) -> None:
-        try:
-            self._lock = hold_lock(self.store_path / LOCK_NAME)
-        except OSError as cause:
-            if cause.errno not in _NO_LOCKS:
-                raise
-            _log.warning("%s: the file system has no locks (%s)", self.path, cause.strerror)
-
-    def _release_lock(self) -> None:
-        if self._lock is not None:
-            release_lock(self._lock)
-            self._lock = None
-
-    def _remove(self) -> None:
-        """Delete what this object has created, and nothing else."""
-        remove_store(self.store_path, (DATA_NAME, RECORD_NAME, LOCK_NAME))
-
-    def _check_open(self, operation: str) -> None:
-        if self._closed:
-            raise closed_error(operation, self)
-        if os.getpid() != self._pid:
-            raise closed_error(operation, self, foreign=True)

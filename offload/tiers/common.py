@@ -1,16 +1,19 @@
-"""What every tier needs: request checks, and the error that a failed completion stands for."""
+"""What every tier needs: lifetime, checks of sizes, requests and headers, and the error that a failure stands for."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import os
 from typing import Protocol, runtime_checkable
 
-from offload.errors import CorruptRecordError, TierClosedError, TierError, TierFullError, invariant
+from offload._native import check_slot_header, parse_slot_header
+from offload.errors import ConfigError, CorruptRecordError, TierClosedError, TierError, TierFullError, invariant
 from offload.protocols import (
     ERROR_CHECKSUM,
     ERROR_HEADER,
     ERROR_SHORT,
+    MAX_DEPTH,
     SECTOR_BYTES,
     Completion,
     TileRequest,
@@ -42,6 +45,53 @@ class Explaining(Protocol):
 
     def explain(self, op: int) -> str:
         """Return, once, what is known about a failed operation; "" for nothing."""
+
+
+class Owned:
+    """Base of tiers that end with `close` and belong to the process that opened them.
+
+    Args:
+        path: The path as the user wrote it.
+    """
+
+    name: str
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._pid = os.getpid()
+        self._closed = False
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed:
+            raise closed_error(operation, self)
+        if os.getpid() != self._pid:
+            raise closed_error(operation, self, foreign=True)
+
+    def _ends_here(self) -> bool:
+        """Take note that the tier is closed; return whether there is anything to end: once, and not after a fork."""
+        ends, self._closed = not self._closed, True
+        return ends and os.getpid() == self._pid
+
+
+def check_limits(max_bytes: int | None, depth: int, piece_bytes: int = SECTOR_BYTES) -> None:
+    """Raise `ConfigError` unless a tier can be opened with these."""
+    if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
+        raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
+    if not 1 <= depth <= MAX_DEPTH:
+        raise ConfigError("depth", depth, f"use 1 to {MAX_DEPTH}")
+    if piece_bytes < SECTOR_BYTES or piece_bytes % SECTOR_BYTES or piece_bytes > 1 << 30:
+        raise ConfigError("piece_bytes", piece_bytes, "use a multiple of 4096 of at most 1 GiB")
+
+
+def admit(header: bytes, store: bytes, request: TileRequest) -> tuple[int, int | None]:
+    """Return 0 where a header is the one that was asked for, else an error; and the checksum that it promises."""
+    expected = (*request.tile, request.step, request.numel, request.nbytes)
+    fields = parse_slot_header(header)
+    if fields is None or not check_slot_header(header, store, *expected):
+        return ERROR_HEADER, None
+    promised = fields[-1]
+    wrong = request.checksum is not None and request.checksum != (promised or 0)
+    return ERROR_CHECKSUM if wrong else 0, promised
 
 
 def slot_bytes(nbytes: int) -> int:

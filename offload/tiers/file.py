@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import mmap
 import os
-import socket
-import tempfile
 import uuid
 from pathlib import Path
 
 from offload._native import CompletionQueue, IoEngine, IoThreads, IoUring, StoreFile, TakingTurns
 from offload.errors import ConfigError, TierError
 from offload.protocols import SECTOR_BYTES, TileRequest
-from offload.tiers.common import check_request, closed_error, system_error
-from offload.tiers.places import LOCK_NAME, hold_lock, release_lock, remove_store
+from offload.tiers.common import Owned, check_limits, check_request, system_error
+from offload.tiers.store import Store
 from offload.tiers.turns import Turns, describe_wait, lock_error, lock_file, watch
-
-DATA_NAME = "tiles"
-RECORD_NAME = "store.json"
-STORE_FORMAT = 1
 
 IO_BACKENDS = ("auto", "io_uring", "threads")
 """Ways to read and write; "auto" is the best that works here."""
 
-# Measured with bench/storage.py: fewer or smaller pieces in flight lose throughput, more or larger gain none.
-DEFAULT_THREADS = 2
-DEFAULT_DEPTH = 4
-MAX_DEPTH = 1024
+# Measured with bench/paths.py: fewer or smaller pieces in flight lose throughput, more or larger gain none.
+DEFAULT_DEPTHS = {"io_uring": 4, "threads": 2}
 DEFAULT_PIECE_BYTES = 4 << 20
 DEFAULT_EXTENT_BYTES = 256 << 20
 
@@ -69,39 +60,11 @@ def choose_io_backend(wanted: str = "auto") -> str:
     return "io_uring"
 
 
-def store_directory(path: str | os.PathLike[str], store: uuid.UUID) -> Path:
-    """Return where a store lies under the path that it belongs to."""
-    return Path(path) / f"offload-{store}"
-
-
-def check_directory(path: str) -> None:
-    """Make sure that `path` is a directory that files can be made in; leaves nothing behind.
-
-    Raises:
-        ConfigError: it is not; names the field "paths".
-    """
-    if not os.path.exists(path):
-        raise ConfigError("paths", path, "there is no such directory: create it, or name one that exists")
-    if not os.path.isdir(path):
-        raise ConfigError("paths", path, "it is not a directory: name a directory")
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as cause:
-        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return  # writable but full: free_bytes() says so, in bytes
-        reason = cause.strerror or str(cause)
-        raise ConfigError(
-            "paths", path, f"no file can be made there ({reason}): make it writable, or name another"
-        ) from cause
-
-
-class FileTier:
+class FileTier(Owned):
     """Slots in one preallocated file of a directory, read and written past the interpreter.
 
-    The store is `<path>/offload-<uuid>/` with the slots in `tiles`, a description in `store.json`, and a
-    `lock` that this process holds until `close`, which deletes the store. Nothing that was there before is
-    touched. The file is opened past the page cache (O_DIRECT) where the file system allows it.
+    The store is `<path>/offload-<uuid>/` (see `store.Store`) with the slots in `tiles`; `close` deletes it. The file
+    is opened past the page cache (O_DIRECT) where the file system allows it.
 
     A process forked from this one cannot use the tier: every method raises there, except `close`, which does
     nothing. After a failed sync every later one fails too, because the kernel reports lost pages only once.
@@ -112,8 +75,8 @@ class FileTier:
         queue: Where completions go; must outlive the tier.
         max_bytes: Most that the file may grow to; None for what the file system has.
         extent_bytes: What the file is preallocated by.
-        threads: Threads for each direction, where I/O is done by threads.
-        depth: Pieces in flight for each direction, where it is done by io_uring.
+        depth: Pieces (with io_uring) or tiles (with threads) in flight for each direction; None for
+            `DEFAULT_DEPTHS`.
         piece_bytes: Most that one system call moves, a multiple of 4096.
         checksum: Compute payload checksums on write and verify them on read. Without, completions report 0,
             headers are still verified, and only the index tells a finished write from a torn one.
@@ -144,8 +107,7 @@ class FileTier:
         *,
         max_bytes: int | None = None,
         extent_bytes: int = DEFAULT_EXTENT_BYTES,
-        threads: int = DEFAULT_THREADS,
-        depth: int = DEFAULT_DEPTH,
+        depth: int | None = None,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
         checksum: bool = True,
         direct: bool = True,
@@ -154,50 +116,21 @@ class FileTier:
         io_backend: str = "auto",
         register_file: bool = True,
     ) -> None:
-        self.path = os.fspath(path)
-        if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
-            raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
-        if threads < 1:
-            raise ConfigError("threads", threads, "use at least one")
-        if not 1 <= depth <= MAX_DEPTH:
-            raise ConfigError("depth", depth, f"use 1 to {MAX_DEPTH}")
-        if piece_bytes < SECTOR_BYTES or piece_bytes % SECTOR_BYTES or piece_bytes > 1 << 30:
-            raise ConfigError("piece_bytes", piece_bytes, "use a multiple of 4096 of at most 1 GiB")
+        super().__init__(os.fspath(path))
         self.io_backend = choose_io_backend(io_backend)
-        check_directory(self.path)
-        # Later steps must not depend on the working directory.
-        self.store_path = store_directory(os.path.abspath(self.path), store)
-        self.data_path = self.store_path / DATA_NAME
+        self.depth = DEFAULT_DEPTHS[self.io_backend] if depth is None else depth
+        check_limits(max_bytes, self.depth, piece_bytes)
         self.keep = keep
-        self._pid = os.getpid()
-        self._closed = False
         with contextlib.ExitStack() as undo:
             try:
-                self.store_path.mkdir(mode=0o700)
-                undo.callback(self._remove)
-                self._lock = hold_lock(self.store_path / LOCK_NAME)
-                undo.callback(release_lock, self._lock)
-                record = {
-                    "format": STORE_FORMAT,
-                    "uuid": str(store),
-                    "pid": self._pid,
-                    "host": socket.gethostname(),
-                }
-                with open(self.store_path / RECORD_NAME, "x", encoding="utf-8") as file:
-                    json.dump(record, file)
-                    file.flush()
-                    os.fsync(file.fileno())
+                self._place = Store(self.path, store)
+                undo.callback(self._place.close)
+                self.store_path, self.data_path = self._place.directory, self._place.data_path
                 descriptor, self.direct = _open_data(self.data_path, direct)
                 # Takes the descriptor over, whatever happens next.
                 self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, extent_bytes)
-                # fdatasync of the file does not make its name durable.
-                for directory in (self.store_path, self.store_path.parent):
-                    _sync_directory(directory)
-                self._engine: IoEngine
-                if self.io_backend == "io_uring":
-                    self._engine = IoUring(queue, depth, piece_bytes, checksum)
-                else:
-                    self._engine = IoThreads(queue, threads, piece_bytes, checksum)
+                kind = IoUring if self.io_backend == "io_uring" else IoThreads
+                self._engine: IoEngine = kind(queue, self.depth, piece_bytes, checksum)
                 undo.callback(self._engine.close)
                 refusal = self._engine.register_file(self._file) if register_file else 0
                 if refusal:
@@ -279,30 +212,13 @@ class FileTier:
 
         Requests whose turn on the path does not come in `Turns.report_after_s` complete with ETIMEDOUT.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if os.getpid() != self._pid:
+        if not self._ends_here():
             return
         self._io.close()
         # Nothing is in flight any more: descriptors go now, and with the ring what the kernel pinned of the memory.
         self._turns = None
         del self._io, self._engine, self._file
-        try:
-            if not self.keep:
-                self._remove()
-        finally:
-            release_lock(self._lock)
-
-    def _check_open(self, operation: str) -> None:
-        if self._closed:
-            raise closed_error(operation, self)
-        if os.getpid() != self._pid:
-            raise closed_error(operation, self, foreign=True)
-
-    def _remove(self) -> None:
-        """Delete what this object has created, and nothing else."""
-        remove_store(self.store_path, (DATA_NAME, RECORD_NAME, LOCK_NAME))
+        self._place.close(keep=self.keep)
 
 
 def _open_data(path: Path, direct: bool) -> tuple[int, bool]:
@@ -329,14 +245,3 @@ def _open_data(path: Path, direct: bool) -> tuple[int, bool]:
             os.close(descriptor)
         os.ftruncate(buffered, 0)
     return buffered, False
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as cause:
-        if cause.errno != errno.EINVAL:  # not every file system can sync a directory
-            raise
-    finally:
-        os.close(descriptor)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import time
 import uuid
 
 import psutil
 
-from offload._native import check_slot_header, crc32c, make_slot_header, parse_slot_header
+from offload._native import crc32c, make_slot_header
 from offload.protocols import (
     ERROR_CHECKSUM,
     ERROR_HEADER,
@@ -20,7 +19,7 @@ from offload.protocols import (
     Queue,
     TileRequest,
 )
-from offload.tiers.common import SLOT_HEADER_BYTES, check_request, closed_error
+from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_request
 
 
 class MonotonicClock:
@@ -31,7 +30,7 @@ class MonotonicClock:
         return time.monotonic()
 
 
-class MemoryTier:
+class MemoryTier(Owned):
     """Slots as byte strings in this process, with the headers and checks of a real store.
 
     Transfers are done inside the call and their completion is on the queue when it returns. Keeps no more
@@ -60,7 +59,7 @@ class MemoryTier:
         checksum: bool = True,
         clock: Clock | None = None,
     ) -> None:
-        self.path = path
+        super().__init__(path)
         self.slots: dict[int, bytearray] = {}
         self._store = store.bytes
         self._queue = queue
@@ -68,8 +67,6 @@ class MemoryTier:
         self._checksum = checksum
         self._clock = clock if clock is not None else MonotonicClock()
         self._used_bytes = 0
-        self._pid = os.getpid()
-        self._closed = False
 
     def read(self, request: TileRequest) -> None:
         """Copy a slot into memory; see `offload.protocols.Tier`. The buffer is left alone on an error."""
@@ -124,14 +121,9 @@ class MemoryTier:
         if record is None:
             beyond = request.offset + SECTOR_BYTES > self._used_bytes
             return (ERROR_SHORT if beyond else ERROR_HEADER), 0
-        header = bytes(record[:SLOT_HEADER_BYTES])
-        expected = (*request.tile, request.step, request.numel, request.nbytes)
-        fields = parse_slot_header(header)
-        if fields is None or not check_slot_header(header, self._store, *expected):
-            return ERROR_HEADER, 0
-        promised = fields[-1]
-        if request.checksum is not None and request.checksum != (promised or 0):
-            return ERROR_CHECKSUM, 0
+        error, promised = admit(bytes(record[:SLOT_HEADER_BYTES]), self._store, request)
+        if error:
+            return error, 0
         if len(record) != SLOT_HEADER_BYTES + request.nbytes:
             return ERROR_SHORT, 0
         found = 0
@@ -145,12 +137,6 @@ class MemoryTier:
     def _report(self, request: TileRequest, error: int, checksum: int, started_s: float) -> None:
         detail = request.offset if error else 0
         self._queue.post(request.op, error, checksum, started_s, self._clock.now_s(), detail)
-
-    def _check_open(self, operation: str) -> None:
-        if self._closed:
-            raise closed_error(operation, self)
-        if os.getpid() != self._pid:
-            raise closed_error(operation, self, foreign=True)
 
 
 def _payload_address(record: bytearray) -> int:

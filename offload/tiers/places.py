@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import logging
 import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 
 from offload._native import file_system_magic
-
-_log = logging.getLogger("offload")
 
 LOCK_NAME = "lock"
 
@@ -68,19 +63,6 @@ def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
     """
     status = os.stat(os.path.realpath(path))
     return status.st_dev, status.st_ino
-
-
-def remove_store(store: Path, names: Sequence[str]) -> None:
-    """Delete files of a store and its directory; what cannot be deleted is left, and said in the log."""
-    try:
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                (store / name).unlink()
-        store.rmdir()
-    except FileNotFoundError:
-        pass
-    except OSError as cause:
-        _log.warning("left %s in place: %s", store, cause.strerror)
 
 
 def hold_lock(path: Path) -> int:

@@ -16,18 +16,16 @@ import ctypes
 import errno
 import json
 import logging
-import os
 import queue
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
 
-from offload._native import check_slot_header, crc32c, crc32c_combine, make_slot_header, parse_slot_header
+from offload._native import crc32c, crc32c_combine, make_slot_header
 from offload.errors import ConfigError, TierError
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
-from offload.tiers.common import SLOT_HEADER_BYTES, check_request, closed_error, memory_of
+from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_limits, check_request, memory_of
 from offload.tiers.objects import (
     DELETE_KEYS,
     HASTY,
@@ -41,12 +39,10 @@ from offload.tiers.objects import (
     advice,
     split_url,
 )
+from offload.tiers.store import RECORD_NAME, describe_store
 
-DEFAULT_THREADS = 8
-"""For each direction; a store answers late but many at once."""
-
-RECORD_NAME = "store.json"
-STORE_FORMAT = 1
+DEFAULT_DEPTH = 8
+"""A store answers late but many at once."""
 
 UNLIMITED_BYTES = 1 << 60
 """What an object store without `max_bytes` has room for."""
@@ -56,7 +52,7 @@ _log = logging.getLogger(__name__)
 _STOP = None
 
 
-class RemoteTier:
+class RemoteTier(Owned):
     """Slots as objects of an S3-compatible store, moved by threads of the tier's own.
 
     The store is everything below `<prefix>/offload-<uuid>/`; `close` deletes it. A store that was left behind stays
@@ -68,7 +64,7 @@ class RemoteTier:
         store: The session's store.
         queue: Where completions go; must outlive the tier.
         max_bytes: Most that slots may reach to; None for no limit.
-        threads: Requests for each direction at a time.
+        depth: Requests in flight for each direction.
         checksum: Compute payload checksums on write and verify them on read.
         client: Where objects go; None for `S3Client`. The tier closes it.
         retry: How requests are tried while training; None for `PATIENT`.
@@ -90,24 +86,19 @@ class RemoteTier:
         queue: Queue,
         *,
         max_bytes: int | None = None,
-        threads: int = DEFAULT_THREADS,
+        depth: int = DEFAULT_DEPTH,
         checksum: bool = True,
         client: ObjectClient | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
-        self.path = path
+        super().__init__(path)
         bucket, prefix = split_url(path)
-        if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
-            raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
-        if threads < 1:
-            raise ConfigError("threads", threads, "use at least one")
+        check_limits(max_bytes, depth)
         self.store_prefix = f"{prefix}/offload-{store}/".lstrip("/")
         self._store = store.bytes
         self._queue = queue
         self._max_bytes = max_bytes
         self._checksum = checksum
-        self._pid = os.getpid()
-        self._closed = False
         self._used_bytes = 0
         self._lock = threading.Condition()
         # All below belongs to whoever holds the lock.
@@ -130,7 +121,7 @@ class RemoteTier:
             self._open(store, bucket)
         lanes: list[_Lane] = []
         try:
-            for name, count in (("offload-get", threads), ("offload-put", threads), ("offload-delete", 1)):
+            for name, count in (("offload-get", depth), ("offload-put", depth), ("offload-delete", 1)):
                 lanes.append(_Lane(name, count))
         except RuntimeError as cause:  # the system has no more threads
             for lane in lanes:
@@ -191,10 +182,7 @@ class RemoteTier:
 
         What is in flight is not tried again and deleting only a few times, so this ends soon if the server is gone.
         """
-        if self._closed:
-            return
-        self._closed = True
-        if os.getpid() != self._pid:
+        if not self._ends_here():
             return
         self._client.limit_attempts(1)
         for lane in (self._reads, self._writes, self._deletes):
@@ -207,8 +195,8 @@ class RemoteTier:
 
     def _open(self, store: uuid.UUID, bucket: str) -> None:
         """Make the store, and find out whether the bucket can be used."""
-        record = {"format": STORE_FORMAT, "uuid": str(store), "pid": self._pid, "host": socket.gethostname()}
-        record["opened_as"] = uuid.uuid4().hex  # tells this attempt from any other, so that ours can be recognised
+        # "opened_as" tells this attempt from any other, so that ours can be recognised.
+        record = {**describe_store(store), "opened_as": uuid.uuid4().hex}
         content = json.dumps(record).encode()
         key, found = self.store_prefix + RECORD_NAME, bytearray(len(content))
         trial = self.store_prefix + "trial"
@@ -289,14 +277,9 @@ class RemoteTier:
         size = self._client.get_into(slot[0], [memoryview(header), payload])
         if size < SLOT_HEADER_BYTES:
             return ERROR_SHORT, 0
-        expected = (*request.tile, request.step, request.numel, request.nbytes)
-        raw = bytes(header)
-        fields = parse_slot_header(raw)
-        if fields is None or not check_slot_header(raw, self._store, *expected):
-            return ERROR_HEADER, 0
-        promised = fields[-1]
-        if request.checksum is not None and request.checksum != (promised or 0):
-            return ERROR_CHECKSUM, 0
+        error, promised = admit(bytes(header), self._store, request)
+        if error:
+            return error, 0
         if size != SLOT_HEADER_BYTES + request.nbytes:
             return ERROR_SHORT, 0
         if not self._checksum or promised is None:
@@ -406,12 +389,6 @@ class RemoteTier:
             self._syncs = [sync for sync in self._syncs if sync[1]]
         for op, _, started_s in done:
             self._queue.post(op, 0, 0, started_s, time.monotonic(), 0)
-
-    def _check_open(self, operation: str) -> None:
-        if self._closed:
-            raise closed_error(operation, self)
-        if os.getpid() != self._pid:
-            raise closed_error(operation, self, foreign=True)
 
 
 class _Lane:

@@ -120,7 +120,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_sizes_that_cannot_be_used(tmp_path: Path) -> None:
-    for options in ({"max_bytes": 4096}, {"threads": 0}, {"piece_bytes": 1000}):
+    for options in ({"max_bytes": 4096}, {"depth": 0}, {"piece_bytes": 1000}):
         with pytest.raises(ConfigError):
             AsyncFileTier(tmp_path, uuid.uuid4(), CompletionQueue(), **options)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

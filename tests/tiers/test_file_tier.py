@@ -19,7 +19,7 @@ from tier_harness import FILE_KINDS, Build, Harness
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, TierError, TierFullError
-from offload.protocols import ERROR_HEADER, ERROR_SHORT, TileId
+from offload.protocols import ERROR_HEADER, ERROR_SHORT, MAX_DEPTH, TileId
 from offload.tiers import (
     FileTier,
     MemoryTier,
@@ -30,7 +30,6 @@ from offload.tiers import (
     slot_bytes,
     tier_error,
 )
-from offload.tiers.places import release_lock
 
 TARGET = 4 << 20
 NBYTES = 200 << 10  # four pieces of 64 KiB, the last one short
@@ -128,9 +127,8 @@ def test_a_read_only_file_system(mounted: Callable[..., Path]) -> None:
     [
         {"max_bytes": 0},
         {"max_bytes": -1},
-        {"threads": 0},
         {"depth": 0},
-        {"depth": 1025},
+        {"depth": MAX_DEPTH + 1},
         {"piece_bytes": 0},
         {"piece_bytes": 5000},
     ],
@@ -163,7 +161,7 @@ def test_file_systems_have_names(tmp_path: Path, tmpfs: Path) -> None:
 
 def test_open_tier_chooses_by_scheme(tmp_path: Path) -> None:
     for path in (str(tmp_path), f"file://{tmp_path}"):
-        tier = open_tier(path, uuid.uuid4(), CompletionQueue(), max_bytes=1 << 20, threads=1, checksum=False)
+        tier = open_tier(path, uuid.uuid4(), CompletionQueue(), max_bytes=1 << 20, depth=1, checksum=False)
         assert isinstance(tier, FileTier)
         assert tier.free_bytes() == 1 << 20
         tier.close()
@@ -242,7 +240,7 @@ def test_a_forked_child_leaves_the_store_alone(tmp_path: Path) -> None:
 
 
 def test_threads_take_no_signals(tmp_path: Path, backend: str) -> None:
-    tier = open_file(tmp_path, threads=3, io_backend=backend)
+    tier = open_file(tmp_path, depth=3, io_backend=backend)
     blocked = {}
     for task in os.listdir("/proc/self/task"):
         status = dict(
@@ -346,7 +344,7 @@ def test_no_room_even_for_the_store(mounted: Callable[..., Path]) -> None:
 
 @pytest.fixture(params=FILE_KINDS)
 def files(request: pytest.FixtureRequest, build: Build) -> Harness:
-    return build(request.param, threads=1)
+    return build(request.param, depth=1)
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 512, 4095, 4096, 4097, 5000, 60000])
@@ -438,7 +436,7 @@ def test_faults_are_checked(files: Harness) -> None:
 
 def test_a_torn_write_is_noticed(build: Build, backend: str) -> None:
     # A process that dies while it overwrites a slot that nothing refers to any more.
-    harness = build(f"file-buffered/{backend}", threads=1)
+    harness = build(f"file-buffered/{backend}", depth=1)
     data_path = tier_of(harness).data_path
 
     def stored() -> bytes:
@@ -475,7 +473,7 @@ def test_a_system_without_threads_to_spare(tmp_path: Path) -> None:
         "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), used + (96 << 20)))\n"
         "try:\n"
-        "    FileTier(sys.argv[1], uuid.uuid4(), CompletionQueue(), threads=64, io_backend='threads')\n"
+        "    FileTier(sys.argv[1], uuid.uuid4(), CompletionQueue(), depth=64, io_backend='threads')\n"
         "except TierError as error:\n"
         "    print(error, os.listdir(sys.argv[1]))\n"
     )
@@ -494,5 +492,4 @@ def test_threads_never_need_the_interpreter(build: Build, backend: str) -> None:
     del tier._io  # the destructor joins, and keeps the interpreter meanwhile
     assert all(c.error == 0 for c in harness.collect(50))
     tier._closed = True
-    tier._remove()
-    release_lock(tier._lock)
+    tier._place.close()

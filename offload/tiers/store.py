@@ -1,0 +1,130 @@
+"""The directory of a store: made, locked and described when a session opens it, deleted when it closes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import tempfile
+import uuid
+from pathlib import Path
+
+from offload.errors import ConfigError
+from offload.tiers.places import LOCK_NAME, hold_lock, release_lock
+
+DATA_NAME = "tiles"
+RECORD_NAME = "store.json"
+STORE_FORMAT = 1
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+_log = logging.getLogger("offload")
+
+
+class Store:
+    """What a session owns of a path: `<path>/offload-<uuid>/`, with a description in `store.json`.
+
+    Where the file system has locks, `lock` in it is held by this process until `close`. Nothing that was there
+    before is touched.
+
+    Args:
+        path: An existing, writable directory.
+        store: The store's name.
+
+    Attributes:
+        directory: The store's directory; does not depend on the working directory.
+        data_path: Where the slots go; not made here.
+
+    Raises:
+        ConfigError: `path` is not such a directory.
+        OSError: The store could not be made; what had been made is gone again.
+    """
+
+    def __init__(self, path: str, store: uuid.UUID) -> None:
+        check_directory(path)
+        self.directory = Path(os.path.abspath(path)) / f"offload-{store}"
+        self.data_path = self.directory / DATA_NAME
+        self._lock: int | None = None
+        self.directory.mkdir(mode=0o700)
+        try:
+            self._take_lock(path)
+            with open(self.directory / RECORD_NAME, "x", encoding="utf-8") as file:
+                json.dump(describe_store(store), file)
+                file.flush()
+                os.fsync(file.fileno())
+            # fdatasync of a file does not make its name durable.
+            for directory in (self.directory, self.directory.parent):
+                _sync_directory(directory)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self, *, keep: bool = False) -> None:
+        """Delete what was made here unless `keep`, and nothing else; then give the lock up."""
+        try:
+            if not keep:
+                self._remove()
+        finally:
+            if self._lock is not None:
+                release_lock(self._lock)
+                self._lock = None
+
+    def _take_lock(self, path: str) -> None:
+        try:
+            self._lock = hold_lock(self.directory / LOCK_NAME)
+        except OSError as cause:
+            if cause.errno not in _NO_LOCKS:
+                raise
+            _log.warning("%s: the file system has no locks (%s)", path, cause.strerror)
+
+    def _remove(self) -> None:
+        try:
+            for name in (DATA_NAME, RECORD_NAME, LOCK_NAME):
+                with contextlib.suppress(FileNotFoundError):
+                    (self.directory / name).unlink()
+            self.directory.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError as cause:
+            _log.warning("left %s in place: %s", self.directory, cause.strerror)
+
+
+def describe_store(store: uuid.UUID) -> dict[str, str | int]:
+    """Return what a store's record says: format, uuid, and who opened it."""
+    return {"format": STORE_FORMAT, "uuid": str(store), "pid": os.getpid(), "host": socket.gethostname()}
+
+
+def check_directory(path: str) -> None:
+    """Make sure that `path` is a directory that files can be made in; leaves nothing behind.
+
+    Raises:
+        ConfigError: it is not; names the field "paths".
+    """
+    if not os.path.exists(path):
+        raise ConfigError("paths", path, "there is no such directory: create it, or name one that exists")
+    if not os.path.isdir(path):
+        raise ConfigError("paths", path, "it is not a directory: name a directory")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as cause:
+        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return  # writable but full: free_bytes() says so, in bytes
+        reason = cause.strerror or str(cause)
+        raise ConfigError(
+            "paths", path, f"no file can be made there ({reason}): make it writable, or name another"
+        ) from cause
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as cause:
+        if cause.errno != errno.EINVAL:  # not every file system can sync a directory
+            raise
+    finally:
+        os.close(descriptor)
