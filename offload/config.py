@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import ConfigError
+from offload.protocols import MAX_DEPTH
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -64,16 +65,18 @@ class PathConfig:
             others have one and this has not). None for all: in proportion to measured bandwidth.
         lock_path: Directory that processes take turns on when they use this path (see `OffloadConfig.path_lock`).
             None: `path`. Name one for several paths that lie on one device, or for subdirectories of one path.
+        depth: Requests of each direction in flight; None: a few are tried when the session opens.
     """
 
     path: str
     max_bytes: int | None = None
     share: float | None = None
     lock_path: str | None = None
+    depth: int | None = None
 
     @classmethod
     def parse(cls, field: str, value: object) -> PathConfig:
-        """Return a path from a string or a mapping with `path`, `max_bytes`, `share` and `lock_path`.
+        """Return a path from a string or a mapping with `path` and any of the other fields.
 
         Raises:
             ConfigError: If a key is unknown or a value is not usable.
@@ -86,7 +89,7 @@ class PathConfig:
             raise ConfigError(
                 field, value, 'give a directory, "s3://bucket/prefix", or {"path": ..., "max_bytes": ...}'
             )
-        _check_keys(field, value, ["path", "max_bytes", "share", "lock_path"])
+        _check_keys(field, value, [item.name for item in dataclasses.fields(cls)])
         path = os.fspath(value["path"]) if isinstance(value["path"], str | os.PathLike) else value["path"]
         if not isinstance(path, str) or not path:
             raise ConfigError(f"{field}.path", path, "give a directory")
@@ -105,7 +108,11 @@ class PathConfig:
             lock_path = os.fspath(lock_path)
         if lock_path is not None and (not isinstance(lock_path, str) or not os.path.isdir(lock_path)):
             raise ConfigError(f"{field}.lock_path", lock_path, "name a directory that exists, or none for `path`")
-        return cls(path=path, max_bytes=max_bytes, share=None if share is None else float(share), lock_path=lock_path)
+        depth = value.get("depth")
+        if depth is not None:
+            _check_int(f"{field}.depth", depth, 1, MAX_DEPTH)
+        share = None if share is None else float(share)
+        return cls(path=path, max_bytes=max_bytes, share=share, lock_path=lock_path, depth=depth)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,9 +234,11 @@ def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> 
             raise ConfigError(f"{field}.{key}", values[key], f"unknown key; known are {', '.join(known)}")
 
 
-def _check_int(field: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(field, value, f"give an integer >= {least}")
+def _check_int(field: str, value: object, least: int, most: int | None = None) -> None:
+    number = value if isinstance(value, int) and not isinstance(value, bool) else least - 1
+    if number < least or (most is not None and number > most):
+        allowed = f">= {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(field, value, f"give an integer {allowed}")
 
 
 def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:

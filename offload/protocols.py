@@ -107,6 +107,12 @@ class Tier(Protocol):
     path: str
     """The path as the user wrote it."""
 
+    depth: int
+    """Requests of each direction that are in flight at most; what that means to a device is the tier's business."""
+
+    cached: bool
+    """Whether transfers go through the system's page cache, so that a short trial says nothing about the device."""
+
     def read(self, request: TileRequest) -> None:
         """Start reading a slot into memory; header and checksum are verified before it completes."""
 
@@ -121,6 +127,14 @@ class Tier(Protocol):
 
         Optional: it makes transfers cheaper where the tier can make use of it. Memory that has been named must
         not go away before other memory is named or the tier is closed. Nothing is in flight meanwhile.
+        """
+
+    def set_depth(self, depth: int) -> None:
+        """Have `depth` requests of each direction in flight at most, 1 to `MAX_DEPTH`; with none in flight only.
+
+        Raises:
+            ConfigError: If it is not such a number.
+            TierError: If the system has no resources for it; what was there before may be less then.
         """
 
     def free_bytes(self) -> int:

@@ -54,7 +54,7 @@ from offload.layout import (
     Segment,
     extend_layout,
 )
-from offload.measure import HISTORY, lane_totals, observe, quick_probe, session_rates, typical
+from offload.measure import HISTORY, lane_totals, observe, quick_probe, session_rates, tune_depth, typical
 from offload.plan import (
     Budgets,
     PathBudget,
@@ -324,6 +324,7 @@ class _Core:
                     store,
                     queue,
                     max_bytes=path.max_bytes,
+                    depth=path.depth,
                     extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, self.plan.storage_bytes)),
                     checksum=config.checksum,
                     turns=_choose_turns(config, path),
@@ -334,6 +335,9 @@ class _Core:
             self.executor = LiveExecutor(self._tiers, self._kernel, queue, tier_error, verify=config.checksum)
             self._adopt(self.plan, Layout((), ()))
             address = self._staging.address if self._staging else 0
+            for path, tier in zip(paths, self._tiers, strict=True):
+                if path.depth is None:
+                    _tune_depth(tier, queue, self._staging)
             self.rates = known or quick_probe(self._kernel, self._tiers, queue, address, self.plan)
             self._seen: list[Rates] = [self.rates]
             shares = self.plan.shares(self.rates)
@@ -807,6 +811,13 @@ class _Core:
                 ends.callback(tier.close)
             if self._kernel is not None:
                 ends.callback(self._kernel.close)
+
+
+def _tune_depth(tier: Tier, queue: CompletionQueue, staging: Arena | None) -> None:
+    """Find out how many requests a path should have in flight, and say it."""
+    tried = tune_depth(tier, queue, staging.address, staging.nbytes) if staging is not None else {}
+    seen = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in tried.items())
+    log.info("path %s: %d requests of each direction in flight (%s)", tier.path, tier.depth, seen or "not tried")
 
 
 def _choose_turns(config: OffloadConfig, path: PathConfig) -> Turns | None:

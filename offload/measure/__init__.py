@@ -1,5 +1,6 @@
 """Measuring: rates from probes, files of them, and rates from what the lanes of a session did."""
 
+from offload.measure.depth import choose_depth, tune_depth
 from offload.measure.full import full_probe
 from offload.measure.observe import HISTORY, lane_totals, observe, typical
 from offload.measure.probe import quick_probe
@@ -17,6 +18,7 @@ __all__ = [
     "HISTORY",
     "Measurement",
     "RatesFile",
+    "choose_depth",
     "default_rates_file",
     "find_rates",
     "full_probe",
@@ -26,5 +28,6 @@ __all__ = [
     "quick_probe",
     "save_rates",
     "session_rates",
+    "tune_depth",
     "typical",
 ]

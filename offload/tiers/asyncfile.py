@@ -25,7 +25,16 @@ from aiofiles.os import wrap
 from offload._native import crc32c, make_slot_header
 from offload.errors import TierError
 from offload.protocols import ERROR_CHECKSUM, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
-from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_limits, check_request, memory_of, system_error
+from offload.tiers.common import (
+    SLOT_HEADER_BYTES,
+    Owned,
+    admit,
+    check_depth,
+    check_limits,
+    check_request,
+    memory_of,
+    system_error,
+)
 from offload.tiers.file import DEFAULT_PIECE_BYTES
 from offload.tiers.store import Store
 
@@ -85,6 +94,7 @@ class AsyncFileTier(Owned):
     """
 
     name = "asyncfile"
+    cached = True
 
     def __init__(
         self,
@@ -100,6 +110,7 @@ class AsyncFileTier(Owned):
         super().__init__(os.fspath(path))
         check_limits(max_bytes, depth, piece_bytes)
         self._store = store.bytes
+        self.depth = depth
         self._queue = queue
         self._max_bytes = max_bytes
         self._checksum = checksum
@@ -115,7 +126,7 @@ class AsyncFileTier(Owned):
                 self.store_path, self.data_path = self._place.directory, self._place.data_path
                 self._descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 undo.callback(os.close, self._descriptor)
-                self._executor = ThreadPoolExecutor(2 * depth, thread_name_prefix="offload-file")
+                self._executor = _executor(depth)
                 self._loop = asyncio.new_event_loop()
                 undo.callback(self._loop.close)
                 self._thread = threading.Thread(target=self._loop.run_forever, name="offload-asyncio", daemon=True)
@@ -151,6 +162,14 @@ class AsyncFileTier(Owned):
         """Make every write that was submitted before durable; completes as `op`. Once failed, it fails for good."""
         self._check_open("sync")
         self._start(lambda: self._answer(op, 0, self._sync(frozenset(self._writing))))
+
+    def set_depth(self, depth: int) -> None:
+        """See `Tier.set_depth`."""
+        self._check_open("set_depth")
+        check_depth(depth)
+        self._executor.shutdown()
+        self._executor = _executor(depth)
+        self.depth = depth
 
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
@@ -250,3 +269,8 @@ class AsyncFileTier(Owned):
                 done += moved
                 total += moved
         return total
+
+
+def _executor(depth: int) -> ThreadPoolExecutor:
+    """Return threads for the system calls of both directions."""
+    return ThreadPoolExecutor(2 * depth, thread_name_prefix="offload-file")

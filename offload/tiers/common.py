@@ -77,10 +77,15 @@ def check_limits(max_bytes: int | None, depth: int, piece_bytes: int = SECTOR_BY
     """Raise `ConfigError` unless a tier can be opened with these."""
     if max_bytes is not None and max_bytes < 2 * SECTOR_BYTES:
         raise ConfigError("max_bytes", max_bytes, f"allow at least {2 * SECTOR_BYTES} bytes, or None")
-    if not 1 <= depth <= MAX_DEPTH:
-        raise ConfigError("depth", depth, f"use 1 to {MAX_DEPTH}")
+    check_depth(depth)
     if piece_bytes < SECTOR_BYTES or piece_bytes % SECTOR_BYTES or piece_bytes > 1 << 30:
         raise ConfigError("piece_bytes", piece_bytes, "use a multiple of 4096 of at most 1 GiB")
+
+
+def check_depth(depth: int) -> None:
+    """Raise `ConfigError` unless a tier may have so many requests of a direction in flight."""
+    if not 1 <= depth <= MAX_DEPTH:
+        raise ConfigError("depth", depth, f"use 1 to {MAX_DEPTH}")
 
 
 def admit(header: bytes, store: bytes, request: TileRequest) -> tuple[int, int | None]:

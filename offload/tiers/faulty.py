@@ -74,6 +74,7 @@ class FaultyTier:
         self.inner = inner
         self.name = inner.name
         self.path = inner.path
+        self.cached = inner.cached
         self.fired: list[Fault] = []
         self._queue = queue
         self._pending = list(faults)
@@ -136,6 +137,16 @@ class FaultyTier:
         """Tell the inner tier."""
         self._check_open("register_memory")
         self.inner.register_memory(address, nbytes)
+
+    @property
+    def depth(self) -> int:
+        """See `Tier.depth`."""
+        return self.inner.depth
+
+    def set_depth(self, depth: int) -> None:
+        """Tell the inner tier."""
+        self._check_open("set_depth")
+        self.inner.set_depth(depth)
 
     def free_bytes(self) -> int:
         """Return what the inner tier does."""

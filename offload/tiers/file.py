@@ -13,7 +13,7 @@ from pathlib import Path
 from offload._native import CompletionQueue, IoEngine, IoThreads, IoUring, StoreFile, TakingTurns
 from offload.errors import ConfigError, TierError
 from offload.protocols import SECTOR_BYTES, TileRequest
-from offload.tiers.common import Owned, check_limits, check_request, system_error
+from offload.tiers.common import Owned, check_depth, check_limits, check_request, system_error
 from offload.tiers.store import Store
 from offload.tiers.turns import Turns, describe_wait, lock_error, lock_file, watch
 
@@ -127,6 +127,7 @@ class FileTier(Owned):
                 undo.callback(self._place.close)
                 self.store_path, self.data_path = self._place.directory, self._place.data_path
                 descriptor, self.direct = _open_data(self.data_path, direct)
+                self.cached = not self.direct
                 # Takes the descriptor over, whatever happens next.
                 self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, extent_bytes)
                 kind = IoUring if self.io_backend == "io_uring" else IoThreads
@@ -175,6 +176,16 @@ class FileTier(Owned):
         refusal = self._io.register_buffers(address, nbytes)
         if refusal:
             _say_once(f"staging memory is not registered for I/O ({os.strerror(refusal)}); see ulimit -l")
+
+    def set_depth(self, depth: int) -> None:
+        """See `Tier.set_depth`."""
+        self._check_open("set_depth")
+        check_depth(depth)
+        try:
+            self._io.set_depth(depth)
+        except RuntimeError as cause:  # the system has no more threads
+            raise TierError("set_depth", tier=self.name, path=self.path, detail=str(cause)) from cause
+        self.depth = depth
 
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""

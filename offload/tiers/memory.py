@@ -19,7 +19,7 @@ from offload.protocols import (
     Queue,
     TileRequest,
 )
-from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_request
+from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_depth, check_request
 
 
 class MonotonicClock:
@@ -48,6 +48,7 @@ class MemoryTier(Owned):
     """
 
     name = "memory"
+    cached = False
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class MemoryTier(Owned):
         self._checksum = checksum
         self._clock = clock if clock is not None else MonotonicClock()
         self._used_bytes = 0
+        self.depth = 1
 
     def read(self, request: TileRequest) -> None:
         """Copy a slot into memory; see `offload.protocols.Tier`. The buffer is left alone on an error."""
@@ -104,6 +106,12 @@ class MemoryTier(Owned):
     def register_memory(self, address: int, nbytes: int) -> None:
         """Do nothing: any memory is as good as any other."""
         self._check_open("register_memory")
+
+    def set_depth(self, depth: int) -> None:
+        """Take note of it: requests are over as soon as they have begun."""
+        self._check_open("set_depth")
+        check_depth(depth)
+        self.depth = depth
 
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""

@@ -250,8 +250,7 @@ class S3Client:
         self._part_bytes = part_bytes
         self._most_attempts = sys.maxsize
         self._hurry = threading.Event()
-        self._local = threading.local()
-        self._connections: list[http.client.HTTPConnection] = []
+        self._idle: list[tuple[str, http.client.HTTPConnection]] = []
         self._lock = threading.Lock()
         self._botocore = import_botocore(path)
         try:
@@ -342,8 +341,8 @@ class S3Client:
     def close(self) -> None:
         """See `ObjectClient.close`."""
         with self._lock:
-            connections, self._connections = self._connections, []
-        for connection in connections:
+            idle, self._idle = self._idle, []
+        for _, connection in idle:
             connection.close()
         self._client.close()
 
@@ -396,33 +395,25 @@ class S3Client:
         return urlsplit(url)
 
     def _connect(self, url: SplitResult) -> tuple[http.client.HTTPConnection, bool]:
-        """Return this thread's connection to a server, and whether it has been used before."""
-        kept = getattr(self._local, "kept", None)
-        if kept is not None and kept[0] == url.netloc:
-            return kept[1], True
-        self._drop()
+        """Return a connection to a server that nobody else uses, and whether it has been used before."""
+        while True:
+            with self._lock:
+                netloc, connection = self._idle.pop() if self._idle else ("", None)
+            if connection is None:
+                break
+            if netloc == url.netloc:
+                connection.sock.settimeout(self.retry.stall_timeout_s)
+                return connection, True
+            connection.close()  # the endpoint of another time
         host, port = url.hostname or "", url.port
         timeout_s = self.retry.connect_timeout_s
-        connection: http.client.HTTPConnection
         if self._tls is not None:
             connection = http.client.HTTPSConnection(host, port, timeout=timeout_s, context=self._tls)
         else:
             connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
         connection.connect()
         connection.sock.settimeout(self.retry.stall_timeout_s)
-        self._local.kept = (url.netloc, connection)
-        with self._lock:
-            self._connections.append(connection)
         return connection, False
-
-    def _drop(self) -> None:
-        kept = getattr(self._local, "kept", None)
-        if kept is not None:
-            self._local.kept = None
-            kept[1].close()
-            with self._lock:
-                if kept[1] in self._connections:
-                    self._connections.remove(kept[1])
 
     def _exchange(
         self,
@@ -432,20 +423,26 @@ class S3Client:
         talk: Callable[[http.client.HTTPConnection, str, float], Result],
         nbytes: int,
     ) -> Result:
-        """Run `talk(connection, target, deadline_s)` on this thread's connection; one attempt."""
+        """Run `talk(connection, target, deadline_s)`, which closes a connection if it is of no use; one attempt."""
         url = self._url(method, arguments)
         target = f"{url.path or '/'}?{url.query}"
         while True:
-            used = False
+            connection, used = None, False
             try:
                 connection, used = self._connect(url)
                 deadline_s = time.monotonic() + self.retry.stall_timeout_s + nbytes / LEAST_BYTES_PER_S
-                return talk(connection, target, deadline_s)
+                result = talk(connection, target, deadline_s)
+                if connection.sock is not None:
+                    with self._lock:
+                        self._idle.append((url.netloc, connection))
+                return result
             except ObjectError:
-                self._drop()
+                if connection is not None:
+                    connection.close()
                 raise
             except (http.client.HTTPException, OSError) as cause:
-                self._drop()
+                if connection is not None:
+                    connection.close()
                 # A server may have closed a kept connection meanwhile; that says nothing about the next.
                 closed = isinstance(cause, http.client.RemoteDisconnected | ConnectionResetError | BrokenPipeError)
                 if not (used and closed):
@@ -474,7 +471,7 @@ class S3Client:
                     left -= got
                     _check_deadline(deadline_s)
             if size > room or answer.will_close:
-                self._drop()  # rather than read what nobody wants
+                connection.close()  # rather than read what nobody wants
             return size
 
         return self._exchange(what, "get_object", {"Key": key}, talk, room)
@@ -510,7 +507,7 @@ class S3Client:
                 _refuse_answer(what, answer)
             answer.read()
             if answer.will_close:
-                self._drop()
+                connection.close()
             return answer.getheader("ETag", "")
 
         return self._exchange(what, method, arguments, talk, nbytes)

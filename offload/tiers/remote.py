@@ -25,7 +25,7 @@ from collections.abc import Callable
 from offload._native import crc32c, crc32c_combine, make_slot_header
 from offload.errors import ConfigError, TierError
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
-from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_limits, check_request, memory_of
+from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_depth, check_limits, check_request, memory_of
 from offload.tiers.objects import (
     DELETE_KEYS,
     HASTY,
@@ -78,6 +78,7 @@ class RemoteTier(Owned):
     """
 
     name = "remote"
+    cached = False
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class RemoteTier(Owned):
         bucket, prefix = split_url(path)
         check_limits(max_bytes, depth)
         self.store_prefix = f"{prefix}/offload-{store}/".lstrip("/")
+        self.depth = depth
         self._store = store.bytes
         self._queue = queue
         self._max_bytes = max_bytes
@@ -166,6 +168,17 @@ class RemoteTier(Owned):
                 self._syncs.append((op, set(self._writing), started_s))
                 return
         self._queue.post(op, 0, 0, started_s, time.monotonic(), 0)
+
+    def set_depth(self, depth: int) -> None:
+        """See `Tier.set_depth`."""
+        self._check_open("set_depth")
+        check_depth(depth)
+        try:
+            for lane in (self._reads, self._writes):
+                lane.set_threads(depth)
+        except RuntimeError as cause:  # the system has no more threads
+            raise TierError("set_depth", tier=self.name, path=self.path, detail=str(cause)) from cause
+        self.depth = depth
 
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
@@ -395,23 +408,29 @@ class _Lane:
     """Threads that take work from one queue, in order."""
 
     def __init__(self, name: str, threads: int) -> None:
+        self._name = name
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        self.set_threads(threads)
 
     def put(self, work: Callable[[], None]) -> None:
         """Have `work` done; it must not raise."""
         self._work.put(work)
 
+    def set_threads(self, threads: int) -> None:
+        """Go on with so many threads; RuntimeError if the system has not so many."""
+        self.close()
+        for number in range(threads):
+            thread = threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
     def close(self) -> None:
         """Finish all work and end the threads."""
         for _ in self._threads:
             self._work.put(_STOP)
-        for thread in self._threads:
-            thread.join()
+        while self._threads:
+            self._threads.pop().join()
 
     def _serve(self) -> None:
         while (work := self._work.get()) is not _STOP:

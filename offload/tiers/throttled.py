@@ -12,6 +12,7 @@ import time
 from offload._native import CompletionQueue
 from offload.errors import ConfigError
 from offload.protocols import Completion, Queue, Tier, TileRequest
+from offload.tiers.common import Explaining
 
 
 class ThrottledTier:
@@ -46,6 +47,7 @@ class ThrottledTier:
         self.inner = inner
         self.name = inner.name
         self.path = inner.path
+        self.cached = inner.cached
         self._inner_queue = inner_queue
         self._queue = queue
         self._latency_s = latency_s
@@ -77,6 +79,24 @@ class ThrottledTier:
     def register_memory(self, address: int, nbytes: int) -> None:
         """See `Tier.register_memory`."""
         self.inner.register_memory(address, nbytes)
+
+    @property
+    def depth(self) -> int:
+        """See `Tier.depth`."""
+        return self.inner.depth
+
+    def set_depth(self, depth: int) -> None:
+        """See `Tier.set_depth`."""
+        self.inner.set_depth(depth)
+
+    def explain(self, op: int) -> str:
+        """Return what the inner tier knows about a failed operation; see `common.Explaining`."""
+        return self.inner.explain(op) if isinstance(self.inner, Explaining) else ""
+
+    def waiting_for(self) -> str:
+        """Return what the inner tier is waiting for other than its device; "" if nothing."""
+        why = getattr(self.inner, "waiting_for", None)
+        return "" if why is None else str(why())
 
     def sync(self, op: int) -> None:
         """See `Tier.sync`; not held back."""

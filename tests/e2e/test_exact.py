@@ -59,6 +59,7 @@ def make_groups(specs: list[dict[str, Any]], generator: torch.Generator) -> list
     threads=st.integers(1, 3),
     checksum=st.booleans(),
     io_backend=st.sampled_from(["auto", "threads", "asyncio"]),
+    depth=st.sampled_from([None, 1, 2, 5, 64]),
     fixed_shares=st.booleans(),
     clip=st.booleans(),
     seed=st.integers(0, 1 << 30),
@@ -74,6 +75,7 @@ def test_engine_equals_reference_bit_for_bit(
     threads: int,
     checksum: bool,
     io_backend: str,
+    depth: int | None,
     fixed_shares: bool,
     clip: bool,
     seed: int,
@@ -86,7 +88,8 @@ def test_engine_equals_reference_bit_for_bit(
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for number in range(path_count):
-            paths.append({"path": str(Path(folder) / str(number)), "share": number + 1 if fixed_shares else None})
+            share = number + 1 if fixed_shares else None
+            paths.append({"path": str(Path(folder) / str(number)), "share": share, "depth": depth})
             Path(paths[-1]["path"]).mkdir()
         config = offload.OffloadConfig(
             host_memory=int(12 * numel * budget),

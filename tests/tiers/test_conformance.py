@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tier_harness import Build, Harness
 
 from offload._native import crc32c_portable
-from offload.errors import CorruptRecordError, InternalError, TierClosedError, TierError, TierFullError
-from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, TileId
+from offload.errors import ConfigError, CorruptRecordError, InternalError, TierClosedError, TierError, TierFullError
+from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, MAX_DEPTH, SECTOR_BYTES, TileId
 from offload.tiers import SLOT_HEADER_BYTES, slot_bytes, tier_error
 
 SIZES = [4096, 8192, 60 << 10, 64 << 10, 68 << 10, 128 << 10, (1 << 20) + 4096]
@@ -232,6 +232,35 @@ def test_sync_comes_after_the_writes_before_it(harness: Harness) -> None:
         assert completions[-1].op == harness.ops
 
 
+@pytest.mark.parametrize("depth", [1, 3, MAX_DEPTH])
+def test_any_depth_moves_the_same_bytes(harness: Harness, depth: int) -> None:
+    nbytes, count = 60 << 10, 24
+    pitch = slot_bytes(nbytes)
+    for turn, allowed in enumerate((depth, 2, depth)):  # changed in between too
+        harness.tier.set_depth(allowed)
+        assert harness.tier.depth == allowed
+        data = harness.fill(count * nbytes, seed=turn)
+        for way, target in ((harness.tier.write, 0), (harness.tier.read, TARGET)):
+            for index in range(count):
+                tile = TileId(0, 0, index)
+                way(harness.request(index * pitch, nbytes, at=target + index * nbytes, tile=tile, step=turn))
+            if not target:
+                harness.ops += 1
+                harness.tier.sync(harness.ops)
+            assert not any(c.error for c in harness.collect(count + (not target)))
+        assert harness.bytes_at(TARGET, count * nbytes) == data
+
+
+@pytest.mark.parametrize("depth", [0, -1, MAX_DEPTH + 1])
+def test_depths_that_cannot_be(harness: Harness, depth: int) -> None:
+    before = harness.tier.depth
+    with pytest.raises(ConfigError, match=f"depth: {depth} "):
+        harness.tier.set_depth(depth)
+    assert harness.tier.depth == before
+    harness.fill(4096)
+    assert harness.write(harness.request(0, 4096)).error == 0
+
+
 def test_free_bytes_counts_down_to_full(build: Build, kind: str) -> None:
     pitch = slot_bytes(64 << 10)
     harness = build(kind, max_bytes=2 * pitch)
@@ -285,6 +314,7 @@ def test_use_after_close(harness: Harness) -> None:
         lambda: harness.tier.read(request),
         lambda: harness.tier.write(request),
         lambda: harness.tier.sync(1),
+        lambda: harness.tier.set_depth(1),
         harness.tier.free_bytes,
     ):
         with pytest.raises(TierClosedError):

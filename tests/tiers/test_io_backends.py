@@ -208,23 +208,31 @@ def test_unknown_backends_are_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("depth", [1, 3, 64])
-def test_any_depth_moves_the_same_bytes(build: Build, depth: int) -> None:
-    harness = build("file-direct/io_uring", depth=depth)
-    nbytes, count = 200 << 10, 12
-    data = harness.fill(count * nbytes)
-    pitch = slot_bytes(nbytes)
-    for index in range(count):
-        harness.tier.write(harness.request(index * pitch, nbytes, at=index * nbytes, tile=TileId(0, 0, index)))
-    harness.tier.sync(1000)
-    completions = harness.collect(count + 1)
-    assert [c.error for c in completions] == [0] * (count + 1)
-    assert completions[-1].op == 1000
-    for index in range(count):
-        request = harness.request(index * pitch, nbytes, at=TARGET + index * nbytes, tile=TileId(0, 0, index))
-        harness.tier.read(request)
-    assert [c.error for c in harness.collect(count)] == [0] * count
-    assert harness.bytes_at(TARGET, count * nbytes) == data
+def threads_named(start: str) -> int:
+    tasks = Path("/proc/self/task")
+    return sum((tasks / task / "comm").read_text().startswith(start) for task in os.listdir(tasks))
+
+
+@pytest.mark.parametrize("depth", [1, 3, 16])
+def test_the_depth_that_is_set_is_kept_to(build: Build, backend: str, depth: int) -> None:
+    harness = build(f"file-direct/{backend}", depth=2)
+    harness.tier.set_depth(depth)
+    if backend == "threads":  # each moves one tile at a time
+        assert (threads_named("offload-read"), threads_named("offload-write")) == (depth, depth)
+        return
+    tier = harness.tier
+    assert isinstance(tier, FileTier)
+    pieces = 20
+    nbytes = pieces * (64 << 10)
+    harness.fill(nbytes)
+    assert harness.write(harness.request(0, nbytes)).error == 0
+    for kind, move in (("read", harness.read), ("write", harness.write)):
+        # The first of a tile's pieces fails, which is known when no more may start: `depth` have by then.
+        tier.inject(kind, 1, error=errno.EIO)
+        tier.inject(kind, depth + 1, error=errno.ENXIO)
+        assert move(harness.request(0, nbytes)).error == errno.EIO
+        assert move(harness.request(0, nbytes)).error == errno.ENXIO
+        assert move(harness.request(0, nbytes)).error == 0
 
 
 def test_memory_may_be_named_again(build: Build) -> None:

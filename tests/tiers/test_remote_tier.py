@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import socket
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 
@@ -140,6 +141,14 @@ def test_an_upload_in_parts_that_fails_leaves_nothing(s3: S3Server, proxy: Fault
     client.close()
     assert b"<Upload>" not in s3.request("GET", f"/{BUCKET}?uploads")
     assert s3.keys("parts/") == []
+
+
+def test_as_many_threads_as_requests_in_flight(open_remote: Open) -> None:
+    harness = open_remote(depth=2)
+    for depth in (5, 1):
+        harness.tier.set_depth(depth)
+        names = [thread.name.rpartition("-")[0] for thread in threading.enumerate()]
+        assert (names.count("offload-get"), names.count("offload-put")) == (depth, depth)
 
 
 # Faults that pass
