@@ -141,7 +141,8 @@ class OffloadConfig:
             network file systems without O_DIRECT.
         path_lock: Whether processes of this node take turns on a path: "on" (one at a time), a number (so many at a
             time, the same in all processes), "off", or "auto": off, as long as no device is known on which turns
-            pay (bench/lock.py measures yours). The lock is among the processes that see the same /dev/shm.
+            pay (bench/lock.py measures yours). The lock is among the processes that see the same /dev/shm; object
+            stores and asyncio take no turns.
         lock_timeout_s: Seconds of waiting for a turn after which a warning names the process that has it.
         placement: "auto" or "cpu", the device that runs updates.
         rates: Where the first rates come from; every step refines them. "auto": this machine's file, which

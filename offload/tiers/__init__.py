@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from typing import Any
 
@@ -19,6 +20,8 @@ from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lo
 from offload.tiers.remote import RemoteTier
 from offload.tiers.throttled import ThrottledTier
 from offload.tiers.turns import Turns
+
+_log = logging.getLogger("offload")
 
 __all__ = [
     "IO_BACKENDS",
@@ -70,7 +73,8 @@ def open_tier(
         extent_bytes: What a directory's store grows by; no more than it is expected to need in all.
         depth: Requests in flight for each direction, 1 to `MAX_DEPTH`; None for the tier's default.
         checksum: Compute and verify payload checksums.
-        turns: Take turns on the path with other processes (with io_uring or threads only); None for no lock.
+        turns: Take turns on the path with other processes (with io_uring or threads only; a warning says where that
+            is not so); None for no lock.
         io_backend: How directories are read and written: "io_uring", "threads", "asyncio", or "auto" for the first
             that works, with asyncio for network and parallel file systems without O_DIRECT.
 
@@ -87,6 +91,8 @@ def open_tier(
     more: dict[str, Any] = {} if depth is None else {"depth": depth}
     if scheme == "file":
         if io_backend == "asyncio" or (io_backend == "auto" and _wants_asyncio(rest)):
+            if turns is not None:
+                _log.warning("path_lock has no effect on %s: asyncio takes no turns, other backends do", path)
             return AsyncFileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
         return FileTier(
             rest,
@@ -100,6 +106,8 @@ def open_tier(
             turns=turns,
         )
     if scheme == "s3" and separator:
+        if turns is not None:
+            _log.warning("path_lock has no effect on %s: requests to an object store take no turns", path)
         return RemoteTier(path, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
     raise ConfigError(
         "paths", path, f"there is no kind of path called {scheme!r}; name a directory or s3://bucket/prefix"

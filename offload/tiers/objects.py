@@ -525,7 +525,12 @@ class S3Client:
 
                 parts.append({"PartNumber": number, "ETag": self._try(f"put {key} part {number}", attempt)})
             done = {"Parts": parts}
-            self._ask(f"put {key}", "complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=done)
+            try:
+                self._ask(f"put {key}", "complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload=done)
+            except ObjectMissingError:
+                # There is no such upload any more if an attempt whose answer was lost has completed it.
+                if self.head(key) != whole:
+                    raise
         except ObjectError:
             try:
                 self._ask(f"abort {key}", "abort_multipart_upload", Key=key, UploadId=upload)

@@ -252,11 +252,12 @@ class RemoteTier(Owned):
         """Delete what this object has created, and nothing else."""
         left = dict(self._written)
         try:
-            # Also what a request made that was given up before its answer came.
-            left.update(dict.fromkeys(self._client.list(self.store_prefix)))
-        except ObjectError as error:
-            _log.debug("%s: %s", self.path, error)
-        try:
+            try:
+                # Also what a request made that was given up before its answer came.
+                left.update(dict.fromkeys(self._client.list(self.store_prefix)))
+            except ObjectError as error:
+                if not error.status:
+                    raise  # nobody answers: deleting would wait as long again
             self._client.delete(list(left))
         except ObjectError as error:
             _log.warning(

@@ -9,12 +9,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
+import select
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +27,7 @@ from typing import Any
 
 import pytest
 import torch
+from s3_server import BUCKET, S3Server
 from tier_harness import TILE, Harness
 
 import offload
@@ -69,7 +74,7 @@ class Session:
 # Each child runs one of these with its arguments, answers by lines, and waits for lines.
 CHILD_HEAD = """
 import os, sys
-sys.path.insert(0, {folder!r})
+sys.path[:0] = {folders!r}
 from test_path_lock import *
 
 def say(what=""):
@@ -84,7 +89,7 @@ class Child:
     """A process running a piece of code."""
 
     def __init__(self, code: str, *arguments: object) -> None:
-        head = CHILD_HEAD.format(folder=str(Path(__file__).parent))
+        head = CHILD_HEAD.format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
         self.process = subprocess.Popen(
             [sys.executable, "-c", head + code, *map(str, arguments)],
             stdin=subprocess.PIPE,
@@ -191,22 +196,51 @@ def test_two_processes_are_never_in_at_once(
     assert Counter(entries) == {"+a-a": 100, "+b-b": 100}
 
 
-@pytest.mark.full
-def test_three_processes_get_equal_shares(
-    tmp_path: Path, session: Callable[..., Session], child: Callable[..., Child]
-) -> None:
-    count = 200
-    text = run_turns(tmp_path, session(), child, "abc", count)
-    order = text[1::4]
-    assert len(order) == 3 * count
-    # While all three want turns: from the first turn of the last to come to the last turn of the first to go.
-    begin = max(order.index(name) for name in "abc")
-    end = min(order.rindex(name) for name in "abc")
-    shares = Counter(order[begin : end + 1])
-    # Not exactly equal: these turns are so short that the next in line is often still waking up when a turn could
-    # have ended for it. Without the line, one process would take nearly all.
-    assert min(shares.values()) >= 0.5 * max(shares.values()), shares
-    assert min(shares.values()) >= 0.5 * count, shares
+def next_in_line(path: Path) -> int:
+    """Wait until a process is next in line for a path's lock; return its pid."""
+    layout = "@hhqqi4x"  # struct flock: type, whence, start, length, pid
+    byte_0 = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+    deadline_s = time.monotonic() + LONG_S
+    with open(lock_file(path), "r+b") as file:
+        while time.monotonic() < deadline_s:
+            kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, byte_0))
+            if kind != fcntl.F_UNLCK:
+                return int(pid)
+            os.sched_yield()
+    raise AssertionError("nobody is in line")
+
+
+def test_the_next_of_three_processes_in_line_gets_the_turn(tmp_path: Path, child: Callable[..., Child]) -> None:
+    code = """
+session = Session(sys.argv[1])
+session.submit(0)
+op = 0
+while True:
+    assert session.has_turn() == op
+    say("has the turn")
+    wait()
+    session.submit(op + 1)  # before the turn ends: who has had one wants the next
+    session.finish(op)
+    op += 1
+"""
+    children = {made.pid: made for made in (child(code, tmp_path) for _ in range(3))}
+    outputs = {made.process.stdout: pid for pid, made in children.items()}
+    had: list[int] = []
+    following = None
+    for _ in range(60):
+        (output, *others), _, _ = select.select(list(outputs), [], [], LONG_S)
+        assert not others, "two processes have a turn at once"
+        holder = outputs[output]
+        assert children[holder].hear() == "has the turn"
+        assert following in (None, holder), "somebody has overtaken the next in line"
+        had.append(holder)
+        # Whoever is next lined up behind the holder, which therefore is not next itself.
+        following = next_in_line(tmp_path)
+        assert following in children
+        assert following != holder
+        children[holder].tell()
+    assert all(one != other for one, other in itertools.pairwise(had))
+    os.unlink(lock_file(tmp_path))
 
 
 @pytest.mark.parametrize("fate", ["killed", "finished"])
@@ -507,6 +541,20 @@ def test_the_switch() -> None:
     for wrong in (0, -1, "soon", True):
         with pytest.raises(ConfigError, match="lock_timeout_s"):
             chosen(lock_timeout_s=wrong)
+
+
+def test_where_the_lock_has_no_effect_is_said(
+    tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.tiers.supports_direct", lambda directory: False)
+    weight = torch.nn.Parameter(torch.randn(5000))
+    for path, kind in ((str(tmp_path), "nfs"), (f"s3://{BUCKET}/turns", "ext")):
+        monkeypatch.setattr("offload.tiers.file_system", lambda directory, kind=kind: kind)
+        for lock, times in (("on", 1), ("auto", 0)):
+            caplog.clear()
+            config = offload.OffloadConfig(host_memory=0, paths=[path], path_lock=lock)
+            offload.AdamW([weight], offload=config).close()
+            assert caplog.text.count(f"path_lock has no effect on {path}") == times
 
 
 def test_an_engine_under_the_lock_gives_the_same_weights(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from offload.tiers import (
     RemoteTier,
     RetryPolicy,
     S3Client,
+    ThrottledTier,
     check_directories,
     free_bytes,
     open_tier,
@@ -149,6 +150,24 @@ def test_as_many_threads_as_requests_in_flight(open_remote: Open) -> None:
         harness.tier.set_depth(depth)
         names = [thread.name.rpartition("-")[0] for thread in threading.enumerate()]
         assert (names.count("offload-get"), names.count("offload-put")) == (depth, depth)
+
+
+def test_an_upload_in_parts_whose_last_answer_is_lost_is_there(s3: S3Server, proxy: FaultProxy) -> None:
+    client = S3Client(f"s3://{BUCKET}", BUCKET, retry=QUICK, multipart_bytes=6 << 20, part_bytes=5 << 20)
+    content = os.urandom(7 << 20)
+    lost = proxy.add(kind="lost-answer", method="POST", match="uploadId=")
+    client.put("parts/three", [memoryview(content)])
+    assert lost.hits == 1
+    found = memoryview(bytearray(len(content)))
+    assert client.get_into("parts/three", [found]) == len(content)
+    assert found == content
+    # But one that has gone without leaving the object is an error.
+    proxy.add(kind="status", method="POST", match="uploadId=", status=404, code="NoSuchUpload")
+    with pytest.raises(objects_module.ObjectMissingError, match="NoSuchUpload"):
+        client.put("parts/four", [memoryview(content)])
+    assert s3.keys("parts/") == ["parts/three"]
+    client.delete(["parts/three"])
+    client.close()
 
 
 # Faults that pass
@@ -316,6 +335,48 @@ def test_a_server_that_was_killed_and_started_again(
         proxy.close()
         for server in servers:
             server.kill()
+
+
+def test_close_asks_a_silent_server_once(
+    proxy: FaultProxy, open_remote: Open, s3: S3Server, aws: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    aws.setattr("offload.tiers.remote.HASTY", RetryPolicy(attempts=2, first_delay_s=0.01, stall_timeout_s=0.3))
+    harness = open_remote()
+    harness.fill(NBYTES)
+    assert harness.write(harness.request(0, NBYTES)).error == 0
+    before = len(proxy.requests)
+    for method in ("GET", "POST"):
+        proxy.add(kind="stall", method=method, times=99)
+    with caplog.at_level(logging.WARNING):
+        harness.tier.close()
+    assert [method for method, _ in proxy.requests[before:]] == ["GET"] * 2  # the listing, tried twice; no deleting
+    assert "left 2 objects in place" in caplog.text
+    assert len(s3.keys(prefix_of(harness))) == 2
+
+
+def test_a_bucket_that_may_not_be_listed_is_cleaned_all_the_same(
+    proxy: FaultProxy, open_remote: Open, s3: S3Server
+) -> None:
+    harness = open_remote()
+    harness.fill(NBYTES)
+    assert harness.write(harness.request(0, NBYTES)).error == 0
+    refused = proxy.add(kind="status", match="list-type", status=403, code="AccessDenied", times=99)
+    harness.tier.close()
+    assert refused.hits == 1
+    assert s3.keys(prefix_of(harness)) == []
+
+
+def test_a_throttled_store_says_what_the_server_said(
+    proxy: FaultProxy, s3: S3Server, aws: pytest.MonkeyPatch
+) -> None:
+    inner_queue, queue = CompletionQueue(), CompletionQueue()
+    inner = RemoteTier(f"s3://{BUCKET}/throttled", uuid.uuid4(), inner_queue, retry=QUICK)
+    tier = ThrottledTier(inner, inner_queue, queue, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
+    harness = Harness(tier, queue)
+    proxy.add(kind="status", method="PUT", match="/1-2-3-", status=403, code="AccessDenied", times=99)
+    request = harness.request(0, NBYTES)
+    assert "403 AccessDenied" in str(tier_error("write", harness.write(request), request, tier))
+    tier.close()
 
 
 # Bad input
