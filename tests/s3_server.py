@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import http.server
+import os
 import re
 import signal
 import socket
@@ -29,11 +30,21 @@ UNSET = ["AWS_PROFILE", "AWS_REGION", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3"
 
 
 class S3Server:
-    """moto's server in a process of its own, with one empty bucket; objects end with the process."""
+    """moto's server in a process of its own, with one empty bucket; objects end with the process.
 
-    def __init__(self) -> None:
+    Args:
+        free_requests: How many requests it obeys, that for the bucket included, before it looks at who asks; None for
+            all.
+    """
+
+    def __init__(self, free_requests: int | None = None) -> None:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        settings = dict(os.environ)
+        if free_requests is not None:
+            settings["INITIAL_NO_AUTH_ACTION_COUNT"] = str(free_requests)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=settings
+        )
         assert self.process.stderr is not None
         # The line comes once the socket listens; the log behind it is read so that the pipe never fills.
         for line in self.process.stderr:

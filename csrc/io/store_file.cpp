@@ -11,6 +11,8 @@
 namespace offload {
 namespace {
 
+constexpr std::uint64_t kUnknownRoom = std::uint64_t{1} << 60;
+
 int allocate(int fd, std::uint64_t offset, std::uint64_t nbytes) {
   while (true) {
     if (fallocate(fd, 0, static_cast<off_t>(offset), static_cast<off_t>(nbytes)) == 0) return 0;
@@ -82,7 +84,10 @@ int StoreFile::note_sync(int error) {
 std::uint64_t StoreFile::free_bytes() const {
   struct statvfs room {};
   std::uint64_t file_system = 0;
-  if (fstatvfs(fd_, &room) == 0) file_system = std::uint64_t{room.f_bavail} * room.f_frsize;
+  if (fstatvfs(fd_, &room) == 0) {
+    // Some file systems, many of FUSE among them, do not say how large they are.
+    file_system = room.f_blocks == 0 ? kUnknownRoom : std::uint64_t{room.f_bavail} * room.f_frsize;
+  }
   std::lock_guard<std::mutex> lock(mutex_);
   file_system += allocated_bytes_ > used_bytes_ ? allocated_bytes_ - used_bytes_ : 0;
   const std::uint64_t allowed =

@@ -36,6 +36,7 @@ from offload.tiers.common import (
     system_error,
 )
 from offload.tiers.file import DEFAULT_PIECE_BYTES
+from offload.tiers.places import room_bytes
 from offload.tiers.store import Store
 
 DEFAULT_DEPTH = 2
@@ -174,8 +175,7 @@ class AsyncFileTier(Owned):
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
         self._check_open("free_bytes")
-        status = os.fstatvfs(self._descriptor)
-        room = status.f_bavail * status.f_frsize
+        room = room_bytes(os.fstatvfs(self._descriptor))
         return room if self._max_bytes is None else min(room, self._max_bytes - self._used_bytes)
 
     def close(self) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from offload.errors import ConfigError
 from offload.tiers.objects import import_botocore, split_url
-from offload.tiers.places import identity
-from offload.tiers.remote import UNLIMITED_BYTES
+from offload.tiers.places import UNLIMITED_BYTES, identity, room_bytes
 
 log = logging.getLogger("offload")
 
@@ -51,7 +50,7 @@ def free_bytes(paths: Sequence[str]) -> list[int]:
     """Return, for each path, the bytes that this process may still write there.
 
     Directories on one device share its free space evenly; a warning names the device, as such paths are no faster
-    than one. An object store has no limit.
+    than one. An object store has no limit, nor has a file system that does not say how large it is.
     """
     directories: dict[int, list[int]] = {}
     found = []
@@ -61,8 +60,7 @@ def free_bytes(paths: Sequence[str]) -> list[int]:
             found.append(UNLIMITED_BYTES)
             continue
         directory = rest if separator else path
-        status = os.statvfs(directory)
-        found.append(status.f_bavail * status.f_frsize)
+        found.append(room_bytes(os.statvfs(directory)))
         directories.setdefault(os.stat(directory).st_dev, []).append(number)
     for device, numbers in directories.items():
         if len(numbers) > 1:

@@ -11,6 +11,9 @@ from offload._native import file_system_magic
 
 LOCK_NAME = "lock"
 
+UNLIMITED_BYTES = 1 << 60
+"""What a place has room for that does not say."""
+
 _FILE_SYSTEMS = {
     0xEF53: "ext",
     0x58465342: "xfs",
@@ -53,6 +56,11 @@ def file_system(path: str | os.PathLike[str]) -> str:
     """
     magic = file_system_magic(os.fspath(path))
     return _FILE_SYSTEMS.get(magic, f"{magic:#x}")
+
+
+def room_bytes(status: os.statvfs_result) -> int:
+    """Return what a user may still write; `UNLIMITED_BYTES` where the file system does not say how large it is."""
+    return status.f_bavail * status.f_frsize if status.f_blocks else UNLIMITED_BYTES
 
 
 def identity(path: str | os.PathLike[str]) -> tuple[int, int]:

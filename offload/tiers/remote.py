@@ -39,13 +39,11 @@ from offload.tiers.objects import (
     advice,
     split_url,
 )
+from offload.tiers.places import UNLIMITED_BYTES
 from offload.tiers.store import RECORD_NAME, describe_store
 
 DEFAULT_DEPTH = 8
 """A store answers late but many at once."""
-
-UNLIMITED_BYTES = 1 << 60
-"""What an object store without `max_bytes` has room for."""
 
 _log = logging.getLogger(__name__)
 

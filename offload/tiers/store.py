@@ -63,14 +63,17 @@ class Store:
             raise
 
     def close(self, *, keep: bool = False) -> None:
-        """Delete what was made here unless `keep`, and nothing else; then give the lock up."""
+        """Give the lock up and, unless `keep`, delete what was made here and nothing else."""
         try:
             if not keep:
-                self._remove()
+                self._delete(DATA_NAME, RECORD_NAME)
         finally:
             if self._lock is not None:
                 release_lock(self._lock)
                 self._lock = None
+        if not keep:
+            # Last, because network file systems keep a file that is open under another name when it is deleted.
+            self._delete(LOCK_NAME, directory=True)
 
     def _take_lock(self, path: str) -> None:
         try:
@@ -80,12 +83,13 @@ class Store:
                 raise
             _log.warning("%s: the file system has no locks (%s)", path, cause.strerror)
 
-    def _remove(self) -> None:
+    def _delete(self, *names: str, directory: bool = False) -> None:
         try:
-            for name in (DATA_NAME, RECORD_NAME, LOCK_NAME):
+            for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     (self.directory / name).unlink()
-            self.directory.rmdir()
+            if directory:
+                self.directory.rmdir()
         except FileNotFoundError:
             pass
         except OSError as cause:

@@ -107,7 +107,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         def mount(kind: str, options: str = "defaults", nbytes: int = 0) -> Path:
             point = Path(tempfile.mkdtemp(prefix="mount-", dir=tmp_path))
             device = kind
-            if kind != "tmpfs":
+            if nbytes:
                 device = str(point) + ".image"
                 Path(device).touch()
                 os.truncate(device, nbytes)

@@ -15,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tier_harness import FILE_KINDS, Build, Harness
+import torch
+from tier_harness import FILE_KINDS, Build, Harness, need_io_uring
 
+import offload
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, TierError, TierFullError
 from offload.protocols import ERROR_HEADER, ERROR_SHORT, MAX_DEPTH, TileId
@@ -24,12 +26,14 @@ from offload.tiers import (
     FileTier,
     MemoryTier,
     file_system,
+    free_bytes,
     identity,
     lock_holder,
     open_tier,
     slot_bytes,
     tier_error,
 )
+from offload.tiers.places import UNLIMITED_BYTES
 
 TARGET = 4 << 20
 NBYTES = 200 << 10  # four pieces of 64 KiB, the last one short
@@ -329,6 +333,48 @@ def test_a_full_disk(mounted: Callable[..., Path], kind: str, nbytes: int, backe
         assert harness.bytes_at(TARGET, size) == data
     tier.close()
     assert [name for name in os.listdir(path) if name != "lost+found"] == []
+
+
+@pytest.mark.parametrize("backend", ["threads", "io_uring", "asyncio"])
+def test_a_file_system_without_direct_io_that_does_not_say_its_size(
+    mounted: Callable[..., Path], backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if backend == "io_uring":
+        need_io_uring()
+    path = mounted("ramfs")
+    assert free_bytes([str(path)]) == [UNLIMITED_BYTES]
+    queue = CompletionQueue()
+    with caplog.at_level("INFO"):
+        tier = open_tier(str(path), uuid.uuid4(), queue, io_backend=backend)
+    assert tier.cached
+    if backend != "asyncio":
+        assert "no O_DIRECT (Invalid argument), using the page cache" in caplog.text
+    harness = Harness(tier, queue)
+    data = harness.fill(NBYTES)
+    assert tier.free_bytes() >= UNLIMITED_BYTES
+    assert harness.write(harness.request(0, NBYTES)).error == 0
+    assert harness.read(harness.request(0, NBYTES, at=TARGET)).error == 0
+    assert harness.bytes_at(TARGET, NBYTES) == data
+    tier.close()
+    assert os.listdir(path) == []
+
+
+def test_state_whose_two_versions_do_not_fit(mounted: Callable[..., Path]) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1 << 18))
+    path = mounted("tmpfs", "size=3m")
+    settings = {"host_memory": 0, "subgroup_numel": 1 << 16, "staging_memory": 1 << 20}
+    with pytest.raises(offload.InfeasiblePlanError, match="versions in flight") as caught:
+        offload.AdamW([weight], offload=offload.OffloadConfig(paths=[path], **settings))  # type: ignore[arg-type]
+    room = caught.value.available_bytes[str(path)]
+    assert (
+        8 << 18 < room < caught.value.needed_bytes
+    )  # one version of all state fits
+    assert os.listdir(path) == []
+    enough = mounted("tmpfs", f"size={caught.value.needed_bytes + (1 << 20)}")
+    with offload.AdamW([weight], offload=offload.OffloadConfig(paths=[enough], **settings)) as optimizer:  # type: ignore[arg-type]
+        for _ in range(3):
+            weight.grad = torch.ones(1 << 18)
+            optimizer.step()
 
 
 def test_no_room_even_for_the_store(mounted: Callable[..., Path]) -> None:

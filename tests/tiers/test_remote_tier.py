@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import errno
+import http.server
+import json
 import logging
 import os
 import socket
@@ -11,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 
+import botocore.session
 import pytest
 from s3_server import BUCKET, FaultProxy, S3Server
 from tier_harness import Harness
@@ -459,6 +462,49 @@ def test_a_bucket_that_refuses(
 def test_a_bucket_that_may_not_be_deleted_from(proxy: FaultProxy) -> None:
     proxy.add(kind="status", method="POST", match="delete", status=403, code="AccessDenied")
     assert "delete" in refused(f"s3://{BUCKET}/refused")
+
+
+def test_a_server_that_looks_at_credentials(aws: pytest.MonkeyPatch) -> None:
+    server = S3Server(free_requests=4)
+    aws.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    try:
+        iam = botocore.session.get_session().create_client("iam")
+        iam.create_user(UserName="reader")
+        allowed = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [allowed]})
+        iam.put_user_policy(UserName="reader", PolicyName="read", PolicyDocument=policy)
+        key = iam.create_access_key(UserName="reader")["AccessKey"]
+        known, secret = key["AccessKeyId"], key["SecretAccessKey"]
+        for name, password, words in [
+            (known, secret, ["AccessDenied", "put, get, list and delete"]),
+            (known, "wrong", ["SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY"]),
+            ("AKIA0000000000000000", secret, ["InvalidAccessKeyId", "AWS_ACCESS_KEY_ID"]),
+        ]:
+            aws.setenv("AWS_ACCESS_KEY_ID", name)
+            aws.setenv("AWS_SECRET_ACCESS_KEY", password)
+            said = refused(f"s3://{BUCKET}/run")
+            for word in ["403", server.endpoint, *words]:
+                assert word in said
+    finally:
+        server.kill()
+
+
+def test_a_server_that_is_no_object_store(aws: pytest.MonkeyPatch) -> None:
+    aws.setattr("offload.tiers.remote.HASTY", QUICK)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        aws.setenv("AWS_ENDPOINT_URL", endpoint)
+        said = refused(f"s3://{BUCKET}/run")
+        assert f"{endpoint} answers" in said
+        assert "501" in said
+        assert "check AWS_ENDPOINT_URL" in said
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def test_missing_credentials(s3: S3Server, aws: pytest.MonkeyPatch) -> None:
