@@ -366,9 +366,7 @@ def test_state_whose_two_versions_do_not_fit(mounted: Callable[..., Path]) -> No
     with pytest.raises(offload.InfeasiblePlanError, match="versions in flight") as caught:
         offload.AdamW([weight], offload=offload.OffloadConfig(paths=[path], **settings))  # type: ignore[arg-type]
     room = caught.value.available_bytes[str(path)]
-    assert (
-        8 << 18 < room < caught.value.needed_bytes
-    )  # one version of all state fits
+    assert 8 << 18 < room < caught.value.needed_bytes  # one version of all state fits
     assert os.listdir(path) == []
     enough = mounted("tmpfs", f"size={caught.value.needed_bytes + (1 << 20)}")
     with offload.AdamW([weight], offload=offload.OffloadConfig(paths=[enough], **settings)) as optimizer:  # type: ignore[arg-type]
