@@ -5,6 +5,7 @@ Sections, each of which can be run alone (`--sections single,sum`):
   single        one path, reads and writes mixed, against fio at the same block size and depth; by I/O backend
   registered    the same with and without memory and file registered with io_uring, for large and small tiles
   sweep         the same by tile size
+  depth         the same by requests in flight, and what a session chooses when it opens the path
   sum           paths throttled to given rates (emulated, by a decorator) against one and against the sum
   slow          a path that slows down to a third in mid-run, against the best fixed split for the new rates
   traffic       bytes that a step moves, against the least possible
@@ -40,6 +41,7 @@ import offload
 from offload._native import CompletionQueue
 from offload.engine import session
 from offload.engine.memory import Arena
+from offload.measure.depth import DEPTHS, tune_depth
 from offload.protocols import Tier, TileId, TileRequest
 from offload.tiers import FileTier, ThrottledTier, open_tier
 
@@ -238,6 +240,31 @@ def sweep(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     found = {name: 2 * total / statistics.median(t) for name, t in times.items()}
     for name, rate in found.items():
         print(f"  {name:<28} {rate / 1e9:6.2f} GB/s")
+    return found
+
+
+def depth_sweep(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    tile, tiles, rounds = (64 << 10, 16, 2) if smoke else (2 * MIB, 64, 5)
+    found: dict[str, Any] = {}
+    for backend in backends():
+        mixers = {}
+        with contextlib.ExitStack() as stack:
+            for depth in DEPTHS:
+                tier, queue = stack.enter_context(opened(folder, backend, checksum=True))
+                tier.set_depth(depth)
+                mixers[depth] = Mixer(tier, queue, tile, DEPTHS[-1], DEPTHS[-1])
+            times = interleaved({str(depth): partial(mixer.run, tiles) for depth, mixer in mixers.items()}, rounds)
+            chosen = []
+            for _ in range(rounds):
+                tier, queue = stack.enter_context(opened(folder, backend, checksum=True))
+                arena = Arena(2 * DEPTHS[-1] * 2 * MIB, prefault=True)
+                tune_depth(tier, queue, arena.address, arena.nbytes)
+                chosen.append(tier.depth)
+        rates = {depth: 2 * tile * tiles / statistics.median(times[str(depth)]) for depth in mixers}
+        of_best = [rates[depth] / max(rates.values()) for depth in chosen if depth in rates]
+        found[backend] = {"bytes_per_s": rates, "chosen": chosen, "of_best": of_best}
+        said = ", ".join(f"{rate / 1e9:.2f} with {depth}" for depth, rate in rates.items())
+        print(f"  {backend:<9} {said} GB/s; chosen {chosen}, {min(of_best, default=1.0):.0%} of the best or more")
     return found
 
 
@@ -481,6 +508,7 @@ SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
     "single": single,
     "registered": registered,
     "sweep": sweep,
+    "depth": depth_sweep,
     "sum": several,
     "slow": slow,
     "traffic": traffic,

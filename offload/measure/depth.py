@@ -17,7 +17,10 @@ from offload.layout import STATE_ITEM_BYTES
 from offload.protocols import SECTOR_BYTES, Completion, Queue, Tier, TileId, TileRequest
 from offload.tiers import SLOT_HEADER_BYTES, slot_bytes, tier_error
 
-DEPTHS = (1, 2, 4, 8, 16)
+DEPTHS = (2, 4, 8, 16)
+"""Not 1: a device that has nothing waiting idles between requests. Where that costs little, little is lost by 2, and
+a trial that other work disturbs cannot choose what costs most."""
+
 NEAR = 0.97
 """A depth that reaches this part of the best is as good."""
 
@@ -27,7 +30,11 @@ TILES = DEPTHS[-1]
 TILE_BYTES = (256 << 10, 2 << 20)
 """Size of these tiles: with smaller ones nothing is learnt, with larger ones too much is moved."""
 
-ROUNDS = 2
+ROUNDS = 3
+
+HOPELESS = 0.8
+"""A depth that reached no more of the best than this is not tried again."""
+
 MOST_SECONDS = 1.0
 
 
@@ -102,7 +109,7 @@ def tune_depth(
         return clock() - started_s
 
     filled = 0
-    while filled < TILES:  # what will be read; in steps, so that a slow path is found out soon
+    while filled < 2 * TILES:  # all slots, as new ones cost more; in steps, so that a slow path is found out soon
         if late(0.25):
             return {}
         more = range(filled, max(1, 2 * filled))
@@ -124,7 +131,7 @@ def tune_depth(
             return {}
         attempt(depth)
     for depth in (ROUNDS - 1) * sorted(rates):
-        if not late(1.0):
+        if rates[depth] > HOPELESS * max(rates.values()) and not late(1.0):
             attempt(depth)
     tier.set_depth(choose_depth(rates))
     return rates

@@ -64,12 +64,12 @@ def tuned(seconds: Callable[[int], float], nbytes: int = ENOUGH) -> tuple[Memory
 
 
 def test_a_path_works_with_what_was_best() -> None:
-    tier, rates = tuned(lambda depth: 1e-3 / min(depth, 4))
-    assert (tier.depth, list(rates)) == (4, list(DEPTHS))
-    assert rates[4] == pytest.approx(4 * rates[1])
-    assert rates[1] == pytest.approx(ENOUGH / 1e-3)
+    tier, rates = tuned(lambda depth: 1e-3 / min(depth, 8))
+    assert (tier.depth, list(rates)) == (8, list(DEPTHS))
+    assert rates[8] == pytest.approx(4 * rates[2])
+    assert rates[2] == pytest.approx(ENOUGH / 0.5e-3)
     tier, rates = tuned(lambda depth: 1e-3 * depth)
-    assert (tier.depth, list(rates)) == (1, [1, 2, 4])
+    assert (tier.depth, list(rates)) == (2, [2, 4, 8])
 
 
 @pytest.mark.parametrize("before_s", [0.5, 0.001])
