@@ -59,7 +59,7 @@ def make_groups(specs: list[dict[str, Any]], generator: torch.Generator) -> list
     threads=st.integers(1, 3),
     checksum=st.booleans(),
     io_backend=st.sampled_from(["auto", "threads", "asyncio"]),
-    depth=st.sampled_from([None, 1, 2, 5, 64]),
+    depth=st.sampled_from([None, 1, 2, 5]),
     fixed_shares=st.booleans(),
     clip=st.booleans(),
     seed=st.integers(0, 1 << 30),
