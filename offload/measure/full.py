@@ -161,7 +161,9 @@ def summarise(values: Sequence[float], unit: str) -> Measurement:
     return Measurement(median, (high - low) / median if median else 0.0, len(values), unit)
 
 
-def memory_cost(memory_bytes_per_s: float, cpu_bytes_per_s: float, speed: float, io_bytes_per_s: float) -> float:
+def memory_cost(
+    memory_bytes_per_s: float, cpu_bytes_per_s: float, speed: float, io_bytes_per_s: float, spread: float = 0.0
+) -> float:
     """Return `memory_cost` of a path (or a link) from what its traffic left of the update.
 
     With it `Rates.cpu_speed` gives that part back for a path at its rates. Beside an update the path itself may have
@@ -172,11 +174,12 @@ def memory_cost(memory_bytes_per_s: float, cpu_bytes_per_s: float, speed: float,
         cpu_bytes_per_s: The update's rate alone.
         speed: The part of it that was left; 1 for all.
         io_bytes_per_s: The path's rates, both directions together.
+        spread: How far apart the runs for `speed` are; a loss of less than half of it is noise.
     """
     left = memory_bytes_per_s - speed * cpu_bytes_per_s * UPDATE_MEMORY_COST
     cost = max(0.0, left / io_bytes_per_s)
     # An update that was not slowed leaves only an upper limit: take plain DMA's cost where that is below it.
-    return min(cost, 1.0) if speed >= 1 - UNSEEN_SLOWDOWN else cost
+    return min(cost, 1.0) if 1 - speed <= max(UNSEEN_SLOWDOWN, spread / 2) else cost
 
 
 def _rounds(
@@ -229,12 +232,14 @@ def _result(
     for number in range(len(paths)):
         name = f"path {number}"
         read, write = median(f"{name}/read"), median(f"{name}/write")
-        cost = memory_cost(memory, cpu[counts[-1]], median(f"{name}/speed of cpu"), read + write)
+        speed = measurements[f"{name}/speed of cpu"]
+        cost = memory_cost(memory, cpu[counts[-1]], speed.median, read + write, speed.spread)
         rated.append(PathRates(read, write, median(f"{name}/latency"), cost))
     gpu = None
     if "gpu/update" in measurements:
         h2d, d2h = median("gpu/h2d"), median("gpu/d2h")
-        cost = memory_cost(memory, cpu[counts[-1]], median("gpu/speed of cpu"), h2d + d2h)
+        speed = measurements["gpu/speed of cpu"]
+        cost = memory_cost(memory, cpu[counts[-1]], speed.median, h2d + d2h, speed.spread)
         gpu = GpuRates(median("gpu/update"), h2d, d2h, gpu_memory_bytes, cost)
     warnings = []
     apart = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
