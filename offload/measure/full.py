@@ -29,6 +29,7 @@ from offload.engine.tables import SCALAR_FIELDS
 from offload.errors import ConfigError, OffloadError, TierError
 from offload.kernels import CpuUpdateKernel, StreamVariant, scalars
 from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES
+from offload.measure.depth import tune_depth
 from offload.measure.drive import Load, bytes_per_s, drive
 from offload.measure.gpu import gpu_probe
 from offload.measure.observe import lane_totals
@@ -130,11 +131,11 @@ def full_probe(
         if gpu is not None:
             samples += gpu.samples()
         found = _rounds(samples, seconds, report)
-        direct = [bool(getattr(probe.tier, "direct", True)) for probe in probes]
+        cached = [probe.tier.cached for probe in probes]
         io = [str(getattr(probe.tier, "io_backend", probe.tier.name)) for probe in probes]
     measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
     facts = [path_facts(path) | {"io": name} for path, name in zip(paths, io, strict=True)]
-    return _result(measurements, counts, facts, gpu.memory_bytes if gpu is not None else 0, direct)
+    return _result(measurements, counts, facts, gpu.memory_bytes if gpu is not None else 0, cached)
 
 
 def thread_counts(most: int) -> list[int]:
@@ -219,7 +220,7 @@ def _result(
     counts: Sequence[int],
     paths: list[dict[str, Any]],
     gpu_memory_bytes: int,
-    direct: Sequence[bool],
+    cached: Sequence[bool],
 ) -> RatesFile:
     def median(name: str) -> float:
         return measurements[name].median
@@ -248,8 +249,8 @@ def _result(
             f"runs disagree by more than {DISAGREEMENT:.0%} of their median on {', '.join(apart)}; "
             "measure again when the machine is quieter"
         )
-    for number, (facts, is_direct) in enumerate(zip(paths, direct, strict=True)):
-        if not is_direct:
+    for number, (facts, is_cached) in enumerate(zip(paths, cached, strict=True)):
+        if is_cached:
             where = f"path {number} ({facts['path']})"
             warnings.append(f"{where}: there is no O_DIRECT, so its reads may have come from the page cache")
     return RatesFile(
@@ -432,6 +433,7 @@ class _PathProbe:
         self.tier = open_tier(path, uuid.uuid4(), queue, extent_bytes=min(needed, 64 << 20))
         stack.callback(self.tier.close)
         self.tier.register_memory(self._arena.address, self._arena.nbytes)
+        tune_depth(self.tier, queue, self._arena.address, self._arena.nbytes)
         room = self.tier.free_bytes()
         largest = min(
             MAX_TILE_BYTES, self._affordable_bytes(), room // (4 * PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES
