@@ -29,6 +29,7 @@ from offload.engine.tables import SCALAR_FIELDS
 from offload.errors import ConfigError, OffloadError, TierError
 from offload.kernels import CpuUpdateKernel, StreamVariant, scalars
 from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES
+from offload.measure.depth import tune_depth
 from offload.measure.drive import Load, bytes_per_s, drive
 from offload.measure.gpu import gpu_probe
 from offload.measure.observe import lane_totals
@@ -130,11 +131,11 @@ def full_probe(
         if gpu is not None:
             samples += gpu.samples()
         found = _rounds(samples, seconds, report)
-        direct = [bool(getattr(probe.tier, "direct", True)) for probe in probes]
+        cached = [probe.tier.cached for probe in probes]
         io = [str(getattr(probe.tier, "io_backend", probe.tier.name)) for probe in probes]
     measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
     facts = [path_facts(path) | {"io": name} for path, name in zip(paths, io, strict=True)]
-    return _result(measurements, counts, facts, gpu.memory_bytes if gpu is not None else 0, direct)
+    return _result(measurements, counts, facts, gpu.memory_bytes if gpu is not None else 0, cached)
 
 
 def thread_counts(most: int) -> list[int]:
@@ -161,7 +162,9 @@ def summarise(values: Sequence[float], unit: str) -> Measurement:
     return Measurement(median, (high - low) / median if median else 0.0, len(values), unit)
 
 
-def memory_cost(memory_bytes_per_s: float, cpu_bytes_per_s: float, speed: float, io_bytes_per_s: float) -> float:
+def memory_cost(
+    memory_bytes_per_s: float, cpu_bytes_per_s: float, speed: float, io_bytes_per_s: float, spread: float = 0.0
+) -> float:
     """Return `memory_cost` of a path (or a link) from what its traffic left of the update.
 
     With it `Rates.cpu_speed` gives that part back for a path at its rates. Beside an update the path itself may have
@@ -172,11 +175,12 @@ def memory_cost(memory_bytes_per_s: float, cpu_bytes_per_s: float, speed: float,
         cpu_bytes_per_s: The update's rate alone.
         speed: The part of it that was left; 1 for all.
         io_bytes_per_s: The path's rates, both directions together.
+        spread: How far apart the runs for `speed` are; a loss of less than half of it is noise.
     """
     left = memory_bytes_per_s - speed * cpu_bytes_per_s * UPDATE_MEMORY_COST
     cost = max(0.0, left / io_bytes_per_s)
     # An update that was not slowed leaves only an upper limit: take plain DMA's cost where that is below it.
-    return min(cost, 1.0) if speed >= 1 - UNSEEN_SLOWDOWN else cost
+    return min(cost, 1.0) if 1 - speed <= max(UNSEEN_SLOWDOWN, spread / 2) else cost
 
 
 def _rounds(
@@ -216,7 +220,7 @@ def _result(
     counts: Sequence[int],
     paths: list[dict[str, Any]],
     gpu_memory_bytes: int,
-    direct: Sequence[bool],
+    cached: Sequence[bool],
 ) -> RatesFile:
     def median(name: str) -> float:
         return measurements[name].median
@@ -229,12 +233,14 @@ def _result(
     for number in range(len(paths)):
         name = f"path {number}"
         read, write = median(f"{name}/read"), median(f"{name}/write")
-        cost = memory_cost(memory, cpu[counts[-1]], median(f"{name}/speed of cpu"), read + write)
+        speed = measurements[f"{name}/speed of cpu"]
+        cost = memory_cost(memory, cpu[counts[-1]], speed.median, read + write, speed.spread)
         rated.append(PathRates(read, write, median(f"{name}/latency"), cost))
     gpu = None
     if "gpu/update" in measurements:
         h2d, d2h = median("gpu/h2d"), median("gpu/d2h")
-        cost = memory_cost(memory, cpu[counts[-1]], median("gpu/speed of cpu"), h2d + d2h)
+        speed = measurements["gpu/speed of cpu"]
+        cost = memory_cost(memory, cpu[counts[-1]], speed.median, h2d + d2h, speed.spread)
         gpu = GpuRates(median("gpu/update"), h2d, d2h, gpu_memory_bytes, cost)
     warnings = []
     apart = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
@@ -243,8 +249,8 @@ def _result(
             f"runs disagree by more than {DISAGREEMENT:.0%} of their median on {', '.join(apart)}; "
             "measure again when the machine is quieter"
         )
-    for number, (facts, is_direct) in enumerate(zip(paths, direct, strict=True)):
-        if not is_direct:
+    for number, (facts, is_cached) in enumerate(zip(paths, cached, strict=True)):
+        if is_cached:
             where = f"path {number} ({facts['path']})"
             warnings.append(f"{where}: there is no O_DIRECT, so its reads may have come from the page cache")
     return RatesFile(
@@ -427,6 +433,7 @@ class _PathProbe:
         self.tier = open_tier(path, uuid.uuid4(), queue, extent_bytes=min(needed, 64 << 20))
         stack.callback(self.tier.close)
         self.tier.register_memory(self._arena.address, self._arena.nbytes)
+        tune_depth(self.tier, queue, self._arena.address, self._arena.nbytes)
         room = self.tier.free_bytes()
         largest = min(
             MAX_TILE_BYTES, self._affordable_bytes(), room // (4 * PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES
