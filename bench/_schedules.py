@@ -131,9 +131,7 @@ class SharedExecutor(SimExecutor):
                 raise InternalError(f"at {self.now_s} s nothing may start")
             active = {lane: (work.stages[0][0], work.amount) for lane, work in self._working.items()}
             speeds = self.speeds(active)
-            left_s = {
-                lane: work.stages[0][1] / speeds[lane] for lane, work in self._working.items()
-            }
+            left_s = {lane: work.stages[0][1] / speeds[lane] for lane, work in self._working.items()}
             step_s = min(left_s.values())
             self.now_s += step_s
             done: list[Event] = []
@@ -191,7 +189,7 @@ class _Interleaved(SharedExecutor):
         self._memory_bytes_per_s = node.memory_bytes_per_s / ranks
         self._numels = [subgroup.numel for subgroup in plan.layout.subgroups]
         self._cpu_count = sum(not plan.updates_on_gpu(n) for n in range(len(self._numels)))
-        self._copied = [n for n in range(len(self._numels)) if plan.is_copied(n)]
+        self._copied = [n for n in range(len(self._numels)) if plan.updates_on_gpu(n) and not plan.at_home_on_gpu(n)]
         self.begin()
         # For each use: parameters a second alone, and bytes of memory traffic for each.
         self._uses = {
@@ -246,9 +244,7 @@ class _Interleaved(SharedExecutor):
         }
 
 
-def interleaved_update_s(
-    node: Node, numels: Sequence[int], stride: int, ranks: int, cpu_ratio: float = 1.0
-) -> float:
+def interleaved_update_s(node: Node, numels: Sequence[int], stride: int, ranks: int, cpu_ratio: float = 1.0) -> float:
     """Return the seconds of one update; the last copy out of the GPU goes on behind it.
 
     Args:
@@ -329,7 +325,9 @@ class _OneAhead(SharedExecutor):
     def waits(self) -> dict[int, float]:
         """Return the seconds that the updating thread waited before each subgroup of the last sweep."""
         ends = [min(self._begun_s.values()), *self._ended_s.values()]
-        return {number: begun_s - end_s for (number, begun_s), end_s in zip(self._begun_s.items(), ends, strict=False)}
+        return {
+            number: begun_s - end_s for (number, begun_s), end_s in zip(self._begun_s.items(), ends, strict=False)
+        }
 
     def _whose(self, operation: Operation) -> tuple[int, int]:
         which = operation.op % len(self._members)
@@ -375,7 +373,7 @@ class _OneAhead(SharedExecutor):
             self._flushing[which] += Counter()  # without those at 0
 
     def speeds(self, active: Mapping[str, tuple[str, float]]) -> dict[str, float]:
-        found = {lane: self._params_per_s for lane in active}
+        found = dict.fromkeys(active, self._params_per_s)
         for which, drive in enumerate(self._drives):
             read, write = active.get(f"read:{which}"), active.get(f"write:{which}")
             both = (read[1] if read else 0.0) + (write[1] if write else 0.0)
