@@ -49,7 +49,7 @@ CONVERT_TRAFFIC_BYTES = 8
 """Of turning a parameter's new fp32 weight into 16 bits and sending it: 4 read, 2 written, 2 read by the copy."""
 
 BLOCKING_TRAFFIC_BYTES = 16
-"""The same by blocking calls: a fresh buffer (2 cleared, 2 fetched before written) and a bounce buffer (2 and 2) besides."""
+"""The same by blocking calls: a fresh buffer (2 cleared, 2 fetched before written) and a bounce buffer (2 and 2) too."""
 
 _ANY = Rates(1.0, (PathRates(1.0, 1.0),), GpuRates(1.0, 1.0, 1.0))
 
@@ -441,8 +441,8 @@ def streamed_update(
         cached: Subgroups of each path that stay in memory, the direction of the sweep alternating; 0 for none.
         read_scale: Bytes read for each byte of state.
     """
-    # Where nothing is cached, three subgroups are in memory at once. Three of one sector at the end of each sweep push
-    # the last ones out, and the next sweep begins with these three and ends with three others.
+    # Where nothing is cached, three subgroups are in memory at once. Three of one sector at the end of each sweep
+    # push the last ones out, and the next sweep begins with these three and ends with three others.
     numels, members = list(numels), [list(numbers) for numbers in members]
     order, first, last = list(range(len(numels))), [], []
     if not cached:

@@ -1,10 +1,10 @@
-"""Other people's measurements, predicted: the performance model fitted on some rows of published tables, tried on others.
+"""Other people's measurements, predicted: fitted on some rows of published tables, tried on the others.
 
 The tables (`bench/published/`, see the README there) hold measurements of two systems on nodes that we do not have:
 updates shared by CPU and GPU (Deep Optimizer States) and state streamed over two storage paths (MLP-Offload).
 `_schedules.py` runs those systems' schedules on our simulator. Here the few constants of each machine (rates,
-bandwidths, fixed costs) are fitted by least squares on relative errors, and errors are reported of rows that were left
-out of the fit: each stride by itself, each model by itself. Last, what our planner would do with the same rates.
+bandwidths, fixed costs) are fitted by least squares on relative errors, and errors are reported of rows that were
+left out of the fit: each row, each stride, each model by itself. Last, what our planner would do with these rates.
 
 `--evaluate DIR` predicts the rows of tables of the same names and columns (any subset) with the constants fitted on
 `--fit DIR`; what they measured is used for nothing but the error.
@@ -293,8 +293,8 @@ class Interleaved:
 def campaign(testbed: str, ranks: int, micro_batch: float) -> str:
     """Return the machine that a row of whole iterations is about.
 
-    The A100 nodes were measured in two campaigns: that of the stride sweep (4 ranks, one sample each), and an earlier
-    one in which 4 ranks together got two thirds of the memory bandwidth. The table does not tell them apart but by the
+    The A100 nodes were measured in two campaigns: that of the stride sweep (4 ranks, one sample each), and another
+    in which 4 ranks together got two thirds of the memory bandwidth. The table does not tell them apart but by the
     micro-batch.
     """
     if testbed == "A100" and ranks == 4 and micro_batch == 1:
@@ -594,8 +594,8 @@ def show(judged: Sequence[Judged]) -> None:
         row = each["row"]
         what = {
             "interleaved_update_sweep": "{testbed} {model}, stride {stride_k}",
-            "interleaved_iterations": "{testbed} {model_B}B, tp {tp} dp {dp}, batch {global_batch}, {subgroups_per_rank} "
-            "subgroups, {approach}",
+            "interleaved_iterations": "{testbed} {model_B}B, tp {tp} dp {dp}, batch {global_batch}, "
+            "{subgroups_per_rank} subgroups, {approach}",
             "multipath_iterations": "{model_B}B, {approach}",
         }[each["table"]].format(**row)
         parts = []
@@ -739,11 +739,9 @@ def picture(file: Path, held: Mapping[str, Sequence[Judged]]) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(6, 5), layout="constrained")
-    for (name, judged), colour in zip(
-        held.items(), ("#4878a8", "#6aa84f", "#a84848", "#b8860b", "#7e57c2", "#555555")
-    ):
+    for name, judged in held.items():
         pairs = [(each["measured"]["update_s"], each["predicted"]["update_s"]) for each in judged]
-        axis.scatter(*zip(*pairs, strict=True), s=14, color=colour, label=name, alpha=0.7)
+        axis.scatter(*zip(*pairs, strict=True), s=14, label=name, alpha=0.7)
     ends = [0.35, 450.0]
     axis.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0)
     axis.set(xscale="log", yscale="log", xlabel="measured update, seconds", ylabel="predicted, row not fitted")
