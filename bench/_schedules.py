@@ -49,7 +49,7 @@ CONVERT_TRAFFIC_BYTES = 8
 """Of turning a parameter's new fp32 weight into 16 bits and sending it: 4 read, 2 written, 2 read by the copy."""
 
 BLOCKING_TRAFFIC_BYTES = 16
-"""The same by blocking calls: a fresh buffer (2 cleared, 2 fetched before written) and a bounce buffer (2 and 2) too."""
+"""The same by blocking calls: a fresh buffer (2 cleared, 2 fetched before written) and a bounce buffer (2, 2) too."""
 
 _ANY = Rates(1.0, (PathRates(1.0, 1.0),), GpuRates(1.0, 1.0, 1.0))
 
