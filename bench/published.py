@@ -768,16 +768,18 @@ def run(args: argparse.Namespace, described: dict[str, Any]) -> None:
     rounds = 2 if args.smoke else 25
     tables = read_tables(args.fit)
     interleaved, paths, waits_s = interleaved_rows(tables, [tables]), paths_rows(tables, [tables]), mean_waits(tables)
+    asked: tuple[list[Interleaved], list[Paths]] | None = None
+    if args.evaluate is not None:
+        given = read_tables(args.evaluate)
+        asked = interleaved_rows(given, [given, tables]), paths_rows(given, [given, tables])
     if args.smoke:
         interleaved = [row for row in interleaved if len(row.numels) < 30]
     fitted = Fitted(fit_machines(interleaved, rounds), fit_paths(paths, waits_s, rounds) if paths else {})
     print("constants:", *constants_said(fitted), sep="\n")
     targets: list[Target] = []
     results: dict[str, Any] = {"constants": {"machines": fitted.machines, "paths": fitted.paths}}
-    if args.evaluate is not None:
-        given = read_tables(args.evaluate)
-        known = [given, tables]
-        judged = evaluate(fitted, interleaved_rows(given, known), paths_rows(given, known))
+    if asked is not None:
+        judged = evaluate(fitted, *asked)
         print(f"rows of {args.evaluate}, none of which was fitted:")
         show(judged)
         results["evaluated"] = results["rows"] = judged
@@ -804,6 +806,10 @@ def run(args: argparse.Namespace, described: dict[str, Any]) -> None:
             errors = update_errors(each)
             median = sorted(map(abs, errors))[len(errors) // 2]
             print(f"  {name:<46} RMS {rms(errors):.1%}, median {median:.1%}, worst {max(map(abs, errors)):.1%}")
+            for column in ("fwd_s", "bwd_s", "iter_s"):
+                others = sorted(abs(row["errors_percent"][column]) for row in each if column in row["errors_percent"])
+                if others:
+                    print(f"    {column:<6} median {others[len(others) // 2]:.1f}%, worst {others[-1]:.1f}%")
         results["ours"] = ours(fitted, interleaved, paths[:2] if args.smoke else paths)
         print("our planner with the same rates, predicted, beside their best, measured:")
         for found in results["ours"]:
