@@ -360,15 +360,26 @@ def other_s(row: Interleaved, values: Mapping[str, float]) -> float:
     return values["other_s"] + values["other_sample_s"] * row.samples + values["other_rank_s"] * (row.ranks - 1)
 
 
+ODD = 0.15
+"""Rows of whole iterations that are further off count little: some are not what their labels say."""
+
+
 def fit_iterations(rows: Sequence[Interleaved], values: Mapping[str, float]) -> dict[str, float]:
     """Return a machine's constants with those of forward and backward, fitted on these rows of whole iterations."""
     values = dict(values)
     if not rows:
         return values
 
-    def relative(predict: Callable[[Interleaved, Mapping[str, float]], float], measured: Callable[..., float]):
+    def relative(
+        predict: Callable[[Interleaved, Mapping[str, float]], float], measured: Callable[[Mapping[str, str]], float]
+    ) -> Callable[[dict[str, float]], list[float]]:
         known = dict(values)
-        return lambda tried: [predict(row, known | tried) / measured(row.row) - 1 for row in rows]
+
+        def residuals(tried: dict[str, float]) -> list[float]:
+            logs = [math.log(predict(row, known | tried) / measured(row.row)) for row in rows]
+            return [ODD * math.atan(log / ODD) for log in logs]
+
+        return residuals
 
     def rest_s(row: Mapping[str, str]) -> float:
         return _needed(row, "iter_s") - sum(_needed(row, f"{name}_s") for name in ("fwd", "bwd", "update"))
