@@ -214,9 +214,12 @@ NODE = {
 LINK_PEAK = {"H100": 55e9, "A100": 25e9}
 """Measured by the systems' authors, one way."""
 
+PEAK_FLOPS_PER_S = {"H100": 9.9e14, "A100": 3.12e14}
+"""In bf16, from the data sheets; no forward pass of a whole model reaches more than 0.6 of it."""
+
 FORWARD = {
     "forward_flops_per_s": Constant(1.6e14, "FLOP/s", "forward pass"),
-    "weights_s_per_param": Constant(1e-11, "s/parameter", "... and in each micro-step, gathering weights"),
+    "micro_step_s": Constant(0.1, "s", "... besides, for each micro-step"),
     "tensor_parallel_s": Constant(2e-2, "s", "exchange of activations, for each sample and each other rank"),
 }
 BACKWARD = {
@@ -341,8 +344,8 @@ def forward_s(row: Interleaved, values: Mapping[str, float]) -> tuple[float, flo
     params = _needed(row.row, "num_params")
     compute_s = 2 * params * row.samples * SEQUENCE / values["forward_flops_per_s"]
     exchange_s = values["tensor_parallel_s"] * row.samples * (_needed(row.row, "tp") - 1)
-    weights_s = params * values["weights_s_per_param"] * row.samples / _needed(row.row, "micro_batch")
-    return compute_s + exchange_s + weights_s, compute_s + exchange_s
+    besides_s = values["micro_step_s"] * row.samples / _needed(row.row, "micro_batch")
+    return compute_s + exchange_s + besides_s, compute_s + exchange_s
 
 
 def backward_s(row: Interleaved, values: Mapping[str, float]) -> float:
@@ -364,7 +367,7 @@ ODD = 0.15
 """Rows of whole iterations that are further off count little: some are not what their labels say."""
 
 
-def fit_iterations(rows: Sequence[Interleaved], values: Mapping[str, float]) -> dict[str, float]:
+def fit_iterations(machine: str, rows: Sequence[Interleaved], values: Mapping[str, float]) -> dict[str, float]:
     """Return a machine's constants with those of forward and backward, fitted on these rows of whole iterations."""
     values = dict(values)
     if not rows:
@@ -384,7 +387,10 @@ def fit_iterations(rows: Sequence[Interleaved], values: Mapping[str, float]) -> 
     def rest_s(row: Mapping[str, str]) -> float:
         return _needed(row, "iter_s") - sum(_needed(row, f"{name}_s") for name in ("fwd", "bwd", "update"))
 
-    values |= fit(FORWARD, relative(lambda row, v: forward_s(row, v)[0], lambda row: _needed(row, "fwd_s")), 40)
+    peak = PEAK_FLOPS_PER_S[gpu_of(machine)]
+    flops = dataclasses.replace(FORWARD["forward_flops_per_s"], start=0.5 * peak, most=0.6 * peak)
+    forward = FORWARD | {"forward_flops_per_s": flops}
+    values |= fit(forward, relative(lambda row, v: forward_s(row, v)[0], lambda row: _needed(row, "fwd_s")), 40)
     values |= fit(BACKWARD, relative(backward_s, lambda row: _needed(row, "bwd_s")), 40)
     values |= fit(OTHER, relative(other_s, rest_s), 40)
     return values
@@ -562,7 +568,7 @@ def fit_machines(rows: Sequence[Interleaved], rounds: int) -> dict[str, dict[str
         progress(f"fitting {machine} on {len(mine)} rows")
         values = fit_node(machine, sweep or mine, rounds)
         iterations = [row for row in mine if row.table == "interleaved_iterations"]
-        found[machine] = fit_iterations(iterations, values)
+        found[machine] = fit_iterations(machine, iterations, values)
     return found
 
 
