@@ -1,0 +1,851 @@
+"""Other people's measurements, predicted: fitted on some rows of published tables, tried on the others.
+
+The tables (`bench/published/`, see the README there) hold measurements of two systems on nodes that we do not have:
+updates shared by CPU and GPU (Deep Optimizer States) and state streamed over two storage paths (MLP-Offload).
+`_schedules.py` runs those systems' schedules on our simulator. Here the few constants of each machine (rates,
+bandwidths, fixed costs) are fitted by least squares on relative errors, and errors are reported of rows that were
+left out of the fit: each row, each stride, each model by itself. Last, what our planner would do with these rates.
+
+`--evaluate DIR` predicts the rows of tables of the same names and columns (any subset) with the constants fitted on
+`--fit DIR`; what they measured is used for nothing but the error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _common import Target, arguments, environment, progress, report
+from _schedules import (
+    STATE_BYTES,
+    Drive,
+    Node,
+    Streamed,
+    interleaved_update_s,
+    streamed_update,
+)
+
+from offload.errors import ConfigError, OffloadError
+from offload.layout import Layout, Parameter, build_layout
+from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan
+from offload.protocols import DtypeCode
+from offload.sim import predict
+
+TABLES = Path(__file__).resolve().parent / "published"
+SEQUENCE = 2048
+GRADIENT_TRAFFIC_BYTES = 16
+"""Memory traffic of a blocking copy of an fp32 gradient to pageable memory: 4 by DMA, 4 read, 8 to write 4."""
+
+GPU_BYTES_PER_S = {"H100": 3.35e12, "A100": 1.555e12}
+"""Memory bandwidth from the data sheets (H100 SXM 80 GB, A100 40 GB), which bounds the GPU's update."""
+
+GPU_TRAFFIC_BYTES = 28
+"""A GPU update of a parameter: state read and written, gradient read and weight written in 16 bits."""
+
+
+# Fitting ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Constant:
+    """A constant of a machine.
+
+    Attributes:
+        start: Where the fit starts, and what an undetermined constant stays near.
+        unit: Of the value.
+        meaning: What it is, physically.
+        most: What it cannot exceed.
+        pull: Weight of the pull towards the start: how many parts of a row's residual a factor of e away costs.
+    """
+
+    start: float
+    unit: str
+    meaning: str
+    most: float = math.inf
+    pull: float = 0.01
+
+
+def fit(
+    constants: Mapping[str, Constant],
+    residuals: Callable[[dict[str, float]], Sequence[float]],
+    rounds: int,
+) -> dict[str, float]:
+    """Return the constants with the least sum of squared residuals (Levenberg-Marquardt on their logarithms)."""
+    names = list(constants)
+    home = np.log([constants[name].start for name in names])
+    most = np.log([constants[name].most for name in names])
+    pull = np.array([constants[name].pull for name in names])
+
+    def all_residuals(point: np.ndarray) -> np.ndarray:
+        values = dict(zip(names, np.exp(point).tolist(), strict=True))
+        return np.concatenate([np.asarray(residuals(values)), pull * (point - home)])
+
+    at, damping, small = home, 0.1, 2e-3
+    found = all_residuals(at)
+    for _ in range(rounds):
+        slopes = np.array([(found - all_residuals(at - small * unit)) / small for unit in np.eye(len(names))]).T
+        normal, downhill = slopes.T @ slopes, -slopes.T @ found
+        before = found @ found
+        for _ in range(5):
+            move = np.linalg.solve(normal + damping * np.eye(len(names)), downhill)
+            tried = np.minimum(at + np.clip(move, -0.5, 0.5), most)
+            result = all_residuals(tried)
+            if result @ result < before:
+                at, found, damping = tried, result, damping / 8
+                break
+            damping *= 8
+        if found @ found > before * (1 - 1e-5):
+            break
+    return dict(zip(names, np.exp(at).tolist(), strict=True))
+
+
+def rms(errors: Iterable[float]) -> float:
+    """Return the root of the mean square; 0 of nothing."""
+    squares = [error * error for error in errors]
+    return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+
+
+# Tables -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tables:
+    """The rows of the tables in a directory.
+
+    Attributes:
+        rows: By file name, without the suffix.
+        numels: Subgroup sizes by (testbed, model); for several storage paths by ("paths", model).
+    """
+
+    rows: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    numels: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+
+
+COLUMNS = {
+    "interleaved_update_sweep": ("testbed", "model", "subgroups_per_rank", "params_per_rank", "stride_k"),
+    "interleaved_iterations": (
+        *("testbed", "model_B", "num_params", "subgroups_per_rank", "tp", "dp"),
+        *("micro_batch", "global_batch", "cpu_ratio", "stride_k", "approach"),
+    ),
+    "interleaved_subgroup_numel": ("testbed", "model", "subgroup", "numel"),
+    "multipath_iterations": ("model_B", "approach", "num_params", "ranks", "subgroups_per_rank", "slots_per_path"),
+    "multipath_subgroup_numel": ("model_B", "subgroup", "numel_per_rank"),
+    "multipath_subgroup_waits_52B": ("iter", "rank", "subgroup", "read_wait_s", "write_wait_s"),
+}
+
+
+def read_tables(folder: Path) -> Tables:
+    """Read what tables there are.
+
+    Raises:
+        ConfigError: If there is none, or one lacks a column.
+    """
+    tables = Tables()
+    for name, needed in COLUMNS.items():
+        file = folder / f"{name}.csv"
+        if not file.exists():
+            continue
+        with file.open(newline="", encoding="utf-8") as source:
+            rows = list(csv.DictReader(source))
+        for column in needed:
+            if rows and column not in rows[0]:
+                raise ConfigError(str(file), column, f"is missing; a table has {', '.join(needed)}")
+        tables.rows[name] = rows
+    if not tables.rows:
+        raise ConfigError("directory", str(folder), f"give one with {', '.join(f'{name}.csv' for name in COLUMNS)}")
+    for row in tables.rows.get("interleaved_subgroup_numel", []):
+        tables.numels.setdefault((row["testbed"], row["model"]), []).append(int(row["numel"]))
+    for row in tables.rows.get("multipath_subgroup_numel", []):
+        tables.numels.setdefault(("paths", _model(row["model_B"])), []).append(int(row["numel_per_rank"]))
+    return tables
+
+
+def _model(billions: str) -> str:
+    return f"{float(billions):g}B"
+
+
+def _number(row: Mapping[str, str], column: str) -> float | None:
+    text = row.get(column) or ""
+    try:
+        return float(text) if text.strip() else None
+    except ValueError:
+        raise ConfigError(column, text, f"give a number, in the row {dict(row)}") from None
+
+
+def _needed(row: Mapping[str, str], column: str) -> float:
+    value = _number(row, column)
+    if value is None or not math.isfinite(value):
+        raise ConfigError(column, row.get(column), f"give a number, in the row {dict(row)}")
+    return value
+
+
+def subgroup_numels(known: Sequence[Tables], where: str, model: str, count: int, numel: float) -> tuple[int, ...]:
+    """Return a rank's subgroup sizes: as logged for this model with so many subgroups, else equal ones."""
+    for tables in known:
+        for (testbed, name), numels in sorted(tables.numels.items(), key=lambda item: item[0][0] != where):
+            mine = (testbed == "paths") == (where == "paths")
+            if mine and name == model and len(numels) == count and abs(sum(numels) / numel - 1) < 0.1:
+                return tuple(numels)
+    return (round(numel / count),) * count
+
+
+# Interleaved updates ------------------------------------------------------------------------------------------------
+
+NODE = {
+    "update_params_per_s": Constant(2e9, "parameters/s", "CPU update of one rank, nothing else running"),
+    "blocking_params_per_s": Constant(
+        5e9, "parameters/s", "new weights to 16 bits and to the GPU, by blocking calls"
+    ),
+    "memory_bytes_per_s": Constant(2e11, "bytes/s", "memory bandwidth that the ranks of a node share"),
+    "link_bytes_per_s": Constant(4e10, "bytes/s", "copies between host and GPU, one way at a time"),
+    "gpu_subgroup_s": Constant(2e-3, "s", "launches and waits of a subgroup's turn on the GPU"),
+}
+LINK_PEAK = {"H100": 55e9, "A100": 25e9}
+"""Measured by the systems' authors, one way."""
+
+PEAK_FLOPS_PER_S = {"H100": 9.9e14, "A100": 3.12e14}
+"""In bf16, from the data sheets; no forward pass of a whole model reaches more than 0.6 of it."""
+
+FORWARD = {
+    "forward_flops_per_s": Constant(1.6e14, "FLOP/s", "forward pass"),
+    "micro_step_s": Constant(0.1, "s", "... besides, for each micro-step"),
+    "tensor_parallel_s": Constant(2e-2, "s", "exchange of activations, for each sample and each other rank"),
+}
+BACKWARD = {
+    "backward_forwards": Constant(3.1, "", "backward's computation, in forward passes (recomputing activations: 3)"),
+    "gradient_params_per_s": Constant(1e10, "parameters/s", "asynchronous 16-bit gradients: what is not hidden"),
+    "blocking_gradient_params_per_s": Constant(1.7e9, "parameters/s", "blocking fp32 gradients"),
+}
+OTHER = {
+    "other_s": Constant(0.2, "s", "rest of an iteration"),
+    "other_sample_s": Constant(0.06, "s", "... for each sample"),
+    "other_rank_s": Constant(0.06, "s", "... for each other rank"),
+}
+
+
+def gpu_of(testbed: str) -> str:
+    """Return the GPU of a testbed's name."""
+    gpu = testbed.rpartition("x")[2]
+    if gpu not in GPU_BYTES_PER_S:
+        raise ConfigError("testbed", testbed, f"known are {', '.join(GPU_BYTES_PER_S)}, with a count ('4xH100')")
+    return gpu
+
+
+def node_constants(machine: str) -> dict[str, Constant]:
+    """Return the constants of a machine's updates."""
+    peak = LINK_PEAK[gpu_of(machine)]
+    return NODE | {
+        "link_bytes_per_s": dataclasses.replace(NODE["link_bytes_per_s"], start=0.9 * peak, most=peak, pull=0.1)
+    }
+
+
+def node_of(machine: str, values: Mapping[str, float]) -> Node:
+    """Return a machine with these constants."""
+    gpu_params_per_s = GPU_BYTES_PER_S[gpu_of(machine)] / GPU_TRAFFIC_BYTES
+    return Node(**{name: values[name] for name in NODE}, gpu_params_per_s=gpu_params_per_s)
+
+
+simulated_update_s = functools.lru_cache(maxsize=1 << 16)(interleaved_update_s)
+
+
+@dataclass(frozen=True)
+class Interleaved:
+    """A row of either interleaved table, understood.
+
+    Attributes:
+        table: Name of its table.
+        machine: What constants it is predicted with; see `campaign`.
+        model: Name of the model.
+        numels: Subgroup sizes of a rank.
+        stride: Of the interleaving; 0 for none.
+        ranks: Ranks of the node.
+        cpu_ratio: Static share of subgroups at home on the CPU.
+        row: The row.
+    """
+
+    table: str
+    machine: str
+    model: str
+    numels: tuple[int, ...]
+    stride: int
+    ranks: int
+    cpu_ratio: float
+    row: Mapping[str, str]
+
+    @property
+    def samples(self) -> float:
+        """Samples that a rank works through in an iteration."""
+        return _needed(self.row, "global_batch") / _needed(self.row, "dp")
+
+    def update_s(self, node: Node) -> float:
+        """Return the seconds of its update."""
+        return simulated_update_s(node, self.numels, self.stride, self.ranks, self.cpu_ratio)
+
+
+def campaign(testbed: str, ranks: int, micro_batch: float) -> str:
+    """Return the machine that a row of whole iterations is about.
+
+    The A100 nodes were measured in two campaigns: that of the stride sweep (4 ranks, one sample each), and another
+    in which 4 ranks together got two thirds of the memory bandwidth. The table does not tell them apart but by the
+    micro-batch.
+    """
+    if testbed == "A100" and ranks == 4 and micro_batch == 1:
+        return "4xA100"
+    return testbed
+
+
+def interleaved_rows(tables: Tables, known: Sequence[Tables]) -> list[Interleaved]:
+    """Return the rows of both interleaved tables."""
+    found = []
+    for row in tables.rows.get("interleaved_update_sweep", []):
+        testbed, model, count = row["testbed"], row["model"], int(_needed(row, "subgroups_per_rank"))
+        gpu_of(testbed)
+        ranks = int(testbed.partition("x")[0]) if "x" in testbed else 1
+        numels = subgroup_numels(known, testbed, model, count, _needed(row, "params_per_rank"))
+        stride = int(_needed(row, "stride_k"))
+        found.append(Interleaved("interleaved_update_sweep", testbed, model, numels, stride, ranks, 1.0, row))
+    for row in tables.rows.get("interleaved_iterations", []):
+        model, count = _model(row["model_B"]), int(_needed(row, "subgroups_per_rank"))
+        ranks = int(_needed(row, "tp") * _needed(row, "dp"))
+        machine = campaign(row["testbed"], ranks, _needed(row, "micro_batch"))
+        gpu_of(machine)
+        # num_params is what one tensor-parallel rank holds (params_per_rank divides by tp once more).
+        numels = subgroup_numels(known, machine, model, count, _needed(row, "num_params") / _needed(row, "dp"))
+        _, interleaved, stride = row["approach"].partition("dos-k")
+        table = "interleaved_iterations"
+        ratio = _needed(row, "cpu_ratio")
+        found.append(Interleaved(table, machine, model, numels, int(stride) if interleaved else 0, ranks, ratio, row))
+    return found
+
+
+def fit_node(machine: str, rows: Sequence[Interleaved], rounds: int) -> dict[str, float]:
+    """Return the constants of a machine's updates, fitted on these rows."""
+
+    def residuals(values: dict[str, float]) -> list[float]:
+        node = node_of(machine, values)
+        return [row.update_s(node) / _needed(row.row, "update_s") - 1 for row in rows]
+
+    return fit(node_constants(machine), residuals, rounds)
+
+
+def forward_s(row: Interleaved, values: Mapping[str, float]) -> tuple[float, float]:
+    """Return the seconds of a forward pass, and the part of them that is computation."""
+    params = _needed(row.row, "num_params")
+    compute_s = 2 * params * row.samples * SEQUENCE / values["forward_flops_per_s"]
+    exchange_s = values["tensor_parallel_s"] * row.samples * (_needed(row.row, "tp") - 1)
+    besides_s = values["micro_step_s"] * row.samples / _needed(row.row, "micro_batch")
+    return compute_s + exchange_s + besides_s, compute_s + exchange_s
+
+
+def backward_s(row: Interleaved, values: Mapping[str, float]) -> float:
+    """Return the seconds of a backward pass, gradients to the host included."""
+    params = _needed(row.row, "num_params") / _needed(row.row, "dp")
+    cost_s = 1 / values["gradient_params_per_s"]
+    if not row.row["approach"].startswith("dos"):
+        shared_s = GRADIENT_TRAFFIC_BYTES * row.ranks / values["memory_bytes_per_s"]
+        cost_s += max(1 / values["blocking_gradient_params_per_s"], shared_s)
+    return values["backward_forwards"] * forward_s(row, values)[1] + params * cost_s
+
+
+def other_s(row: Interleaved, values: Mapping[str, float]) -> float:
+    """Return the seconds of an iteration outside forward, backward and update."""
+    return values["other_s"] + values["other_sample_s"] * row.samples + values["other_rank_s"] * (row.ranks - 1)
+
+
+ODD = 0.15
+"""Rows of whole iterations that are further off count little: some are not what their labels say."""
+
+
+def fit_iterations(machine: str, rows: Sequence[Interleaved], values: Mapping[str, float]) -> dict[str, float]:
+    """Return a machine's constants with those of forward and backward, fitted on these rows of whole iterations."""
+    values = dict(values)
+    if not rows:
+        return values
+
+    def relative(
+        predict: Callable[[Interleaved, Mapping[str, float]], float], measured: Callable[[Mapping[str, str]], float]
+    ) -> Callable[[dict[str, float]], list[float]]:
+        known = dict(values)
+
+        def residuals(tried: dict[str, float]) -> list[float]:
+            logs = [math.log(predict(row, known | tried) / measured(row.row)) for row in rows]
+            return [ODD * math.atan(log / ODD) for log in logs]
+
+        return residuals
+
+    def rest_s(row: Mapping[str, str]) -> float:
+        return _needed(row, "iter_s") - sum(_needed(row, f"{name}_s") for name in ("fwd", "bwd", "update"))
+
+    peak = PEAK_FLOPS_PER_S[gpu_of(machine)]
+    flops = dataclasses.replace(FORWARD["forward_flops_per_s"], start=0.5 * peak, most=0.6 * peak)
+    forward = FORWARD | {"forward_flops_per_s": flops}
+    values |= fit(forward, relative(lambda row, v: forward_s(row, v)[0], lambda row: _needed(row, "fwd_s")), 40)
+    values |= fit(BACKWARD, relative(backward_s, lambda row: _needed(row, "bwd_s")), 40)
+    values |= fit(OTHER, relative(other_s, rest_s), 40)
+    return values
+
+
+def predict_interleaved(row: Interleaved, values: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a row by column."""
+    found = {"update_s": row.update_s(node_of(row.machine, values))}
+    if row.table == "interleaved_iterations" and "forward_flops_per_s" in values:
+        found |= {"fwd_s": forward_s(row, values)[0], "bwd_s": backward_s(row, values)}
+        found["iter_s"] = sum(found.values()) + other_s(row, values)
+    return found
+
+
+# Several storage paths ----------------------------------------------------------------------------------------------
+
+RANKS_PER_NODE = 4
+PATHS = {
+    "nvme_read_bytes_per_s": Constant(1.2e10, "bytes/s", "NVMe of the node, reading only"),
+    "nvme_write_bytes_per_s": Constant(6e9, "bytes/s", "NVMe, writing only"),
+    "nvme_mixed_bytes_per_s": Constant(6e9, "bytes/s", "NVMe, reads and writes together, their sum"),
+    "remote_read_bytes_per_s": Constant(5e9, "bytes/s", "network file system, reading only"),
+    "remote_write_bytes_per_s": Constant(4e9, "bytes/s", "network file system, writing only"),
+    "remote_mixed_bytes_per_s": Constant(3e9, "bytes/s", "network file system, their sum"),
+    "cpu_params_per_s": Constant(5.6e9, "parameters/s", "CPU update of one rank"),
+}
+PATHS_REST = {
+    "forward_params_per_s": Constant(9e10, "parameters/s", "forward pass"),
+    "backward_params_per_s": Constant(2.4e10, "parameters/s", "backward pass without gradient traffic"),
+    "gradient_write_bytes_per_s": Constant(7e9, "bytes/s", "fp32 gradients to NVMe in the backward pass"),
+    "other_params_per_s": Constant(1e11, "parameters/s", "rest of an iteration"),
+}
+
+
+@dataclass(frozen=True)
+class Paths:
+    """A row of the table of several storage paths, understood; `multi` says which system."""
+
+    model: str
+    numels: tuple[int, ...]
+    ranks: int
+    multi: bool
+    cached: int
+    row: Mapping[str, str]
+
+    def streamed(self, values: Mapping[str, float]) -> Streamed:
+        """Return the update as one rank sees it."""
+        ranks = min(self.ranks, RANKS_PER_NODE)
+        nvme, remote = (
+            Drive(*(values[f"{name}_{way}_bytes_per_s"] / ranks for way in ("read", "write", "mixed")))
+            for name in ("nvme", "remote")
+        )
+        count = len(self.numels)
+        cpu = values["cpu_params_per_s"]
+        if not self.multi:
+            return streamed_update(self.numels, [range(count)], [nvme], cpu, 0, read_scale=16 / 12)
+        members = [[n for n in range(count) if n % 3], list(range(0, count, 3))]
+        return streamed_update(self.numels, members, [nvme, remote], cpu, self.cached)
+
+
+def paths_rows(tables: Tables, known: Sequence[Tables]) -> list[Paths]:
+    """Return the rows of the table of several storage paths."""
+    found = []
+    for row in tables.rows.get("multipath_iterations", []):
+        model, count, ranks = (
+            _model(row["model_B"]),
+            int(_needed(row, "subgroups_per_rank")),
+            int(_needed(row, "ranks")),
+        )
+        numels = subgroup_numels(known, "paths", model, count, _needed(row, "num_params") / ranks)
+        multi = not row["approach"].startswith("zero3")
+        cached = int(_number(row, "slots_per_path") or 0) if multi else 0
+        found.append(Paths(model, numels, ranks, multi, cached, row))
+    return found
+
+
+def mean_waits(tables: Tables) -> list[float]:
+    """Return the mean wait of a rank before each subgroup of the 52B model, in the order of processing."""
+    turns: dict[int, list[float]] = {}
+    seen: dict[tuple[str, str], int] = {}
+    for row in tables.rows.get("multipath_subgroup_waits_52B", []):
+        who = (row["iter"], row["rank"])
+        turn = seen[who] = seen.get(who, -1) + 1
+        turns.setdefault(turn, []).append(_needed(row, "read_wait_s") + _needed(row, "write_wait_s"))
+    return [sum(waits) / len(waits) for _, waits in sorted(turns.items())]
+
+
+WAIT_GROUP = 6
+"""Waits are compared by sums over so many subgroups: who waits for whom within is a matter of chance."""
+
+
+def fit_paths(rows: Sequence[Paths], waits_s: Sequence[float], rounds: int) -> dict[str, float]:
+    """Return the constants of the storage paths, fitted on updates and, where known, on waits."""
+    logged = next((row for row in rows if row.multi and len(row.numels) == len(waits_s)), None)
+
+    def sums(waits: Sequence[float]) -> list[float]:
+        return [sum(waits[n : n + WAIT_GROUP]) for n in range(0, len(waits), WAIT_GROUP)]
+
+    def residuals(values: dict[str, float]) -> list[float]:
+        streamed = {id(row): row.streamed(values) for row in rows}
+        found = []
+        for row in rows:
+            found.append(streamed[id(row)].update_s / _needed(row.row, "update_s") - 1)
+            compute_s = _number(row.row, "rank_compute_s")
+            if compute_s:
+                found.append(0.1 * (sum(row.numels) / values["cpu_params_per_s"] / compute_s - 1))
+        if logged is not None:
+            ours, theirs = sums(streamed[id(logged)].waits_s), sums(waits_s)
+            scale = sum(theirs) / len(theirs) * math.sqrt(len(theirs)) * 5
+            found += [(a - b) / scale for a, b in zip(ours, theirs, strict=True)]
+        return found
+
+    values = fit(PATHS, residuals, rounds)
+
+    def rest(tried: dict[str, float]) -> list[float]:
+        found = []
+        for row in rows:
+            predicted = paths_rest(row, tried)
+            measured = {name: _needed(row.row, f"{name}_s") for name in ("fwd", "bwd", "update", "iter")}
+            measured["other"] = measured["iter"] - measured["fwd"] - measured["bwd"] - measured["update"]
+            found += [predicted[name] / measured[name] - 1 for name in ("fwd", "bwd")]
+            found.append((predicted["other"] - measured["other"]) / measured["bwd"])
+        return found
+
+    return values | fit(PATHS_REST, rest, 40)
+
+
+def paths_rest(row: Paths, values: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of an iteration besides the update."""
+    params = _needed(row.row, "num_params")
+    backward_s = params / values["backward_params_per_s"]
+    if not row.multi:
+        backward_s += 4 * params / values["gradient_write_bytes_per_s"]
+    return {
+        "fwd": params / values["forward_params_per_s"],
+        "bwd": backward_s,
+        "other": params / values["other_params_per_s"],
+    }
+
+
+def predict_paths(row: Paths, values: Mapping[str, float]) -> dict[str, float]:
+    """Return what a row says, by column."""
+    streamed, rest = row.streamed(values), paths_rest(row, values)
+    return {
+        "update_s": streamed.update_s,
+        "fwd_s": rest["fwd"],
+        "bwd_s": rest["bwd"],
+        "iter_s": streamed.update_s + sum(rest.values()),
+        "rank_compute_s": sum(row.numels) / values["cpu_params_per_s"],
+        "update_read_GB": streamed.read_bytes * row.ranks / 1e9,
+        "update_write_GB": streamed.written_bytes * row.ranks / 1e9,
+    }
+
+
+# All of it ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Fitted:
+    """Constants of all machines: of the interleaved ones by name, and of the storage paths."""
+
+    machines: dict[str, dict[str, float]] = field(default_factory=dict)
+    paths: dict[str, float] = field(default_factory=dict)
+
+
+def fit_machines(rows: Sequence[Interleaved], rounds: int) -> dict[str, dict[str, float]]:
+    """Return the constants of every machine that has rows.
+
+    A machine's updates are fitted on its stride sweep where there is one: the same updates stand in both tables.
+    """
+    found = {}
+    for machine in sorted({row.machine for row in rows}):
+        mine = [row for row in rows if row.machine == machine]
+        sweep = [row for row in mine if row.table == "interleaved_update_sweep"]
+        progress(f"fitting {machine} on {len(mine)} rows")
+        values = fit_node(machine, sweep or mine, rounds)
+        iterations = [row for row in mine if row.table == "interleaved_iterations"]
+        found[machine] = fit_iterations(machine, iterations, values)
+    return found
+
+
+Judged = dict[str, Any]
+
+
+def judge(row: Interleaved | Paths, predicted: Mapping[str, float]) -> Judged:
+    """Return a row with its prediction, what was measured, and the error of the update in percent."""
+    measured = {name: _number(row.row, name) for name in predicted}
+    errors = {name: 100 * (predicted[name] / value - 1) for name, value in measured.items() if value}
+    told = {name: value for name, value in row.row.items() if name not in measured}
+    return {
+        "table": row.table if isinstance(row, Interleaved) else "multipath_iterations",
+        "row": told,
+        "predicted": dict(predicted),
+        "measured": {name: value for name, value in measured.items() if value is not None},
+        "errors_percent": errors,
+        "error_percent": errors.get("update_s"),
+    }
+
+
+def evaluate(fitted: Fitted, interleaved: Sequence[Interleaved], paths: Sequence[Paths]) -> list[Judged]:
+    """Return every row with its prediction."""
+    judged = []
+    for row in interleaved:
+        if row.machine not in fitted.machines:
+            known = ", ".join(fitted.machines)
+            raise ConfigError("testbed", row.machine, f"there were no rows to fit it on; there are {known}")
+        judged.append(judge(row, predict_interleaved(row, fitted.machines[row.machine])))
+    for each in paths:
+        if not fitted.paths:
+            raise ConfigError("multipath_iterations", each.model, "there were no rows to fit the paths on")
+        judged.append(judge(each, predict_paths(each, fitted.paths)))
+    return judged
+
+
+def show(judged: Sequence[Judged]) -> None:
+    """Print a line for each row."""
+    for each in judged:
+        row = each["row"]
+        what = {
+            "interleaved_update_sweep": "{testbed} {model}, stride {stride_k}",
+            "interleaved_iterations": "{testbed} {model_B}B, tp {tp} dp {dp}, batch {global_batch}, "
+            "{subgroups_per_rank} subgroups, {approach}",
+            "multipath_iterations": "{model_B}B, {approach}",
+        }[each["table"]].format(**row)
+        parts = []
+        for name, value in each["predicted"].items():
+            part = f"{name} {value:.4g}"
+            if name in each["measured"]:
+                part += f" ({each['measured'][name]:.4g}: {each['errors_percent'].get(name, math.nan):+.1f}%)"
+            parts.append(part)
+        print(f"  {what}: {', '.join(parts)}")
+
+
+def update_errors(judged: Iterable[Judged], table: str = "") -> list[float]:
+    """Return the errors of updates, as parts."""
+    wanted = (each for each in judged if each["table"] == table or not table)
+    return [each["error_percent"] / 100 for each in wanted if each["error_percent"] is not None]
+
+
+def held_out(
+    interleaved: Sequence[Interleaved], paths: Sequence[Paths], waits_s: Sequence[float], full: Fitted, rounds: int
+) -> dict[str, list[Judged]]:
+    """Return predictions of rows that the fit has not seen, by how they were left out."""
+    found: dict[str, list[Judged]] = {}
+    sweep = [row for row in interleaved if row.table == "interleaved_update_sweep"]
+
+    def leave_out(name: str, rows: Sequence[Interleaved], groups: Callable[[Interleaved], object]) -> None:
+        for machine in sorted({row.machine for row in rows}):
+            mine = [row for row in rows if row.machine == machine]
+            for group in dict.fromkeys(groups(row) for row in mine):
+                rest = [row for row in mine if groups(row) != group]
+                if rest:
+                    progress(f"{name}: {machine}, {group}")
+                    fitted = Fitted(fit_machines(rest, rounds))
+                    out = [row for row in mine if groups(row) == group]
+                    found.setdefault(name, []).extend(evaluate(fitted, out, []))
+
+    leave_out("sweep, each row by itself", sweep, id)
+    leave_out("sweep, each stride by itself", sweep, lambda row: row.stride)
+    leave_out("sweep, each model by itself", sweep, lambda row: row.model)
+    # These updates stand in the sweep.
+    repeated = {"4xA100"} & {row.machine for row in sweep}
+    earlier = [row for row in interleaved if row not in sweep and row.machine not in repeated]
+    leave_out(
+        "iterations, each model by itself", [row for row in earlier if row.machine == "A100"], lambda row: row.model
+    )
+    found["iterations at a static share, from the sweep"] = evaluate(
+        full, [row for row in earlier if row.cpu_ratio < 1], []
+    )
+    for model in dict.fromkeys(row.model for row in paths):
+        rest = [row for row in paths if row.model != model]
+        if rest:
+            progress(f"paths: {model}")
+            fitted = Fitted(paths=fit_paths(rest, waits_s, rounds))
+            out = [row for row in paths if row.model == model]
+            found.setdefault("paths, each model by itself", []).extend(evaluate(fitted, [], out))
+    return {name: judged for name, judged in found.items() if update_errors(judged)}
+
+
+def ours(fitted: Fitted, interleaved: Sequence[Interleaved], paths: Sequence[Paths]) -> list[dict[str, Any]]:
+    """Return what our planner's choice is predicted to take with the same rates and the same staging memory.
+
+    Both directions of the link work at once, nothing blocks, and tiles are striped over all paths; a path's two
+    directions get half each of what it moves in both. GPU staging is what one of their subgroups takes, cut in four.
+    """
+    found = []
+    sweep = [row for row in interleaved if row.table == "interleaved_update_sweep"]
+    for machine, model in dict.fromkeys((row.machine, row.model) for row in sweep):
+        theirs = [row for row in sweep if (row.machine, row.model) == (machine, model)]
+        node, numels, ranks = node_of(machine, fitted.machines[machine]), theirs[0].numels, theirs[0].ranks
+        memory_bytes_per_s = node.memory_bytes_per_s / ranks
+        link_bytes_per_s = min(node.link_bytes_per_s, memory_bytes_per_s / 2)  # both directions of it at once
+        rates = Rates(
+            node.update_params_per_s * STATE_BYTES,
+            gpu=GpuRates(node.gpu_params_per_s * STATE_BYTES, link_bytes_per_s, link_bytes_per_s),
+            memory_bytes_per_s=memory_bytes_per_s,
+        )
+        layout = _layout(sum(numels), max(numels) // 4)
+        staging = max(numels) * STATE_BYTES
+        plan = choose_plan(layout, Budgets(1 << 60, gpu_staging_bytes=staging, weights_on_gpu=True), rates)
+        measured = {row.row["stride_k"]: _needed(row.row, "update_s") for row in theirs}
+        best = min(measured, key=lambda stride: measured[stride])
+        found.append(
+            _compared(f"{machine}, {model}", plan, rates, f"stride {best}", measured[best], measured.get("0"))
+        )
+    for row in paths:
+        if not row.multi:
+            continue
+        ranks = min(row.ranks, RANKS_PER_NODE)
+        each_way = [fitted.paths[f"{name}_mixed_bytes_per_s"] / 2 / ranks for name in ("nvme", "remote")]
+        rates = Rates(
+            fitted.paths["cpu_params_per_s"] * STATE_BYTES, tuple(PathRates(rate, rate) for rate in each_way)
+        )
+        staging = 2 * row.cached * max(row.numels) * STATE_BYTES
+        offers = (PathBudget("nvme", 1 << 60), PathBudget("remote", 1 << 60))
+        plan = choose_plan(
+            _layout(sum(row.numels), max(row.numels)), Budgets(0, staging, offers, follow_rates=True), rates
+        )
+        plain = [each for each in paths if each.model == row.model and not each.multi]
+        before = _needed(plain[0].row, "update_s") if plain else None
+        approach, seconds = row.row["approach"], _needed(row.row, "update_s")
+        found.append(_compared(f"paths, {row.model}", plan, rates, approach, seconds, before))
+    return found
+
+
+def _layout(numel: int, subgroup_numel: int) -> Layout:
+    return build_layout([Parameter("parameters", numel, DtypeCode.BFLOAT16, 0)], subgroup_numel)
+
+
+def _compared(what: str, plan: Plan, rates: Rates, best: str, best_s: float, plain_s: float | None) -> dict[str, Any]:
+    progress(f"our plan: {what}")
+    prediction = predict(plan, rates)
+    return {
+        "what": what,
+        "ours_predicted_s": prediction.step_s,
+        "bound_by": prediction.bound_by,
+        "updated_on_gpu": sum(map(plan.updates_on_gpu, range(len(plan.layout.subgroups))))
+        / len(plan.layout.subgroups),
+        "their_best": best,
+        "their_best_measured_s": best_s,
+        "unmodified_measured_s": plain_s,
+        "speedup": best_s / prediction.step_s,
+    }
+
+
+def constants_said(fitted: Fitted) -> list[str]:
+    """Return a line for each fitted constant."""
+    known = NODE | FORWARD | BACKWARD | OTHER | PATHS | PATHS_REST
+    lines = []
+    for machine, values in [*fitted.machines.items(), ("storage paths of the 4xH100 nodes", fitted.paths)]:
+        lines += [f"  {machine}"] if values else []
+        for name, value in values.items():
+            told = "" if abs(value / known[name].start - 1) > 1e-4 else " (assumed: these rows do not tell)"
+            lines.append(f"    {name:<32} {value:>10.4g} {known[name].unit:<13} {known[name].meaning}{told}")
+    return lines
+
+
+def picture(file: Path, held: Mapping[str, Sequence[Judged]]) -> None:
+    """Draw predicted beside measured updates of rows that were left out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 5), layout="constrained")
+    for name, judged in held.items():
+        pairs = [(each["measured"]["update_s"], each["predicted"]["update_s"]) for each in judged]
+        axis.scatter(*zip(*pairs, strict=True), s=14, label=name, alpha=0.7)
+    ends = [0.35, 450.0]
+    axis.plot(ends, ends, color="#bbbbbb", linewidth=1, zorder=0)
+    axis.set(xscale="log", yscale="log", xlabel="measured update, seconds", ylabel="predicted, row not fitted")
+    axis.legend(fontsize=7)
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    """Fit, predict and report."""
+    parser = arguments(__doc__)
+    parser.add_argument("--fit", type=Path, default=TABLES, metavar="DIR", help="tables to fit on (default: ours)")
+    parser.add_argument("--evaluate", type=Path, metavar="DIR", help="tables to predict, any subset of them")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the rows left out there")
+    args = parser.parse_args()
+    described = environment()
+    try:
+        run(args, described)
+    except OffloadError as error:
+        sys.exit(f"error: {error}")
+
+
+def run(args: argparse.Namespace, described: dict[str, Any]) -> None:
+    """Do it."""
+    rounds = 2 if args.smoke else 25
+    tables = read_tables(args.fit)
+    interleaved, paths, waits_s = interleaved_rows(tables, [tables]), paths_rows(tables, [tables]), mean_waits(tables)
+    asked: tuple[list[Interleaved], list[Paths]] | None = None
+    if args.evaluate is not None:
+        given = read_tables(args.evaluate)
+        asked = interleaved_rows(given, [given, tables]), paths_rows(given, [given, tables])
+    if args.smoke:
+        interleaved = [row for row in interleaved if len(row.numels) < 30]
+    fitted = Fitted(fit_machines(interleaved, rounds), fit_paths(paths, waits_s, rounds) if paths else {})
+    print("constants:", *constants_said(fitted), sep="\n")
+    targets: list[Target] = []
+    results: dict[str, Any] = {"constants": {"machines": fitted.machines, "paths": fitted.paths}}
+    if asked is not None:
+        judged = evaluate(fitted, *asked)
+        print(f"rows of {args.evaluate}, none of which was fitted:")
+        show(judged)
+        results["evaluated"] = results["rows"] = judged
+        for table in dict.fromkeys(each["table"] for each in judged):
+            errors = update_errors(judged, table)
+            if errors:
+                print(f"  {table}: update, RMS error {rms(errors):.1%}, worst {max(map(abs, errors)):.1%}")
+        errors = update_errors(judged, "interleaved_update_sweep")
+        note = "" if errors else "no such rows"
+        targets.append(Target.at_most("evaluated sweep, RMS error", rms(errors) if errors else None, 0.02, note))
+        errors = update_errors(judged, "multipath_iterations")
+        note = "" if errors else "no such rows"
+        worst = max(map(abs, errors), default=None)
+        targets.append(Target.at_most("evaluated multi-path updates, worst error", worst, 0.06, note))
+    else:
+        judged = evaluate(fitted, interleaved, paths)
+        print("rows that were fitted:")
+        show(judged)
+        results["fitted"] = results["rows"] = judged
+        held = {} if args.smoke else held_out(interleaved, paths, waits_s, fitted, rounds)
+        results["held_out"] = held
+        print("updates that were not fitted (rows of that kind left out, the rest fitted):")
+        for name, each in held.items():
+            errors = update_errors(each)
+            median = sorted(map(abs, errors))[len(errors) // 2]
+            print(f"  {name:<46} RMS {rms(errors):.1%}, median {median:.1%}, worst {max(map(abs, errors)):.1%}")
+            for column in ("fwd_s", "bwd_s", "iter_s"):
+                others = sorted(abs(row["errors_percent"][column]) for row in each if column in row["errors_percent"])
+                if others:
+                    print(f"    {column:<6} median {others[len(others) // 2]:.1f}%, worst {others[-1]:.1f}%")
+        results["ours"] = ours(fitted, interleaved, paths[:2] if args.smoke else paths)
+        print("our planner with the same rates, predicted, beside their best, measured:")
+        for found in results["ours"]:
+            print(
+                "  {what:<14} {ours_predicted_s:7.3f} s, {updated_on_gpu:.0%} on the GPU, bound by {bound_by}; "
+                "{their_best} {their_best_measured_s:.3f} s: {speedup:.2f} times".format(**found)
+            )
+        note = "smoke" if args.smoke else "no such rows"
+        for name in ("sweep, each row by itself", "sweep, each stride by itself", "sweep, each model by itself"):
+            value = rms(update_errors(held[name])) if name in held else None
+            targets.append(Target.at_most(f"{name}: RMS error", value, 0.02, note))
+        name = "paths, each model by itself"
+        value = max(map(abs, update_errors(held[name]))) if name in held else None
+        targets.append(Target.at_most(f"{name}: worst error", value, 0.06, note))
+        if args.picture and held:
+            picture(args.picture, held)
+    digest = hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()[:16]
+    report(args, described, results, digest, targets)
+
+
+if __name__ == "__main__":
+    main()

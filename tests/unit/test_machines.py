@@ -1,0 +1,52 @@
+"""Rates of well-known machines: they load, and every figure names its source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload.measure
+from offload.layout import Parameter, build_layout
+from offload.measure import load_rates
+from offload.plan import Budgets, PathBudget, choose_plan, estimate
+from offload.protocols import DtypeCode
+
+MACHINES = sorted((Path(offload.measure.__file__).parent / "machines").glob("*.json"))
+
+
+def figures(values: Any, name: str = "") -> Iterator[str]:
+    """Yield the name of every number, as in "gpu.h2d_bytes_per_s" or "paths[0].read_bytes_per_s"."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from figures(value, f"{name}.{key}" if name else key)
+    elif isinstance(values, list):
+        for number, value in enumerate(values):
+            yield from figures(value, f"{name}[{number}]")
+    else:
+        yield name
+
+
+def test_there_are_machines() -> None:
+    assert {"h100-node", "a100-node"} <= {file.stem for file in MACHINES}
+
+
+@pytest.mark.parametrize("file", MACHINES, ids=lambda file: file.stem)
+def test_every_figure_has_a_source(file: Path) -> None:
+    values = json.loads(file.read_text())
+    assert set(figures(values["rates"])) == set(values["source"])
+    assert all(text.strip() for text in values["source"].values())
+
+
+@pytest.mark.parametrize("file", MACHINES, ids=lambda file: file.stem)
+def test_a_plan_can_be_made_from_them(file: Path) -> None:
+    rates = load_rates(file).rates.shared_by(4)
+    layout = build_layout([Parameter("p", 10**9, DtypeCode.BFLOAT16, 0)], 10**8)
+    offers = tuple(PathBudget(f"path {number}", 1 << 40) for number in range(len(rates.paths)))
+    host_bytes = 0 if offers else 1 << 40
+    budgets = Budgets(host_bytes, None, offers, gpu_staging_bytes=4 << 30, weights_on_gpu=True)
+    cost = estimate(choose_plan(layout, budgets, rates), rates)
+    assert 0 < cost.bound_s <= cost.step_s < 60
