@@ -35,6 +35,17 @@ def test_the_probe_runs_as_it_is_shown(tmp_path: Path) -> None:
     Path(file).unlink()
 
 
+@pytest.mark.slow
+def test_the_plan_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    from offload import cli
+
+    (line,) = re.findall(r"^\.venv/bin/offload (plan .*)$", README, re.MULTILINE)
+    assert cli.main(line.split()) == 0
+    printed = capsys.readouterr().out
+    for shown in re.findall(r'\("(host budget [^"]*)"\)', README):
+        assert shown in printed
+
+
 def test_scripts_and_files_that_it_names_are_there() -> None:
     named = re.findall(r"`(?:python )?((?:bench|offload|tests)/[\w/]+\.py)`", README)
     assert named
