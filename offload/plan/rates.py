@@ -108,7 +108,10 @@ class Rates:
         return cpu_speed(self.cpu_bytes_per_s, self.memory_bytes_per_s, beside_bytes_per_s)
 
     def shared_by(self, ranks: int) -> Rates:
-        """Return one rank's part of these rates where so many share a node: each has its own GPU, and link."""
+        """Return one rank's part of these rates where so many share a node: each has its own GPU, and link.
+
+        Both directions of all links together get no more than the node's memory gives.
+        """
         paths = tuple(
             dataclasses.replace(
                 path,
@@ -117,12 +120,14 @@ class Rates:
             )
             for path in self.paths
         )
-        return dataclasses.replace(
-            self,
-            cpu_bytes_per_s=self.cpu_bytes_per_s / ranks,
-            memory_bytes_per_s=self.memory_bytes_per_s / ranks,
-            paths=paths,
-        )
+        gpu, memory = self.gpu, self.memory_bytes_per_s / ranks
+        if gpu is not None and gpu.memory_cost:
+            part = min(1.0, memory / (gpu.memory_cost * (gpu.h2d_bytes_per_s + gpu.d2h_bytes_per_s)))
+            gpu = dataclasses.replace(
+                gpu, h2d_bytes_per_s=part * gpu.h2d_bytes_per_s, d2h_bytes_per_s=part * gpu.d2h_bytes_per_s
+            )
+        cpu = self.cpu_bytes_per_s / ranks
+        return dataclasses.replace(self, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all rates as JSON knows them; what is infinite or absent is left out."""

@@ -60,6 +60,15 @@ def test_ranks_share_the_node_and_the_model(rates, capsys):
     assert four["step_s"] == pytest.approx(one["step_s"] * written[1] / written[0], rel=0.05)
 
 
+def test_links_of_all_ranks_share_the_memory():
+    rates = Rates(60e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 30e9, 20e9), 300e9)
+    assert rates.shared_by(1).gpu == rates.gpu
+    shared = rates.shared_by(8).gpu
+    assert shared is not None
+    assert shared.h2d_bytes_per_s + shared.d2h_bytes_per_s == pytest.approx(300e9 / 8)
+    assert shared.h2d_bytes_per_s == pytest.approx(1.5 * shared.d2h_bytes_per_s)
+
+
 def test_forward_and_backward_follow_from_tokens_and_flops(rates, capsys):
     arguments = ["--params", "1e9", "--rates", rates, "--host-memory", "12GiB", "--tokens", "30000"]
     found = plan_json(capsys, *arguments)
