@@ -20,6 +20,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -272,7 +273,7 @@ def depth_sweep(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, A
 
 
 class Throttles:
-    """Opens every path of a session behind a `ThrottledTier` of the rate that its name says."""
+    """Opens paths behind a `ThrottledTier` of the rate that each was given; an infinite one as it is."""
 
     def __init__(self, folder: Path, rates_mb_per_s: list[float]) -> None:
         self.tiers: dict[str, ThrottledTier] = {}
@@ -283,9 +284,11 @@ class Throttles:
             self.rates[str(path)] = rate * MB
 
     def open(self, path: str, store: uuid.UUID, queue: CompletionQueue, **settings: Any) -> Tier:
+        rate = self.rates[path]
+        if math.isinf(rate):
+            return open_tier(path, store, queue, **settings)
         inner_queue = CompletionQueue()
         inner = open_tier(path, store, inner_queue, **settings)
-        rate = self.rates[path]
         tier = ThrottledTier(inner, inner_queue, queue, read_bytes_per_s=rate, write_bytes_per_s=rate)
         self.tiers[path] = tier
         return tier

@@ -1,0 +1,449 @@
+"""Predicted steps beside measured ones, the planner's choice beside all others, and a path that slows down.
+
+Sections, each of which can be run alone (`--sections predictions,choice`):
+
+  predictions  configurations that differ in resident share, paths, their throttling, staging depth and threads: the
+               step that the simulator predicts beside the median of those measured, (a) by the rates of the full
+               probe, which knows nothing of the configuration, and (b) by those that the session has learnt in three
+               steps. Both predictions are made before the first step that counts. Beside them, (c), each step's own
+               prediction, made just before it, as `optimizer.explain()` shows it: on a machine that others use at the
+               same time, rates change from minute to minute, and (c) tells that from an error of the model.
+  choice       with the same host memory, every number of staging slots that the planner considers, and several fixed
+               splits between paths, each run; what `choose_plan` chose beside the fastest of them
+  follow       a path that is throttled to a third in mid-run: the part of the bytes that it gets, step by step
+  time         seconds of process time that choosing a plan for 10,000 subgroups takes
+
+The disk is this machine's, real files with checksums; slower paths are emulated by throttling it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import logging
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from _common import Target, arguments, cores, environment, progress, report
+from paths import MB, Throttles
+
+from offload import Engine, OffloadConfig
+from offload.engine import session
+from offload.engine.tables import GroupScalars
+from offload.layout import SECTOR_NUMEL, STATE_ITEM_BYTES, Parameter, build_layout
+from offload.measure import RatesFile, full, full_probe
+from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan, estimate
+from offload.plan.planner import STAGING_SLOTS
+from offload.protocols import DtypeCode
+from offload.sim import predict
+
+DISK = math.inf
+"""The path that is not throttled; other paths are given by their MB/s each way."""
+
+WARM_UP = 5
+"""Steps before the first that counts: one that finds fresh state, three that are learnt from, and one at whose end
+the last of those has been."""
+
+SCALARS = (GroupScalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much work: subgroups, the elements of each, rounds, and the seconds of the probe."""
+
+    subgroups: int
+    numel: int
+    rounds: int
+    probe_s: float
+
+
+FULL = Size(40, 1 << 20, 7, 30.0)
+SMOKE = Size(12, 1 << 14, 1, 0.3)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a session is given.
+
+    Attributes:
+        resident: Subgroups at home in host memory, as a part of all.
+        paths: What each path reaches each way, in MB/s; `DISK` for the disk itself.
+        slots: Staging slots.
+        threads: Threads of the update.
+        shares: How tiles are spread over the paths; empty for by their rates.
+    """
+
+    resident: float
+    paths: tuple[float, ...] = (DISK,)
+    slots: int = 4
+    threads: int = 2
+    shares: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        if self.resident == 1:
+            return f"all resident, {self.threads} threads"
+        paths = "+".join("disk" if rate == DISK else f"{rate:.0f}" for rate in self.paths)
+        split = ":".join(f"{share:g}" for share in self.shares)
+        split = f" split {split}" if split else ""
+        return f"{self.resident:.0%} resident, {paths}{split}, {self.slots} slots, {self.threads} threads"
+
+
+CONFIGURATIONS = (
+    Configuration(0.0),
+    Configuration(0.0, slots=2),
+    Configuration(0.0, slots=8),
+    Configuration(0.0, threads=1),
+    Configuration(0.5),
+    Configuration(0.5, slots=2, threads=1),
+    Configuration(0.75),
+    Configuration(0.9, slots=2),
+    Configuration(1.0),
+    Configuration(1.0, threads=1),
+    Configuration(0.0, (400,), slots=1),
+    Configuration(0.5, (400,)),
+    Configuration(0.0, (400, 400)),
+    Configuration(0.0, (400, 400), slots=8, threads=1),
+    Configuration(0.0, (400, 400 / 3)),
+    Configuration(0.25, (400, 200, 400 / 3)),
+)
+
+SPLITS = ((1, 1), (2, 1), (3, 1), (5, 1))
+
+
+class Model:
+    """Weights and gradients that all sessions use: as each session updates them from the start, in the same number
+    of steps, they are the same after each one's last."""
+
+    def __init__(self, size: Size) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.size = size
+        self.numel = size.subgroups * size.numel
+        self.start = torch.randn(self.numel, generator=generator).bfloat16()
+        self.weight = self.start.clone()
+        self.gradient = torch.randn(self.numel, generator=generator).bfloat16()
+        self.parameters = [
+            Parameter(f"p{number}", size.numel, DtypeCode.BFLOAT16, 0) for number in range(size.subgroups)
+        ]
+        self.subgroup_bytes = 3 * STATE_ITEM_BYTES * size.numel
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.weight.view(torch.int16).numpy().tobytes()).hexdigest()[:16]
+
+
+class Session:
+    """An engine over throttled paths that starts from given rates, as one does that starts from a file."""
+
+    def __init__(self, folder: Path, model: Model, configuration: Configuration, rates: Rates) -> None:
+        self.configuration = configuration
+        self.model = model
+        self.throttles = Throttles(folder, list(configuration.paths))
+        paths: list[dict[str, Any]] = [{"path": path} for path in self.throttles.rates]
+        for path, share in zip(paths, configuration.shares, strict=False):
+            path["share"] = share
+        config = OffloadConfig(
+            host_memory=round(configuration.resident * model.size.subgroups) * model.subgroup_bytes,
+            paths=paths,
+            staging_memory=configuration.slots * model.subgroup_bytes,
+            subgroup_numel=model.size.numel,
+            threads=configuration.threads,
+        )
+        with (
+            mock.patch.object(session, "open_tier", self.throttles.open),
+            mock.patch.object(session, "session_rates", return_value=rates),
+        ):
+            self.engine = Engine(model.parameters, config)
+        for number in range(model.size.subgroups):
+            offset = 2 * number * model.size.numel
+            self.engine.bind_weight(number, model.weight.data_ptr() + offset)
+            self.engine.bind_gradient(number, model.gradient.data_ptr() + offset, DtypeCode.BFLOAT16)
+
+    def step(self) -> float:
+        """Take one step; return its seconds."""
+        self.engine.step(SCALARS)
+        return self.engine.metrics()["step_s"]
+
+    def predict(self) -> float:
+        """Return the seconds that a step should take by what the session knows now."""
+        return predict(self.engine.plan, self.engine.rates).step_s
+
+    def warm_up(self) -> str:
+        """Take all steps up to the first that counts; return the digest of the weights."""
+        self.model.weight.copy_(self.model.start)
+        for _ in range(WARM_UP):
+            self.engine.step(SCALARS)
+        return self.model.digest()
+
+
+@contextlib.contextmanager
+def sessions(
+    folder: Path, model: Model, rates: Callable[[Configuration], Rates], configurations: Sequence[Configuration]
+) -> Iterator[list[Session]]:
+    """Open a session of each configuration."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for configuration in configurations:
+            opened.append(Session(folder, model, configuration, rates(configuration)))
+            stack.callback(opened[-1].engine.close)
+        yield opened
+
+
+def probe(folder: Path, size: Size, kinds: Sequence[float]) -> RatesFile:
+    """Return what the full probe measures of the CPU and of each kind of path."""
+    throttles = Throttles(folder, list(kinds))
+
+    def show(done: int, total: int, what: str) -> None:
+        progress(f"probe: {what} {done}/{total}")
+
+    with mock.patch.object(full, "open_tier", throttles.open):
+        numel = None if size is FULL else 1 << 17
+        found = full_probe(list(throttles.rates), seconds=size.probe_s, numel=numel, report=show)
+    for warning in found.warnings:
+        print(f"  probe: {warning}")
+    return found
+
+
+class Probed:
+    """The probe's rates, put together for a configuration."""
+
+    def __init__(self, folder: Path, size: Size, configurations: Sequence[Configuration]) -> None:
+        self.kinds = sorted({rate for configuration in configurations for rate in configuration.paths})
+        self.file = probe(folder, size, self.kinds)
+
+    def rates(self, configuration: Configuration) -> Rates:
+        paths = tuple(self.file.rates.paths[self.kinds.index(rate)] for rate in configuration.paths)
+        cpu = self.file.cpu_rate(configuration.threads)
+        return dataclasses.replace(self.file.rates, cpu_bytes_per_s=cpu, paths=paths, gpu=None)
+
+
+def rounds_of(opened: Sequence[Session], rounds: int, each: Callable[[Session], None]) -> str:
+    """Call `each` for all sessions, round by round, another one first each time; return the digest of the weights."""
+    digests = set()
+    for number, one in enumerate(opened):
+        progress(f"warm-up {number + 1}/{len(opened)}: {one.configuration}")
+        digests.add(one.warm_up())
+    if len(digests) != 1:
+        raise SystemExit("the weights depend on the configuration")
+    for number in range(rounds):
+        first = number % len(opened)
+        for one in itertools.chain(opened[first:], opened[:first]):
+            each(one)
+        progress(f"round {number + 1}/{rounds}")
+    return digests.pop()
+
+
+def predictions(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
+    chosen = CONFIGURATIONS if size is FULL else CONFIGURATIONS[4::4]
+    chosen = tuple(dataclasses.replace(each, threads=min(each.threads, cores())) for each in chosen)
+    probed = Probed(folder, size, chosen)
+    model = Model(size)
+    found: dict[Configuration, dict[str, Any]] = {each: {"steps_s": [], "predicted_each_s": []} for each in chosen}
+
+    def measure(one: Session) -> None:
+        row = found[one.configuration]
+        predicted_s = one.predict()
+        row.setdefault("predicted_s", predicted_s)
+        row["predicted_each_s"].append(predicted_s)
+        row["steps_s"].append(one.step())
+
+    with sessions(folder, model, probed.rates, chosen) as opened:
+        for one in opened:
+            found[one.configuration]["predicted_by_probe_s"] = one.predict()
+        checksum = rounds_of(opened, size.rounds, measure)
+        for one in opened:
+            metrics = one.engine.metrics()
+            row = found[one.configuration]
+            row["lanes_s"] = {
+                lane: [seconds, metrics[f"lane/{lane}/busy_s"]]
+                for lane, seconds in predict(one.engine.plan, one.engine.rates).busy_s.items()
+            }
+            row["rates"] = one.engine.rates.to_dict()
+    print(f"  {'':<52} measured     (a)     (b)     (c)")
+    for configuration, row in found.items():
+        row["measured_s"] = measured_s = statistics.median(row["steps_s"])
+        row["error_by_probe"] = row["predicted_by_probe_s"] / measured_s - 1
+        row["error"] = row["predicted_s"] / measured_s - 1
+        ratios = [p / m for p, m in zip(row["predicted_each_s"], row["steps_s"], strict=True)]
+        row["error_each"] = statistics.median(ratios) - 1
+        print(
+            f"  {configuration!s:<52} {measured_s:7.4f}s {row['error_by_probe']:+7.1%} {row['error']:+7.1%} "
+            f"{row['error_each']:+7.1%}"
+        )
+    for name, key in (
+        ("largest error of a step's prediction, learnt rates", "error"),
+        ("the same, predicted before each step", "error_each"),
+    ):
+        targets.append(Target.at_most(name, max(abs(row[key]) for row in found.values()), 0.1))
+    return {
+        "probe": probed.file.to_dict(),
+        "configurations": {str(configuration): row for configuration, row in found.items()},
+        "checksum": checksum,
+    }
+
+
+def timed(steps: dict[Configuration, list[float]], one: Session) -> None:
+    steps[one.configuration].append(one.step())
+
+
+def choice(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
+    threads = min(2, cores())
+    deepest = max(STAGING_SLOTS) if size is FULL else min(STAGING_SLOTS) + 2
+    depths = [slots for slots in STAGING_SLOTS if slots <= deepest]
+    memory = 16 if size is FULL else deepest  # subgroups' worth of host memory, at home and staging
+    found: dict[str, Any] = {}
+    probed = Probed(folder, size, [Configuration(0.0, (DISK, 400, 400 / 3))])
+    model = Model(size)
+    for paths in ((DISK,), (400.0, 400 / 3)):
+        splits: tuple[tuple[float, ...], ...] = ((), *SPLITS) if len(paths) > 1 else ((),)
+
+        def configured(slots: int, split: tuple[float, ...], paths: tuple[float, ...] = paths) -> Configuration:
+            return Configuration((memory - slots) / size.subgroups, paths, slots, threads, split)
+
+        candidates = [configured(slots, split) for slots, split in itertools.product(depths, splits)]
+        steps: dict[Configuration, list[float]] = {each: [] for each in candidates}
+        with sessions(folder, model, probed.rates, candidates) as opened:
+            asked = opened[0].engine
+            # Deciding, as a session does that is told the host memory and not the staging memory.
+            budgets = dataclasses.replace(asked.plan.budgets, staging_bytes=None, follow_rates=True)
+            plan = choose_plan(asked.plan.layout, budgets, probed.rates(candidates[0]))
+            planned = configured(min(plan.staging_slots, deepest), ())
+            checksum = rounds_of(opened, size.rounds, partial(timed, steps))
+            costs = {one.configuration: estimate(one.engine.plan, one.engine.rates).step_s for one in opened}
+        medians = {each: statistics.median(seconds) for each, seconds in steps.items()}
+        best = min(medians, key=lambda each: medians[each])
+        value = statistics.median(p / b for p, b in zip(steps[planned], steps[best], strict=True))
+        name = "+".join("disk" if rate == DISK else f"{rate:.0f}" for rate in paths)
+        print(f"  {name}: chosen {planned}: {medians[planned]:.4f} s; best of {len(candidates)} {best}: ", end="")
+        print(f"{medians[best]:.4f} s")
+        targets.append(Target.at_most(f"the planner's choice over the best of all, {name}", value, 1.05))
+        found[name] = {
+            "chosen": str(planned),
+            "best": str(best),
+            "ratio": value,
+            "candidates": {
+                str(each): {"measured_s": medians[each], "estimated_s": costs[each], "steps_s": steps[each]}
+                for each in candidates
+            },
+            "checksum": checksum,
+        }
+    return found
+
+
+def follow(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
+    rate = 400.0
+    configuration = Configuration(0.0, (rate, rate), threads=min(2, cores()))
+    probed = Probed(folder, size, [configuration])
+    parts, seconds = [], []
+    with sessions(folder, Model(size), probed.rates, [configuration]) as (one,):
+        one.warm_up()
+        for number in range(9):
+            if number == 1:
+                path = next(iter(one.throttles.rates))
+                one.throttles.tiers[path].set_rates(rate / 3 * MB, rate / 3 * MB)
+            seconds.append(one.step())
+            metrics = one.engine.metrics()
+            written = [metrics[f"path/{each}/write_bytes"] for each in range(2)]
+            parts.append(written[0] / max(sum(written), 1))
+    print(f"  part of the bytes written to it: {parts[0]:.3f}, then {', '.join(f'{part:.3f}' for part in parts[1:])}")
+    # It reaches a third of the other, and 1 / (1 + 3) is its due.
+    value = parts[5] / 0.25
+    targets.append(Target.at_most("bytes to a path slowed to a third, in the fifth step, over its due", value, 1.1))
+    return {"part_of_bytes_written": parts, "steps_s": seconds, "slowed_before_step": 2}
+
+
+def planning(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
+    """Two paths and a GPU, so that there is much to choose; rates that need no measuring."""
+    count, numel = 10_000, 16 * SECTOR_NUMEL
+    rates = Rates(40e9, (PathRates(6e9, 5e9), PathRates(2e9, 1e9)), GpuRates(1e12, 50e9, 50e9), 300e9)
+    seconds: list[float] = []
+    for _ in range(3 if size is SMOKE else 9):
+        # Anew each time: what a layout has worked out once it remembers.
+        layout = build_layout([Parameter("p", count * numel, DtypeCode.BFLOAT16, 0)], numel)
+        paths = (PathBudget("/a", 1 << 50), PathBudget("/b", 1 << 50))
+        staging_bytes = 4 * layout.subgroups[0].state_bytes
+        budgets = Budgets(count * staging_bytes // 5, None, paths, follow_rates=True, gpu_staging_bytes=staging_bytes)
+        started_s = time.process_time()
+        plan: Plan = choose_plan(layout, budgets, rates)
+        seconds.append(time.process_time() - started_s)
+    value = statistics.median(seconds)
+    print(f"  {len(plan.layout.subgroups):,} subgroups, {sum(plan.on_gpu):,} of them on the GPU: {value:.3f} s")
+    targets.append(Target.at_most("seconds of process time for a plan of 10,000 subgroups", value, 0.1))
+    return {"process_s": seconds, "subgroups": count}
+
+
+SECTIONS: dict[str, Callable[[Path, Size, list[Target]], dict[str, Any]]] = {
+    "predictions": predictions,
+    "choice": choice,
+    "follow": follow,
+    "time": planning,
+}
+
+
+def picture(file: Path, results: dict[str, Any]) -> None:
+    """Draw predicted beside measured steps, and the bytes of the path that slowed down."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6), layout="constrained", width_ratios=(2, 1))
+    rows = results.get("predictions", {}).get("configurations", {})
+    places = range(len(rows))
+    bars = (
+        ("measured_s", "measured, median", "#4878a8"),
+        ("predicted_s", "predicted by learnt rates", "#d08c3c"),
+        ("predicted_by_probe_s", "predicted by the probe's rates", "#bbbbbb"),
+    )
+    for number, (key, label, color) in enumerate(bars):
+        heights = [place + 0.27 * (number - 1) for place in places]
+        left.barh(heights, [row[key] for row in rows.values()], 0.25, label=label, color=color)
+    left.set_yticks(list(places), list(rows), fontsize=7)
+    left.invert_yaxis()
+    left.set_xlabel("seconds of a step")
+    left.legend(fontsize=7)
+    parts = results.get("follow", {}).get("part_of_bytes_written", [])
+    if parts:
+        right.plot(range(len(parts)), parts, marker="o", color="#4878a8")
+        right.axhline(0.25, color="#888888", linestyle="--", label="its due")
+        right.set_xlabel("steps since one of two paths slowed to a third (emulated)")
+        right.set_ylabel("part of the bytes written to it")
+        right.set_ylim(bottom=0)
+        right.legend()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated (default: all)")
+    parser.add_argument("--path", type=Path, help="where the paths are made (default: the temporary folder)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the results there")
+    args = parser.parse_args()
+    # That all paths lie on one device is why they are throttled.
+    logging.getLogger("offload").addFilter(lambda record: "on one device" not in record.getMessage())
+    described = environment()
+    results: dict[str, Any] = {}
+    targets: list[Target] = []
+    for name in args.sections.split(","):
+        if name not in SECTIONS:
+            raise SystemExit(f"--sections: {name!r} cannot be used; there are {', '.join(SECTIONS)}")
+        print(f"{name}:")
+        with tempfile.TemporaryDirectory(dir=args.path) as folder:
+            results[name] = SECTIONS[name](Path(folder), SMOKE if args.smoke else FULL, targets)
+    checksum = results.get("predictions", {}).get("checksum", "none of the chosen sections computes")
+    if args.picture:
+        picture(args.picture, results)
+    report(args, described, results, checksum, targets)
+
+
+if __name__ == "__main__":
+    main()
