@@ -371,7 +371,8 @@ def planning(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
         layout = build_layout([Parameter("p", count * numel, DtypeCode.BFLOAT16, 0)], numel)
         paths = (PathBudget("/a", 1 << 50), PathBudget("/b", 1 << 50))
         staging_bytes = 4 * layout.subgroups[0].state_bytes
-        budgets = Budgets(count * staging_bytes // 5, None, paths, follow_rates=True, gpu_staging_bytes=staging_bytes)
+        host_bytes = count * staging_bytes * 15 // 64
+        budgets = Budgets(host_bytes, None, paths, follow_rates=True, gpu_staging_bytes=staging_bytes)
         started_s = time.process_time()
         plan: Plan = choose_plan(layout, budgets, rates)
         seconds.append(time.process_time() - started_s)

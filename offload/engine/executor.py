@@ -35,6 +35,8 @@ class Interval(NamedTuple):
         started_s: When it was taken up, on the monotonic clock.
         finished_s: When it was through.
         nbytes: Bytes of state that were moved or updated.
+        due_s: When what it follows from had ended: when an engine that takes no time would have handed it to the
+            lane. None where that was not noted: as it was taken up.
     """
 
     lane: str
@@ -42,6 +44,7 @@ class Interval(NamedTuple):
     started_s: float
     finished_s: float
     nbytes: int
+    due_s: float | None = None
 
 
 HostOperation = ReadTile | WriteTile | Run
@@ -89,6 +92,8 @@ class LiveExecutor:
         self._plan: Plan | None = None
         self._in_flight: dict[int, tuple[HostOperation, TileRequest | None]] = {}
         self._events: list[Event] = []
+        self._due_s: dict[int, float] = {}
+        self._happened_s = 0.0
 
     def bind(self, plan: Plan, staging_address: int) -> None:
         """Take up a plan and the address of its first staging slot; with nothing in flight only."""
@@ -109,6 +114,7 @@ class LiveExecutor:
         for operation in operations:
             if not self._in_flight:
                 self._heard_s = time.monotonic()
+            self._due_s[operation.op] = self._happened_s
             try:
                 if not isinstance(operation, HostOperation):
                     raise InternalError(f"{operation} needs a GPU, and this executor has none")
@@ -120,6 +126,7 @@ class LiveExecutor:
 
     def _fail(self, operation: Operation, error: Exception) -> None:
         self._in_flight.pop(operation.op, None)
+        del self._due_s[operation.op]
         self._events.append(Failed(operation.op, error))
         self._queue.post(WAKE)
 
@@ -162,6 +169,8 @@ class LiveExecutor:
         elif not events and self._in_flight:
             operation, request = next(iter(self._in_flight.values()))
             return [Stop(self._stalled(operation, request))]
+        ended_s = [record[4] for record in records if record[0] not in (WAKE, REQUEST)]
+        self._happened_s = max(ended_s, default=self._heard_s)
         for record in records:
             completion = Completion(*record)
             if completion.op == REQUEST:
@@ -172,6 +181,7 @@ class LiveExecutor:
 
     def _report(self, completion: Completion) -> Event:
         operation, request = self._in_flight.pop(completion.op)
+        due_s = self._due_s.pop(completion.op)
         if isinstance(operation, Run):
             lane, subgroup = "cpu", operation.visit.subgroup
             nbytes = self._plan.layout.subgroups[subgroup].state_bytes if self._plan else 0
@@ -182,7 +192,8 @@ class LiveExecutor:
             nbytes = location.nbytes
             label = f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"
         if completion.error == 0:
-            self.timeline.append(Interval(lane, label, completion.started_s, completion.finished_s, nbytes))
+            times = completion.started_s, completion.finished_s
+            self.timeline.append(Interval(lane, label, *times, nbytes, due_s))
             return Done(completion.op, completion.checksum)
         if request is None or isinstance(operation, Run):
             detail = f"the kernel reports {completion.error}"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from offload.engine.executor import Interval
@@ -19,7 +19,7 @@ LEAST_BYTES = 1 << 20
 HISTORY = 3
 """Steps whose median a rate is: one outlier changes nothing, a lasting change is noticed in the second step."""
 
-LEARNT = ("_bytes_per_s", "memory_cost")
+LEARNT = ("_bytes_per_s", "memory_cost", "reaction_s")
 """How the names of rates end that steps tell something about."""
 
 IMPOSSIBLE = 0.05
@@ -30,7 +30,7 @@ TOLERANCE = 1e-6
 
 
 def lane_totals(timeline: Sequence[Interval]) -> dict[str, tuple[int, float]]:
-    """Return, for each lane, the bytes it moved and the seconds in which at least one operation was on it."""
+    """Return, for each lane, the bytes it moved and the seconds in which it was busy; see `_busy_spans`."""
     found: dict[str, int] = {}
     for interval in timeline:
         found[interval.lane] = found.get(interval.lane, 0) + interval.nbytes
@@ -73,7 +73,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
             h2d_bytes_per_s=seen("h2d", gpu.h2d_bytes_per_s, gpu.memory_cost),
             d2h_bytes_per_s=seen("d2h", gpu.d2h_bytes_per_s, gpu.memory_cost),
         )
-    found = dataclasses.replace(known, paths=paths, gpu=gpu)
+    found = dataclasses.replace(known, paths=paths, gpu=gpu, reaction_s=_reaction_s(timeline, known.reaction_s))
     nbytes, busy_s = totals.get("cpu", (0, 0.0))
     if nbytes < LEAST_BYTES or busy_s <= 0:
         return found
@@ -100,15 +100,34 @@ def typical(history: Sequence[Rates]) -> Rates:
 
 
 def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, float]]]:
-    """Return, for each lane, when at least one operation was on it: disjoint spans in order."""
+    """Return, for each lane, when at least one operation was on it or due: disjoint spans in order.
+
+    What is between the end of one and the beginning of another that has been waiting is the lane's own time: it may
+    be that its threads, or the engine's, did not get a core.
+    """
     spans: dict[str, list[tuple[float, float]]] = {}
     for interval in sorted(timeline, key=lambda item: item.started_s):
         lane = spans.setdefault(interval.lane, [])
-        if lane and interval.started_s <= lane[-1][1]:
+        if lane and _due_s(interval) <= lane[-1][1]:
             lane[-1] = lane[-1][0], max(lane[-1][1], interval.finished_s)
         else:
             lane.append((interval.started_s, max(interval.started_s, interval.finished_s)))
     return spans
+
+
+def _reaction_s(timeline: Sequence[Interval], known_s: float) -> float:
+    """Return what operations took on the average from when they were due until a lane that was idle took them up."""
+    idle_from_s: dict[str, float] = {}
+    found: list[float] = []
+    for interval in sorted(timeline, key=lambda item: item.started_s):
+        if interval.due_s is not None and interval.due_s > idle_from_s.get(interval.lane, -math.inf):
+            found.append(max(0.0, interval.started_s - interval.due_s))
+        idle_from_s[interval.lane] = max(idle_from_s.get(interval.lane, -math.inf), interval.finished_s)
+    return fmean(found) if found else known_s
+
+
+def _due_s(interval: Interval) -> float:
+    return interval.started_s if interval.due_s is None else min(interval.due_s, interval.started_s)
 
 
 def _seconds_by_demand(

@@ -101,10 +101,10 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
 
     With S streamed subgroups and A staging slots, M = S - A subgroups go out and as many come in. A mean subgroup
     takes u seconds to update (on the GPU: copies included), w to flush, r to fetch. A slot goes through update,
-    flush and fetch in turn, so subgroups come back every max(r, w, what each device and link needs for one,
-    (u + w + r) / A) seconds, after the first has gone all the way; the last one is then updated. Resident subgroups
-    fill the waits of the CPU; while they last, one that comes back has to wait its turn. What passes through the
-    GPU's own slots is a pipeline of the same form.
+    flush and fetch in turn, the engine reacting in between, so subgroups come back every max(r, w, what each device
+    and link needs for one, (u + w + r + reactions) / A) seconds, after the first has gone all the way; the last one
+    is then updated. Resident subgroups fill the waits of the CPU; while they last, one that comes back has to wait
+    its turn. What passes through the GPU's own slots is a pipeline of the same form.
 
     Updates on the CPU slow down while other lanes use the host's memory: how much follows from the part of the step
     in which those are busy, which is found by bisection.
@@ -206,7 +206,7 @@ def _step_s(
         )
     on_cpu = mix.streamed[0].count + mix.resident[0].count
     push_s = mix.pushed_bytes / on_cpu * in_s if on_cpu else 0.0
-    gpu_s = _gpu_s(mix, in_s, up_s, out_s, push_s)
+    gpu_s = _gpu_s(mix, in_s, up_s, out_s, push_s, rates.reaction_s)
     moved, mean_bytes = _moved(mix)
     pipeline_s = last_s = 0.0
     if moved:
@@ -215,19 +215,19 @@ def _step_s(
         write_s = max(lanes[f"write:{number}"][1] for number in range(len(shares))) / moved
         on_gpu = mix.streamed[1].count / streamed
         update_s = mean_bytes * cpu_s_per_byte
-        chain_s = mean_bytes * (in_s + up_s + out_s)
+        chain_s = mean_bytes * (in_s + up_s + out_s) + 2 * rates.reaction_s
         last_s = max((on_gpu < 1) * (update_s + push_s), (on_gpu > 0) * mean_bytes * (in_s + up_s))
-        round_s = (1 - on_gpu) * update_s + on_gpu * chain_s + write_s + read_s
+        away_s = write_s + read_s + 3 * rates.reaction_s
+        round_s = (1 - on_gpu) * update_s + on_gpu * chain_s + away_s
         every_s = max(
             read_s,
             write_s,
             (1 - on_gpu) * update_s,
             on_gpu * mean_bytes * max(up_s, in_s, out_s),
-            on_gpu * chain_s / max(mix.gpu_slots, 1),
+            on_gpu * (chain_s + rates.reaction_s) / max(mix.gpu_slots, 1),
             round_s / mix.slots,
         )
         # While resident subgroups last, one that comes back finds the device at work on one and others handed over.
-        away_s = write_s + read_s
         copy_s = mean_bytes * max(in_s, up_s, out_s)
         behind = (
             (1 - on_gpu, (math.ceil(away_s / update_s) + 1) * update_s - away_s, update_s, mix.resident[0].nbytes),
@@ -246,10 +246,10 @@ def _step_s(
     cpu_s = lanes["cpu"][0] * cpu_s_per_byte
     if cpu_s > span_s:
         cpu_s = span_s + (cpu_s - span_s) * speed
-    return max(cpu_s + push_s, pipeline_s + last_s, gpu_s), span_s
+    return max(cpu_s + push_s, pipeline_s + last_s, gpu_s) + 2 * rates.reaction_s, span_s
 
 
-def _gpu_s(mix: Mix, in_s: float, up_s: float, out_s: float, push_s: float) -> float:
+def _gpu_s(mix: Mix, in_s: float, up_s: float, out_s: float, push_s: float, reaction_s: float) -> float:
     """Return when the last update on the GPU has ended, and the last copy to it.
 
     What passes through its slots is copied in, updated and copied out; the last copies out end behind the step.
@@ -267,5 +267,5 @@ def _gpu_s(mix: Mix, in_s: float, up_s: float, out_s: float, push_s: float) -> f
         count * in_s + pushes_s + up_s,
         in_s + count * up_s + total_s,
         (again > 0) * (in_s + up_s + again * out_s) + in_s + up_s,
-        turns * (in_s + up_s + out_s) + rest * max(in_s, up_s) + in_s + up_s,
+        turns * (in_s + up_s + out_s + 3 * reaction_s) + rest * max(in_s, up_s) + in_s + up_s + reaction_s,
     )

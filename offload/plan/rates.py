@@ -78,6 +78,8 @@ class Rates:
         memory_bytes_per_s: Host memory bandwidth of this session, reads and writes together; infinite where unknown,
             so that nothing slows anything down.
         compute_flops_per_s: What forward and backward reach, for predictions of whole iterations; 0 where unknown.
+        reaction_s: What the engine takes from the end of an operation until a lane that is idle has taken up the one
+            that follows from it: threads that wake up, and its own work. Where a lane has more to do, that is hidden.
 
     Raises:
         ConfigError: If a rate is not a finite number greater than zero.
@@ -88,6 +90,7 @@ class Rates:
     gpu: GpuRates | None = None
     memory_bytes_per_s: float = math.inf
     compute_flops_per_s: float = 0.0
+    reaction_s: float = 0.0
 
     def __post_init__(self) -> None:
         parts: list[tuple[str, Any]] = [("", self)]
@@ -156,7 +159,7 @@ class Rates:
         return cls(**top)
 
 
-_MAY_BE_ZERO = ("latency_s", "memory_cost", "memory_bytes", "compute_flops_per_s")
+_MAY_BE_ZERO = ("latency_s", "memory_cost", "memory_bytes", "compute_flops_per_s", "reaction_s")
 
 
 def _check(name: str, field: str, value: object) -> None:

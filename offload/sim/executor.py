@@ -2,7 +2,7 @@
 
 A lane is a serial resource: each path's reads, each path's writes, the CPU; with a GPU also its updates ("gpu") and
 the copies each way ("h2d", "d2h"). An operation takes the lane's latency and its bytes over the lane's rate, after
-what was given to the lane before it. Where the rates know the host's memory bandwidth, updates on the CPU have what
+what was given to the lane before it, and not before the engine has reacted to what it follows from. Where the rates know the host's memory bandwidth, updates on the CPU have what
 the other lanes leave of it at each moment (`Rates.cpu_speed`). Two fidelities: timing only, and, given `SimData`,
 with bytes. Same arguments, same run.
 
@@ -11,7 +11,7 @@ Invariants:
   * virtual time never goes back.
 
 Non-goals: contention between a path's reads and its writes (its rates are those of both at once), contention for
-memory together with faults, disorder or bytes; a host slower than its lanes.
+memory together with faults, disorder or bytes; a host so much slower than its lanes that they wait for it in turn.
 """
 
 from __future__ import annotations
@@ -221,7 +221,8 @@ class SimExecutor:
         self._push(self.now_s if at_s is None else at_s, event, None)
 
     def submit(self, operations: Sequence[Operation]) -> None:
-        """Give operations to their lanes."""
+        """Give operations to their lanes, which take them up when the engine has reacted."""
+        ready_s = self.now_s + self._rates.reaction_s
         for operation in operations:
             lane, nbytes = self.lane_of(operation)
             self._out[operation.op] = operation
@@ -232,11 +233,12 @@ class SimExecutor:
                 self._updates.append(operation)
                 if len(self._updates) == 1:
                     self._start_update()
+                    self._update_left_s += self._rates.reaction_s
                 continue
             # What `_submit_uneven` comes to with even lanes: predictions spend their time here.
             started_s = lane.free_s[0]
-            if started_s < self.now_s:
-                started_s = self.now_s
+            if started_s < ready_s:
+                started_s = ready_s
             duration_s = lane.latency_s + nbytes * lane.s_per_byte
             finished_s = lane.free_s[0] = started_s + duration_s
             lane.busy_s += duration_s
@@ -248,7 +250,7 @@ class SimExecutor:
 
     def _submit_uneven(self, operation: Operation, lane: _Lane, nbytes: int) -> None:
         server = min(range(len(lane.free_s)), key=lane.free_s.__getitem__)
-        started_s = max(lane.free_s[server], self.now_s)
+        started_s = max(lane.free_s[server], self.now_s + self._rates.reaction_s)
         duration_s = lane.latency_s + nbytes * lane.s_per_byte
         if self._disorder.jitter:
             duration_s *= 1 + self._disorder.jitter * self._rng.random()

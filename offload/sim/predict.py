@@ -74,7 +74,7 @@ def predict(plan: Plan, rates: Rates, steps: int = 3) -> Prediction:
         pump(machine, executor, lambda machine: machine.finished is not None)
         invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
         machine.take_finished()
-        step_s = executor.now_s - begun_s
+        step_s = executor.now_s - begun_s + rates.reaction_s  # whoever waits for it hears of it
         pump(machine, executor, lambda machine: machine.in_flight == 0)  # what ends behind forward and backward
     busy_s = {lane: seconds - busy_before[lane] for lane, seconds in executor.busy_s.items()}
     lane_bytes = {lane: count - bytes_before[lane] for lane, count in executor.lane_bytes.items()}

@@ -49,6 +49,7 @@ def test_a_session_starts_from_a_file_and_learns(tmp_path: Path, streaming: Conf
         assert learnt.paths[0].read_bytes_per_s != rates.paths[0].read_bytes_per_s
         assert learnt.paths[0].memory_cost == 1.5
         assert learnt.memory_bytes_per_s == 90 * GB
+        assert learnt.reaction_s > 0
 
 
 def test_auto_takes_this_machine_s_file(

@@ -71,8 +71,8 @@ def test_lanes_are_serial_and_work_side_by_side():
     assert executor.busy_s == {"cpu": 10.0, "read:0": 3.0, "read:1": 1.5, "write:0": 2.5, "write:1": 0.0}
     assert executor.lane_bytes["read:0"] == 2 * SECTOR_BYTES
     assert [tuple(interval) for interval in executor.timeline[1:3]] == [
-        ("read:0", "subgroup 0 tensor 0 tile 0", 1.5, 3.0, SECTOR_BYTES),
-        ("write:0", "subgroup 0 tensor 0 tile 0", 0.0, 2.5, SECTOR_BYTES),
+        ("read:0", "subgroup 0 tensor 0 tile 0", 1.5, 3.0, SECTOR_BYTES, None),
+        ("write:0", "subgroup 0 tensor 0 tile 0", 0.0, 2.5, SECTOR_BYTES, None),
     ]
     assert executor.timeline[-1].label == "subgroup 0"
 

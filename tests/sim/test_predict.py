@@ -162,6 +162,21 @@ def test_updates_have_the_memory_that_copies_leave():
     assert alone.step_s == pytest.approx(2.0, rel=0.01)
 
 
+def test_the_engine_s_reaction_counts_where_a_lane_waits_for_it():
+    """One slot, so that update, flush and fetch follow each other; with all at home the CPU always has the next."""
+    plan = make(5, 1)
+    size = plan.layout.max_subgroup_bytes
+    rates = Rates(size / 1.0, (PathRates(size / 10.0, size / 100.0),))
+    slow = replace(rates, reaction_s=0.5)
+    # Four go out and come in, each after three reactions; one at the beginning, one at the end.
+    expected_s = predict(plan, rates).step_s + (4 * 3 + 2) * 0.5
+    assert predict(plan, slow).step_s == pytest.approx(expected_s)
+    assert estimate(plan, slow).step_s == pytest.approx(expected_s)
+    home = make(5, 1, resident=5)
+    assert predict(home, slow).step_s == pytest.approx(5 + 2 * 0.5)
+    assert estimate(home, slow).step_s == pytest.approx(5 + 2 * 0.5)
+
+
 def random_problem(rng: random.Random) -> tuple[Plan, Rates]:
     """Return a plan as the planner makes it, for a machine with or without a GPU."""
     subgroups = rng.randrange(24, 80)
@@ -194,7 +209,7 @@ def random_problem(rng: random.Random) -> tuple[Plan, Rates]:
         gpu_staging_bytes=rng.choice((0, 4)) * size,
         weights_on_gpu=gpu is not None,
     )
-    rates = Rates(cpu, tuple(paths), gpu, memory)
+    rates = Rates(cpu, tuple(paths), gpu, memory, reaction_s=rng.choice((0.0, 1e-6, 1e-5)))
     return choose_plan(layout, budgets, rates), rates
 
 

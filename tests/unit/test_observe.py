@@ -31,6 +31,21 @@ def test_busy_time_is_when_anything_is_on_the_lane() -> None:
     assert lane_totals(spans("cpu", (0, 5), (1, 2), (4, 6))) == {"cpu": (300 * MB, 6.0)}
 
 
+def test_what_waits_keeps_a_lane_busy_and_what_finds_it_idle_was_waited_for() -> None:
+    """A second's gap each: the second operation was due before the first had ended, the third after the second."""
+    timeline = [
+        Interval("cpu", "", 1.0, 2.0, 100 * MB, due_s=0.8),
+        Interval("cpu", "", 3.0, 4.0, 100 * MB, due_s=1.5),
+        Interval("cpu", "", 6.0, 7.0, 100 * MB, due_s=5.0),
+        Interval("read:0", "", 5.0, 6.0, 100 * MB),
+    ]
+    assert lane_totals(timeline)["cpu"] == (300 * MB, pytest.approx(3.0 + 1.0))
+    found = observe(rates_of(), timeline)
+    assert found.reaction_s == pytest.approx((0.2 + 1.0) / 2)
+    assert observe(dataclasses.replace(rates_of(), reaction_s=0.3), timeline[-1:]).reaction_s == 0.3
+    assert typical([rates_of(), found, found]).reaction_s == found.reaction_s
+
+
 def test_a_lane_that_did_little_keeps_its_rate() -> None:
     known = rates_of()
     assert observe(known, []) == known
