@@ -68,7 +68,7 @@ class Size:
     probe_s: float
 
 
-FULL = Size(40, 1 << 20, 7, 30.0)
+FULL = Size(40, 1 << 20, 7, 15.0)
 SMOKE = Size(12, 1 << 14, 1, 0.3)
 
 
@@ -118,7 +118,7 @@ CONFIGURATIONS = (
     Configuration(0.25, (400, 200, 400 / 3)),
 )
 
-SPLITS = ((1, 1), (2, 1), (3, 1), (5, 1))
+SPLITS = ((1, 1), (3, 1), (5, 1))
 
 
 class Model:

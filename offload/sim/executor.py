@@ -2,9 +2,9 @@
 
 A lane is a serial resource: each path's reads, each path's writes, the CPU; with a GPU also its updates ("gpu") and
 the copies each way ("h2d", "d2h"). An operation takes the lane's latency and its bytes over the lane's rate, after
-what was given to the lane before it, and not before the engine has reacted to what it follows from. Where the rates know the host's memory bandwidth, updates on the CPU have what
-the other lanes leave of it at each moment (`Rates.cpu_speed`). Two fidelities: timing only, and, given `SimData`,
-with bytes. Same arguments, same run.
+what was given to the lane before it, and not before the engine has reacted to what it follows from. Where the rates
+know the host's memory bandwidth, updates on the CPU have what the other lanes leave of it at each moment
+(`Rates.cpu_speed`). Two fidelities: timing only, and, given `SimData`, with bytes. Same arguments, same run.
 
 Invariants:
   * an operation is reported once, or (stuck) never;
