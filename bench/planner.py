@@ -7,7 +7,8 @@ Sections, each of which can be run alone (`--sections predictions,choice`):
                probe, which knows nothing of the configuration, and (b) by those that the session has learnt in three
                steps. Both predictions are made before the first step that counts. Beside them, (c), each step's own
                prediction, made just before it, as `optimizer.explain()` shows it: on a machine that others use at the
-               same time, rates change from minute to minute, and (c) tells that from an error of the model.
+               same time, rates change from minute to minute. (d), in hindsight, is by the rates that each step itself
+               showed: what is left there is the model's error, not a change of rates.
   choice       with the same host memory, every number of staging slots that the planner considers, and several fixed
                splits between paths, each run; what `choose_plan` chose beside the fastest of them
   follow       a path that is throttled to a third in mid-run: the part of the bytes that it gets, step by step
@@ -42,7 +43,7 @@ from offload import Engine, OffloadConfig
 from offload.engine import session
 from offload.engine.tables import GroupScalars
 from offload.layout import SECTOR_NUMEL, STATE_ITEM_BYTES, Parameter, build_layout
-from offload.measure import RatesFile, full, full_probe
+from offload.measure import RatesFile, full, full_probe, observe
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan, estimate
 from offload.plan.planner import STAGING_SLOTS
 from offload.protocols import DtypeCode
@@ -247,14 +248,18 @@ def predictions(folder: Path, size: Size, targets: list[Target]) -> dict[str, An
     chosen = tuple(dataclasses.replace(each, threads=min(each.threads, cores())) for each in chosen)
     probed = Probed(folder, size, chosen)
     model = Model(size)
-    found: dict[Configuration, dict[str, Any]] = {each: {"steps_s": [], "predicted_each_s": []} for each in chosen}
+    found: dict[Configuration, dict[str, Any]] = {
+        each: {"steps_s": [], "predicted_each_s": [], "hindsight_s": []} for each in chosen
+    }
 
     def measure(one: Session) -> None:
         row = found[one.configuration]
         predicted_s = one.predict()
         row.setdefault("predicted_s", predicted_s)
         row["predicted_each_s"].append(predicted_s)
+        known = one.engine.rates
         row["steps_s"].append(one.step())
+        row["hindsight_s"].append(predict(one.engine.plan, observe(known, one.engine.timeline())).step_s)
 
     with sessions(folder, model, probed.rates, chosen) as opened:
         for one in opened:
@@ -268,20 +273,21 @@ def predictions(folder: Path, size: Size, targets: list[Target]) -> dict[str, An
                 for lane, seconds in predict(one.engine.plan, one.engine.rates).busy_s.items()
             }
             row["rates"] = one.engine.rates.to_dict()
-    print(f"  {'':<52} measured     (a)     (b)     (c)")
+    print(f"  {'':<52} measured     (a)     (b)     (c)     (d)")
     for configuration, row in found.items():
         row["measured_s"] = measured_s = statistics.median(row["steps_s"])
         row["error_by_probe"] = row["predicted_by_probe_s"] / measured_s - 1
         row["error"] = row["predicted_s"] / measured_s - 1
-        ratios = [p / m for p, m in zip(row["predicted_each_s"], row["steps_s"], strict=True)]
-        row["error_each"] = statistics.median(ratios) - 1
+        for error, predicted in (("error_each", "predicted_each_s"), ("error_in_hindsight", "hindsight_s")):
+            row[error] = statistics.median(p / m for p, m in zip(row[predicted], row["steps_s"], strict=True)) - 1
         print(
             f"  {configuration!s:<52} {measured_s:7.4f}s {row['error_by_probe']:+7.1%} {row['error']:+7.1%} "
-            f"{row['error_each']:+7.1%}"
+            f"{row['error_each']:+7.1%} {row['error_in_hindsight']:+7.1%}"
         )
     for name, key in (
         ("largest error of a step's prediction, learnt rates", "error"),
         ("the same, predicted before each step", "error_each"),
+        ("the same, by the rates that the step itself showed", "error_in_hindsight"),
     ):
         targets.append(Target.at_most(name, max(abs(row[key]) for row in found.values()), 0.1))
     return {
