@@ -213,16 +213,43 @@ class OffloadConfig:
         return tuple(path for path in self.paths if isinstance(path, PathConfig))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> OffloadConfig:
+    def from_dict(cls, values: Mapping[str, Any], name: str = "offload") -> OffloadConfig:
         """Return a config from the same names as the fields, as read from JSON.
+
+        Args:
+            values: The fields.
+            name: What errors call the whole.
 
         Raises:
             ConfigError: If a key is unknown or a value is not usable.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError("offload", values, "give an object of OffloadConfig's fields")
-        _check_keys("offload", values, [field.name for field in dataclasses.fields(cls)])
+            raise ConfigError(name, values, "give an object of OffloadConfig's fields")
+        _check_keys(name, values, [field.name for field in dataclasses.fields(cls)])
         return cls(**values)
+
+    def for_rank(self, rank: int) -> OffloadConfig:
+        """Return this config with a directory (or prefix) of the rank's own on every path, made if need be.
+
+        So a store says whose it is. Ranks that take turns on a path still share it.
+
+        Raises:
+            ConfigError: If a path is not there or cannot be written.
+        """
+        paths = []
+        for number, path in enumerate(self.path_configs):
+            if path.path.startswith("s3://"):
+                paths.append(dataclasses.replace(path, path=f"{path.path.rstrip('/')}/rank-{rank}"))
+                continue
+            if not os.path.isdir(path.path):
+                raise ConfigError(f"paths[{number}]", path.path, "name a directory that exists")
+            own = os.path.join(path.path, f"rank-{rank}")
+            try:
+                os.makedirs(own, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"paths[{number}]", path.path, f"it cannot be written: {error.strerror}") from error
+            paths.append(dataclasses.replace(path, path=own, lock_path=path.lock_path or path.path))
+        return dataclasses.replace(self, paths=paths)
 
     def to_json(self) -> str:
         """Return all fields as JSON that `from_dict` reads back."""

@@ -9,13 +9,11 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any, ClassVar, overload
 
 import torch
@@ -137,7 +135,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
         self._world, rank = _world()
-        config = _rank_config(offload or OffloadConfig(), rank) if self._world > 1 else offload
+        config = (offload or OffloadConfig()).for_rank(rank) if self._world > 1 else offload
         wanted = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         self._engine = Engine(self._describe(wanted), config, gradient_slots=self._world == 1)
         self._attach(wanted)
@@ -665,25 +663,6 @@ def _world() -> tuple[int, int]:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size(), distributed.get_rank()
     return 1, 0
-
-
-def _rank_config(config: OffloadConfig, rank: int) -> OffloadConfig:
-    """Give each rank a directory (or prefix) of its own on every path, so that a store says whose it is."""
-    paths = []
-    for number, path in enumerate(config.path_configs):
-        if path.path.startswith("s3://"):
-            paths.append(dataclasses.replace(path, path=f"{path.path.rstrip('/')}/rank-{rank}"))
-            continue
-        if not os.path.isdir(path.path):
-            raise ConfigError(f"paths[{number}]", path.path, "name a directory that exists")
-        own = Path(path.path) / f"rank-{rank}"
-        try:
-            own.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"paths[{number}]", path.path, f"it cannot be written: {error.strerror}") from error
-        # Ranks that write to directories of their own still share the path.
-        paths.append(dataclasses.replace(path, path=str(own), lock_path=path.lock_path or path.path))
-    return dataclasses.replace(config, paths=paths)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,199 @@
+"""What the optimizers of all ZeRO stages share: the update, norms, checkpoints through memory, refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from offload import ConfigError, Engine, OffloadConfig, SessionBrokenError
+from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
+
+STEPS = "offload_steps"
+"""Our entry in DeepSpeed's optimizer checkpoints: updates of each parameter by name, as DeepSpeed has one count only."""
+
+
+def rank_config(config: OffloadConfig, group: Any) -> OffloadConfig:
+    """Return one rank's share of a config: directories of its own, and its part of the cores that ranks share.
+
+    Collective over `group`.
+    """
+    world = torch.distributed.get_world_size(group)
+    if world == 1:
+        return config
+    mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
+    everyone: list[Any] = [None] * world
+    torch.distributed.all_gather_object(everyone, mine, group=group)
+    config = config.for_rank(torch.distributed.get_rank())
+    if config.threads is None:
+        config = dataclasses.replace(config, threads=max(1, len(mine[1]) // everyone.count(mine)))
+    return config
+
+
+class OffloadedOptimizer:
+    """Mixed into DeepSpeed's optimizer: its state is in `shard`.
+
+    Attributes:
+        shard: State and update of this rank.
+    """
+
+    shard: Shard
+    optimizer: Any
+    dp_process_group: Any
+    norm_for_param_grads: dict[Any, Any]
+    _monitor: Callable[[], Any] = staticmethod(lambda: None)
+    _flats: list[torch.Tensor]
+    _lent: list[FlatState] | None = None
+    _factor = 1.0
+    _saved_steps: Mapping[str, int] | None = None
+    _masters_reloaded = False
+
+    # What users touch
+
+    @property
+    def offload(self) -> Engine:
+        """The engine that holds this rank's state."""
+        return self.shard.engine
+
+    @property
+    def plan(self) -> Any:
+        """What lives where; print it."""
+        return self.shard.engine.plan
+
+    def metrics(self) -> dict[str, float]:
+        """Return this rank's last step as a flat dict; see `offload.Engine.metrics`."""
+        return self.shard.engine.metrics()
+
+    def report_to(self, engine: Any) -> None:
+        """Write metrics to the monitor of a DeepSpeed engine after every step."""
+        self._monitor = weakref.ref(engine)
+
+    # The update
+
+    def _update_all(self) -> None:
+        """Update everything that has a gradient; raises on all ranks if one cannot."""
+        error: Exception | None = None
+        try:
+            self.shard.step(group_scalars(self.optimizer), self._factor)
+        except Exception as caught:
+            error = caught
+        if torch.distributed.get_world_size(self.dp_process_group) > 1:
+            device = "cpu" if "gloo" in torch.distributed.get_backend(self.dp_process_group) else "cuda"
+            failed = torch.tensor([error is not None], dtype=torch.uint8, device=device)
+            torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group)
+            if error is None and failed.item():
+                error = SessionBrokenError("another rank could not finish its step; its log says why")
+        if error is not None:
+            raise error
+        self._report()
+
+    def _report(self) -> None:
+        engine = self._monitor()
+        monitor = getattr(engine, "monitor", None)
+        if monitor is not None and monitor.enabled and torch.distributed.get_rank() == 0:
+            samples = engine.global_samples
+            monitor.write_events([(f"Train/Offload/{name}", value, samples) for name, value in self.metrics().items()])
+
+    # State in DeepSpeed's layout, for its own checkpoint code
+
+    def _lend(self, states: list[FlatState]) -> None:
+        """Put state where DeepSpeed has it: into the flat masters and the torch optimizer's state."""
+        for flat, state in zip(self._flats, states, strict=True):
+            flat.grad = None
+            flat.data = state.master
+            self.optimizer.state[flat] = {
+                "step": state.step,
+                "exp_avg": state.exp_avg,
+                "exp_avg_sq": state.exp_avg_sq,
+            }
+
+    def _borrowed(self) -> list[FlatState]:
+        """Return what DeepSpeed has made of what was lent."""
+        states = []
+        for flat in self._flats:
+            found = self.optimizer.state.get(flat, {})
+            numel = flat.numel()
+            moments = [_fitting(found.get(name), numel) for name in STATE[1:]]
+            states.append(FlatState(flat.data.float(), *moments, int(found.get("step", 0))))
+        return states
+
+    def _take_back(self) -> None:
+        """Leave nothing of the state in DeepSpeed's hands."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _in_memory(self) -> Iterator[list[FlatState]]:
+        """Have all state in memory (or in files that back it) where DeepSpeed looks for it."""
+        if self._lent is not None:
+            yield self._lent
+            return
+        self._lent = self.shard.export()
+        try:
+            self._lend(self._lent)
+            yield self._lent
+        finally:
+            self._take_back()
+            self.optimizer.state.clear()
+            self._lent = None
+
+    def _load_with(self, load: Callable[[], None], *, keep_steps: bool = False) -> None:
+        """Let DeepSpeed load into memory, and take that over."""
+        steps = self.shard.steps() if keep_steps else None
+        self._masters_reloaded = False
+        with self._in_memory():
+            load()
+            states = self._borrowed()
+            if steps is None:
+                steps = dict(self._saved_steps or {})
+            self.shard.load(states, steps)
+        self._saved_steps = None
+        if self._masters_reloaded:
+            self.shard.reload_masters()
+
+    def _restore_from_bit16_weights(self) -> None:
+        self._masters_reloaded = True
+        self.shard.reload_masters()
+
+    # What DeepSpeed calls
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Return whether a gradient of any rank has an element that is not finite."""
+        accelerator_flag = torch.tensor(
+            [not self.shard.is_finite()], dtype=torch.uint8, device=self._reduction_device()
+        )
+        torch.distributed.all_reduce(
+            accelerator_flag, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group
+        )
+        return bool(accelerator_flag.item())
+
+    def _reduction_device(self) -> str:
+        return "cpu" if "gloo" in torch.distributed.get_backend(self.dp_process_group) else "cuda"
+
+    def reset_cpu_buffers(self) -> None:
+        """DeepSpeed's call at the end of a step, taken or skipped."""
+        super().reset_cpu_buffers()  # type: ignore[misc]
+        self.shard.close_window()
+
+    def offload_states(self, *arguments: Any, **keywords: Any) -> None:
+        """Refuse: state is offloaded already."""
+        raise ConfigError("offload_states", "called", "leave it out: state is where multi_tier_offload says")
+
+    def reload_states(self, *arguments: Any, **keywords: Any) -> None:
+        """Refuse: state is offloaded already."""
+        raise ConfigError("reload_states", "called", "leave it out: state is where multi_tier_offload says")
+
+    def destroy(self) -> None:
+        """Free memory and files, ours first."""
+        self.shard.close()
+        super().destroy()  # type: ignore[misc]
+
+
+def _fitting(found: Any, numel: int) -> torch.Tensor:
+    """Return a moment as loaded; zeros where the checkpoint was written before the first step."""
+    return found if isinstance(found, torch.Tensor) and found.numel() == numel else torch.zeros(numel)

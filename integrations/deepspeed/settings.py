@@ -1,0 +1,122 @@
+"""What a DeepSpeed config says about offloading, read and checked before anything is built.
+
+Invariant: what we cannot run is refused here with a sentence that says what to write instead; nothing falls back to
+DeepSpeed's own path in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from offload import ConfigError, OffloadConfig
+
+KEY = "multi_tier_offload"
+"""The top-level object of the DeepSpeed config; its fields are `OffloadConfig`'s."""
+
+# Keys of DeepSpeed's that ask for another way of doing what this backend does: (where, key, harmless value, advice).
+_OFFLOAD = "zero_optimization.offload_optimizer"
+_CONTRADICTIONS: tuple[tuple[str, str, Any, str], ...] = (
+    (_OFFLOAD, "nvme_path", None, f'leave it out and give the directories as {KEY}.paths: ["/mnt/nvme0/offload"]'),
+    (_OFFLOAD, "pipeline", False, "leave it out: transfers and updates always overlap"),
+    (_OFFLOAD, "pipeline_read", False, "leave it out: reads always overlap with updates"),
+    (_OFFLOAD, "pipeline_write", False, "leave it out: writes always overlap with updates"),
+    (_OFFLOAD, "buffer_count", None, f"leave it out and give bytes as {KEY}.staging_memory"),
+    (_OFFLOAD, "ratio", 1.0, f"leave it out and say how much state stays in memory: {KEY}.host_memory"),
+    (_OFFLOAD, "super_offload", False, f"leave it out: {KEY} is a backend of its own"),
+    (_OFFLOAD, "cpuadam_cores_perc", None, f"leave it out and give {KEY}.threads"),
+    ("zero_optimization", "zenflow", None, f"leave it out: {KEY} is a backend of its own"),
+    ("zero_optimization", "elastic_checkpoint", False, "leave it out and use universal checkpoints"),
+    ("zero_optimization", "mics_shard_size", -1, "leave it out: MiCS is not supported"),
+    ("zero_optimization", "zero_hpz_partition_size", 1, "leave it out: ZeRO++ is not supported"),
+    ("zero_optimization", "zero_quantized_weights", False, "leave it out: ZeRO++ is not supported"),
+    ("zero_optimization", "zero_quantized_nontrainable_weights", False, "leave it out: ZeRO++ is not supported"),
+    ("zero_optimization", "zero_quantized_gradients", False, "leave it out: ZeRO++ is not supported"),
+    ("zero_optimization", "round_robin_gradients", False, "leave it out: DeepSpeed's map of parameters is wrong with it"),
+    ("fp16", "fp16_master_weights_and_grads", False, "leave it out: masters are fp32"),
+    ("bf16", "bf16_master_weights_and_grads", False, "leave it out: masters are fp32"),
+    ("bf16", "bf16_optimizer_states", False, "leave it out: moments are fp32"),
+    ("compile", "deepcompile", False, "use false; torch.compile of the model is fine"),
+    ("torch_autocast", "enabled", False, 'leave it out and use "bf16" or "fp16"'),
+)
+
+# Fields of OffloadConfig that DeepSpeed has keys of its own for.
+_DEEPSPEEDS: Mapping[str, str] = {
+    "gradient_dtype": 'leave it out and write "data_types": {"grad_accum_dtype": "fp32"}',
+    "keep_grads": "leave it out: DeepSpeed decides how long gradients stay",
+}
+
+ADAM_TYPES = ("adam", "adamw")
+
+
+def _section(config: Mapping[str, Any], dotted: str) -> Mapping[str, Any]:
+    found: Any = config
+    for part in dotted.split("."):
+        found = found.get(part) or {}
+        if not isinstance(found, Mapping):
+            return {}
+    return found
+
+
+def read(config: Mapping[str, Any]) -> OffloadConfig:
+    """Return what the config's `multi_tier_offload` object says.
+
+    Raises:
+        ConfigError: If it, or what the rest of the config asks for, cannot be used.
+    """
+    values = config[KEY]
+    if not isinstance(values, Mapping):
+        raise ConfigError(KEY, values, 'give an object, such as {"host_memory": "64GiB", "paths": ["/mnt/nvme0"]}')
+    for field, advice in _DEEPSPEEDS.items():
+        if field in values:
+            raise ConfigError(f"{KEY}.{field}", values[field], advice)
+    settings = OffloadConfig.from_dict(values, KEY)
+    for where, key, harmless, advice in _CONTRADICTIONS:
+        section = _section(config, where)
+        if key in section and section[key] is not None and section[key] != harmless:
+            raise ConfigError(f"{where}.{key}", section[key], advice)
+    stage = _section(config, "zero_optimization").get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise ConfigError("zero_optimization.stage", stage, "use 1, 2 or 3: other stages do not shard optimizer state")
+    device = _section(config, _OFFLOAD).get("device", "none")
+    if device != "cpu":
+        allowed = 'write "cpu"; where state lives is then said by ' + KEY
+        raise ConfigError(f"{_OFFLOAD}.device", device, allowed)
+    parameters = _section(config, "zero_optimization.offload_param").get("device", "none")
+    if parameters not in ("none", "cpu"):
+        raise ConfigError(
+            "zero_optimization.offload_param.device", parameters, 'use "cpu" or leave it out: weights stay in memory'
+        )
+    return settings
+
+
+def adam_from_config(name: str | None, given: Mapping[str, Any] | None) -> tuple[bool, dict[str, Any]]:
+    """Return whether weight decay is decoupled, and the hyperparameters, of the config's `optimizer` section.
+
+    Args:
+        name: `optimizer.type`.
+        given: `optimizer.params`.
+
+    Raises:
+        ConfigError: If it is not Adam or AdamW, or asks for a variant that the engine does not run.
+    """
+    if name is None or name.lower() not in ADAM_TYPES:
+        raise ConfigError("optimizer.type", name, f'use "Adam" or "AdamW": {KEY} runs no other optimizer')
+    params = dict(given or {})
+    if "max_grad_norm" in params:
+        raise ConfigError("optimizer.params.max_grad_norm", params["max_grad_norm"], 'write "gradient_clipping"')
+    # DeepSpeed's "Adam" decays weights as AdamW does unless adam_w_mode says otherwise.
+    decoupled = bool(params.pop("adam_w_mode", True)) or name.lower() == "adamw"
+    for key in ("torch_adam", "foreach", "fused"):  # they choose an implementation, and this is another
+        params.pop(key, None)
+    for key, wanted in (("amsgrad", False), ("bias_correction", True), ("fp32_optimizer_states", True)):
+        value = params.pop(key, wanted)
+        if value != wanted:
+            raise ConfigError(f"optimizer.params.{key}", value, f"use {str(wanted).lower()}")
+    for key in params:
+        if key not in ("lr", "betas", "eps", "weight_decay"):
+            raise ConfigError(f"optimizer.params.{key}", params[key], "use lr, betas, eps, weight_decay, adam_w_mode")
+    defaults: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    found = {**defaults, **params}
+    found["betas"] = tuple(found["betas"])
+    return decoupled, found

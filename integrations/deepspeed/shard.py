@@ -1,0 +1,323 @@
+"""`Shard`: one rank's optimizer state, as DeepSpeed's optimizers see it.
+
+DeepSpeed keeps a rank's part of the model as flat tensors, each a row of *pieces* (this rank's run of one parameter).
+The shard hands pieces to `offload.Engine` as parameters, lets gradients land in one flat buffer in the dtype that
+they come in, remembers which pieces have one, and updates all of them in one step.
+
+Invariants:
+  * a piece takes part in a step if and only if a gradient has arrived since the last one;
+  * the first gradient of a window (what lies between two steps) replaces what is in the buffer, later ones are added;
+  * padding that DeepSpeed adds to a flat tensor has no state here and reads as zero.
+
+Not here: reductions, gathering of weights, loss scale (DeepSpeed's).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload import ConfigError, DtypeCode, Engine, GroupScalars, OffloadConfig, Parameter
+
+CODES = {
+    torch.bfloat16: DtypeCode.BFLOAT16,
+    torch.float16: DtypeCode.FLOAT16,
+    torch.float32: DtypeCode.FLOAT32,
+}
+
+STATE = ("master", "exp_avg", "exp_avg_sq")
+
+BATCH_NUMEL = 1 << 26
+"""Elements that are copied out of, or into, the engine at a time."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's run of one parameter.
+
+    Attributes:
+        name: The parameter's name in the model.
+        flat: Index of the flat tensor that it lies in.
+        offset: Where it begins there, in elements.
+        numel: Its elements; 0 where this rank has only padding.
+        group: Index of the optimizer's parameter group.
+    """
+
+    name: str
+    flat: int
+    offset: int
+    numel: int
+    group: int
+
+
+@dataclass
+class FlatState:
+    """The state of one flat tensor in memory: fp32, padding included.
+
+    Attributes:
+        master: Shape [numel of the flat tensor].
+        exp_avg: The same.
+        exp_avg_sq: The same.
+        step: The most updates that a piece of it has had.
+    """
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    step: int
+
+
+class Shard:
+    """One rank's state and its update.
+
+    Args:
+        pieces: All of them; names are unique.
+        weights: The flat tensors of weights, on any device; the engine writes to them, or to host copies of those
+            that are not on the CPU (`weights` afterwards; whoever uses the shard then copies them over).
+        config: Tiers and budgets of this rank.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], weights: Sequence[torch.Tensor], config: OffloadConfig) -> None:
+        self.pieces = tuple(pieces)
+        self.index = {piece.name: number for number, piece in enumerate(self.pieces)}
+        self._targets = list(weights)
+        self.weights = [self._on_host(weight) for weight in weights]
+        self.gradients: list[torch.Tensor] = []
+        """Flat buffers on the CPU, one for each flat tensor of weights; set by whoever made the shard."""
+        self._arrived: dict[int, None] = {}
+        self._open = False
+        parameters = [
+            Parameter(piece.name, piece.numel, CODES[self.weights[piece.flat].dtype], piece.group)
+            for piece in self.pieces
+        ]
+        self._scratch = next((path.path for path in config.path_configs if "://" not in path.path), None)
+        self.engine = Engine(parameters, config)
+        self._bind_weights()
+
+    @staticmethod
+    def _on_host(weight: torch.Tensor) -> torch.Tensor:
+        if weight.device.type == "cpu":
+            return weight
+        return torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True).copy_(weight)
+
+    def _bind_weights(self) -> None:
+        for number, piece in enumerate(self.pieces):
+            weight = self.weights[piece.flat]
+            self.engine.bind_weight(number, weight.data_ptr() + piece.offset * weight.dtype.itemsize)
+
+    # Gradients
+
+    def gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
+        """Return where a piece's gradient lies (a view); its first `numel` elements if that is given."""
+        piece = self.pieces[number]
+        return self.gradients[piece.flat].narrow(0, piece.offset, piece.numel if numel is None else numel)
+
+    def accumulate(self, number: int, gradient: torch.Tensor, *, final: bool) -> None:
+        """Take in a reduced gradient of one piece.
+
+        Args:
+            number: Which piece.
+            gradient: Flat, on any device.
+            final: Whether no more is expected before the step, so that its norm can be gathered while it is in cache.
+        """
+        self._open_window()
+        slot = self.gradient(number, gradient.numel())
+        if number not in self._arrived:
+            slot.copy_(gradient, non_blocking=True)
+        elif gradient.device == slot.device:
+            slot.add_(gradient.to(slot.dtype))
+        else:  # a sum on the CPU would be slow
+            slot.copy_(slot.to(gradient.device).add_(gradient.to(slot.dtype)), non_blocking=True)
+        # What comes from another device is still on its way.
+        self.touch(number, gathered=final and gradient.device.type == "cpu")
+
+    def touch(self, number: int, *, gathered: bool = False) -> None:
+        """Note that a piece has a gradient, or that the one it has was changed in place."""
+        self._open_window()
+        slot = self.gradient(number)
+        self._arrived[number] = None
+        if gathered:
+            self.engine.gradient_arrived(number, slot.data_ptr(), CODES[slot.dtype])
+        else:
+            self.engine.bind_gradient(number, slot.data_ptr(), CODES[slot.dtype])
+
+    def _open_window(self) -> None:
+        if not self._open:
+            self._open = True
+            self._arrived.clear()
+
+    def close_window(self) -> None:
+        """The gradients have been used or thrown away; they stay readable until the next ones arrive."""
+        self._open = False
+
+    def has_gradient(self, number: int) -> bool:
+        """Return whether a piece's buffer holds a gradient of this (or else the last) window."""
+        return number in self._arrived
+
+    @property
+    def active(self) -> list[int]:
+        """Pieces that the next step updates, in order."""
+        return sorted(self._arrived) if self._open else []
+
+    def norms(self) -> dict[str, float]:
+        """Return the L2 norm of each gradient by name; not finite if and only if an element is not."""
+        return {
+            self.pieces[number].name: math.sqrt(self.engine.gradient_norm_sq([number])) for number in self.active
+        }
+
+    def is_finite(self) -> bool:
+        """Return whether all elements of all gradients are finite."""
+        return math.isfinite(self.engine.gradient_norm_sq(self.active))
+
+    # Work
+
+    def step(self, groups: Sequence[GroupScalars], factor: float) -> None:
+        """Update every piece that has a gradient, whose elements are first multiplied by `factor`."""
+        self._bind_weights()
+        self.engine.step(groups, clip=factor, active=self.active)
+
+    def reload_masters(self) -> None:
+        """Take the masters from the weights; the moments stay."""
+        for weight, target in zip(self.weights, self._targets, strict=True):
+            if weight is not target:
+                weight.copy_(target)
+        self._bind_weights()
+        for number in range(len(self.pieces)):
+            self.engine.reload_master(number)
+
+    # State in memory
+
+    def read(self, number: int, name: str, numel: int) -> torch.Tensor:
+        """Return a state tensor of one piece: fp32, on the CPU, with zeros up to `numel` elements."""
+        found = torch.zeros(numel)
+        found[: self.pieces[number].numel] = self.engine.read_state([number])[0][name]
+        return found
+
+    def write(self, number: int, name: str, value: torch.Tensor) -> None:
+        """Replace a state tensor of one piece; what `value` has beyond it is padding."""
+        flat = value.detach().reshape(-1)[: self.pieces[number].numel].to("cpu", torch.float32)
+        self.engine.write_state({number: {name: flat}})
+
+    def steps(self) -> dict[str, int]:
+        """Return the number of updates of each piece by name."""
+        return {piece.name: self.engine.step_count(number) for number, piece in enumerate(self.pieces)}
+
+    def _batches(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        numel = 0
+        for number, piece in enumerate(self.pieces):
+            batch.append(number)
+            numel += piece.numel
+            if numel >= BATCH_NUMEL:
+                yield batch
+                batch, numel = [], 0
+        if batch:
+            yield batch
+
+    def _zeros(self, numel: int) -> torch.Tensor:
+        """Return fp32 zeros; in a file that has no name where there is a directory for state, since they may not fit."""
+        if self._scratch is None or numel == 0:
+            return torch.zeros(numel)
+        with tempfile.TemporaryFile(dir=self._scratch) as file:
+            file.truncate(numel * 4)
+            return torch.frombuffer(mmap.mmap(file.fileno(), numel * 4), dtype=torch.float32)
+
+    def export(self) -> list[FlatState]:
+        """Return the state of all flat tensors."""
+        states = [FlatState(*(self._zeros(weight.numel()) for _ in STATE), 0) for weight in self.weights]
+        for batch in self._batches():
+            for number, found in zip(batch, self.engine.read_state(batch), strict=True):
+                piece = self.pieces[number]
+                state = states[piece.flat]
+                state.step = max(state.step, self.engine.step_count(number))
+                for name in STATE:
+                    getattr(state, name).narrow(0, piece.offset, piece.numel).copy_(found[name])
+        return states
+
+    def load(self, states: Sequence[FlatState], steps: Mapping[str, int]) -> None:
+        """Replace all state by that of flat tensors.
+
+        Args:
+            states: One for each flat tensor.
+            steps: Number of updates by name; for others, that of the flat tensor counts.
+        """
+        for batch in self._batches():
+            values: dict[int | str, dict[str, torch.Tensor]] = {}
+            counts: dict[int | str, int] = {}
+            for number in batch:
+                piece = self.pieces[number]
+                state = states[piece.flat]
+                values[number] = {n: getattr(state, n).narrow(0, piece.offset, piece.numel) for n in STATE}
+                counts[number] = steps.get(piece.name, state.step)
+            self.engine.write_state(values, counts)
+
+    def close(self) -> None:
+        """Free memory and files; idempotent."""
+        self.engine.close()
+
+
+def group_scalars(optimizer: Any) -> list[GroupScalars]:
+    """Return the hyperparameters that an optimizer's groups have now.
+
+    Args:
+        optimizer: What `check_optimizer` lets pass.
+    """
+    return [
+        GroupScalars(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=_is_decoupled(optimizer, group),
+            maximize=bool(group.get("maximize", False)),
+        )
+        for group in optimizer.param_groups
+    ]
+
+
+def _is_decoupled(optimizer: Any, group: Mapping[str, Any]) -> bool:
+    if hasattr(optimizer, "adam_w_mode"):  # DeepSpeed's
+        return bool(optimizer.adam_w_mode)
+    return isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay", False))
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Check that a client's optimizer is an Adam whose hyperparameters can be taken over.
+
+    Raises:
+        ConfigError: If it is not.
+    """
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    known = kind in (torch.optim.Adam, torch.optim.AdamW) or (
+        kind.__module__.startswith("deepspeed.ops.adam") and kind.__name__ in ("DeepSpeedCPUAdam", "FusedAdam")
+    )
+    if not known:
+        allowed = 'give torch.optim.AdamW or Adam, or none and an "optimizer" of type "AdamW" or "Adam" in the config'
+        raise ConfigError("optimizer", name, allowed)
+    if not getattr(optimizer, "fp32_optimizer_states", True):
+        raise ConfigError("fp32_optimizer_states", False, "use true: moments are fp32")
+    for group in optimizer.param_groups:
+        if group.get("amsgrad"):
+            raise ConfigError("amsgrad", True, "use false: the engine keeps two moments, not three")
+        if not group.get("bias_correction", True):
+            raise ConfigError("bias_correction", False, "use true")
+
+
+@contextlib.contextmanager
+def lent(owner: Any, attribute: str, value: Any) -> Iterator[None]:
+    """Let `owner.attribute` be `value` for a while."""
+    before = getattr(owner, attribute)
+    setattr(owner, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, before)

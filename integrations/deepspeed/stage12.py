@@ -1,0 +1,191 @@
+"""ZeRO-1 and ZeRO-2 whose optimizer state is the engine's.
+
+DeepSpeed has one flat tensor for each parameter group here and builds it in its constructor, so the masters that it
+makes are let go right after. From then on the flat "fp32" tensor is this rank's part of the weights themselves: the
+copies that `step()` makes from it then change nothing (on a CPU), or carry the new weights over (elsewhere).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from offload import OffloadConfig
+from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, rank_config
+from offload.integrations.deepspeed.shard import FlatState, Piece, Shard
+
+
+class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]
+    """DeepSpeed's ZeRO-1 and ZeRO-2 optimizer over an `offload.Engine`.
+
+    Args:
+        arguments: DeepSpeed's.
+        offload_config: Tiers and budgets of each rank.
+        keywords: DeepSpeed's.
+    """
+
+    def __init__(self, *arguments: Any, offload_config: OffloadConfig, **keywords: Any) -> None:
+        self._offload_config = offload_config
+        super().__init__(*arguments, **keywords)
+
+    # State
+
+    def initialize_optimizer_states(self) -> None:
+        """Make the shard, in place of moments and fp32 gradients. The constructor's last act but for links."""
+        pieces = []
+        self._numbers: dict[int, int] = {}
+        for flat, parameters in enumerate(self.params_in_partition):
+            for parameter in parameters:
+                identity = self.get_param_id(parameter)
+                _, _, offset, numel = self.grad_position[identity]
+                self._numbers[identity] = len(pieces)
+                pieces.append(Piece(self.param_names[parameter], flat, offset, numel, flat))
+        weights = [
+            partitions[torch.distributed.get_rank(group)]
+            for partitions, group in zip(
+                self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
+            )
+        ]
+        self._flats = self.single_partition_of_fp32_groups
+        # Before the engine takes its memory.
+        for flat, weight in zip(self._flats, weights, strict=True):
+            flat.data = weight if weight.device.type == "cpu" else torch.empty(weight.shape, dtype=weight.dtype)
+        self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
+        self.shard = Shard(pieces, weights, rank_config(self._offload_config, self.dp_process_group))
+        self.param_buffer_of_bit16_for_cpu_offload_groups.extend(self.shard.weights)
+        self.shard.gradients = [
+            torch.zeros(
+                weight.numel(), dtype=self.gradient_accumulation_dtype, pin_memory=weight.device.type == "cuda"
+            )
+            for weight in weights
+        ]
+        self._take_back()
+
+    def _take_back(self) -> None:
+        for flat, weight, group in zip(self._flats, self.shard.weights, self.optimizer.param_groups, strict=True):
+            flat.data = weight
+            group["params"] = [flat]
+        if self._lent is not None:
+            self._link_all_hp_params()
+
+    def _lend(self, states: list[FlatState]) -> None:
+        super()._lend(states)
+        super()._link_all_hp_params()
+        self._hp_optimizer_states_linked = False
+        self._lazy_init_hp_params_optimizer_state()
+
+    def _get_offload_gradient_dict(self) -> None:
+        for flat, parameters in enumerate(self.params_in_partition):
+            self.offload_gradient_dict[flat] = [
+                self.shard.gradient(self._numbers[self.get_param_id(parameter)]) for parameter in parameters
+            ]
+
+    # Gradients
+
+    def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
+        return False  # gradients in fp32 are summed up in our buffer too
+
+    def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
+        """Take in a reduced gradient, in the dtype that it is accumulated in."""
+        identity = self.get_param_id(param)
+        _, source, _, numel = self.grad_position[identity]
+        gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, source, numel)
+        boundary = self.is_gradient_accumulation_boundary
+        final = bool(boundary() if callable(boundary) else boundary)
+        self.shard.accumulate(self._numbers[identity], gradient, final=final)
+        if gradient.is_cuda:
+            gradient.record_stream(torch.cuda.current_stream())
+        self.clear_grad_attribute(param)
+
+    def scaled_global_norm(self, norm_type: int = 2) -> Any:
+        """Return the norm of all gradients of all ranks."""
+        names = self.shard.norms()
+        self.norm_for_param_grads = {
+            identity: torch.tensor(names[name], dtype=torch.float64)
+            for identity, number in self._numbers.items()
+            if (name := self.shard.pieces[number].name) in names
+        }
+        return super().scaled_global_norm(norm_type)
+
+    # The update
+
+    def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
+        """Let DeepSpeed compute its factor, on one element; the update applies it."""
+        probe = torch.ones(1)
+        super().unscale_and_clip_grads([probe], total_norm)
+        self._factor = float(probe)
+
+    def _optimizer_step(self, group_no: int) -> None:
+        if group_no == 0:
+            self._update_all()
+
+    def update_lp_params(self) -> None:
+        """Take all weights from the masters."""
+        with self._in_memory():
+            super().update_lp_params()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything in DeepSpeed's layout."""
+        with self._in_memory():
+            found: dict[str, Any] = super().state_dict()
+            key = "single_partition_of_fp32_groups"
+            found[key] = [master.detach() for master in found[key]]
+        found[STEPS] = self.shard.steps()
+        return found
+
+    def _load_global_state(self, sd: Mapping[str, Any]) -> None:
+        self._saved_steps = sd.get(STEPS)
+        super()._load_global_state(sd)
+
+    def load_state_dict(
+        self, state_dict_list: Any, load_optimizer_states: bool = True, *arguments: Any, **keywords: Any
+    ) -> None:
+        """Load what `state_dict` returned, of this class or of DeepSpeed's own, or a universal checkpoint."""
+        load = super().load_state_dict
+        self._load_with(
+            lambda: load(state_dict_list, load_optimizer_states, *arguments, **keywords),
+            keep_steps=not load_optimizer_states,
+        )
+
+    # deepspeed.utils.safe_get_* and safe_set_*
+
+    def _link_all_hp_params(self) -> None:
+        super()._link_all_hp_params()
+        for parameters in self.params_in_partition:
+            for parameter in parameters:
+                if parameter._hp_mapping is None:
+                    continue
+                number = self._numbers[self.get_param_id(parameter)]
+                mapping = parameter._hp_mapping
+                mapping.get_hp_fragment = self._reader(number)
+                mapping.get_lp_grad_fragment = self._gradient_reader(number)
+                parameter.set_full_hp_param = types.MethodType(self._writer(number), parameter)
+
+    def _reader(self, number: int) -> Callable[..., torch.Tensor]:
+        def get_hp_fragment(optim_state_key: str | None = None) -> torch.Tensor:
+            return self.shard.read(number, optim_state_key or "master", self.shard.pieces[number].numel)
+
+        return get_hp_fragment
+
+    def _gradient_reader(self, number: int) -> Callable[[int], torch.Tensor]:
+        def get_lp_grad_fragment(index_in_param_group: int) -> torch.Tensor:
+            gradient = self.shard.gradient(number)
+            if not self.shard.has_gradient(number):
+                gradient.zero_()  # it was that of an earlier step
+            return gradient
+
+        return get_lp_grad_fragment
+
+    def _writer(self, number: int) -> Callable[..., None]:
+        def set_full_hp_param(parameter: Any, value: torch.Tensor, optim_state_key: str | None = None) -> None:
+            address = parameter._hp_mapping.lp_fragment_address
+            fragment = value.reshape(-1).narrow(0, address.start, address.numel)
+            self.shard.write(number, optim_state_key or "master", fragment)
+
+        return set_full_hp_param

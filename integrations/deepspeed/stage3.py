@@ -1,0 +1,220 @@
+"""ZeRO-3 whose optimizer state is the engine's.
+
+Overridden is where state is created, where gradients land, and the update; `step()` is DeepSpeed's own. Its loop over
+subgroups gives ticks: the first runs the engine's step over everything, in the engine's order.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from offload import OffloadConfig
+from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, rank_config
+from offload.integrations.deepspeed.shard import Piece, Shard
+
+FP32_FLAT_GROUPS = "fp32_flat_groups"
+
+
+class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
+    """DeepSpeed's ZeRO-3 optimizer over an `offload.Engine`.
+
+    Args:
+        arguments: DeepSpeed's.
+        offload_config: Tiers and budgets of each rank.
+        keywords: DeepSpeed's.
+    """
+
+    def __init__(self, *arguments: Any, offload_config: OffloadConfig, **keywords: Any) -> None:
+        self._offload_config = offload_config
+        super().__init__(*arguments, **keywords)
+        numels = self.fp16_partitioned_groups_flat_numel
+        starts = itertools.accumulate(numels, initial=0)
+        self.shard.gradients = [
+            self.grad_partitions_flat_buffer.narrow(0, start, numel)
+            for start, numel in zip(starts, numels, strict=False)
+        ]
+
+    # State
+
+    def _create_fp32_partitions(self) -> None:
+        self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_partitioned_groups_flat)), "cpu")
+        pieces = []
+        self._numbers: dict[int, int] = {}
+        for flat, parameters in enumerate(self.fp16_groups):
+            offset = 0
+            group = self.sub_group_to_group_id[flat]
+            for parameter in parameters:
+                self._numbers[parameter.ds_id] = len(pieces)
+                padded = parameter.partition_numel()
+                rank = torch.distributed.get_rank(self.dp_process_group)
+                numel = min(padded, max(0, parameter.ds_numel - rank * padded))
+                pieces.append(Piece(self.param_names[parameter], flat, offset, numel, group))
+                offset += padded
+            placeholder = torch.zeros(1)
+            # The name that DeepSpeed gives to its own.
+            placeholder.ds_id = f"{parameters[0].ds_id}_{parameters[-1].ds_id}"  # type: ignore[attr-defined]
+            placeholder.requires_grad = True
+            self.fp32_partitioned_groups_flat.append(placeholder)
+        self._flats = self.fp32_partitioned_groups_flat
+        config = rank_config(self._offload_config, self.dp_process_group)
+        self.shard = Shard(pieces, self.fp16_partitioned_groups_flat, config)
+        for param_group in self.optimizer.param_groups:
+            param_group["params"] = []
+
+    def initialize_optimizer_states(self) -> None:
+        """Nothing: the engine's state starts with zero moments, and there are no fp32 gradients."""
+
+    def _take_back(self) -> None:
+        for flat in self._flats:
+            flat.data = torch.zeros(1)
+
+    # Gradients
+
+    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
+        """Take in reduced gradients, in the dtype that they are accumulated in."""
+        boundary = self.is_gradient_accumulation_boundary
+        final = bool(boundary() if callable(boundary) else boundary)
+        for parameter, gradient in zip(params_to_release, grad_partitions, strict=True):
+            number = self._numbers[parameter.ds_id]
+            numel = self.shard.pieces[number].numel
+            if numel:
+                self.shard.accumulate(number, gradient.view(-1)[:numel], final=final)
+                if parameter.grad is not None and parameter.grad.is_cuda:
+                    parameter.grad.record_stream(torch.cuda.current_stream())
+            parameter.grad = None
+
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        """Nothing: gradients lie where the step reads them, and norms that were not gathered are taken then."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients; what has been accumulated is thrown away, as DeepSpeed does."""
+        super().zero_grad(set_to_none)
+        self.shard.close_window()
+
+    def _get_norm_groups(self) -> Any:
+        names = self.shard.norms()
+        self.norm_for_param_grads = {
+            self.get_param_id(parameter): torch.tensor(names[name], dtype=torch.float64)
+            for parameters in self.fp16_groups
+            for parameter in parameters
+            if (name := self.param_names[parameter]) in names
+        }
+        return super()._get_norm_groups()
+
+    # The update
+
+    def unscale_and_clip_grads(self, sub_group_id: int, total_norm: Any) -> None:
+        """Let DeepSpeed compute its factor, on one element; the update applies it."""
+        if sub_group_id == 0:
+            probe = self._flats[0]
+            probe.grad = torch.ones_like(probe)
+            super().unscale_and_clip_grads(0, total_norm)
+            self._factor = float(probe.grad)
+
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        if sub_group_id == 0:
+            self._update_all()
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        weights = self.shard.weights[sub_group_id]
+        if weights.device != self.fp16_partitioned_groups_flat[sub_group_id].device:
+            self.fp16_partitioned_groups_flat[sub_group_id].copy_(weights, non_blocking=True)
+        self._unflatten_partitioned_parameters(sub_group_id)
+
+    # Checkpoints
+
+    def _rigid_state_dict(self) -> dict[str, Any]:
+        with self._in_memory() as states:
+            found: dict[str, Any] = super()._rigid_state_dict()
+            found[FP32_FLAT_GROUPS] = [state.master for state in states]
+        found[STEPS] = self.shard.steps()
+        return found
+
+    def _rigid_load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
+        self._saved_steps = state_dict.get(STEPS)
+        load = super()._rigid_load_state_dict
+        self._load_with(lambda: load(state_dict, load_optimizer_states), keep_steps=not load_optimizer_states)
+
+    def _load_global_state_stage3(self, sd: Mapping[str, Any]) -> None:
+        self._saved_steps = sd.get(STEPS)
+        super()._load_global_state_stage3(sd)
+
+    def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, *arguments: Any, **keywords: Any) -> None:
+        """Load a universal checkpoint."""
+        load = super().load_hp_checkpoint_state_from_checkpoint_dir_stage3
+        self._load_with(lambda: load(*arguments, **keywords))
+
+    def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, *arguments: Any, **keywords: Any) -> None:
+        """Load the weights of a universal checkpoint."""
+        load = super().load_module_checkpoint_state_from_checkpoint_dir_stage3
+        self._load_with(lambda: load(*arguments, **keywords), keep_steps=True)
+
+    # deepspeed.utils.safe_get_* and safe_set_*
+
+    def _number(self, parameter: Any) -> int:
+        return self._numbers[parameter.ds_id]
+
+    def _get_fp32_opt_state_partition(
+        self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
+    ) -> tuple[torch.Tensor, int]:
+        number = self._number(param)
+        found = self.shard.read(number, optim_state_key or "master", param.partition_numel())
+        self._read_last = found
+        return found, self.shard.pieces[number].flat
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        number = self._number(param)
+        gradient = self.shard.gradient(number, param.partition_numel())
+        if not self.shard.has_gradient(number):
+            gradient.zero_()  # it was that of an earlier step
+        return gradient, self.shard.pieces[number].flat
+
+    def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """Set the master, or a moment, of a parameter from its full value."""
+        super().set_full_hp_param(value, param, optim_state_key)
+        self._write_back(param, optim_state_key)
+
+    def set_local_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:
+        """Set this rank's part of the master, or of a moment, of a parameter."""
+        super().set_local_hp_param(value, param, optim_state_key)
+        self._write_back(param, optim_state_key)
+
+    def _write_back(self, parameter: Any, key: str | None) -> None:
+        if parameter.requires_grad:
+            self.shard.write(self._number(parameter), key or "master", self._read_last)
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        """Set a parameter's gradient from its full value."""
+        super().set_fp32_grad_for_param(value, param)
+        if param.requires_grad:
+            self.shard.touch(self._number(param))
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        """Set this rank's part of a parameter's gradient."""
+        super().set_local_grad_for_param(value, param)
+        if param.requires_grad:
+            self.shard.touch(self._number(param))
+
+    def update_fp32_grad_for_param_vectorized(
+        self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: Sequence[Any]
+    ) -> None:
+        """Replace gradients by what a function makes of their full values."""
+        for parameter in param_list:
+            if parameter.requires_grad:
+                full = self.get_fp32_grad_for_param(parameter)
+                self.set_fp32_grad_for_param(update_func(full, parameter), parameter)
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        """Return this rank's part of every gradient in fp32, by subgroup and position in it."""
+        return {
+            flat: {
+                position: self._get_fp32_grad_state_partition(parameter, True)[0].float()
+                for position, parameter in enumerate(parameters)
+            }
+            for flat, parameters in enumerate(self.fp16_groups)
+        }

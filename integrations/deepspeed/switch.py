@@ -1,0 +1,200 @@
+"""Switching the backend on and off: the one place where DeepSpeed is patched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from offload import ConfigError, InternalError
+from offload.integrations.deepspeed import settings
+from offload.integrations.deepspeed.settings import KEY
+
+log = logging.getLogger("offload")
+
+TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.8")
+
+_ENGINE = "deepspeed.runtime.engine", "DeepSpeedEngine"
+_STAGE3 = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
+_STAGE12 = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
+
+RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
+    _ENGINE: {"_configure_optimizer": "client_optimizer model_parameters"},
+    _STAGE3: {
+        "_create_fp32_partitions": "",
+        "initialize_optimizer_states": "",
+        "partition_grads": "params_to_release grad_partitions",
+        "_get_norm_groups": "",
+        "has_overflow": "partition_gradients",
+        "unscale_and_clip_grads": "sub_group_id total_norm",
+        "_optimizer_step": "sub_group_id",
+        "_reassign_or_swap_out_partitioned_parameters": "sub_group_id",
+        "_unflatten_partitioned_parameters": "sub_group_id",
+        "reset_cpu_buffers": "",
+        "zero_grad": "set_to_none",
+        "_rigid_state_dict": "",
+        "_rigid_load_state_dict": "state_dict load_optimizer_states",
+        "_restore_from_bit16_weights": "",
+        "load_hp_checkpoint_state_from_checkpoint_dir_stage3": "checkpoint_dir",
+        "_get_fp32_opt_state_partition": "param release_swap_buffers optim_state_key",
+        "_get_fp32_grad_state_partition": "param release_swap_buffers",
+        "set_full_hp_param": "value param optim_state_key",
+        "set_local_hp_param": "value param optim_state_key",
+        "set_fp32_grad_for_param": "value param",
+        "set_local_grad_for_param": "value param",
+        "destroy": "",
+    },
+}
+"""Methods that are overridden or called, with the parameters that they must begin with."""
+
+_original: Callable[..., Any] | None = None
+
+
+def check_deepspeed() -> None:
+    """Check that the DeepSpeed that is installed has what this backend relies on.
+
+    Raises:
+        ConfigError: If it is not installed, or a method is missing or takes other arguments; names them.
+    """
+    try:
+        deepspeed = import_module("deepspeed")
+    except ImportError as error:
+        allowed = "pip install --no-build-isolation deepspeed (with torch installed before)"
+        raise ConfigError("deepspeed", "not installed", allowed) from error
+    moved = []
+    for (module, kind), methods in RELIED_ON.items():
+        owner = getattr(import_module(module), kind, None)
+        for method, parameters in methods.items():
+            function = getattr(owner, method, None)
+            if function is None:
+                moved.append(f"{kind}.{method} is gone")
+                continue
+            found = list(inspect.signature(_unwrapped(function)).parameters)[1:]
+            if found[: len(parameters.split())] != parameters.split():
+                moved.append(f"{kind}.{method}({', '.join(found)}) took ({', '.join(parameters.split())})")
+    version = str(deepspeed.__version__)
+    if moved:
+        raise ConfigError("deepspeed", version, f"use one of {', '.join(TESTED)}: {'; '.join(moved)}")
+    if version.split("+")[0] not in TESTED:
+        log.info("DeepSpeed %s has all that is relied on, but only %s are tested", version, ", ".join(TESTED))
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what DeepSpeed's tracing decorator has wrapped, of which it keeps no trace but its closure."""
+    for cell in function.__closure__ or () if function.__name__ == "wrapped_fn" else ():
+        if inspect.isfunction(cell.cell_contents):
+            return _unwrapped(cell.cell_contents)
+    return function
+
+
+def _configure(
+    engine: Any, original: Callable[..., Any], client_optimizer: Any, model_parameters: list[Any]
+) -> None:
+    """Stand in for `DeepSpeedEngine._configure_optimizer` where the config has our object."""
+    from offload.integrations.deepspeed.common import OffloadedOptimizer
+    from offload.integrations.deepspeed.shard import check_optimizer
+    from offload.integrations.deepspeed.stage3 import OffloadedStage3
+    from offload.integrations.deepspeed.stage12 import OffloadedStage12
+
+    config = settings.read(engine.config)
+    _check_engine(engine)
+    optimizer = client_optimizer
+    if optimizer is None:
+        decoupled, params = settings.adam_from_config(engine.optimizer_name(), engine.optimizer_params())
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        optimizer = kind(model_parameters, **params)
+        for group in optimizer.param_groups:
+            group["bias_correction"] = True  # DeepSpeed's own Adam, which may load our checkpoint, has it
+    elif not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+        optimizer = optimizer(model_parameters)
+    check_optimizer(optimizer)
+    # Any torch optimizer will do, as it is never stepped.
+    engine._config.zero_force_ds_cpu_optimizer = False
+    with contextlib.suppress(ImportError):  # DeepSpeed derives from its classes when it first imports this
+        import_module("deepspeed.runtime.superoffload.superoffload_stage3")
+    with contextlib.ExitStack() as stack:
+        for (module, name), ours in (
+            (_STAGE3, OffloadedStage3),
+            ((_ENGINE[0], _STAGE12[1]), OffloadedStage12),
+        ):
+            home = import_module(module)
+            stack.callback(setattr, home, name, getattr(home, name))
+            setattr(home, name, functools.partial(ours, offload_config=config))
+        original(engine, optimizer, model_parameters)
+    if not isinstance(engine.optimizer, OffloadedOptimizer):
+        raise InternalError(f"DeepSpeed made a {type(engine.optimizer).__name__} in spite of {KEY}")
+    engine.optimizer.report_to(engine)
+
+
+def _check_engine(engine: Any) -> None:
+    if getattr(engine, "has_moe_layers", False):
+        raise ConfigError("model", "has MoE layers", f"leave {KEY} out: expert-parallel layouts are not supported")
+    if getattr(engine, "pipeline_parallelism", False):
+        raise ConfigError("model", "PipelineModule", f"leave {KEY} out: pipeline parallelism is not supported")
+    mpu = getattr(engine, "mpu", None)
+    if mpu is not None and mpu.get_model_parallel_world_size() > 1:
+        raise ConfigError("mpu", "model parallel", f"leave {KEY} out: only data parallelism is supported")
+
+
+def enable() -> None:
+    """Let `deepspeed.initialize` use the engine wherever the config has a `multi_tier_offload` object.
+
+    Idempotent. Without that object nothing changes.
+
+    Raises:
+        ConfigError: If the DeepSpeed that is installed cannot be used; names what is missing.
+    """
+    global _original
+    if _original is not None:
+        return
+    check_deepspeed()
+    kind = getattr(import_module(_ENGINE[0]), _ENGINE[1])
+    original = kind._configure_optimizer
+
+    @functools.wraps(original)
+    def configure(engine: Any, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        if _original is None or KEY not in (engine.config or {}):
+            original(engine, client_optimizer, model_parameters)
+        else:
+            _configure(engine, original, client_optimizer, model_parameters)
+
+    kind._configure_optimizer = configure
+    _original = original
+
+
+def disable() -> None:
+    """Undo `enable`; engines that were made stay as they are. Idempotent."""
+    global _original
+    if _original is None:
+        return
+    kind = getattr(import_module(_ENGINE[0]), _ENGINE[1])
+    if getattr(kind._configure_optimizer, "__wrapped__", None) is _original:  # nobody has wrapped ours since
+        kind._configure_optimizer = _original
+    _original = None
+
+
+@contextlib.contextmanager
+def _enabled() -> Iterator[None]:
+    was_on = _original is not None
+    enable()
+    try:
+        yield
+    finally:
+        if not was_on:
+            disable()
+
+
+def initialize(*arguments: Any, **keywords: Any) -> Any:
+    """Call `deepspeed.initialize` with the backend on for that one call.
+
+    Returns:
+        What `deepspeed.initialize` does.
+    """
+    with _enabled():
+        return import_module("deepspeed").initialize(*arguments, **keywords)

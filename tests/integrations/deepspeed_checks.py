@@ -1,0 +1,458 @@
+"""Checks of the DeepSpeed backend that run inside worker processes: many in one start, each in every rank.
+
+Run by `test_deepspeed.py` as `python deepspeed_checks.py FOLDER CHECK...` with RANK and WORLD_SIZE set; writes what
+became of each check to `FOLDER/results-<rank>.json`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+CHECKS: dict[str, Callable[[Path], None]] = {}
+
+
+def check(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Register a check; it gets a folder that all ranks share and that is empty."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def paths(folder: Path) -> dict[str, Any]:
+    """Return settings that keep all state in files below `folder`."""
+    return {"host_memory": 0, "paths": [str(folder)]}
+
+
+MATRIX = list(itertools.product((1, 2, 3), ("bf16", "fp16", "fp32"), (1, 3), (0.0, 0.3)))
+"""All of stage, dtype, micro-steps, clipping."""
+PAIRWISE = [(3, "bf16", 3, 0.3), (3, "fp16", 1, 0.0), (3, "fp32", 3, 0.0), (2, "bf16", 1, 0.0), (2, "fp16", 3, 0.3)]
+PAIRWISE += [(2, "fp32", 1, 0.3), (1, "bf16", 3, 0.0), (1, "fp16", 1, 0.3), (1, "fp32", 3, 0.3)]
+"""Each pair of values of two of them at least once."""
+
+
+def matrix(folder: Path, cases: list[tuple[int, str, int, float]], steps: int) -> None:
+    from deepspeed_runs import Case, assert_equals_stock
+
+    for stage, dtype, accumulation, clip in cases:
+        case = Case(stage, dtype, accumulation, clip, steps=steps, offload=paths(folder))
+        try:
+            assert_equals_stock(case)
+        except AssertionError as error:
+            raise AssertionError(f"{stage, dtype, accumulation, clip}: {error}") from error
+
+
+@check
+def pairs_equal_stock(folder: Path) -> None:
+    matrix(folder, PAIRWISE, 8)
+
+
+@check
+def matrix_equals_stock(folder: Path) -> None:
+    matrix(folder, MATRIX, 50)
+
+
+@check
+def placements_agree(folder: Path) -> None:
+    """All state in memory, half of it, none of it: the same bits."""
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    for stage in (2, 3):
+        seen = []
+        for number, host in enumerate((0, "30KiB", "1GiB")):
+            own = folder / f"{stage}-{number}"
+            own.mkdir(exist_ok=True)
+            offload = {"host_memory": host, "paths": [str(own)]}
+            case = Case(stage, "bf16", 2, offload=offload)
+            with training(case, ours=True) as engine:
+                losses = train(engine, case)
+                seen.append((losses, state_of(engine)))
+                share = engine.optimizer.metrics()["resident_share"]
+                assert (share == 0, 0 < share < 1, share == 1)[number], f"{share} resident with {host}"
+                assert engine.optimizer.offload.plan.staging_slots or number == 2
+            torch.distributed.barrier()
+            assert not list(own.rglob("offload-*")), "the store is still there"
+        for losses, state in seen[1:]:
+            assert losses == seen[0][0]
+            assert_same(state, seen[0][1])
+
+
+@check
+def overflows_are_skipped_as_stock_does(folder: Path) -> None:
+    from deepspeed_runs import Case, assert_equals_stock
+
+    for stage in (1, 2, 3):
+        seen = assert_equals_stock(Case(stage, "fp16", 2, steps=24, scale=64.0, offload=paths(folder)))
+        skipped, scales = seen[-1][4], [step[3] for step in seen]
+        assert 0 < skipped < 24, f"{skipped} steps were skipped"
+        assert any(later > before for before, later in itertools.pairwise(scales)), "the scale never grew"
+
+
+def two_groups(model: Any) -> list[dict[str, Any]]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.ndim > 1]
+    vectors = [p for p in parameters if p.ndim == 1]
+    return [
+        {"params": matrices, "lr": 3e-3, "weight_decay": 0.1},
+        {"params": vectors, "lr": 1e-2, "weight_decay": 0.0, "betas": (0.8, 0.99)},
+    ]
+
+
+@check
+def groups_schedules_and_frozen_parameters(folder: Path) -> None:
+    """Each step uses the rate that is in its group then, whatever changes it."""
+    from deepspeed_runs import Case, assert_equals_stock
+
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 8}}
+    schedule["params"]["warmup_max_lr"] = [3e-3, 1e-2]
+    schedule["params"]["warmup_min_lr"] = [0, 0]
+    for stage in (2, 3):
+        for freeze in ("", "body.0"):
+            case = Case(
+                stage, groups=two_groups, freeze=freeze, config={"scheduler": schedule}, steps=8, offload=paths(folder)
+            )
+            seen = assert_equals_stock(case)
+            rates = [tuple(step[2]) for step in seen]
+            assert len(set(rates)) > 5, f"rates: {rates}"
+            assert all(first != second for first, second in rates[1:6]), f"rates: {rates}"
+
+
+@check
+def client_optimizers_are_taken_over(folder: Path) -> None:
+    """torch's AdamW and Adam, by object or callable, keep their hyperparameters and agree with stock to a tolerance."""
+    import torch
+    from deepspeed_runs import Case, state_of, train, training
+
+    makers = [
+        lambda parameters: torch.optim.AdamW(parameters, lr=5e-3, betas=(0.8, 0.95), eps=1e-7, weight_decay=0.2),
+        lambda parameters: torch.optim.Adam(parameters, lr=5e-3, weight_decay=0.1),
+        lambda parameters: torch.optim.Adam(parameters, lr=5e-3, maximize=True),
+    ]
+    for stage in (2, 3):
+        for maker in makers:
+            # fp32, so that one last bit of a master cannot turn into one of a 16-bit weight.
+            case = Case(stage, "fp32", steps=20, offload=paths(folder))
+            with training(case, ours=False, optimizer=maker) as engine:
+                expected = train(engine, case), state_of(engine)
+            with training(case, ours=True, optimizer=maker) as engine:
+                found = train(engine, case), state_of(engine)
+            for mine, theirs in zip(found[0], expected[0], strict=True):
+                assert abs(mine[0] - theirs[0]) <= 2e-6 * abs(theirs[0])
+            for name, tensor in found[1].items():
+                torch.testing.assert_close(tensor, expected[1][name], rtol=2e-4, atol=2e-6)
+    case = Case(3, offload=paths(folder))
+    with training(case, ours=True, optimizer=lambda parameters: lambda given: torch.optim.AdamW(given)) as engine:
+        train(engine, case, steps=1)
+
+
+@check
+def user_scheduler_sets_the_rate_of_each_step(folder: Path) -> None:
+    import torch
+    from deepspeed_runs import Case, ReferenceAdam, state_of, train, training
+
+    results = []
+    for ours in (False, True):
+        case = Case(3, offload=paths(folder))
+        made = []
+
+        def maker(parameters: Any, ours: bool = ours, made: list[Any] = made) -> Any:
+            made.append((torch.optim.AdamW if ours else ReferenceAdam)(parameters, lr=4e-3))
+            made[0].param_groups[0]["weight_decay"] = 0.0
+            return made[0]
+
+        with training(case, ours=ours, optimizer=maker) as engine:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(made[0], 0.5)
+            losses = []
+            for step in range(5):
+                losses += train(engine, case, step, 1)
+                scheduler.step()
+            results.append((losses, state_of(engine)))
+    assert results[0][0] == results[1][0]
+    assert all((results[0][1][name] == tensor).all() for name, tensor in results[1][1].items())
+
+
+@check
+def unused_parameters_stay_as_they_are(folder: Path) -> None:
+    """A parameter without a gradient is neither decayed nor moved by the last one (stock does both)."""
+    import torch
+    from deepspeed_runs import Case, state_of, train, training
+
+    for stage in (1, 2, 3):
+        for accumulation in (1, 2):
+            case = Case(stage, "bf16", accumulation, net={"branch": True}, offload=paths(folder))
+            with training(case, ours=True) as engine:
+                train(engine, case, 0, 1)
+                before = state_of(engine)
+                train(engine, case, 1, 1)  # an odd step: the branch is not used
+                after = state_of(engine)
+                assert after["branch.weight exp_avg"].any()
+                for name, tensor in before.items():
+                    if tensor.any():
+                        assert torch.equal(tensor, after[name]) == name.startswith("branch"), f"{stage} {name}"
+                train(engine, case, 2, 1)
+                assert not torch.equal(after["branch.weight master"], state_of(engine)["branch.weight master"])
+                counts = engine.optimizer.shard.steps()  # of what lies on this rank
+                assert counts.get("branch.weight", 2) == 2
+                assert counts.get("body.0.weight", 3) == 3
+
+
+@check
+def model_variants_equal_stock(folder: Path) -> None:
+    """Recomputed activations, weights offloaded to the CPU, no sharing of weights, fp32 accumulation, no clipping."""
+    from deepspeed_runs import Case, assert_equals_stock
+
+    cases = [
+        Case(3, net={"recompute": True}, accumulation=2),
+        Case(2, net={"recompute": True}),
+        Case(3, zero={"offload_param": {"device": "cpu"}}, dtype="fp16"),
+        Case(3, net={"tied": False}, zero={"stage3_param_persistence_threshold": 0}),
+        Case(3, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}),
+        Case(2, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}),
+        Case(1, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}),
+        Case(2, zero={"overlap_comm": True}),
+        Case(3, zero={"reduce_scatter": False, "contiguous_gradients": True, "overlap_comm": True}),
+        Case(3, zero={"sub_group_size": 1e9, "reduce_bucket_size": 1e6}),
+    ]
+    for number, case in enumerate(cases):
+        try:
+            assert_equals_stock(dataclasses.replace(case, offload=paths(folder)))
+        except Exception as error:
+            raise AssertionError(f"case {number}: {error}") from error
+
+
+@check
+def zero_init_equals_stock(folder: Path) -> None:
+    import deepspeed
+    import torch
+    from deepspeed_runs import Case, Net, assert_same, state_of, train, training
+
+    results = []
+    for ours in (False, True):
+        case = Case(3, offload=paths(folder))
+        torch.manual_seed(0)
+        with deepspeed.zero.Init(config_dict_or_path={**case.ds_config(), "train_batch_size": None}):
+            model = Net()
+        with training(case, ours=ours, model=model) as engine:
+            results.append((train(engine, case), state_of(engine)))
+    assert results[0][0] == results[1][0]
+    assert_same(results[1][1], results[0][1])
+
+
+@check
+def utilities_read_and_write_state(folder: Path) -> None:
+    """deepspeed.utils.safe_get_* and safe_set_*."""
+    import deepspeed.utils as utils
+    import torch
+    from deepspeed_runs import Case, micro_batch, train, training
+
+    for stage in (1, 2, 3):
+        results = []
+        for ours in (False, True):
+            case = Case(stage, "bf16", clip=0.0, offload=paths(folder), config={"data_types": {}})
+            with training(case, ours=ours) as engine:
+                train(engine, case, 0, 2)
+                parameters = dict(engine.module.named_parameters())
+                weight = parameters["body.0.weight"]
+                master = utils.safe_get_full_fp32_param(weight)
+                utils.safe_set_full_fp32_param(weight, master + 0.25)
+                moment = utils.safe_get_full_optimizer_state(weight, "exp_avg_sq")
+                utils.safe_set_full_optimizer_state(weight, moment * 2, "exp_avg_sq")
+                assert torch.equal(utils.safe_get_full_fp32_param(weight), master + 0.25)
+                assert torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg_sq"), moment * 2)
+                engine.backward(engine(micro_batch(engine, 7, 0)))
+                gradient = utils.safe_get_full_grad(weight)
+                utils.safe_set_full_grad(weight, gradient * 0.5)
+                if stage == 3:
+                    local = utils.safe_get_local_fp32_param(weight)
+                    utils.safe_set_local_fp32_param(weight, local * 0.5)
+                    local = utils.safe_get_local_optimizer_state(weight, "exp_avg")
+                    utils.safe_set_local_optimizer_state(weight, local * 0.5, "exp_avg")
+                    other = parameters["body.1.weight"]
+                    local = utils.safe_get_local_grad(other)
+                    utils.safe_set_local_grad(other, local * 2)
+                engine.step()
+                # Padding of a local part is nobody's business.
+                results.append([utils.safe_get_full_fp32_param(p).clone() for p in parameters.values()])
+                results[-1] += [gradient.float().clone()]
+        for mine, theirs in zip(results[1], results[0], strict=True):
+            assert torch.equal(mine, theirs), f"stage {stage}"
+
+
+@check
+def micro_steps_by_hand(folder: Path) -> None:
+    """Boundaries that the user sets, and steps that are thrown away."""
+    from deepspeed_runs import Case, assert_same, micro_batch, state_of, training
+
+    results = []
+    for ours in (False, True):
+        case = Case(3, offload=paths(folder))
+        with training(case, ours=ours) as engine:
+            for step in range(3):
+                for micro in range(4):
+                    engine.set_gradient_accumulation_boundary(micro == 3)
+                    engine.backward(engine(micro_batch(engine, step, micro)))
+                    engine.step()
+            results.append(state_of(engine))
+    assert_same(results[1], results[0])
+
+
+@check
+def checkpoints_go_both_ways(folder: Path) -> None:
+    """Resume is exact; checkpoints go from stock to ours and back; the weights alone can be loaded too."""
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    for stage in (2, 3):
+        for dtype in ("bf16", "fp32"):
+            case = Case(stage, dtype, 2, offload=paths(folder), net={"branch": True})
+            results = {}
+            for writer in (False, True):
+                tag = f"{stage}-{dtype}-{writer}"
+                if writer:
+                    with training(case, ours=True) as engine:
+                        train(engine, case, 0, 3)
+                        engine.save_checkpoint(str(folder), tag=tag)
+                        results["whole"] = train(engine, case, 3, 3), state_of(engine)
+                else:
+                    # All parameters are used in even steps, so stock's one step count is right for them.
+                    with training(dataclasses.replace(case, net={}), ours=False) as engine:
+                        train(engine, dataclasses.replace(case, net={}), 0, 3)
+                        engine.save_checkpoint(str(folder), tag=tag)
+                        results["stock"] = train(engine, case, 3, 3), state_of(engine)
+            with training(case, ours=True) as engine:
+                train(engine, case, 0, 1)  # state that must go
+                engine.load_checkpoint(str(folder), tag=f"{stage}-{dtype}-True")
+                losses = train(engine, case, 3, 3)
+                assert losses == results["whole"][0], f"{tag}: {losses} is not {results['whole'][0]}"
+                assert_same(state_of(engine), results["whole"][1])
+            plain = dataclasses.replace(case, net={})
+            back = f"{stage}-{dtype}-back"
+            with training(plain, ours=True) as engine:
+                engine.load_checkpoint(str(folder), tag=f"{stage}-{dtype}-False")
+                assert train(engine, plain, 3, 3) == results["stock"][0]
+                assert_same(state_of(engine), results["stock"][1])
+                engine.save_checkpoint(str(folder), tag=back)
+                expected = train(engine, plain, 6, 2), state_of(engine)
+            with training(plain, ours=False) as engine:
+                engine.load_checkpoint(str(folder), tag=back)
+                assert train(engine, plain, 6, 2) == expected[0]
+                assert_same(state_of(engine), expected[1])
+            with training(plain, ours=True) as engine:
+                engine.load_checkpoint(str(folder), tag=back, load_module_only=True, load_optimizer_states=False)
+                state = state_of(engine)
+                for name in ("embed.weight", "body.0.weight"):
+                    assert torch.equal(state[f"{name} weight"].float(), state[f"{name} master"])
+                    assert not state[f"{name} exp_avg"].any()
+                    saved = saved_weight(folder, back, name, engine)
+                    assert torch.equal(state[f"{name} weight"], saved), f"{back}: {name} is not what was saved"
+                train(engine, plain, 0, 1)
+
+
+def saved_weight(folder: Path, tag: str, name: str, engine: Any) -> Any:
+    """Return a weight of a checkpoint, rounded to what the model has."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    found = get_fp32_state_dict_from_zero_checkpoint(str(folder), tag)[name]
+    return found.to(next(engine.module.parameters()).dtype)
+
+
+@check
+def exports_hold_the_masters(folder: Path) -> None:
+    """zero_to_fp32 and save_16bit_model."""
+    import torch
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from deepspeed_runs import Case, state_of, train, training
+
+    for stage in (1, 2, 3):
+        zero = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
+        case = Case(stage, offload=paths(folder), zero=zero)
+        with training(case, ours=True) as engine:
+            train(engine, case)
+            state = state_of(engine)
+            engine.save_checkpoint(str(folder), tag=f"export-{stage}")
+            engine.save_16bit_model(str(folder), f"weights-{stage}.bin")
+        torch.distributed.barrier()
+        exported = get_fp32_state_dict_from_zero_checkpoint(str(folder), f"export-{stage}")
+        weights = torch.load(folder / f"weights-{stage}.bin")
+        for name in ("embed.weight", "body.0.weight", "body.1.bias"):
+            assert torch.equal(exported[name], state[f"{name} master"])
+            assert torch.equal(weights[name], state[f"{name} weight"])
+
+
+@check
+def a_failed_step_fails_on_every_rank(folder: Path) -> None:
+    import pytest
+    import torch
+    from deepspeed_runs import Case, micro_batch, train, training
+
+    import offload
+
+    case = Case(3, offload=paths(folder))
+    with training(case, ours=True) as engine:
+        train(engine, case, 0, 1)
+        engine.backward(engine(micro_batch(engine, 1, 0)))
+        if torch.distributed.get_rank() == 0:
+            engine.optimizer.offload.close()
+        with pytest.raises(offload.SessionBrokenError):
+            engine.step()
+
+
+@check
+def nothing_changes_without_our_object(folder: Path) -> None:
+    import deepspeed
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed_runs import Case, ReferenceAdam, offload_deepspeed
+
+    before = DeepSpeedEngine._configure_optimizer
+    offload_deepspeed.enable()
+    offload_deepspeed.enable()
+    case = Case(3, config={"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True})
+    model = case.model()
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=ReferenceAdam(model.parameters()), config=case.ds_config()
+    )
+    assert type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
+    engine.destroy()
+    config = {**case.ds_config(), "optimizer": {"type": "Adam"}, "multi_tier_offload": {}}
+    engine, *_ = deepspeed.initialize(model=case.model(), config=config)
+    assert type(engine.optimizer).__name__ == "OffloadedStage3"
+    engine.destroy()
+    offload_deepspeed.disable()
+    offload_deepspeed.disable()
+    assert DeepSpeedEngine._configure_optimizer is before
+
+
+def run(folder: Path, names: list[str]) -> None:
+    """Run checks in order; what hangs ends by the collectives' timeout."""
+    import deepspeed
+    import torch
+    from deepspeed_runs import offload_deepspeed  # noqa: F401
+
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60), verbose=False)
+    rank = torch.distributed.get_rank()
+    results: dict[str, str] = {}
+    for name in names:
+        own = folder / name
+        own.mkdir(exist_ok=True)
+        try:
+            CHECKS[name](own)
+            results[name] = "ok"
+        except Exception:
+            results[name] = traceback.format_exc()
+        (folder / f"results-{rank}.json").write_text(json.dumps(results))
+        if results[name] != "ok" and torch.distributed.get_world_size() > 1:
+            break  # ranks may be out of step
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    run(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,259 @@
+"""Small trainings under DeepSpeed, with our backend and without it, for checks that run inside worker processes.
+
+Stock DeepSpeed is given an optimizer that computes what `offload.kernels.reference` defines, so everything else being
+equal (reductions, norms, clipping, loss scale, schedules) the two agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import deepspeed.ops
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+import offload.integrations.deepspeed as offload_deepspeed
+from offload.kernels import reference
+from offload.protocols import SegmentFlag
+
+# DeepSpeed would compile its shared-memory collectives at first use.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+get_accelerator().is_fp16_supported = lambda: True
+deepspeed.utils.logger.setLevel("ERROR")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class ReferenceAdam(torch.optim.Optimizer):
+    """The update that `offload.kernels.reference` defines, as an optimizer for stock DeepSpeed."""
+
+    def __init__(self, params: Any, decoupled: bool = True, **settings: Any) -> None:
+        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+        self.decoupled = decoupled
+        super().__init__(params, {**defaults, **settings})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for master in group["params"]:
+                if master.grad is None:
+                    continue
+                state = self.state[master]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(master), exp_avg_sq=torch.zeros_like(master))
+                state["step"] = int(state["step"]) + 1
+                scalars = reference.scalars(
+                    state["step"],
+                    lr=float(group["lr"]),
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    decoupled=self.decoupled,
+                )
+                flags = SegmentFlag.ACTIVE | (SegmentFlag.DECOUPLED_DECAY if self.decoupled else 0)
+                reference.update(
+                    reference.SegmentTensors(
+                        master.data, state["exp_avg"], state["exp_avg_sq"], master.grad, None, flags, scalars
+                    )
+                )
+
+
+class Net(torch.nn.Module):
+    """Linear layers of odd sizes, an embedding that is tied to the last of them, and what a case asks for.
+
+    Args:
+        recompute: Recompute activations in backward.
+        branch: Have a layer that is used in even steps only.
+        tied: Tie the embedding to the head.
+    """
+
+    def __init__(self, *, recompute: bool = False, branch: bool = False, tied: bool = True) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embed = torch.nn.Embedding(37, 30)
+        self.body = torch.nn.ModuleList([torch.nn.Linear(30, 51), torch.nn.Linear(51, 30)])
+        self.branch = torch.nn.Linear(30, 30) if branch else None
+        self.head = torch.nn.Linear(30, 37, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body[1](torch.tanh(self.body[0](x))) + x
+
+    def forward(self, tokens: torch.Tensor, step: int = 0) -> torch.Tensor:
+        x = self.embed(tokens)
+        if self.recompute:
+            x = torch.utils.checkpoint.checkpoint(self._run, x, use_reentrant=False)
+        else:
+            x = self._run(x)
+        if self.branch is not None and step % 2 == 0:
+            x = x + self.branch(x)
+        return torch.nn.functional.cross_entropy(self.head(x).float().view(-1, 37), tokens.roll(1, -1).view(-1))
+
+
+@dataclass
+class Case:
+    """One training.
+
+    Attributes:
+        stage: ZeRO stage.
+        dtype: "bf16", "fp16" or "fp32".
+        accumulation: Micro-steps of a step.
+        clip: Largest norm; 0 for none.
+        steps: Number of steps.
+        offload: Our object of the config.
+        config: More of the config, merged at the top.
+        zero: More of `zero_optimization`.
+        net: Arguments of `Net`.
+        groups: Makes parameter groups from a model; None for one group.
+        freeze: Makes a parameter frozen by name.
+        scale: What the loss is multiplied by (to provoke overflows).
+    """
+
+    stage: int = 3
+    dtype: str = "bf16"
+    accumulation: int = 1
+    clip: float = 0.3
+    steps: int = 6
+    offload: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    net: dict[str, Any] = field(default_factory=dict)
+    groups: Callable[[torch.nn.Module], list[dict[str, Any]]] | None = None
+    freeze: str = ""
+    scale: float = 1.0
+
+    def ds_config(self) -> dict[str, Any]:
+        """Return the DeepSpeed config without optimizer or our object."""
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clip,
+            "steps_per_print": 10**9,
+            "zero_optimization": {
+                "stage": self.stage,
+                "offload_optimizer": {"device": "cpu"},
+                "sub_group_size": 2000,
+                "reduce_bucket_size": 4000,
+                "stage3_param_persistence_threshold": 64,
+                **self.zero,
+            },
+        }
+        if self.dtype == "fp16":
+            config["fp16"] = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 3, "hysteresis": 1}
+        elif self.dtype == "bf16":
+            config["bf16"] = {"enabled": True}
+        return {**config, **self.config}
+
+    def model(self) -> Net:
+        """Return the model, the same on every rank."""
+        torch.manual_seed(0)
+        net = Net(**self.net)
+        for name, parameter in net.named_parameters():
+            if self.freeze and name.startswith(self.freeze):
+                parameter.requires_grad_(False)
+        return net
+
+
+ADAM = {"lr": 3e-3, "weight_decay": 0.1}
+
+
+@contextlib.contextmanager
+def training(case: Case, *, ours: bool, optimizer: Any = None, model: Any = None) -> Iterator[Any]:
+    """Yield a DeepSpeed engine for a case.
+
+    Args:
+        case: What to train.
+        ours: Whether state is offloaded; otherwise it is stock DeepSpeed with the reference's arithmetic.
+        optimizer: Makes a client's optimizer from the trainable parameters (or groups); None for the config's.
+        model: What to train instead of the case's.
+    """
+    config = case.ds_config()
+    model = case.model() if model is None else model
+    parameters: Any = [p for p in model.parameters() if p.requires_grad]
+    if case.groups is not None:
+        parameters = case.groups(model)
+    client = None
+    if optimizer is not None and ours:
+        client = optimizer(parameters)
+    elif ours:
+        config["optimizer"] = {"type": "AdamW", "params": dict(ADAM)}
+    else:
+        client = ReferenceAdam(parameters, **ADAM) if optimizer is None else optimizer(parameters)
+        config["zero_force_ds_cpu_optimizer"] = False
+        config["zero_allow_untested_optimizer"] = True
+    if ours:
+        config["multi_tier_offload"] = {"host_memory": 0, "subgroup_numel": 1024, "threads": 1, **case.offload}
+    engine, *_ = offload_deepspeed.initialize(
+        model=model, model_parameters=parameters if client is None else None, optimizer=client, config=config
+    )
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def micro_batch(engine: Any, step: int, micro: int) -> torch.Tensor:
+    """Return tokens that depend on step, micro-step and rank only."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank)
+    return torch.randint(0, 37, (2, 9), generator=generator)
+
+
+def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> list[tuple[Any, ...]]:
+    """Train and return (loss, norm, rates, loss scale, skipped steps) of each step."""
+    seen = []
+    for step in range(first, first + (case.steps if steps is None else steps)):
+        for micro in range(case.accumulation):
+            loss = engine(micro_batch(engine, step, micro), step) * case.scale
+            engine.backward(loss)
+            engine.step()
+        norm = engine.get_global_grad_norm()
+        scale = getattr(engine.optimizer, "loss_scale", 1.0)
+        rates = [group["lr"] for group in engine.optimizer.param_groups]
+        seen.append((loss.item(), float(norm if norm is not None else 0), rates, float(scale), engine.skipped_steps))
+    return seen
+
+
+def state_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Return weights, masters and moments by name; the same on every rank."""
+    found: dict[str, torch.Tensor] = {}
+    # Stock ZeRO-1 and 2 do not find the moments of a second parameter group.
+    stock = "Offloaded" not in type(engine.optimizer).__name__
+    readable = not (stock and engine.zero_optimization_stage() < 3 and len(engine.optimizer.param_groups) > 1)
+    for name, parameter in engine.module.named_parameters():
+        gathered = [parameter] if hasattr(parameter, "ds_id") else []
+        with deepspeed.zero.GatheredParameters(gathered):
+            found[f"{name} weight"] = parameter.detach().clone()
+        if parameter.requires_grad:
+            found[f"{name} master"] = safe_get_full_fp32_param(parameter).clone()
+            for key in ("exp_avg", "exp_avg_sq") if readable else ():
+                found[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).clone()
+    return found
+
+
+def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Check that states are equal to the last bit."""
+    assert mine.keys() >= theirs.keys()
+    different = [name for name in theirs if not torch.equal(mine[name], theirs[name])]
+    assert not different, f"different: {different}"
+
+
+def assert_equals_stock(case: Case, **arguments: Any) -> list[tuple[Any, ...]]:
+    """Train with and without us; everything that can be seen must be the same."""
+    with training(case, ours=False, **arguments) as engine:
+        expected = train(engine, case), state_of(engine)
+    with training(case, ours=True, **arguments) as engine:
+        found = train(engine, case), state_of(engine)
+    for step, (mine, theirs) in enumerate(zip(found[0], expected[0], strict=True)):
+        assert mine == theirs, f"step {step}: {mine} is not stock's {theirs}"
+    assert_same(found[1], expected[1])
+    return found[0]
