@@ -6,8 +6,8 @@
     import offload.integrations.deepspeed as offload_deepspeed
     offload_deepspeed.enable()  # then deepspeed.initialize(...) as always
 
-ZeRO stages 1 to 3 with Adam and AdamW. `engine.optimizer` has `metrics()`, `plan` and `offload` (the `offload.Engine`)
-besides what it has in DeepSpeed.
+ZeRO stages 1 to 3 with Adam and AdamW. Besides what it has in DeepSpeed, `engine.optimizer` has `metrics()`, `plan` and
+`offload` (the `offload.Engine`).
 """
 
 from offload.integrations.deepspeed.switch import disable, enable, initialize

@@ -8,7 +8,7 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,7 +16,10 @@ from offload import ConfigError, Engine, OffloadConfig, SessionBrokenError
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
 
 STEPS = "offload_steps"
-"""Our entry in DeepSpeed's optimizer checkpoints: updates of each parameter by name, as DeepSpeed has one count only."""
+"""Our entry in DeepSpeed's optimizer checkpoints: updates of each parameter by name (DeepSpeed has one count)."""
+
+
+_T = TypeVar("_T")
 
 
 def rank_config(config: OffloadConfig, group: Any) -> OffloadConfig:
@@ -59,7 +62,8 @@ class OffloadedOptimizer:
     @property
     def offload(self) -> Engine:
         """The engine that holds this rank's state."""
-        return self.shard.engine
+        engine: Engine = self.shard.engine
+        return engine
 
     @property
     def plan(self) -> Any:
@@ -68,7 +72,8 @@ class OffloadedOptimizer:
 
     def metrics(self) -> dict[str, float]:
         """Return this rank's last step as a flat dict; see `offload.Engine.metrics`."""
-        return self.shard.engine.metrics()
+        found: dict[str, float] = self.shard.engine.metrics()
+        return found
 
     def report_to(self, engine: Any) -> None:
         """Write metrics to the monitor of a DeepSpeed engine after every step."""
@@ -76,29 +81,44 @@ class OffloadedOptimizer:
 
     # The update
 
-    def _update_all(self) -> None:
-        """Update everything that has a gradient; raises on all ranks if one cannot."""
+    def _on_all_ranks(self, work: Callable[[], _T]) -> _T:
+        """Do one rank's work; what cannot be done raises on all ranks, so that none waits for another for ever."""
         error: Exception | None = None
         try:
-            self.shard.step(group_scalars(self.optimizer), self._factor)
+            found = work()
         except Exception as caught:
             error = caught
-        if torch.distributed.get_world_size(self.dp_process_group) > 1:
-            device = "cpu" if "gloo" in torch.distributed.get_backend(self.dp_process_group) else "cuda"
-            failed = torch.tensor([error is not None], dtype=torch.uint8, device=device)
-            torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group)
-            if error is None and failed.item():
-                error = SessionBrokenError("another rank could not finish its step; its log says why")
+        if torch.distributed.get_world_size(self.dp_process_group) > 1 and self._any(error is not None):
+            error = error or SessionBrokenError("another rank could not finish its step; its log says why")
         if error is not None:
             raise error
+        return found
+
+    def _any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        device = "cpu" if "gloo" in torch.distributed.get_backend(self.dp_process_group) else "cuda"
+        flags = torch.tensor([flag], dtype=torch.uint8, device=device)
+        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group)
+        return bool(flags.item())
+
+    def _update_all(self) -> None:
+        groups = group_scalars(self.optimizer)
+        self._on_all_ranks(lambda: self.shard.step(groups, self._factor))
         self._report()
+
+    def _norms(self) -> dict[str, torch.Tensor]:
+        """Return the norms of this rank's gradients by name, as DeepSpeed keeps them."""
+        norms = self._on_all_ranks(self.shard.norms)
+        return {name: torch.tensor(norm, dtype=torch.float64) for name, norm in norms.items()}
 
     def _report(self) -> None:
         engine = self._monitor()
         monitor = getattr(engine, "monitor", None)
         if monitor is not None and monitor.enabled and torch.distributed.get_rank() == 0:
             samples = engine.global_samples
-            monitor.write_events([(f"Train/Offload/{name}", value, samples) for name, value in self.metrics().items()])
+            monitor.write_events(
+                [(f"Train/Offload/{name}", value, samples) for name, value in self.metrics().items()]
+            )
 
     # State in DeepSpeed's layout, for its own checkpoint code
 
@@ -164,16 +184,7 @@ class OffloadedOptimizer:
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Return whether a gradient of any rank has an element that is not finite."""
-        accelerator_flag = torch.tensor(
-            [not self.shard.is_finite()], dtype=torch.uint8, device=self._reduction_device()
-        )
-        torch.distributed.all_reduce(
-            accelerator_flag, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group
-        )
-        return bool(accelerator_flag.item())
-
-    def _reduction_device(self) -> str:
-        return "cpu" if "gloo" in torch.distributed.get_backend(self.dp_process_group) else "cuda"
+        return self._any(not self._on_all_ranks(self.shard.is_finite))
 
     def reset_cpu_buffers(self) -> None:
         """DeepSpeed's call at the end of a step, taken or skipped."""

@@ -32,7 +32,12 @@ _CONTRADICTIONS: tuple[tuple[str, str, Any, str], ...] = (
     ("zero_optimization", "zero_quantized_weights", False, "leave it out: ZeRO++ is not supported"),
     ("zero_optimization", "zero_quantized_nontrainable_weights", False, "leave it out: ZeRO++ is not supported"),
     ("zero_optimization", "zero_quantized_gradients", False, "leave it out: ZeRO++ is not supported"),
-    ("zero_optimization", "round_robin_gradients", False, "leave it out: DeepSpeed's map of parameters is wrong with it"),
+    (
+        "zero_optimization",
+        "round_robin_gradients",
+        False,
+        "leave it out: DeepSpeed's map of parameters is wrong with it",
+    ),
     ("fp16", "fp16_master_weights_and_grads", False, "leave it out: masters are fp32"),
     ("bf16", "bf16_master_weights_and_grads", False, "leave it out: masters are fp32"),
     ("bf16", "bf16_optimizer_states", False, "leave it out: moments are fp32"),
@@ -55,7 +60,8 @@ def _section(config: Mapping[str, Any], dotted: str) -> Mapping[str, Any]:
         found = found.get(part) or {}
         if not isinstance(found, Mapping):
             return {}
-    return found
+    section: Mapping[str, Any] = found
+    return section
 
 
 def read(config: Mapping[str, Any]) -> OffloadConfig:
@@ -77,7 +83,9 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
             raise ConfigError(f"{where}.{key}", section[key], advice)
     stage = _section(config, "zero_optimization").get("stage", 0)
     if stage not in (1, 2, 3):
-        raise ConfigError("zero_optimization.stage", stage, "use 1, 2 or 3: other stages do not shard optimizer state")
+        raise ConfigError(
+            "zero_optimization.stage", stage, "use 1, 2 or 3: other stages do not shard optimizer state"
+        )
     device = _section(config, _OFFLOAD).get("device", "none")
     if device != "cpu":
         allowed = 'write "cpu"; where state lives is then said by ' + KEY

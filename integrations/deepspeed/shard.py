@@ -168,9 +168,7 @@ class Shard:
 
     def norms(self) -> dict[str, float]:
         """Return the L2 norm of each gradient by name; not finite if and only if an element is not."""
-        return {
-            self.pieces[number].name: math.sqrt(self.engine.gradient_norm_sq([number])) for number in self.active
-        }
+        return {self.pieces[number].name: math.sqrt(self.engine.gradient_norm_sq([number])) for number in self.active}
 
     def is_finite(self) -> bool:
         """Return whether all elements of all gradients are finite."""
@@ -222,16 +220,19 @@ class Shard:
             yield batch
 
     def _zeros(self, numel: int) -> torch.Tensor:
-        """Return fp32 zeros; in a file that has no name where there is a directory for state, since they may not fit."""
+        """Return fp32 zeros; in a file without a name where there is a directory for state, as they may not fit."""
         if self._scratch is None or numel == 0:
             return torch.zeros(numel)
         with tempfile.TemporaryFile(dir=self._scratch) as file:
             file.truncate(numel * 4)
             return torch.frombuffer(mmap.mmap(file.fileno(), numel * 4), dtype=torch.float32)
 
+    def _empty(self, numel: int) -> FlatState:
+        return FlatState(self._zeros(numel), self._zeros(numel), self._zeros(numel), 0)
+
     def export(self) -> list[FlatState]:
         """Return the state of all flat tensors."""
-        states = [FlatState(*(self._zeros(weight.numel()) for _ in STATE), 0) for weight in self.weights]
+        states = [self._empty(weight.numel()) for weight in self.weights]
         for batch in self._batches():
             for number, found in zip(batch, self.engine.read_state(batch), strict=True):
                 piece = self.pieces[number]

@@ -36,7 +36,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     def initialize_optimizer_states(self) -> None:
         """Make the shard, in place of moments and fp32 gradients. The constructor's last act but for links."""
-        pieces = []
+        pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}
         for flat, parameters in enumerate(self.params_in_partition):
             for parameter in parameters:
@@ -103,11 +103,11 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     def scaled_global_norm(self, norm_type: int = 2) -> Any:
         """Return the norm of all gradients of all ranks."""
-        names = self.shard.norms()
+        norms = self._norms()
         self.norm_for_param_grads = {
-            identity: torch.tensor(names[name], dtype=torch.float64)
+            identity: norms[name]
             for identity, number in self._numbers.items()
-            if (name := self.shard.pieces[number].name) in names
+            if (name := self.shard.pieces[number].name) in norms
         }
         return super().scaled_global_norm(norm_type)
 
@@ -169,13 +169,15 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     def _reader(self, number: int) -> Callable[..., torch.Tensor]:
         def get_hp_fragment(optim_state_key: str | None = None) -> torch.Tensor:
-            return self.shard.read(number, optim_state_key or "master", self.shard.pieces[number].numel)
+            numel = self.shard.pieces[number].numel
+            found: torch.Tensor = self.shard.read(number, optim_state_key or "master", numel)
+            return found
 
         return get_hp_fragment
 
     def _gradient_reader(self, number: int) -> Callable[[int], torch.Tensor]:
         def get_lp_grad_fragment(index_in_param_group: int) -> torch.Tensor:
-            gradient = self.shard.gradient(number)
+            gradient: torch.Tensor = self.shard.gradient(number)
             if not self.shard.has_gradient(number):
                 gradient.zero_()  # it was that of an earlier step
             return gradient

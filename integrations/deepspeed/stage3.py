@@ -43,7 +43,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def _create_fp32_partitions(self) -> None:
         self.subgroup_to_device = dict.fromkeys(range(len(self.fp16_partitioned_groups_flat)), "cpu")
-        pieces = []
+        pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}
         for flat, parameters in enumerate(self.fp16_groups):
             offset = 0
@@ -97,12 +97,12 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         self.shard.close_window()
 
     def _get_norm_groups(self) -> Any:
-        names = self.shard.norms()
+        norms = self._norms()
         self.norm_for_param_grads = {
-            self.get_param_id(parameter): torch.tensor(names[name], dtype=torch.float64)
+            self.get_param_id(parameter): norms[name]
             for parameters in self.fp16_groups
             for parameter in parameters
-            if (name := self.param_names[parameter]) in names
+            if (name := self.param_names[parameter]) in norms
         }
         return super()._get_norm_groups()
 

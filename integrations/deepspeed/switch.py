@@ -93,9 +93,7 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _configure(
-    engine: Any, original: Callable[..., Any], client_optimizer: Any, model_parameters: list[Any]
-) -> None:
+def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any, model_parameters: list[Any]) -> None:
     """Stand in for `DeepSpeedEngine._configure_optimizer` where the config has our object."""
     from offload.integrations.deepspeed.common import OffloadedOptimizer
     from offload.integrations.deepspeed.shard import check_optimizer

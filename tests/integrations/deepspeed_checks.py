@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -116,7 +117,12 @@ def groups_schedules_and_frozen_parameters(folder: Path) -> None:
     for stage in (2, 3):
         for freeze in ("", "body.0"):
             case = Case(
-                stage, groups=two_groups, freeze=freeze, config={"scheduler": schedule}, steps=8, offload=paths(folder)
+                stage,
+                groups=two_groups,
+                freeze=freeze,
+                config={"scheduler": schedule},
+                steps=8,
+                offload=paths(folder),
             )
             seen = assert_equals_stock(case)
             rates = [tuple(step[2]) for step in seen]
@@ -126,7 +132,7 @@ def groups_schedules_and_frozen_parameters(folder: Path) -> None:
 
 @check
 def client_optimizers_are_taken_over(folder: Path) -> None:
-    """torch's AdamW and Adam, by object or callable, keep their hyperparameters and agree with stock to a tolerance."""
+    """torch's AdamW and Adam, objects or callables, keep their hyperparameters; stock agrees to a tolerance."""
     import torch
     from deepspeed_runs import Case, state_of, train, training
 
@@ -442,9 +448,11 @@ def run(folder: Path, names: list[str]) -> None:
     for name in names:
         own = folder / name
         own.mkdir(exist_ok=True)
+        started_s = time.monotonic()
         try:
             CHECKS[name](own)
             results[name] = "ok"
+            print(f"{name}: {time.monotonic() - started_s:.1f} s", flush=True)
         except Exception:
             results[name] = traceback.format_exc()
         (folder / f"results-{rank}.json").write_text(json.dumps(results))

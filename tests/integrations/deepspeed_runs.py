@@ -91,10 +91,8 @@ class Net(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, step: int = 0) -> torch.Tensor:
         x = self.embed(tokens)
-        if self.recompute:
-            x = torch.utils.checkpoint.checkpoint(self._run, x, use_reentrant=False)
-        else:
-            x = self._run(x)
+        run = self._run
+        x = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False) if self.recompute else run(x)
         if self.branch is not None and step % 2 == 0:
             x = x + self.branch(x)
         return torch.nn.functional.cross_entropy(self.head(x).float().view(-1, 37), tokens.roll(1, -1).view(-1))

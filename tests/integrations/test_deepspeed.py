@@ -1,0 +1,228 @@
+"""The DeepSpeed backend: checks in worker processes (1 and 2 ranks), and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed_checks import CHECKS
+
+pytest.importorskip("deepspeed")
+
+FULL = ("matrix_equals_stock",)
+SCRIPT = Path(__file__).with_name("deepspeed_checks.py")
+OTHERS = tuple(name for name in CHECKS if name not in FULL and not name.startswith("universal"))
+TIMEOUT_S = 280
+
+
+def start(world: int, folder: Path, names: tuple[str, ...], **variables: str) -> dict[str, str]:
+    """Run checks in `world` ranks; return what became of each: "ok", or what the first rank that failed says."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    ranks = []
+    for rank in range(world):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
+        log = (folder / f"log-{rank}").open("w")
+        command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *names]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        log.close()
+    try:
+        for process in ranks:
+            process.wait(TIMEOUT_S)
+    finally:
+        for process in ranks:
+            process.kill()
+    results: dict[str, str] = {}
+    for rank in range(world):
+        written = folder / f"results-{rank}.json"
+        own: dict[str, str] = json.loads(written.read_text()) if written.exists() else {}
+        for name in names:
+            said = own.get(name, f"rank {rank} did not run it: {(folder / f'log-{rank}').read_text()[-2000:]}")
+            if results.get(name, "ok") == "ok":
+                results[name] = said
+    return results
+
+
+class Runs:
+    """Starts of worker processes, each made when it is first asked for."""
+
+    def __init__(self, factory: pytest.TempPathFactory) -> None:
+        self._factory = factory
+        self._results: dict[int, dict[str, str]] = {}
+
+    def result(self, world: int, name: str) -> str:
+        if world not in self._results:
+            self._results[world] = start(world, self._factory.mktemp(f"world-{world}"), OTHERS)
+        return self._results[world][name]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_check(world: int, name: str, runs: Runs) -> None:
+    said = runs.result(world, name)
+    assert said == "ok", said
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", [1, 2])
+def test_whole_matrix(world: int, tmp_path: Path) -> None:
+    assert start(world, tmp_path, FULL) == dict.fromkeys(FULL, "ok")
+
+
+def config(**sections: Any) -> dict[str, Any]:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    return {"zero_optimization": zero, "multi_tier_offload": {}, **sections}
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "says"),
+    [
+        (config(multi_tier_offload="on"), "multi_tier_offload", "give an object"),
+        (config(multi_tier_offload={"hots_memory": 1}), "multi_tier_offload.hots_memory", "host_memory"),
+        (config(multi_tier_offload={"host_memory": "many"}), "host_memory", "8GiB"),
+        (config(multi_tier_offload={"gradient_dtype": "float32"}), "gradient_dtype", "grad_accum_dtype"),
+        (config(zero_optimization={"stage": 0}), "zero_optimization.stage", "1, 2 or 3"),
+        (config(zero_optimization={"stage": 3}), "offload_optimizer.device", '"cpu"'),
+        (
+            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}),
+            "nvme_path",
+            "multi_tier_offload.paths",
+        ),
+        (
+            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+            "ratio",
+            "host_memory",
+        ),
+        (
+            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu", "pipeline_read": True}}),
+            "pipeline_read",
+            "overlap",
+        ),
+        (
+            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}),
+            "super_offload",
+            "leave it out",
+        ),
+        (
+            config(zero_optimization={"stage": 2, "offload_optimizer": {"device": "cpu"}, "zenflow": {"topk": 1}}),
+            "zenflow",
+            "leave it out",
+        ),
+        (
+            config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}, "mics_shard_size": 2}),
+            "mics_shard_size",
+            "MiCS",
+        ),
+        (
+            config(
+                zero_optimization={
+                    "stage": 3,
+                    "offload_optimizer": {"device": "cpu"},
+                    "offload_param": {"device": "nvme", "nvme_path": "/x"},
+                }
+            ),
+            "offload_param.device",
+            '"cpu"',
+        ),
+        (config(torch_autocast={"enabled": True}), "torch_autocast.enabled", "bf16"),
+    ],
+)
+def test_bad_config_says_what_to_write(given: dict[str, Any], names: str, says: str) -> None:
+    from offload import ConfigError
+    from offload.integrations.deepspeed import settings
+
+    with pytest.raises(ConfigError) as caught:
+        settings.read(given)
+    assert names in str(caught.value)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "names"),
+    [
+        ("lamb", {}, "optimizer.type"),
+        ("Muon", {}, "optimizer.type"),
+        ("OneBitAdam", {}, "optimizer.type"),
+        (None, {}, "optimizer.type"),
+        ("AdamW", {"amsgrad": True}, "amsgrad"),
+        ("AdamW", {"bias_correction": False}, "bias_correction"),
+        ("Adam", {"max_grad_norm": 1.0}, "gradient_clipping"),
+        ("Adam", {"learning_rate": 1.0}, "learning_rate"),
+    ],
+)
+def test_bad_optimizer_is_named(name: str | None, params: dict[str, Any], names: str) -> None:
+    from offload import ConfigError
+    from offload.integrations.deepspeed import settings
+
+    with pytest.raises(ConfigError, match=names):
+        settings.adam_from_config(name, params)
+
+
+def test_adam_of_the_config_decays_as_deepspeeds_does() -> None:
+    from offload.integrations.deepspeed import settings
+
+    assert settings.adam_from_config("Adam", {"lr": 1.0})[0]
+    assert not settings.adam_from_config("Adam", {"adam_w_mode": False})[0]
+    assert settings.adam_from_config("AdamW", {"adam_w_mode": False})[0]
+    assert settings.adam_from_config("AdamW", {"betas": [0.8, 0.9]})[1]["betas"] == (0.8, 0.9)
+
+
+def test_clients_that_cannot_be_taken_over_are_named() -> None:
+    import torch
+
+    from offload import ConfigError
+    from offload.integrations.deepspeed.shard import check_optimizer
+
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    for optimizer in (
+        torch.optim.SGD(weights),
+        torch.optim.Adagrad(weights),
+        torch.optim.AdamW(weights, amsgrad=True),
+    ):
+        with pytest.raises(ConfigError):
+            check_optimizer(optimizer)
+
+
+def test_a_deepspeed_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload import ConfigError
+    from offload.integrations import deepspeed as backend
+    from offload.integrations.deepspeed import switch
+
+    relied_on = {
+        **switch.RELIED_ON,
+        ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"): {
+            "step": "closure",
+            "_optimizer_step": "shard",
+            "_no_such_method": "",
+        },
+    }
+    monkeypatch.setattr(switch, "RELIED_ON", relied_on)
+    with pytest.raises(ConfigError) as caught:
+        backend.enable()
+    assert "_optimizer_step(sub_group_id) took (shard)" in str(caught.value)
+    assert "_no_such_method is gone" in str(caught.value)
+    assert "step(closure)" not in str(caught.value)
