@@ -6,7 +6,7 @@
     import offload.integrations.deepspeed as offload_deepspeed
     offload_deepspeed.enable()  # then deepspeed.initialize(...) as always
 
-ZeRO stages 1 to 3 with Adam and AdamW. Besides what it has in DeepSpeed, `engine.optimizer` has `metrics()`, `plan` and
+ZeRO stages 1 to 3, Adam and AdamW. Besides what it has in DeepSpeed, `engine.optimizer` has `metrics()`, `plan` and
 `offload` (the `offload.Engine`).
 """
 

@@ -142,12 +142,16 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def _load_global_state_stage3(self, sd: Mapping[str, Any]) -> None:
         self._saved_steps = sd.get(STEPS)
+        self._saved_groups = sd["optimizer_state_dict"]["param_groups"]
         super()._load_global_state_stage3(sd)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, *arguments: Any, **keywords: Any) -> None:
         """Load a universal checkpoint."""
         load = super().load_hp_checkpoint_state_from_checkpoint_dir_stage3
         self._load_with(lambda: load(*arguments, **keywords))
+        # DeepSpeed gives all groups the first one's hyperparameters.
+        for group, saved in zip(self.optimizer.param_groups, self._saved_groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
 
     def load_module_checkpoint_state_from_checkpoint_dir_stage3(self, *arguments: Any, **keywords: Any) -> None:
         """Load the weights of a universal checkpoint."""

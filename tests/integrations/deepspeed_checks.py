@@ -435,6 +435,88 @@ def nothing_changes_without_our_object(folder: Path) -> None:
     assert DeepSpeedEngine._configure_optimizer is before
 
 
+@check
+def alone_trainer(folder: Path) -> None:
+    """transformers' Trainer with a DeepSpeed config full of "auto"; a second one resumes exactly."""
+    import torch
+    from deepspeed_runs import offload_deepspeed
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    offload_deepspeed.enable()
+    params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    schedule = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    config = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": params},
+        "scheduler": {"type": "WarmupDecayLR", "params": schedule},
+        "multi_tier_offload": paths(folder),
+    }
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    data = [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(0, 50, (24, 8))]
+    histories = []
+    for resumed in (False, True):
+        arguments = TrainingArguments(
+            output_dir=str(folder / "out"),
+            deepspeed=config,
+            max_steps=6,
+            save_steps=3,
+            logging_steps=1,
+            warmup_steps=2,
+            learning_rate=1e-3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=2, vocab_size=50, **shape))
+        trainer = Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-3") if resumed else None)
+        assert type(trainer.deepspeed.optimizer).__name__ == "OffloadedStage3"
+        histories.append([(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry])
+    assert len(histories[0]) == 6
+    assert histories[1][-3:] == histories[0][-3:], f"{histories}"
+
+
+@check
+def alone_universal_save(folder: Path) -> None:
+    """Leave checkpoints, and what they hold, for `alone_universal_load` at another world size."""
+    import torch
+    from deepspeed_runs import Case, state_of, train, training
+
+    for stage in (2, 3):
+        case = Case(stage, groups=two_groups, offload=paths(folder))
+        with training(case, ours=True) as engine:
+            train(engine, case)
+            engine.save_checkpoint(str(folder.parent / f"stage-{stage}"), tag="native")
+            state = state_of(engine)
+        if torch.distributed.get_rank() == 0:
+            torch.save(state, folder.parent / f"state-{stage}.pt")
+
+
+@check
+def alone_universal_load(folder: Path) -> None:
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    for stage in (2, 3):
+        config = {"checkpoint": {"load_universal": True}}
+        case = Case(stage, groups=two_groups, offload=paths(folder), config=config)
+        with training(case, ours=True) as engine:
+            engine.load_checkpoint(str(folder.parent / f"stage-{stage}"), tag="universal")
+            assert_same(state_of(engine), torch.load(folder.parent / f"state-{stage}.pt"))
+            groups = engine.optimizer.param_groups
+            assert [group["betas"] for group in groups] == [(0.9, 0.999), (0.8, 0.99)], f"{groups}"
+            assert [group["lr"] for group in groups] == [3e-3, 1e-2]
+            assert set(engine.optimizer.shard.steps().values()) <= {case.steps, 0}
+            assert case.steps in engine.optimizer.shard.steps().values()
+            train(engine, case, case.steps, 1)
+
+
 def run(folder: Path, names: list[str]) -> None:
     """Run checks in order; what hangs ends by the collectives' timeout."""
     import deepspeed

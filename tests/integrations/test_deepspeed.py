@@ -17,7 +17,7 @@ pytest.importorskip("deepspeed")
 
 FULL = ("matrix_equals_stock",)
 SCRIPT = Path(__file__).with_name("deepspeed_checks.py")
-OTHERS = tuple(name for name in CHECKS if name not in FULL and not name.startswith("universal"))
+OTHERS = tuple(name for name in CHECKS if name not in FULL and not name.startswith("alone"))
 TIMEOUT_S = 280
 
 
@@ -91,6 +91,25 @@ def test_check(world: int, name: str, runs: Runs) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_whole_matrix(world: int, tmp_path: Path) -> None:
     assert start(world, tmp_path, FULL) == dict.fromkeys(FULL, "ok")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_universal_checkpoints_change_the_world_size(before: int, after: int, tmp_path: Path) -> None:
+    assert start(before, tmp_path, ("alone_universal_save",)) == {"alone_universal_save": "ok"}
+    for folder in sorted(tmp_path.glob("stage-*")):
+        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+        command += ["--input_folder", str(folder / "native"), "--output_folder", str(folder / "universal")]
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert start(after, tmp_path, ("alone_universal_load",)) == {"alone_universal_load": "ok"}
+
+
+@pytest.mark.slow
+def test_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    assert start(1, tmp_path, ("alone_trainer",)) == {"alone_trainer": "ok"}
 
 
 def config(**sections: Any) -> dict[str, Any]:
