@@ -25,11 +25,15 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     Args:
         arguments: DeepSpeed's.
         offload_config: Tiers and budgets of each rank.
+        names: Name of each parameter.
         keywords: DeepSpeed's.
     """
 
-    def __init__(self, *arguments: Any, offload_config: OffloadConfig, **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, offload_config: OffloadConfig, names: Mapping[Any, str], **keywords: Any
+    ) -> None:
         self._offload_config = offload_config
+        self._names = names
         super().__init__(*arguments, **keywords)
 
     # State
@@ -43,7 +47,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
                 identity = self.get_param_id(parameter)
                 _, _, offset, numel = self.grad_position[identity]
                 self._numbers[identity] = len(pieces)
-                pieces.append(Piece(self.param_names[parameter], flat, offset, numel, flat))
+                pieces.append(Piece(self._names[parameter], flat, offset, numel, flat))
         weights = [
             partitions[torch.distributed.get_rank(group)]
             for partitions, group in zip(
@@ -54,9 +58,10 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         # Before the engine takes its memory.
         for flat, weight in zip(self._flats, weights, strict=True):
             flat.data = weight if weight.device.type == "cpu" else torch.empty(weight.shape, dtype=weight.dtype)
-        self.param_buffer_of_bit16_for_cpu_offload_groups.clear()
+        buffers = getattr(self, "param_buffer_of_bit16_for_cpu_offload_groups", [])  # 0.16 has none
+        buffers.clear()
         self.shard = Shard(pieces, weights, rank_config(self._offload_config, self.dp_process_group))
-        self.param_buffer_of_bit16_for_cpu_offload_groups.extend(self.shard.weights)
+        buffers.extend(self.shard.weights)
         self.shard.gradients = [
             torch.zeros(
                 weight.numel(), dtype=self.gradient_accumulation_dtype, pin_memory=weight.device.type == "cuda"

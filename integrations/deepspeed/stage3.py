@@ -26,11 +26,15 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
     Args:
         arguments: DeepSpeed's.
         offload_config: Tiers and budgets of each rank.
+        names: Name of each parameter (older versions do not give them to their optimizer).
         keywords: DeepSpeed's.
     """
 
-    def __init__(self, *arguments: Any, offload_config: OffloadConfig, **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, offload_config: OffloadConfig, names: Mapping[Any, str], **keywords: Any
+    ) -> None:
         self._offload_config = offload_config
+        self._names = names
         super().__init__(*arguments, **keywords)
         numels = self.fp16_partitioned_groups_flat_numel
         starts = itertools.accumulate(numels, initial=0)
@@ -53,7 +57,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
                 padded = parameter.partition_numel()
                 rank = torch.distributed.get_rank(self.dp_process_group)
                 numel = min(padded, max(0, parameter.ds_numel - rank * padded))
-                pieces.append(Piece(self.param_names[parameter], flat, offset, numel, group))
+                pieces.append(Piece(self._names[parameter], flat, offset, numel, group))
                 offset += padded
             placeholder = torch.zeros(1)
             # The name that DeepSpeed gives to its own.
@@ -102,7 +106,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             self.get_param_id(parameter): norms[name]
             for parameters in self.fp16_groups
             for parameter in parameters
-            if (name := self.param_names[parameter]) in norms
+            if (name := self._names[parameter]) in norms
         }
         return super()._get_norm_groups()
 

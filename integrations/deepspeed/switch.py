@@ -123,7 +123,7 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
         ):
             home = import_module(module)
             stack.callback(setattr, home, name, getattr(home, name))
-            setattr(home, name, functools.partial(ours, offload_config=config))
+            setattr(home, name, functools.partial(ours, offload_config=config, names=engine.param_names))
         original(engine, optimizer, model_parameters)
     if not isinstance(engine.optimizer, OffloadedOptimizer):
         raise InternalError(f"DeepSpeed made a {type(engine.optimizer).__name__} in spite of {KEY}")
