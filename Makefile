@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 # pinned release is installed before anything that would pull another one.
 TORCH := torch==2.13.0
 
+# DeepSpeed comes as sources that need torch to be there, and builds none of its native parts now.
+DEEPSPEED := deepspeed==0.19.8
+
 .PHONY: train test test-full lint clean
 
 train: $(VENV)/.ready
@@ -34,6 +37,8 @@ NATIVE := CMakeLists.txt $(shell find csrc -type f)
 $(VENV)/.ready: $(VENV)/bin/python pyproject.toml $(NATIVE)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[train,dev]'
+	$(BIN)/python -m pip install --quiet setuptools wheel
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation '$(DEEPSPEED)'
 	@touch $@
 
 clean:

@@ -52,6 +52,17 @@ def test_scripts_and_files_that_it_names_are_there() -> None:
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
+def test_deepspeed_config_is_one_that_works() -> None:
+    import json
+
+    from offload.integrations.deepspeed import settings
+
+    (block,) = re.findall(r"```json\n(.*?)```", README, re.DOTALL)
+    config = json.loads(block)
+    assert settings.read(config).paths
+    assert settings.adam_from_config(config["optimizer"]["type"], config["optimizer"]["params"])[0]
+
+
 def test_settings_that_it_names_are_settings() -> None:
     from dataclasses import fields
 

@@ -313,6 +313,44 @@ def micro_steps_by_hand(folder: Path) -> None:
                     engine.step()
             results.append(state_of(engine))
     assert_same(results[1], results[0])
+    results = []
+    for ours in (False, True):
+        case = Case(1, offload=paths(folder))
+        with training(case, ours=ours) as engine:
+            for step in range(3):
+                with engine.no_sync():
+                    engine.backward(engine(micro_batch(engine, step, 0)))
+                engine.backward(engine(micro_batch(engine, step, 1)))
+                engine.step()
+            results.append(state_of(engine))
+    assert_same(results[1], results[0])
+
+
+@check
+def metrics_reach_deepspeeds_monitor(folder: Path) -> None:
+    """Its monitor gets our figures, its timers ours steps, and ranks share the cores."""
+    import os
+
+    import torch
+    from deepspeed_runs import Case, train, training
+
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    config = {"csv_monitor": monitor, "wall_clock_breakdown": True}
+    for stage in (2, 3):
+        case = Case(stage, offload={**paths(folder), "threads": None}, config=config)
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 2)
+            world = torch.distributed.get_world_size()
+            cores = len(os.sched_getaffinity(0))
+            assert (engine.optimizer.offload.config.threads or cores) == max(1, cores // world)
+            assert engine.optimizer.metrics()["step"] == 2
+            assert "subgroups" in str(engine.optimizer.plan)
+            timer = engine.timers.get_timers()["optimizer_step"]
+            assert timer.mean() >= 0
+    if torch.distributed.get_rank() == 0:
+        written = list(folder.rglob("Train_Offload_step_s.csv"))
+        assert written, sorted(folder.rglob("*.csv"))
+        assert float(written[0].read_text().split()[-1].split(",")[-1]) > 0
 
 
 @check
@@ -502,8 +540,25 @@ def alone_universal_save(folder: Path) -> None:
             train(engine, case)
             engine.save_checkpoint(str(folder.parent / f"stage-{stage}"), tag="native")
             state = state_of(engine)
-        if torch.distributed.get_rank() == 0:
-            torch.save(state, folder.parent / f"state-{stage}.pt")
+            later = train(engine, case, case.steps, 3), state_of(engine)
+        torch.save((state, later), folder.parent / f"state-{stage}-{torch.distributed.get_rank()}.pt")
+
+
+@check
+def alone_resume(folder: Path) -> None:
+    """Go on from the checkpoint in a fresh process of the same world: exact."""
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    for stage in (2, 3):
+        case = Case(stage, groups=two_groups, offload=paths(folder))
+        saved = folder.parent / f"state-{stage}-{torch.distributed.get_rank()}.pt"
+        losses, state = torch.load(saved)[1]
+        with training(case, ours=True) as engine:
+            engine.load_checkpoint(str(folder.parent / f"stage-{stage}"), tag="native")
+            found = train(engine, case, case.steps, 3)
+            assert [step[:4] for step in found] == [step[:4] for step in losses]
+            assert_same(state_of(engine), state)
 
 
 @check
@@ -516,7 +571,7 @@ def alone_universal_load(folder: Path) -> None:
         case = Case(stage, groups=two_groups, offload=paths(folder), config=config)
         with training(case, ours=True) as engine:
             engine.load_checkpoint(str(folder.parent / f"stage-{stage}"), tag="universal")
-            assert_same(state_of(engine), torch.load(folder.parent / f"state-{stage}.pt"))
+            assert_same(state_of(engine), torch.load(folder.parent / f"state-{stage}-0.pt")[0])
             groups = engine.optimizer.param_groups
             assert [group["betas"] for group in groups] == [(0.9, 0.999), (0.8, 0.99)], f"{groups}"
             assert [group["lr"] for group in groups] == [3e-3, 1e-2]

@@ -95,8 +95,9 @@ def test_whole_matrix(world: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_universal_checkpoints_change_the_world_size(before: int, after: int, tmp_path: Path) -> None:
+def test_checkpoints_in_fresh_processes_and_at_another_world_size(before: int, after: int, tmp_path: Path) -> None:
     assert start(before, tmp_path, ("alone_universal_save",)) == {"alone_universal_save": "ok"}
+    assert start(before, tmp_path, ("alone_resume",)) == {"alone_resume": "ok"}
     for folder in sorted(tmp_path.glob("stage-*")):
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
         command += ["--input_folder", str(folder / "native"), "--output_folder", str(folder / "universal")]
