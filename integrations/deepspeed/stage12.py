@@ -58,7 +58,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         # Before the engine takes its memory.
         for flat, weight in zip(self._flats, weights, strict=True):
             flat.data = weight if weight.device.type == "cpu" else torch.empty(weight.shape, dtype=weight.dtype)
-        buffers = getattr(self, "param_buffer_of_bit16_for_cpu_offload_groups", [])  # 0.16 has none
+        buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
         buffers.clear()
         self.shard = Shard(pieces, weights, rank_config(self._offload_config, self.dp_process_group))
         buffers.extend(self.shard.weights)

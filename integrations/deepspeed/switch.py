@@ -18,7 +18,8 @@ from offload.integrations.deepspeed.settings import KEY
 
 log = logging.getLogger("offload")
 
-TESTED = ("0.16.9", "0.17.6", "0.18.9", "0.19.8")
+TESTED = ("0.17.6", "0.18.9", "0.19.8")
+OLDEST = 0, 17
 
 _ENGINE = "deepspeed.runtime.engine", "DeepSpeedEngine"
 _STAGE3 = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
@@ -67,6 +68,9 @@ def check_deepspeed() -> None:
     except ImportError as error:
         allowed = "pip install --no-build-isolation deepspeed (with torch installed before)"
         raise ConfigError("deepspeed", "not installed", allowed) from error
+    version = str(deepspeed.__version__)
+    if tuple(int(number) for number in version.split(".")[:2]) < OLDEST:
+        raise ConfigError("deepspeed", version, f"use one of {', '.join(TESTED)}")
     moved = []
     for (module, kind), methods in RELIED_ON.items():
         owner = getattr(import_module(module), kind, None)
@@ -78,7 +82,6 @@ def check_deepspeed() -> None:
             found = list(inspect.signature(_unwrapped(function)).parameters)[1:]
             if found[: len(parameters.split())] != parameters.split():
                 moved.append(f"{kind}.{method}({', '.join(found)}) took ({', '.join(parameters.split())})")
-    version = str(deepspeed.__version__)
     if moved:
         raise ConfigError("deepspeed", version, f"use one of {', '.join(TESTED)}: {'; '.join(moved)}")
     if version.split("+")[0] not in TESTED:

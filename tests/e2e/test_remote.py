@@ -12,7 +12,6 @@ from mirror import Mirror, same_bits
 from s3_server import BUCKET, FaultProxy, S3Server
 
 import offload
-from offload.optim.adam import _rank_config
 from offload.tiers import RetryPolicy, remote
 
 QUICK = RetryPolicy(attempts=5, first_delay_s=0.01, longest_delay_s=0.02, stall_timeout_s=10.0)
@@ -123,10 +122,3 @@ def test_a_bucket_that_cannot_be_used_leaves_no_store(s3: S3Server, tmp_path: Pa
     with pytest.raises(offload.ConfigError, match="NoSuchBucket"):
         train([tmp_path, "s3://another-bucket/run"])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_every_rank_has_a_prefix_of_its_own() -> None:
-    config = offload.OffloadConfig(paths=[{"path": "s3://bucket/run/", "share": 3}, "s3://bucket"])
-    made = _rank_config(config, 2).path_configs
-    assert [path.path for path in made] == ["s3://bucket/run/rank-2", "s3://bucket/rank-2"]
-    assert made[0].share == 3

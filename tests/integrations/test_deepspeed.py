@@ -227,6 +227,17 @@ def test_clients_that_cannot_be_taken_over_are_named() -> None:
             check_optimizer(optimizer)
 
 
+def test_an_old_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    from offload import ConfigError
+    from offload.integrations import deepspeed as backend
+
+    monkeypatch.setattr(deepspeed, "__version__", "0.16.9")
+    with pytest.raises(ConfigError, match=r"0\.16\.9.*0\.19\.8"):
+        backend.enable()
+
+
 def test_a_deepspeed_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from offload import ConfigError
     from offload.integrations import deepspeed as backend

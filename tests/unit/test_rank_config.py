@@ -21,8 +21,10 @@ def test_each_rank_has_a_directory_of_its_own_and_shares_the_lock(tmp_path: Path
 
 
 def test_prefixes_of_a_bucket_are_cut_by_rank() -> None:
-    (path,) = OffloadConfig(paths=["s3://bucket/run/"]).for_rank(3).path_configs
-    assert path.path == "s3://bucket/run/rank-3"
+    config = OffloadConfig(paths=[{"path": "s3://bucket/run/", "share": 3}, "s3://bucket"])
+    made = config.for_rank(2).path_configs
+    assert [path.path for path in made] == ["s3://bucket/run/rank-2", "s3://bucket/rank-2"]
+    assert made[0].share == 3
 
 
 def test_a_path_that_cannot_be_used_is_named(tmp_path: Path) -> None:
