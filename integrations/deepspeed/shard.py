@@ -14,7 +14,6 @@ Not here: reductions, gathering of weights, loss scale (DeepSpeed's).
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import tempfile
@@ -311,14 +310,3 @@ def check_optimizer(optimizer: Any) -> None:
             raise ConfigError("amsgrad", True, "use false: the engine keeps two moments, not three")
         if not group.get("bias_correction", True):
             raise ConfigError("bias_correction", False, "use true")
-
-
-@contextlib.contextmanager
-def lent(owner: Any, attribute: str, value: Any) -> Iterator[None]:
-    """Let `owner.attribute` be `value` for a while."""
-    before = getattr(owner, attribute)
-    setattr(owner, attribute, value)
-    try:
-        yield
-    finally:
-        setattr(owner, attribute, before)

@@ -51,6 +51,25 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
         "set_local_grad_for_param": "value param",
         "destroy": "",
     },
+    _STAGE12: {
+        "initialize_optimizer_states": "",
+        "copy_grads_in_partition": "param",
+        "get_param_gradient_attribute": "param",
+        "clear_grad_attribute": "param",
+        "has_overflow": "partition_gradients",
+        "scaled_global_norm": "norm_type",
+        "unscale_and_clip_grads": "grad_groups_flat total_norm",
+        "_optimizer_step": "group_no",
+        "reset_cpu_buffers": "",
+        "update_lp_params": "",
+        "state_dict": "",
+        "load_state_dict": "state_dict_list load_optimizer_states",
+        "_restore_from_bit16_weights": "",
+        "_link_all_hp_params": "",
+        "_lazy_init_hp_params_optimizer_state": "",
+        "_get_offload_gradient_dict": "",
+        "destroy": "",
+    },
 }
 """Methods that are overridden or called, with the parameters that they must begin with."""
 
