@@ -130,7 +130,7 @@ class _Run:
                 for index in range(settings.steps):
                     step = _iterate(model, optimizer, batches, settings, index)
                     record.steps.append(step)
-                    record.timeline = list(optimizer.timeline())
+                    record.timeline = [interval[:5] for interval in optimizer.timeline()]
                     lines.write(step.as_line() + "\n")
                     lines.flush()  # So that an interrupted run has every step that was done.
                     progress.show(step.step, settings.steps, step.in_short())
