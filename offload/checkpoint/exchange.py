@@ -11,11 +11,13 @@ little-endian order, a JSON header, then the tensors' bytes in row-major order).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +230,16 @@ def export_distributed(checkpoint: str | os.PathLike[str], target: str | os.Path
         source = SafetensorsSource(file)
         # Tensors over the mapped file: pages come and go as torch writes them.
         state = {key: torch.from_numpy(source.mapped(key)).reshape(shape) for key, shape in source.tensors.items()}
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        with _alone():
+            dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Silence torch's warning that there is but one process: that is what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[str]) -> SafetensorsSource:
@@ -271,6 +282,7 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
         for name, (key, shape) in wanted.items():
             start, stop = header[name]["data_offsets"]
             state[key] = torch.from_numpy(memory[base + start : base + stop].view(_ITEM)).reshape(shape)
-        dcp.load(state, checkpoint_id=path, no_dist=True)
+        with _alone():
+            dcp.load(state, checkpoint_id=path, no_dist=True)
         memory.flush()
     return SafetensorsSource(scratch)
