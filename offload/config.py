@@ -143,6 +143,8 @@ class OffloadConfig:
             time, the same in all processes), "off", or "auto": off, as long as no device is known on which turns
             pay (bench/lock.py measures yours). The lock is among the processes that see the same /dev/shm; object
             stores and asyncio take no turns.
+        stall_timeout_s: Seconds without an answer from any device, with something asked for, after which the session
+            gives up on them.
         lock_timeout_s: Seconds of waiting for a turn after which a warning names the process that has it.
         placement: "auto" or "cpu", the device that runs updates.
         rates: Where the first rates come from; every step refines them. "auto": this machine's file, which
@@ -162,6 +164,7 @@ class OffloadConfig:
     checkpoints_kept: int = 1
     io_backend: str = "auto"
     path_lock: str | int = "auto"
+    stall_timeout_s: float = 300.0
     lock_timeout_s: float = 120.0
     placement: str | float = "auto"
     rates: str | os.PathLike[str] = "auto"
@@ -196,9 +199,10 @@ class OffloadConfig:
             _check_choice("path_lock", self.path_lock, ("auto", "on", "off"))
         if self.io_backend == "asyncio" and self.path_lock not in ("auto", "off"):
             raise ConfigError("path_lock", self.path_lock, 'use "off": asyncio takes no turns')
-        timeout_s = self.lock_timeout_s
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
-            raise ConfigError("lock_timeout_s", timeout_s, "give seconds, greater than 0")
+        for field in ("stall_timeout_s", "lock_timeout_s"):
+            timeout_s = getattr(self, field)
+            if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
+                raise ConfigError(field, timeout_s, "give seconds, greater than 0")
         _check_choice("placement", self.placement, ("auto", "cpu"))
         if not isinstance(self.rates, str | os.PathLike) or not os.fspath(self.rates):
             raise ConfigError("rates", self.rates, 'use "auto" or name a file that `offload probe` wrote')

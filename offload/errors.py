@@ -118,15 +118,17 @@ class StepAbortedError(OffloadError):
         step: Number of the step.
         cause: The error that stopped it.
         moved: Indices of the subgroups whose update had already finished.
+        checkpoint: Folder of the last checkpoint that this session has committed or loaded, if there is one.
     """
 
-    def __init__(self, step: int, cause: BaseException, moved: Sequence[int]) -> None:
+    def __init__(self, step: int, cause: BaseException, moved: Sequence[int], checkpoint: str | None = None) -> None:
         self.step = step
         self.cause = cause
         self.moved = tuple(moved)
+        self.checkpoint = checkpoint
         super().__init__(
             f"step {step} was aborted: {cause}. {len(self.moved)} subgroups had been updated {list(self.moved)}, "
-            "so weights and state belong to no step; resume from the last checkpoint"
+            f"so weights and state belong to no step; resume from {checkpoint or 'the last checkpoint'}"
         )
 
 

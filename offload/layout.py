@@ -129,6 +129,24 @@ class Subgroup:
                 found.append((TileId(self.index, tensor, tile), base + start, nbytes))
         return tuple(found)
 
+    @cached_property
+    def weight_tiles(self) -> tuple[tuple[TileId, int, int], ...]:
+        """Tiles of the masters that are no state tensor because the weights are; checkpoints name them like others.
+
+        Each as (id, byte offset in a tensor, bytes), cut and numbered as one more tensor.
+        """
+        if "master" in self.tensors:
+            return ()
+        return tuple(
+            (tile._replace(tensor=len(self.tensors)), offset, nbytes)
+            for tile, offset, nbytes in self.tiles
+            if tile.tensor == 0
+        )
+
+    def tensor_name(self, tensor: int) -> str:
+        """Return the name of a tensor by the number that tiles have it by."""
+        return self.tensors[tensor] if tensor < len(self.tensors) else "master"
+
 
 @dataclass(frozen=True)
 class Layout:

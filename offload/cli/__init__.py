@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from offload.cli import plan, probe, settings
+from offload.cli import export, gc, plan, probe, settings, verify
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
 
@@ -33,6 +33,9 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_parser(commands)
     probe.add_parser(commands)
     plan.add_parser(commands)
+    verify.add_parser(commands)
+    export.add_parser(commands)
+    gc.add_parser(commands)
     return parser
 
 
@@ -77,7 +80,14 @@ def _train(arguments: argparse.Namespace) -> int:
     return train.run(checked)
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"train": _train, "probe": probe.run, "plan": plan.run}
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "train": _train,
+    "probe": probe.run,
+    "plan": plan.run,
+    "verify": verify.run,
+    "export": export.run,
+    "gc": gc.run,
+}
 
 
 def _one_line(error: Exception) -> str:

@@ -38,6 +38,9 @@ class TrainSettings:
     dtype: str
     seed: int
     compare_in_memory: bool
+    save: str | None
+    save_every: int | None
+    resume: str | None
     output: str | None
     quiet: bool
     json: bool
@@ -49,16 +52,20 @@ class TrainSettings:
         Raises:
             ConfigError: A value is out of range or cannot be read.
         """
-        for name in ("seq", "batch", "accumulate", "steps", "threads"):
+        for name in ("seq", "batch", "accumulate", "steps", "threads", "save_every"):
             value = getattr(arguments, name)
             if value is not None and value < 1:
-                raise ConfigError(f"--{name}", value, "give at least 1")
+                raise ConfigError(f"--{name.replace('_', '-')}", value, "give at least 1")
         if not (math.isfinite(arguments.lr) and arguments.lr >= 0):
             raise ConfigError("--lr", arguments.lr, "give a number of at least 0")
         if not arguments.clip >= 0:
             raise ConfigError("--clip", arguments.clip, "give the largest gradient norm, or 0 for no clipping")
         if not 0 <= arguments.seed < 2**63:
             raise ConfigError("--seed", arguments.seed, "give an integer from 0 to 2**63 - 1")
+        if arguments.save_every is not None and arguments.save is None:
+            raise ConfigError("--save-every", arguments.save_every, "say where to with --save DIR")
+        if arguments.resume is not None and arguments.compare_in_memory:
+            raise ConfigError("--compare-in-memory", True, "compare runs from the start: leave --resume out")
         values = vars(arguments) | {
             "params": parse_count("--params", arguments.params),
             "paths": tuple(arguments.path or ()),
@@ -82,6 +89,7 @@ _EPILOG = """\
 examples:
   offload train                                 a 25M-parameter model for a few minutes, state mostly on disk
   offload train --params 1B --path /mnt/nvme0/offload --path /mnt/nvme1/offload --host-memory 4GiB
+  offload train --save ck --save-every 20       keep a checkpoint; after a crash go on with --resume ck --save ck
   offload train --steps 20 --compare-in-memory  check that offloading does not change a single bit
 
 The run's folder holds metrics.jsonl (a line a step), summary.json, loss.png and lanes.png.
@@ -173,6 +181,20 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         default="auto",
         help="what `offload probe` wrote (default: this machine's file if it fits, else a short probe)",
+    )
+
+    checkpoints = parser.add_argument_group("checkpoints")
+    checkpoints.add_argument(
+        "--save", metavar="DIR", help="keep a checkpoint in this folder, of the last step and of those between"
+    )
+    checkpoints.add_argument(
+        "--save-every", metavar="N", type=int, help="steps from one checkpoint to the next (default: only the last)"
+    )
+    checkpoints.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on from the checkpoint in this folder; give the same model, data, --steps and --seed as before, "
+        "and any other offloading",
     )
 
     output = parser.add_argument_group("output")

@@ -59,6 +59,15 @@ class Batches:
         self._seq = seq
         self._generator = torch.Generator().manual_seed(seed)
 
+    @property
+    def state(self) -> torch.Tensor:
+        """Where the sequence has got to; set it to go on from there."""
+        return self._generator.get_state()
+
+    @state.setter
+    def state(self, value: torch.Tensor) -> None:
+        self._generator.set_state(value)
+
     def __next__(self) -> torch.Tensor:
         """Return the next windows: int64 of shape (batch, seq + 1), each input followed by its target."""
         starts = torch.randint(len(self._values) - self._seq, (self._batch,), generator=self._generator)

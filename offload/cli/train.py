@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from offload.checkpoint.reader import is_checkpoint
 from offload.cli.model import Shape, build_model, choose_shape, parameter_groups
 from offload.cli.progress import Progress
 from offload.cli.record import Comparison, RunRecord, StepRecord, same_losses, to_json, write_text
@@ -74,6 +75,8 @@ def run(settings: TrainSettings) -> int:
         if status == 130:
             done = len(run.main.steps)
             print(f"offload train: interrupted after {done} steps; results so far are in {folder}", file=sys.stderr)
+            if settings.save is not None and is_checkpoint(settings.save):
+                print(f"offload train: go on from the last checkpoint with --resume {settings.save}", file=sys.stderr)
         elif run.comparison is not None and not run.comparison.identical:
             status = 1
             if settings.quiet:
@@ -127,18 +130,43 @@ class _Run:
             ):
                 record.plan = str(optimizer.plan)
                 _Speaker(settings)(record.plan)
-                for index in range(settings.steps):
+                first = self._resume(optimizer, batches)
+                for index in range(first, settings.steps):
                     step = _iterate(model, optimizer, batches, settings, index)
                     record.steps.append(step)
                     record.timeline = [interval[:5] for interval in optimizer.timeline()]
                     lines.write(step.as_line() + "\n")
                     lines.flush()  # So that an interrupted run has every step that was done.
                     progress.show(step.step, settings.steps, step.in_short())
+                    if record is self.main and self._is_saved(index + 1):
+                        extra = {"step": index + 1, "batches": batches.state}
+                        optimizer.save_checkpoint(settings.save, extra=extra)
+                if record is self.main and settings.save is not None:
+                    optimizer.wait_checkpoint()
         finally:
             progress.close()
             record.seconds = time.perf_counter() - started_s
         if settings.compare_in_memory:
             self._weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
+
+    def _resume(self, optimizer: Any, batches: Batches) -> int:
+        """Go on from the checkpoint that was named, if one was; return the number of steps it has behind it."""
+        settings = self.settings
+        if settings.resume is None:
+            return 0
+        extra = optimizer.load_checkpoint(settings.resume)
+        if not isinstance(extra, dict) or not {"step", "batches"} <= extra.keys():
+            raise ConfigError("--resume", settings.resume, "give a checkpoint that `offload train` has written")
+        if extra["step"] >= settings.steps:
+            raise ConfigError("--resume", settings.resume, f"it is of step {extra['step']}: give more --steps")
+        batches.state = extra["batches"]
+        _Speaker(settings)(f"resumed from {settings.resume} after step {extra['step']}")
+        return int(extra["step"])
+
+    def _is_saved(self, step: int) -> bool:
+        settings = self.settings
+        every = settings.save_every
+        return settings.save is not None and (step == settings.steps or (every is not None and step % every == 0))
 
     def compare(self, config: Any) -> None:
         """Train again with another configuration and compare."""

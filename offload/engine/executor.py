@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from offload.engine.machine import Done, Event, Failed, Operation, ReadTile, Run, Stop, WriteTile
+from offload.engine.saving import Commit, CopyTile, SaveOperation, SaveTile, Sync
 from offload.errors import InternalError, OffloadError, TierError
 from offload.layout import STATE_ITEM_BYTES
 from offload.plan.budget import Plan
@@ -26,11 +27,16 @@ STALL_S = 300.0
 """How long a lane may be silent with operations in flight before the session gives up on it."""
 
 
+LANE_VERBS = {ReadTile: "read", WriteTile: "write", SaveTile: "save", CopyTile: "copy"}
+"""What a lane of a path is called, by its operations: a checkpoint's are told from a step's."""
+
+
 class Interval(NamedTuple):
     """One operation on a lane, for timelines.
 
     Attributes:
-        lane: "cpu", or "read:<path>" and "write:<path>" with the path's number.
+        lane: "cpu", or "read:<path>" and "write:<path>" with the path's number; of checkpoints "save:<path>" and
+            "copy:<path>".
         label: What it worked on.
         started_s: When it was taken up, on the monotonic clock.
         finished_s: When it was through.
@@ -47,7 +53,26 @@ class Interval(NamedTuple):
     due_s: float | None = None
 
 
-HostOperation = ReadTile | WriteTile | Run
+class SaveSource(Protocol):
+    """What checkpoints are written from, and how they are committed."""
+
+    def resident_address(self, subgroup: int) -> int:
+        """Return where a resident subgroup's state begins."""
+
+    def buffer_address(self, buffer: int) -> int:
+        """Return where a copy buffer begins."""
+
+    def gather(self, operation: SaveTile) -> None:
+        """Fill the operation's copy buffer with its tile."""
+
+    def commit(self, operation: Commit) -> None:
+        """Start to commit; completes on the queue as the operation, with `error` 0 or -1."""
+
+    def commit_error(self) -> Exception:
+        """Return why the last commit has failed."""
+
+
+HostOperation = ReadTile | WriteTile | Run | SaveOperation
 
 Visitor = Callable[[Run], "Any | None"]
 """Works on a subgroup's state: returns a segment table for the kernel, or None if it did the work itself."""
@@ -87,6 +112,9 @@ class LiveExecutor:
         self._stall_s = stall_s
         self._heard_s = time.monotonic()
         self._visitor: Visitor = lambda run: None
+        self.save_source: SaveSource | None = None
+        self.others: dict[int, Tier] = {}
+        """Stores that are no path of the plan, by number: those that are only read, and one that takes a copy."""
         self._slot_bytes = 0
         self._staging_address = 0
         self._plan: Plan | None = None
@@ -140,34 +168,63 @@ class LiveExecutor:
             else:
                 self._kernel.submit(operation.op, table)
             return
+        if isinstance(operation, Sync):
+            self._in_flight[operation.op] = (operation, None)
+            self._tier(operation.path).sync(operation.op)
+            return
+        if isinstance(operation, Commit):
+            self._in_flight[operation.op] = (operation, None)
+            self._source().commit(operation)
+            return
         location = operation.record.location
+        reads = isinstance(operation, ReadTile | CopyTile)
         request = TileRequest(
             op=operation.op,
             tile=operation.tile,
             step=operation.record.step,
             offset=location.offset,
-            address=self.slot_address(operation.slot) + operation.buffer_offset,
+            address=self._address(operation),
             nbytes=location.nbytes,
             numel=location.nbytes // STATE_ITEM_BYTES,
-            checksum=operation.record.checksum if self._verify and isinstance(operation, ReadTile) else None,
+            checksum=operation.record.checksum if self._verify and reads else None,
         )
         self._in_flight[operation.op] = (operation, request)
-        tier = self._tiers[location.path]
-        if isinstance(operation, ReadTile):
+        tier = self._tier(location.path)
+        if reads:
             tier.read(request)
         else:
             tier.write(request)
 
+    def _tier(self, path: int) -> Tier:
+        return self._tiers[path] if path < len(self._tiers) else self.others[path]
+
+    def _source(self) -> SaveSource:
+        if self.save_source is None:
+            raise InternalError("a checkpoint is written from nowhere (this is a bug in offload)")
+        return self.save_source
+
+    def _address(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> int:
+        if isinstance(operation, ReadTile | WriteTile):
+            return self.slot_address(operation.slot) + operation.buffer_offset
+        source = self._source()
+        if operation.buffer is None:
+            return source.resident_address(operation.tile.subgroup) + operation.source_offset
+        if isinstance(operation, SaveTile) and operation.gathers:
+            source.gather(operation)
+        return source.buffer_address(operation.buffer)
+
     def wait(self) -> list[Event]:
         """Return what has happened; an empty list if that is only a request."""
         silence_s = time.monotonic() - self._heard_s
-        timeout_s = max(self._stall_s - silence_s, 0.0) if self._in_flight else -1.0
+        # A commit may wait for other ranks, and says itself when it has waited for too long.
+        watched = any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values())
+        timeout_s = max(self._stall_s - silence_s, 0.0) if watched else -1.0
         records = [] if self._events else self._queue.wait(timeout_s)
         events, self._events = self._events, []
         if records:
             self._heard_s = time.monotonic()
-        elif not events and self._in_flight:
-            operation, request = next(iter(self._in_flight.values()))
+        elif not events and watched:
+            operation, request = next(x for x in self._in_flight.values() if not isinstance(x[0], Commit))
             return [Stop(self._stalled(operation, request))]
         ended_s = [record[4] for record in records if record[0] not in (WAKE, REQUEST)]
         self._happened_s = max(ended_s, default=self._heard_s)
@@ -182,13 +239,19 @@ class LiveExecutor:
     def _report(self, completion: Completion) -> Event:
         operation, request = self._in_flight.pop(completion.op)
         due_s = self._due_s.pop(completion.op)
+        if isinstance(operation, Sync | Commit):
+            if completion.error == 0:
+                return Done(completion.op)
+            if isinstance(operation, Commit):
+                return Failed(completion.op, self._source().commit_error())
+            return Failed(completion.op, self._tier_error("sync", completion, None, self._tier(operation.path)))
         if isinstance(operation, Run):
             lane, subgroup = "cpu", operation.visit.subgroup
             nbytes = self._plan.layout.subgroups[subgroup].state_bytes if self._plan else 0
             label = f"subgroup {subgroup}"
         else:
             tile, location = operation.tile, operation.record.location
-            lane = f"{'read' if isinstance(operation, ReadTile) else 'write'}:{location.path}"
+            lane = f"{LANE_VERBS[type(operation)]}:{location.path}"
             nbytes = location.nbytes
             label = f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"
         if completion.error == 0:
@@ -198,12 +261,17 @@ class LiveExecutor:
         if request is None or isinstance(operation, Run):
             detail = f"the kernel reports {completion.error}"
             return Failed(completion.op, TierError("update", tier="host", path="cpu", detail=detail))
-        tier = self._tiers[operation.record.location.path]
-        return Failed(completion.op, self._tier_error(lane.partition(":")[0], completion, request, tier))
+        tier = self._tier(operation.record.location.path)
+        verb = "read" if isinstance(operation, ReadTile | CopyTile) else "write"
+        return Failed(completion.op, self._tier_error(verb, completion, request, tier))
 
     def _stalled(self, operation: HostOperation, request: TileRequest | None) -> TierError:
         verb = type(operation).__name__
-        tier = None if isinstance(operation, Run) else self._tiers[operation.record.location.path]
+        tier = None
+        if isinstance(operation, Sync):
+            tier = self._tier(operation.path)
+        elif not isinstance(operation, Run | Commit):
+            tier = self._tier(operation.record.location.path)
         # Only some tiers wait for anything but their device.
         reasons = [why() for tier in self._tiers if (why := getattr(tier, "waiting_for", None)) is not None]
         return TierError(

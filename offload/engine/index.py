@@ -1,8 +1,10 @@
 """Where every tile's newest version lies, and which slots of each store are free. Pure.
 
 Invariants:
-  * a slot is free, claimed (a write is on its way) or live (an index entry names it), never two of them;
-  * a tile has at most one live slot; a write never goes to a live slot;
+  * a slot is free, claimed (a write is on its way) or in use: live (an index entry names it), held (checkpoints name
+    it), or both; only free slots are written to;
+  * a tile has at most one live slot;
+  * a slot that is held is one beyond the plan, for training must go on without it: room for it is reserved before;
   * there are never more slots of a size than the plan reckons with, so its bytes on storage are an upper bound;
     free slots on a path that is no longer written to do not count, so that other paths can take their place;
     after `reshare` a path may get more, where there is room beyond the plan.
@@ -45,6 +47,7 @@ class _Store:
     share: float
     end: int = 0
     live_bytes: int = 0
+    lost_bytes: int = 0
     credit_bytes: float = 0.0
     usable: bool = True
     free: dict[int, list[int]] = field(default_factory=dict)
@@ -65,6 +68,7 @@ class TileIndex:
         self._drifting = False
         self._records: dict[TileId, Record] = {}
         self._claimed: set[Location] = set()
+        self._held: dict[Location, int] = {}
 
     def get(self, tile: TileId) -> Record | None:
         """Return where the newest version of `tile` lies, or None if it was never written."""
@@ -131,6 +135,58 @@ class TileIndex:
         self._claimed.remove(location)
         self._release(location)
 
+    def is_held(self, location: Location) -> bool:
+        """Return whether a checkpoint names a slot."""
+        return location in self._held
+
+    def reserve(self, slot_counts: Mapping[int, int]) -> bool:
+        """Reckon with more slots, to be held, if there is room for them; return whether there is."""
+        wanted = dict(self._unmade)
+        for nbytes, count in slot_counts.items():
+            wanted[nbytes] = wanted.get(nbytes, 0) + count
+        usable = any(store.usable for store in self._stores)
+        if any(slot_counts.values()) and (not usable or self._spare_bytes(wanted) < 0):
+            return False
+        self._change_allowed(slot_counts, 1)
+        return True
+
+    def give_back(self, slot_counts: Mapping[int, int]) -> None:
+        """Take back a reserve that was not used."""
+        self._change_allowed(slot_counts, -1)
+
+    def _change_allowed(self, slot_counts: Mapping[int, int], sign: int) -> None:
+        for nbytes, count in slot_counts.items():
+            for counts in (self._allowed, self._unmade):
+                counts[nbytes] = counts.get(nbytes, 0) + sign * count
+
+    def hold(self, location: Location) -> bool:
+        """Keep a live, held or (once written) claimed slot for a checkpoint; return whether it uses up a reserve."""
+        if location in self._claimed:
+            self._claimed.remove(location)
+            self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES
+        self._held[location] = self._held.get(location, 0) + 1
+        return self._held[location] == 1
+
+    def let_go(self, tile: TileId, location: Location) -> None:
+        """End one `hold`; a slot that nothing names any more becomes free."""
+        invariant(location in self._held, "a slot that is not held is let go")
+        self._held[location] -= 1
+        if self._held[location]:
+            return
+        del self._held[location]
+        self._change_allowed({location.nbytes: 1}, -1)
+        record = self._records.get(tile)
+        if record is None or record.location != location:
+            self._free(location)
+
+    def lose(self, location: Location) -> None:
+        """Never use a claimed slot again: its file may have no room for it."""
+        self._claimed.remove(location)
+        store = self._stores[location.path]
+        store.live_bytes -= location.nbytes + SECTOR_BYTES
+        store.lost_bytes += location.nbytes + SECTOR_BYTES
+        self._unmade[location.nbytes] += 1
+
     def _spare_bytes(self, unmade: Mapping[int, int]) -> int:
         """Return the bytes that are left in all usable stores once these slots have been made; < 0 for too few."""
         usable = [store for store in self._stores if store.usable]
@@ -176,6 +232,11 @@ class TileIndex:
     def _release(self, location: Location) -> None:
         store = self._stores[location.path]
         store.live_bytes -= location.nbytes + SECTOR_BYTES
+        if location not in self._held:
+            self._free(location)
+
+    def _free(self, location: Location) -> None:
+        store = self._stores[location.path]
         store.free.setdefault(location.nbytes, []).append(location.offset)
         if not store.usable:
             self._unmade[location.nbytes] += 1
@@ -193,6 +254,8 @@ class TileIndex:
         taken: dict[tuple[int, int], str] = {}
         slots = [(record.location, str(tile)) for tile, record in self._records.items()]
         slots += [(location, "claimed") for location in sorted(self._claimed, key=lambda x: (x.path, x.offset))]
+        live = {location for location, _ in slots}
+        slots += [(location, "held") for location in self._held if location not in live]
         for number, store in enumerate(self._stores):
             for nbytes, offsets in store.free.items():
                 slots += [(Location(number, offset, nbytes), "free") for offset in offsets]
@@ -203,4 +266,5 @@ class TileIndex:
             taken[key] = who
             total[location.path] += location.nbytes + SECTOR_BYTES
         for number, store in enumerate(self._stores):
-            invariant(total[number] == store.end, f"store {number} lost {store.end - total[number]} bytes")
+            unaccounted = store.end - total[number] - store.lost_bytes
+            invariant(unaccounted == 0, f"store {number} lost {unaccounted} bytes")

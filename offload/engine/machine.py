@@ -7,8 +7,9 @@ States of a streamed subgroup::
 
     ABSENT -> FETCHING -> READY -> BUSY -> DIRTY -> FLUSHING -> READY (clean, cached) -> ABSENT
 
-A resident subgroup is RESIDENT or BUSY. A subgroup whose state has never been changed is *fresh*: nothing is
-fetched for it, and its first visit starts from undefined memory (the visitor fills it).
+A resident subgroup is RESIDENT or BUSY. A subgroup whose state has never been changed is *fresh*: nothing is fetched
+for it, and its first visit starts from undefined memory (the visitor fills it). What checkpoints add is in
+`offload.engine.saving`.
 
 A visit on the GPU takes the state from host memory through one more staging slot, on the GPU, and is BUSY meanwhile::
 
@@ -32,11 +33,12 @@ addresses (the executor knows them).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from offload.engine.index import Record, TileIndex
+from offload.engine.saving import Commit, CopyTile, Save, SaveOperation, Saver, SaveTile, Sync
 from offload.errors import InternalError, OffloadError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
 from offload.protocols import TileId
@@ -164,7 +166,7 @@ class PushWeights:
     nbytes: int
 
 
-Operation = ReadTile | WriteTile | Run | CopyIn | CopyOut | PushWeights
+Operation = ReadTile | WriteTile | Run | CopyIn | CopyOut | PushWeights | SaveOperation
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,20 @@ class Begin:
     """Event: start a sweep. None may be under way."""
 
     sweep: Sweep
+
+
+@dataclass(frozen=True, slots=True)
+class BeginSave:
+    """Event: start a save; between sweeps, with no subgroup fresh and no save under way."""
+
+    save: Save
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Event: let the slots of a finished save go."""
+
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +213,7 @@ class Stop:
     error: OffloadError
 
 
-Event = Begin | Done | Failed | Stop
+Event = Begin | BeginSave | Release | Done | Failed | Stop
 
 
 @dataclass(slots=True)
@@ -236,6 +252,8 @@ def update_visits(plan: Plan, order: Iterable[int]) -> tuple[Visit, ...]:
 class _Flush:
     left: int
     records: list[tuple[TileId, Record]] = field(default_factory=list)
+    for_save: bool = False  # nothing but a save needs it
+    error: Exception | None = None
 
 
 class Machine:
@@ -282,6 +300,8 @@ class Machine:
         self._unfinished = 0
         self._next_op = 1
         self._out: list[Operation] = []
+        self.saver = Saver(index, self._issue_save)
+        """The save under way, and what finished ones hold."""
         self._history: deque[Event] = deque(maxlen=32)
         self._adopt(plan)
 
@@ -306,6 +326,11 @@ class Machine:
         """Return where a subgroup's state is."""
         return self._states[subgroup]
 
+    @property
+    def states(self) -> Sequence[State]:
+        """Where each subgroup's state is."""
+        return self._states
+
     def is_fresh(self, subgroup: int) -> bool:
         """Return whether a subgroup's state has never been changed."""
         return self._fresh[subgroup]
@@ -329,6 +354,10 @@ class Machine:
             match event:
                 case Begin(sweep):
                     self._begin(sweep)
+                case BeginSave(save):
+                    self._begin_save(save)
+                case Release(number):
+                    self.saver.release(number)
                 case Done(op, checksum):
                     if not self._done(self._pop(op), checksum) and self.broken is None:
                         return  # one tile of several: nothing to decide
@@ -374,7 +403,7 @@ class Machine:
             invariant(visit.subgroup == subgroup, f"the visit of {subgroup} is filed wrongly")
             state = self._states[subgroup]
             queue = self._unfetched if state is State.ABSENT else self._queue_of(visit)
-            waits = state in (State.FETCHING, State.FLUSHING, State.BUSY)
+            waits = state in (State.FETCHING, State.FLUSHING, State.BUSY) or self.saver.blocks(subgroup)
             invariant(waits or subgroup in queue, f"subgroup {subgroup} is {state} and waits for nothing")
         for gpu_slot, owner in enumerate(self._gpu_owners):
             if owner is not None:
@@ -416,10 +445,22 @@ class Machine:
         self._pending = {visit.subgroup: visit for visit in sweep.visits}
         for subgroup in subgroups:
             match self._states[subgroup]:
+                case State.RESIDENT if self.saver.blocks(subgroup):
+                    self.saver.hurry(subgroup)
                 case State.ABSENT:
                     self._unfetched.append(subgroup)
                 case State.RESIDENT | State.READY | State.DIRTY:
                     self._wait(subgroup)
+
+    def _begin_save(self, save: Save) -> None:
+        invariant(self._sweep is None and State.BUSY not in self._states, "a save begins during a visit")
+        invariant(not any(self._fresh), "a save begins while there is fresh state")
+        unsaved = dict.fromkeys([*self._dirty, *self._flushes])
+        if self.broken is not None:
+            self.saver.ended = save, self.broken
+        elif self.saver.begin(save, self.plan, unsaved, self._versions):
+            for subgroup in list(self._dirty):
+                self._flush(subgroup, for_save=True)
 
     def _done(self, operation: Operation, checksum: int) -> bool:
         """Take in that an operation has ended well; return whether a subgroup's state has changed."""
@@ -433,14 +474,7 @@ class Machine:
             case WriteTile(tile=tile, record=record):
                 flush = self._flushes[tile.subgroup]
                 flush.records.append((tile, Record(record.location, record.step, checksum)))
-                flush.left -= 1
-                if flush.left:
-                    return False
-                # All tiles of the new version are there: only now do the old slots go.
-                for written, new in flush.records:
-                    self.index.commit(written, new)
-                del self._flushes[tile.subgroup]
-                self._ready(tile.subgroup)
+                return self._flushed_tile(tile.subgroup)
             case Run():
                 self._ran(operation)
             case CopyIn(subgroup=subgroup):
@@ -450,6 +484,30 @@ class Machine:
                 self._settle(subgroup, changed=True)
             case PushWeights():
                 self._unfinished -= 1
+            case _:
+                self.saver.landed(operation, checksum, None)
+        return True
+
+    def _flushed_tile(self, subgroup: int) -> bool:
+        """Take in that a tile of a flush has ended; return whether it was the last."""
+        flush = self._flushes[subgroup]
+        flush.left -= 1
+        if flush.left:
+            return False
+        del self._flushes[subgroup]
+        if flush.error is None:
+            # All tiles of the new version are there: only now do the old slots go.
+            for written, new in flush.records:
+                self.index.commit(written, new)
+            self.saver.flushed(flush.records, subgroup)
+            self._ready(subgroup)
+            return True
+        for _, new in flush.records:
+            self.index.abandon(new.location)
+        self._ready(subgroup)
+        self._states[subgroup] = State.DIRTY
+        self._dirty[subgroup] = None
+        self.saver.flush_failed(subgroup, flush.error)
         return True
 
     def _ready(self, subgroup: int) -> None:
@@ -506,6 +564,16 @@ class Machine:
         self._gpu_owners[gpu_slot] = None
 
     def _failed(self, operation: Operation, error: Exception) -> None:
+        if isinstance(operation, SaveTile | CopyTile | Sync | Commit):
+            self.saver.landed(operation, 0, error)
+            return
+        if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
+            # Training can do without this flush, so the save is given up and the path is not.
+            self.index.lose(operation.record.location)
+            self._flushes[operation.tile.subgroup].error = error
+            self.saver.abort(error)
+            self._flushed_tile(operation.tile.subgroup)
+            return
         if isinstance(operation, WriteTile) and isinstance(error, TierError):
             # The staging slot still holds the tile, so it can go elsewhere; but this path is not trusted again.
             location = operation.record.location
@@ -529,12 +597,18 @@ class Machine:
                 del self._in_flight[operation.op]
                 if isinstance(operation, Run):
                     self._device_of(operation.visit).runs -= 1
+            saves = [o for o in self._out if isinstance(o, SaveTile | CopyTile | Sync | Commit)]
             self._out.clear()
+            self.saver.break_off(error, saves)
 
     # Decisions ------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         if self.broken is None:
+            self.saver.advance()
+            for subgroup in self.saver.take_unblocked():
+                if subgroup in self._pending:
+                    self._wait(subgroup)
             self._assign_slots()
         if self.broken is None:  # or a flush has just found no room
             self._start_copies()
@@ -627,16 +701,22 @@ class Machine:
                 raise InternalError(f"{tile} was changed but never written, and its memory is gone")
             self._issue(ReadTile(self._take_op(), tile, slot, offset, record))
 
-    def _flush(self, subgroup: int) -> None:
+    def _flush(self, subgroup: int, *, for_save: bool = False) -> None:
         tiles = self.plan.layout.subgroups[subgroup].tiles
         slot = self._slots[subgroup]
         self._states[subgroup] = State.FLUSHING
         del self._dirty[subgroup]
-        self._flushes[subgroup] = _Flush(len(tiles))
-        for tile, offset, nbytes in tiles:
+        self._flushes[subgroup] = flush = _Flush(len(tiles), for_save=for_save)
+        for number, (tile, offset, nbytes) in enumerate(tiles):
             if not self._write(tile, slot, offset, nbytes):
                 detail = f"no path has room left for {tile}"
-                self._break(TierFullError("write", tier="storage", path="(all)", detail=detail))
+                error = TierFullError("write", tier="storage", path="(all)", detail=detail)
+                if not for_save:
+                    self._break(error)
+                    return
+                flush.error = error
+                flush.left -= len(tiles) - number - 1
+                self._flushed_tile(subgroup)
                 return
 
     def _write(self, tile: TileId, slot: int, offset: int, nbytes: int) -> bool:
@@ -652,6 +732,9 @@ class Machine:
             raise InternalError(f"{operation} after a fatal error (this is a bug in offload, please report it)")
         self._in_flight[operation.op] = operation
         self._out.append(operation)
+
+    def _issue_save(self, make: Callable[[int], SaveOperation]) -> None:
+        self._issue(make(self._take_op()))
 
     def _take_op(self) -> int:
         op = self._next_op

@@ -29,14 +29,19 @@ import numpy.typing as npt
 import torch
 
 from offload._native import CompletionQueue
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.manifest import Piece
+from offload.checkpoint.reader import Checkpoint, Range, StateSource
+from offload.checkpoint.saves import Saves, Snapshot
 from offload.config import OffloadConfig, PathConfig
 from offload.engine.executor import REQUEST, Interval, LiveExecutor
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, Machine, Run, Sweep, Visit
+from offload.engine.machine import Begin, BeginSave, Machine, Release, Run, State, Sweep, Visit
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.tables import GroupScalars, Tables
 from offload.errors import (
+    CheckpointError,
     ConfigError,
     InfeasiblePlanError,
     OffloadError,
@@ -45,6 +50,7 @@ from offload.errors import (
     invariant,
 )
 from offload.kernels import CpuUpdateKernel, sum_in_order
+from offload.kernels.reference import round_weight
 from offload.layout import (
     MAX_TILE_BYTES,
     SEGMENT_ALIGN_NUMEL,
@@ -65,8 +71,8 @@ from offload.plan import (
     make_plan,
     visit_order,
 )
-from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Tier
-from offload.tiers import Turns, check_directories, free_bytes, open_tier, tier_error
+from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Tier, TileId
+from offload.tiers import Turns, check_directories, free_bytes, innermost, open_tier, tier_error
 from offload.tiers.file import DEFAULT_EXTENT_BYTES
 
 log = logging.getLogger("offload")
@@ -247,8 +253,83 @@ class Engine:
             {core.position(parameter): step for parameter, step in (steps or {}).items()},
         )
 
+    # Checkpoints
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        extra: bytes | None = None,
+        pieces: Sequence[Piece] | None = None,
+        copy: bool = False,
+        on_done: Callable[[BaseException | None], None] | None = None,
+        id: str | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        """Start a checkpoint of the state as it is now; it is written while the caller goes on.
+
+        What lies on a path stays where it is and is reserved there; what lies in memory is written, before its next
+        update at the latest. Masters that are (fp32) weights are written before this returns, as their owner may
+        change them. Without paths, or with `copy`, everything is written to the folder itself.
+
+        Args:
+            path: Folder of the checkpoint, or "s3://bucket/prefix"; made if it is not there.
+            metadata: Anything that JSON can hold.
+            extra: Anything else.
+            pieces: Which part of a whole parameter each parameter here is; None where they are whole.
+            copy: Copy everything into the folder, so that the checkpoint needs nothing else.
+            on_done: Called from a thread of its own when it has ended, with the error or None.
+            id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
+            rank: This rank.
+            ranks: Number of ranks that save to the folder together.
+
+        Raises:
+            CheckpointError: The folder cannot be used, or the paths have no room for a checkpoint; training may
+                go on.
+            SessionBrokenError: The session cannot be used.
+        """
+        self._core.save(path, metadata or {}, extra, pieces, copy, on_done, id or uuid.uuid4().hex, rank, ranks)
+
+    def wait_checkpoint(self, timeout_s: float | None = None) -> None:
+        """Wait until the checkpoint that was started last has been committed.
+
+        Raises:
+            CheckpointError: It was not; training may go on.
+            TimeoutError: It has not been by then.
+        """
+        self._core.wait_checkpoint(timeout_s)
+
+    def load(
+        self,
+        checkpoint: StateSource,
+        *,
+        names: Mapping[str, str] | None = None,
+        pieces: Sequence[Piece] | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        """Replace all state, step counts and weights by what a checkpoint has for these parameters.
+
+        Args:
+            checkpoint: An open one, or a file of another format; may be closed afterwards.
+            names: What a parameter here is called there, where that differs.
+            pieces: Which part of a whole parameter each parameter here is; None where they are whole.
+            rank: This rank.
+            ranks: Number of ranks.
+
+        Raises:
+            CheckpointError: It has not all parameters, or they have other sizes; nothing has changed then. Or part
+                of it is damaged, which is found out while it is read: the session is broken then.
+        """
+        self._core.load(checkpoint, names or {}, pieces, rank, ranks)
+
     def close(self) -> None:
-        """Finish what is in flight and free everything, the session's files included; idempotent."""
+        """Finish what is in flight, a checkpoint included, and free everything; idempotent.
+
+        The session's files are deleted, but for those that kept checkpoints refer to.
+        """
         self._finalizer()
 
     def __enter__(self) -> Engine:
@@ -286,6 +367,7 @@ class _Core:
         self._arenas: list[Arena] = []
         self._staging: Arena | None = None
         self._residents: dict[int, int] = {}
+        self._saves: Saves | None = None
         self._has_slots = gradient_slots
         self._slots: list[torch.Tensor] = []
         self._blocks: list[npt.NDArray[np.float64]] = []
@@ -332,7 +414,9 @@ class _Core:
                 )
                 self._tiers.append(opened)
             self._kernel = CpuUpdateKernel(queue, self._threads)
-            self.executor = LiveExecutor(self._tiers, self._kernel, queue, tier_error, verify=config.checksum)
+            self.executor = LiveExecutor(
+                self._tiers, self._kernel, queue, tier_error, verify=config.checksum, stall_s=config.stall_timeout_s
+            )
             self._adopt(self.plan, Layout((), ()))
             address = self._staging.address if self._staging else 0
             for path, tier in zip(paths, self._tiers, strict=True):
@@ -344,6 +428,15 @@ class _Core:
             limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
             index = TileIndex(limits, self.plan.slot_counts)
             self.machine = Machine(self.plan, index, log.warning)
+            self._saves = self.executor.save_source = Saves(
+                queue,
+                [(path.path, store) for path in paths],
+                self.executor.others,
+                self._residents.__getitem__,
+                self._gather_masters,
+                keep=config.checkpoints_kept,
+                checksum=config.checksum,
+            )
         except BaseException:
             self._free()
             raise
@@ -465,6 +558,7 @@ class _Core:
         except Exception as error:
             # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
             self.broken = error
+            self._end_save(error)
             if self._current is not None:
                 self._answer(error)
             while True:
@@ -477,7 +571,14 @@ class _Core:
     def _serve_requests(self) -> None:
         machine, executor = self.machine, self.executor
         while True:
-            pump(machine, executor, lambda m: m.finished is not None or (m.idle and executor.requests > 0))
+            pump(
+                machine,
+                executor,
+                lambda m: m.finished is not None or m.saver.ended is not None or (m.idle and executor.requests > 0),
+            )
+            self._take_save()
+            if machine.finished is None and not (machine.idle and executor.requests > 0):
+                continue
             if machine.take_finished() is not None:
                 if machine.failed or self._current is None:
                     self._answer(machine.broken)
@@ -497,6 +598,16 @@ class _Core:
                 self._answer(None)
             else:
                 machine.handle(Begin(sweep))
+
+    def _take_save(self) -> None:
+        """Take note of a save that has ended, if one has."""
+        ended, self.machine.saver.ended = self.machine.saver.ended, None
+        if ended is not None:
+            self._end_save(ended[1])
+
+    def _end_save(self, error: BaseException | None) -> None:
+        for number in self._saves.ended(error) if self._saves is not None else ():
+            self.machine.handle(Release(number))
 
     def _take_request(self) -> _Request | None:
         self.executor.requests -= 1
@@ -533,6 +644,7 @@ class _Core:
         visitor: Callable[[Run], npt.NDArray[Any] | None],
         *,
         changes: bool,
+        overwrites: bool = False,
         is_step: bool = False,
         applied: Callable[[], None] = lambda: None,
     ) -> None:
@@ -543,7 +655,9 @@ class _Core:
             self._sweeps += 1
             self._version += changes
             order = visit_order(subgroups, self.machine.slots)
-            return Sweep(self._sweeps, self._version, tuple(Visit(subgroup, changes) for subgroup in order))
+            return Sweep(
+                self._sweeps, self._version, tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
+            )
 
         self._request(begin, applied)
 
@@ -674,7 +788,8 @@ class _Core:
             except Exception as error:
                 if error is not (self.broken or self.machine.broken):
                     raise  # not the sweep's: a signal handler's
-                raise StepAbortedError(self._step_number + 1, error, self.machine.moved) from error
+                last = self._saves.last_folder if self._saves is not None else None
+                raise StepAbortedError(self._step_number + 1, error, self.machine.moved, last) from error
 
     def _make_whole(self, run: Run) -> None:
         """Fill memory that is undefined, and masters that are to be taken from their weights, before it is read."""
@@ -749,6 +864,187 @@ class _Core:
 
             self._sweep(self._subgroups_of(values), write, changes=True, applied=applied)
 
+    # Checkpoints
+
+    def _gather_masters(self, tile: TileId, address: int) -> None:
+        """Copy the masters that a weight tile stands for to `address`; padding is zero."""
+        subgroup = self.plan.layout.subgroups[tile.subgroup]
+        first = tile.tile * subgroup.tile_numel
+        nbytes = next(nbytes for found, _, nbytes in subgroup.weight_tiles if found == tile)
+        last = first + nbytes // STATE_ITEM_BYTES
+        ctypes.memset(address, 0, nbytes)
+        for segment in subgroup.segments:
+            begin, end = max(first, segment.offset), min(last, segment.offset + segment.numel)
+            if begin < end:
+                weight = int(self.tables.weights[segment.parameter])
+                source = weight + (segment.start + begin - segment.offset) * STATE_ITEM_BYTES
+                ctypes.memmove(address + (begin - first) * STATE_ITEM_BYTES, source, (end - begin) * STATE_ITEM_BYTES)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        metadata: Mapping[str, Any],
+        extra: bytes | None,
+        pieces: Sequence[Piece] | None,
+        copy: bool,
+        on_done: Callable[[BaseException | None], None] | None,
+        id: str,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        """See `Engine.save`."""
+        self.check_usable()
+        saves = self._saves
+        if saves is None:
+            return
+        folder = open_folder(path)
+        copy = copy or not self._tiers
+        if not copy and not self.config.checkpoints_kept:
+            raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
+        with self._lock:
+            if saves.pending is not None:
+                log.info("waiting for the checkpoint in %s before the next", saves.pending.folder.path)
+                saves.pending.done.wait()
+            self.check_usable()
+            layout = self.plan.layout
+            # State that is still to be taken from the weights is taken now, so that all of it is somewhere.
+            subgroups = range(len(layout.subgroups))
+            unmade = [s for s in subgroups if self.machine.is_fresh(s) or self.tables.needs_reload(s)]
+            if unmade:
+
+                def make(run: Run) -> None:
+                    self._make_whole(run)
+                    self.tables.changed(run.visit.subgroup)
+
+                self._sweep(unmade, make, changes=True)
+            snapshot = Snapshot(
+                layout=layout,
+                step=self._step_number,
+                steps=tuple(self.tables.steps.tolist()),
+                pieces=tuple(pieces) if pieces is not None else tuple(Piece(0, p.numel) for p in layout.parameters),
+                metadata=metadata,
+                extra=extra,
+                id=id,
+                rank=rank,
+                ranks=ranks,
+            )
+            pending = saves.prepare(
+                folder,
+                snapshot,
+                copy=copy,
+                needs_buffers=any(subgroup.weight_tiles for subgroup in layout.subgroups) or self.plan.uses_gpu,
+                io_backend=self.config.io_backend,
+                on_done=on_done,
+            )
+
+            def begin() -> None:
+                machine = self.machine
+                pump(machine, self.executor, lambda m: m.broken is not None or State.BUSY not in m.states)
+                saves.pending = pending
+                machine.handle(BeginSave(pending.save))
+                saves.records_are(machine.saver.records)
+                pump(machine, self.executor, lambda m: not m.saver.weights_left or m.saver.ended is not None)
+                if machine.saver.ended is not None and machine.saver.ended[1] is not None:
+                    error = machine.saver.ended[1]
+                    self._take_save()
+                    raise error
+
+            self._request(begin)
+
+    def wait_checkpoint(self, timeout_s: float | None) -> None:
+        """See `Engine.wait_checkpoint`."""
+        saves = self._saves
+        pending = (saves.pending or saves.last) if saves is not None else None
+        if pending is None:
+            return
+        if not pending.done.wait(timeout_s):
+            raise TimeoutError(f"the checkpoint in {pending.folder.path} is not written after {timeout_s} s")
+        if isinstance(pending.error, CheckpointError):
+            raise pending.error
+        if pending.error is not None:
+            raise CheckpointError(
+                f"no checkpoint was written to {pending.folder.path}: {pending.error}"
+            ) from pending.error
+
+    def load(
+        self,
+        checkpoint: StateSource,
+        names: Mapping[str, str],
+        pieces: Sequence[Piece] | None,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        """See `Engine.load`."""
+        self.check_usable()
+        parameters = self.plan.layout.parameters
+        wholes = pieces if pieces is not None else [Piece(0, parameter.numel) for parameter in parameters]
+        there = [names.get(parameter.name, parameter.name) for parameter in parameters]
+        known = set(checkpoint.names)
+        missing = [name for name in there if name not in known]
+        if missing:
+            raise CheckpointError(
+                f"{checkpoint.path} is of another model: it has no {', '.join(missing[:3])}"
+                f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; "
+                f"it has {', '.join(checkpoint.names[:3])}, ..."
+            )
+        for name, piece in zip(there, wholes, strict=True):
+            if checkpoint.full_numel(name) != piece.full_numel:
+                raise CheckpointError(
+                    f"{checkpoint.path} is of another model: {name} has {checkpoint.full_numel(name)} elements there "
+                    f"and {piece.full_numel} here"
+                )
+        with self._lock:
+            self.check_usable()
+
+            def restore(run: Run) -> None:
+                parts = self._pieces(run)
+                checkpoint.read(
+                    [
+                        Range(
+                            there[segment.parameter],
+                            name,
+                            wholes[segment.parameter].start + segment.start,
+                            views[name].numpy(),
+                        )
+                        for segment, views in parts
+                        for name in STATE_NAMES
+                        if checkpoint.has(there[segment.parameter], name)
+                    ]
+                )
+                for segment, views in parts:
+                    if not checkpoint.has(there[segment.parameter], "master"):
+                        dtype = TORCH_DTYPES[parameters[segment.parameter].dtype]
+                        address = int(self.tables.weights[segment.parameter]) + segment.start * dtype.itemsize
+                        views["master"].copy_(tensor_at(address, segment.numel, dtype))
+                self.tables.changed(run.visit.subgroup)
+                for segment, views in parts:
+                    parameter = parameters[segment.parameter]
+                    if parameter.dtype is not DtypeCode.FLOAT32:
+                        dtype = TORCH_DTYPES[parameter.dtype]
+                        address = int(self.tables.weights[segment.parameter]) + segment.start * dtype.itemsize
+                        tensor_at(address, segment.numel, dtype).copy_(round_weight(views["master"], dtype))
+
+            def applied() -> None:
+                self.tables.steps[:] = [checkpoint.step_of(name) for name in there]
+                self._step_number = checkpoint.step
+
+            everything = range(len(self.plan.layout.subgroups))
+            # Versions go on from there: no two of a tile have the same number.
+            self._version = max(self._version, checkpoint.last_version)
+            try:
+                self._sweep(everything, restore, changes=True, overwrites=True, applied=applied)
+            except SessionBrokenError:
+                raise
+            except OffloadError as error:
+                if error is self.machine.broken:
+                    raise CheckpointError(
+                        f"{error}. The state was partly replaced, so the session is broken: load another checkpoint "
+                        "into a new optimizer"
+                    ) from error
+                raise
+            if self._saves is not None and isinstance(checkpoint, Checkpoint):
+                self._saves.resumed(checkpoint, rank, ranks)
+
     # Figures
 
     def _learn(self) -> None:
@@ -793,6 +1089,12 @@ class _Core:
         with self._lock:
             if self._closed:
                 return
+            if (
+                self._saves is not None
+                and self._saves.pending is not None
+                and not (self.broken or self.machine.broken)
+            ):
+                self._saves.pending.done.wait()
             self._closed = True
             if self._thread is not None:
                 self._next = None
@@ -801,8 +1103,22 @@ class _Core:
                     self._thread.join()
             self._free()
 
+    def _keep_slots(self) -> None:
+        """Tell the tiers which slots kept checkpoints refer to, so that closing leaves them."""
+        held: dict[int, set[int]] = {}
+        for records in self.machine.saver.held.values():
+            for record in records.values():
+                held.setdefault(record.location.path, set()).add(record.location.offset)
+        for number, tier in enumerate(self._tiers):
+            if held.get(number):
+                innermost(tier).kept = frozenset(held[number])  # type: ignore[attr-defined]
+
     def _free(self) -> None:
+        if self._saves is not None:
+            self._keep_slots()
         with contextlib.ExitStack() as ends:  # in reverse, and each whatever becomes of the others
+            if self._saves is not None:
+                ends.callback(self._saves.close)
             for arena in self._arenas:
                 ends.callback(arena.close)
             ends.callback(self._slots.clear)

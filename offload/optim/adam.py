@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import math
+import os
 import sys
+import tempfile
 import threading
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -19,11 +23,14 @@ from typing import Any, ClassVar, overload
 import torch
 from torch.autograd.graph import increment_version
 
+from offload.checkpoint.exchange import SafetensorsSource, import_distributed
+from offload.checkpoint.manifest import Piece
+from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.config import OffloadConfig
 from offload.engine.executor import Interval
 from offload.engine.session import TORCH_DTYPES, Engine
 from offload.engine.tables import GroupScalars
-from offload.errors import ConfigError
+from offload.errors import CheckpointError, ConfigError
 from offload.layout import Parameter
 from offload.plan import Plan, Rates, estimate
 from offload.sim import Explanation, Prediction, carry_on, compare, predict
@@ -510,6 +517,194 @@ class OffloadedAdam(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Any = None,
+        copy: bool = False,
+        on_done: Callable[[BaseException | None], None] | None = None,
+    ) -> None:
+        """Start a checkpoint of the state as it is now; it is written while training goes on.
+
+        State that lies on a path stays there: its place is reserved for the checkpoint. State in memory is written
+        during the next forward and backward, and before its next update at the latest. With `copy`, or without
+        paths, everything is copied into the folder, which then needs nothing else. Masters that are (fp32) weights
+        are written before this returns.
+
+        The last `OffloadConfig.checkpoints_kept` checkpoints without `copy` are kept; an older one stops being one
+        when a newer has been committed. With `torch.distributed`, all ranks call this together.
+
+        Args:
+            path: Folder, or "s3://bucket/prefix"; made if it is not there. One that holds a checkpoint holds that
+                one until the new one has been committed.
+            extra: Whatever else the loop needs to go on: random states, position in the data, a gradient scaler's
+                `state_dict()`, buffers, frozen parameters. Anything that `torch.save` takes, taken as it is now.
+            copy: Make the checkpoint self-contained.
+            on_done: Called from a thread of its own when it has ended, with the error or None.
+
+        Raises:
+            CheckpointError: The folder cannot be used, or there is no room for a checkpoint; training may go on. What
+                goes wrong later is logged, and raised by `wait_checkpoint`.
+        """
+        content = None
+        if extra is not None:
+            buffer = io.BytesIO()
+            torch.save(extra, buffer)
+            content = buffer.getvalue()
+        with self._lock:
+            self._check_weights()
+            world, rank = _world()
+            id = uuid.uuid4().hex
+            if world > 1:
+                ids = [id]
+                torch.distributed.broadcast_object_list(ids)
+                id = ids[0]
+            self.engine.save(
+                path,
+                metadata={"optimizer": "AdamW" if self.decoupled else "Adam", "groups": self._saved_groups()},
+                extra=content,
+                pieces=[
+                    Piece(0, parameter.numel(), tuple(parameter.shape), tuple(parameter.stride()))
+                    for parameter in self._positions
+                ],
+                copy=copy,
+                on_done=on_done,
+                id=id,
+                rank=rank,
+                ranks=world,
+            )
+
+    def wait_checkpoint(self, timeout_s: float | None = None) -> None:
+        """Wait until the checkpoint that was started last has been committed.
+
+        Raises:
+            CheckpointError: It was not; training may go on.
+            TimeoutError: It has not been by then.
+        """
+        self.engine.wait_checkpoint(timeout_s)
+
+    @torch.no_grad()
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], *, hyperparameters: bool = True, weights_only: bool = True
+    ) -> Any:
+        """Go on from a checkpoint: state, step counts, hyperparameters, and the weights, derived from their masters.
+
+        Tiers, budgets, subgroups, paths and ranks may be others than when it was written. Parameters are told by
+        their names, so either give names (`model.named_parameters()`) or the same parameters in the same order.
+
+        Args:
+            path: Its folder.
+            hyperparameters: Take the groups' hyperparameters from it, too.
+            weights_only: See `torch.load`; False for an `extra` of arbitrary objects, which may run code.
+
+        Returns:
+            What was given as `extra` (by the rank of this number, or by rank 0); None if nothing was.
+
+        Raises:
+            CheckpointError: There is no checkpoint, or it is damaged or of another model. Nothing has changed then,
+                unless damage was found while the state was read, which breaks the session.
+        """
+        with self._lock, Checkpoint(path, verify=self.engine.config.checksum) as checkpoint:
+            rank = _world()[1]
+            rank = rank if rank < len(checkpoint.manifests) else 0
+            groups = self._checked_groups(checkpoint.manifests[rank].metadata, checkpoint.path)
+            content = checkpoint.extra(rank)
+            extra = None
+            if content is not None:
+                try:
+                    extra = torch.load(io.BytesIO(content), weights_only=weights_only)
+                except Exception as cause:
+                    raise CheckpointError(
+                        f"what was given as extra to {checkpoint.path} cannot be read: {cause}. If you trust the "
+                        "file, pass weights_only=False"
+                    ) from cause
+            self._check_forms(checkpoint)
+            self._check_weights()
+            self._load(checkpoint, groups if hyperparameters else None)
+        return extra
+
+    @torch.no_grad()
+    def import_state(self, path: str | os.PathLike[str], *, hyperparameters: bool = True) -> None:
+        """Go on from optimizer state of another format, streamed: safetensors, or `torch.distributed.checkpoint`.
+
+        Parameters are told by their names. A master that is missing is taken from the weight, so load the model's
+        weights first; where it is there, the weight is derived from it.
+
+        Args:
+            path: A file, as `offload.checkpoint.exchange.export_safetensors` writes them, or the folder of a
+                distributed checkpoint, for which a file as large as the state is made meanwhile where temporary
+                files go (`TMPDIR`).
+            hyperparameters: Take the groups' hyperparameters from it, too, where it has them.
+
+        Raises:
+            CheckpointError: It cannot be read, or is of another model.
+        """
+        with self._lock, contextlib.ExitStack() as ends:
+            if os.path.isdir(path):
+                scratch = ends.enter_context(tempfile.TemporaryDirectory())
+                source = import_distributed(path, os.path.join(scratch, "state"))
+            else:
+                source = SafetensorsSource(path)
+            groups = self._checked_groups(source.metadata, source.path) if source.metadata else None
+            self._check_forms(source)
+            self._check_weights()
+            self._load(source, groups if hyperparameters else None)
+
+    def _load(self, source: StateSource, groups: list[dict[str, Any]] | None) -> None:
+        world, rank = _world()
+        self.engine.load(source, rank=rank, ranks=world)
+        for parameter, position in self._positions.items():
+            increment_version(parameter)
+            self._weight_seen[position] = parameter.data_ptr(), parameter._version
+        for group, saved in zip(self.param_groups, groups or [{}] * len(self.param_groups), strict=True):
+            for name, value in saved.items():
+                _restore(group, name, value)
+
+    def _saved_groups(self) -> list[dict[str, Any]]:
+        """Return the groups' hyperparameters as JSON takes them."""
+        return [
+            {
+                name: {"tensor": float(value)} if isinstance(value, torch.Tensor) else value
+                for name, value in group.items()
+                if name not in NOT_LOADED and _is_plain(value)
+            }
+            for group in self.param_groups
+        ]
+
+    def _checked_groups(self, metadata: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+        groups = metadata.get("groups")
+        kind = "AdamW" if self.decoupled else "Adam"
+        if metadata.get("optimizer") != kind:
+            raise CheckpointError(f"{path} is of {metadata.get('optimizer')}, and this is {kind}")
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise CheckpointError(f"{path} is damaged: its groups are {str(groups)[:60]}")
+        if len(groups) != len(self.param_groups):
+            raise CheckpointError(
+                f"{path} is of another model: it has {len(groups)} parameter groups, and there are "
+                f"{len(self.param_groups)} here"
+            )
+        for group in groups:
+            plain = {n: v["tensor"] if isinstance(v, dict) and "tensor" in v else v for n, v in group.items()}
+            try:
+                _check_hyperparameters(plain)
+            except ConfigError as cause:
+                raise CheckpointError(f"{path} is damaged: {cause}") from cause
+        return groups
+
+    def _check_forms(self, checkpoint: StateSource) -> None:
+        """Verify that parameters lie in memory in the order in which their state was saved."""
+        names = [parameter.name for parameter in self.engine.plan.layout.parameters]
+        for name, (shape, stride) in zip(names, self._forms, strict=True):
+            known = checkpoint.shape_of(name) if name in checkpoint.names else None
+            if known is not None and known != (tuple(shape), tuple(stride)):
+                raise CheckpointError(
+                    f"{checkpoint.path} is of another model: {name} has shape {known[0]} and strides {known[1]} "
+                    f"there and {tuple(shape)} and {tuple(stride)} here"
+                )
+
     def _check_saved_groups(self, state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
             raise ConfigError(
@@ -636,6 +831,28 @@ class Adam(OffloadedAdam):
     """
 
     decoupled = False
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether JSON (with a mark for tensors of one element) keeps a value."""
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _restore(group: dict[str, Any], name: str, value: Any) -> None:
+    """Put a saved hyperparameter back in the kind that the group has it in."""
+    if isinstance(value, dict):
+        value = value["tensor"]
+    now = group.get(name)
+    if isinstance(now, torch.Tensor):
+        now.fill_(value)
+    elif isinstance(value, list):
+        group[name] = tuple(value) if isinstance(now, tuple) else value
+    else:
+        group[name] = value
 
 
 def _on_arrival(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:

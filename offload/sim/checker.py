@@ -24,6 +24,17 @@ Rules:
      touches the subgroup or its memory, and then the GPU staging slot is free.
  11. Weights are pushed once after each run on the CPU whose visit says so, and the visit ends with that.
 
+ Checkpoints (the state is immutable from `BeginSave` until a visit, which is what makes them possible):
+ 12. A save begins between sweeps, with no visit or copy on the GPU under way, and one at a time. Nothing more is
+     issued for it after one of its operations has failed.
+ 13. A save writes a tile of the version at its begin, from its place, once, under the step of its change, to bytes
+     that rule 7 allows (or to the store that takes copies). State at home in memory and masters that are weights are
+     not visited before they have been written. What is copied is read from where the newest whole version lies.
+ 14. A commit names every tile once, whole and in the version at the begin; every write of it ended before a sync of
+     its path began, and that sync has ended.
+ 15. What a save under way or a finished one names is in use (rule 7) until it is released. The bytes that this
+     takes come on top of those of rule 8.
+
 Non-goals: whether an order is good, whether anything happens at all (a run that never ends breaks no rule).
 """
 
@@ -38,6 +49,7 @@ from offload.engine.index import Location, Record
 from offload.engine.loop import Executor
 from offload.engine.machine import (
     Begin,
+    BeginSave,
     CopyIn,
     CopyOut,
     Done,
@@ -46,12 +58,14 @@ from offload.engine.machine import (
     Operation,
     PushWeights,
     ReadTile,
+    Release,
     Run,
     Stop,
     Sweep,
     Visit,
     WriteTile,
 )
+from offload.engine.saving import Commit, CopyTile, Save, SaveTile, Sync
 from offload.errors import InternalError, TierError
 from offload.plan.budget import Plan
 from offload.protocols import SECTOR_BYTES, TileId
@@ -96,6 +110,39 @@ class _Subgroup:
     def busy(self) -> bool:
         """Whether a visit or a copy works on its memory."""
         return self.run is not None or self.gpu_slot is not None
+
+
+@dataclass(slots=True)
+class _Save:
+    """A save under way.
+
+    Attributes:
+        sink: The path number of the store that takes copies, or None.
+        versions: Version of each subgroup at the begin.
+        steps: Step of each subgroup's last change by then.
+        unwritten: For each subgroup, the tiles that have to be written from memory that a visit would change.
+        flushes: Subgroups that have to be flushed.
+        named: Tiles that are whole on storage (with a sink: there), and where.
+        copied: Tiles that are to be copied into the sink, and from where.
+        read: Those of them that have been read.
+        dirty: Paths that have not been synced since the last write to them.
+        syncing: Syncs in flight and their paths.
+        unlanded: Writes in flight, by path.
+        failed: Whether an operation of it has failed.
+    """
+
+    save: Save
+    versions: list[int]
+    steps: list[int]
+    unwritten: list[set[TileId]]
+    flushes: dict[int, None]
+    named: dict[TileId, Record] = field(default_factory=dict)
+    copied: dict[TileId, Record] = field(default_factory=dict)
+    read: dict[TileId, None] = field(default_factory=dict)
+    dirty: set[int] = field(default_factory=set)
+    syncing: dict[int, int] = field(default_factory=dict)
+    unlanded: dict[int, int] = field(default_factory=dict)
+    failed: bool = False
 
 
 class _Extents:
@@ -159,6 +206,14 @@ class CheckedExecutor:
         self._unended: dict[int, None] = {}  # run or not, not yet ended well
         self._steps: dict[int, int] = {}
         self._fatal: Exception | None = None
+        self._save: _Save | None = None
+        self._kept: dict[int, dict[TileId, tuple[int, Record]]] = {}  # version and place, by save
+        self._holds: dict[Location, int] = {}
+        self._orphans: dict[Location, None] = {}  # held, and no longer of a newest whole version
+        self._saving_bytes = 0
+        self._lost_bytes = 0  # of slots that a save has failed to write, and that nobody uses again
+        self._for_save: dict[int, None] = {}  # subgroups whose flush nothing but a save needs (or needed)
+        self._given_up: dict[int, None] = {}  # subgroups whose flush has failed, for a save that needed it
         self._again: dict[TileId, None] = {}  # tiles whose write has failed and was not issued again
 
     # The two faces --------------------------------------------------------------------------------------------
@@ -197,6 +252,34 @@ class CheckedExecutor:
                 self._failed(self._land(op), error)
             case Stop(error):
                 self._fatal = self._fatal or error
+            case BeginSave(save):
+                self._begin_save(save)
+            case Release(number):
+                for _, record in self._kept.pop(number).values():
+                    self._unhold(record.location)
+
+    def saved(self) -> dict[int, dict[TileId, Record]]:
+        """Return what each finished save that was not released names."""
+        return {number: {tile: record for tile, (_, record) in named.items()} for number, named in self._kept.items()}
+
+    def save_ended(self, *, well: bool) -> None:
+        """Verify how the save that was begun last has ended, by what the engine says.
+
+        Raises:
+            InternalError: If it is said to have been committed and was not, or the other way round.
+        """
+        save, self._save = self._save, None
+        if save is None:  # it was committed
+            self._require(well, "14: a committed save is said to have failed")
+            return
+        self._require(not well, "14: a save is said to be committed and was not")
+        named = [record for record in save.named.values() if record.location.path < len(self._extents)]
+        unread = [record for tile, record in save.copied.items() if tile not in save.read]
+        for record in named + unread:
+            self._unhold(record.location)
+        for number in list(self._for_save):  # it was refused, so nothing is flushed for it
+            if not self._subgroups[number].writes and not self._subgroups[number].arriving:
+                del self._for_save[number]
 
     def ended(self, *, well: bool) -> None:
         """Verify how the sweep that was begun last has ended, by what the engine says.
@@ -222,6 +305,8 @@ class CheckedExecutor:
             self._require(not self._again, "9: an operation before a failed write is issued again")
         if isinstance(operation, Run):
             self._issued_run(operation)
+        elif isinstance(operation, SaveTile | CopyTile | Sync | Commit):
+            self._issued_save(operation)
         elif isinstance(operation, CopyIn | CopyOut):
             self._issued_copy(operation)
         elif isinstance(operation, PushWeights):
@@ -248,6 +333,9 @@ class CheckedExecutor:
         self._require(run.fresh == (subgroup.version == 0), "3: a wrong word on whether the state is fresh")
         self._require(subgroup.run is None, "4: two visits at once on a subgroup")
         self._require(subgroup.copy is None, "10: a visit amid a copy")
+        save = self._save if self._save is not None and not self._save.failed else None
+        waits = save and (save.unwritten[run.visit.subgroup] or run.visit.subgroup in save.flushes)
+        self._require(not waits, "13: a visit before the state has been saved")
         at_home = self._plan.at_home_on_gpu(run.visit.subgroup)
         self._require(run.visit.gpu or not at_home, "10: state at home on the GPU is visited elsewhere")
         if run.gpu_slot is None:
@@ -271,6 +359,164 @@ class CheckedExecutor:
                 whole = len(subgroup.held) == len(self._places[run.visit.subgroup])
                 self._require(whole, "3: a visit before all of the newest state is there")
         subgroup.run = run.op
+
+    # Checkpoints ------------------------------------------------------------------------------------------------
+
+    def _begin_save(self, save: Save) -> None:
+        self._require(self._save is None, "12: a save begins while another is under way")
+        self._require(self._sweep is None, "12: a save begins during a sweep")
+        busy = any(subgroup.busy for subgroup in self._subgroups)
+        self._require(not busy, "12: a save begins during a visit")
+        found = _Save(
+            save,
+            [subgroup.version for subgroup in self._subgroups],
+            [subgroup.step for subgroup in self._subgroups],
+            [set() for _ in self._subgroups],
+            {},
+        )
+        self._save = found
+        known = {tile: known for named in self._kept.values() for tile, known in named.items()}
+        for number, subgroup in enumerate(self._subgroups):
+            layout = self._plan.layout.subgroups[number]
+            home = layout.tiles if self._plan.resident[number] else ()
+            for tile, _, _ in (*home, *layout.weight_tiles):
+                version, record = known.get(tile, (-1, None))
+                if record is not None and version == subgroup.version:
+                    self._name(found, tile, record)
+                else:
+                    found.unwritten[number].add(tile)
+            if self._plan.resident[number]:
+                continue
+            if subgroup.stored_version == subgroup.version:
+                for tile, record in subgroup.stored.items():
+                    self._name(found, tile, record)
+            else:
+                found.flushes[number] = None
+                if not (subgroup.writes or subgroup.arriving):
+                    self._for_save[number] = None
+        tiles = [t for s in self._plan.layout.subgroups for t in (*s.tiles, *s.weight_tiles)]
+        whole = sum(nbytes + SECTOR_BYTES for _, _, nbytes in tiles)
+        self._saving_bytes = max(self._saving_bytes, (len(self._kept) + 1) * whole)
+
+    def _name(self, save: _Save, tile: TileId, record: Record) -> None:
+        """Take note that a tile of the save is whole on storage; with a sink it has still to be copied."""
+        self._hold(record.location)
+        if save.save.sink is None:
+            save.named[tile] = record
+            save.dirty.add(record.location.path)
+        else:
+            save.copied[tile] = record
+
+    def _hold(self, location: Location) -> None:
+        self._holds[location] = self._holds.get(location, 0) + 1
+
+    def _unhold(self, location: Location) -> None:
+        self._holds[location] -= 1
+        if not self._holds[location]:
+            del self._holds[location]
+            if self._orphans.pop(location, location) is None:
+                self._extents[location.path].leave(location.offset)
+
+    def _issued_save(self, operation: SaveTile | CopyTile | Sync | Commit) -> None:
+        save = self._save
+        if save is None or save.failed:
+            raise self._violation("12: an operation of a save that is not under way, or has failed")
+        match operation:
+            case CopyTile(tile=tile, record=record):
+                self._require(save.copied.get(tile) == record, "13: a copy from a wrong place or version")
+                self._require(save.save.sink is not None, "13: a copy to nowhere")
+            case SaveTile(tile=tile, record=record):
+                self._issued_save_tile(save, operation)
+                path = record.location.path
+                save.dirty.add(path)
+                save.unlanded[path] = save.unlanded.get(path, 0) + 1
+            case Sync(path=path):
+                self._require(not save.unlanded.get(path), "14: a sync before the writes to its path have ended")
+                save.dirty.discard(path)
+                save.syncing[operation.op] = path
+            case Commit(number=number):
+                self._require(number == save.save.number, "14: a commit of another save")
+                tiles = [t for s in self._plan.layout.subgroups for t, _, _ in (*s.tiles, *s.weight_tiles)]
+                self._require(sorted(tiles) == sorted(save.named), "14: a commit that does not name every tile")
+                synced = not save.dirty and not save.syncing
+                self._require(synced, "14: a commit before all paths have been synced")
+                for tile, record in save.named.items():
+                    right = record.step == save.steps[tile.subgroup]
+                    self._require(right, "14: a commit that names a tile in another version")
+
+    def _issued_save_tile(self, save: _Save, write: SaveTile) -> None:
+        number, location = write.tile.subgroup, write.record.location
+        layout, subgroup = self._plan.layout.subgroups[number], self._subgroups[number]
+        places = {tile: (offset, nbytes) for tile, offset, nbytes in (*layout.tiles, *layout.weight_tiles)}
+        copies = write.tile in save.copied and not write.gathers and write.buffer is not None
+        self._require(write.tile not in save.named, "13: a second write of a tile")
+        self._require(write.record.step == save.steps[number], "13: a write under another step than its change's")
+        if not copies:
+            self._require(write.tile in save.unwritten[number], "13: a write of what need not be written")
+            self._require(subgroup.version == save.versions[number], "13: a write of state that has changed")
+            self._require(not subgroup.busy, "13: a write from memory that a visit works on")
+            expected = places[write.tile] == (write.source_offset, location.nbytes)
+            self._require(expected, "13: a tile is not where the layout puts it")
+        sink = save.save.sink
+        self._require(sink is None or location.path == sink, "13: a copy goes to a path")
+        if sink is not None:
+            return
+        self._require(0 <= location.path < len(self._extents), "13: there is no such path")
+        self._take(location)
+
+    def _take(self, location: Location) -> None:
+        """Verify that a write may go to these bytes, and take them."""
+        extents = self._extents[location.path]
+        start, stop = location.offset, location.offset + SECTOR_BYTES + location.nbytes
+        self._require(start >= 0 and start % SECTOR_BYTES == 0, "7: a slot that is not aligned")
+        self._require(stop <= extents.limit, "7: a write beyond its path's limit")
+        self._require(not extents.failed, "7: a write to a path that has failed a write")
+        self._require(not extents.overlaps(start, stop), "7: a write over bytes that are in use")
+        extents.take(start, stop)
+        bytes_used = sum(path.used if path.failed else path.end for path in self._extents)
+        most = self._plan.storage_bytes + self._saving_bytes + self._lost_bytes
+        if bytes_used > most:
+            # What lies on a path that has failed cannot be moved; elsewhere the plan's bound still holds.
+            bytes_used = sum(path.used for path in self._extents)
+            some_failed = any(path.failed for path in self._extents)
+            self._require(some_failed and bytes_used <= most, "8: more storage than planned")
+
+    def _done_save(self, operation: SaveTile | CopyTile | Sync | Commit, checksum: int) -> None:
+        save = self._save
+        if save is None:
+            return
+        match operation:
+            case SaveTile(tile=tile, record=record):
+                save.unlanded[record.location.path] -= 1
+                save.unwritten[tile.subgroup].discard(tile)
+                save.named[tile] = Record(record.location, record.step, checksum)
+                if record.location.path < len(self._extents):
+                    self._hold(record.location)
+                    self._orphans[record.location] = None
+            case CopyTile(tile=tile, record=record):
+                self._unhold(record.location)
+                save.read[tile] = None
+            case Sync():
+                del save.syncing[operation.op]
+            case Commit(number=number):
+                self._require(not save.failed, "14: a save that has failed is committed")
+                if save.save.sink is None:
+                    self._kept[number] = {t: (save.versions[t.subgroup], r) for t, r in save.named.items()}
+                self._save = None
+
+    def _failed_save(self, operation: SaveTile | CopyTile | Sync | Commit) -> None:
+        if self._save is None:
+            return
+        self._save.failed = True
+        if isinstance(operation, SaveTile):
+            self._save.unlanded[operation.record.location.path] -= 1
+            self._save.unwritten[operation.tile.subgroup].discard(operation.tile)
+            if operation.record.location.path < len(self._extents):
+                self._lose(operation.record.location)
+
+    def _lose(self, location: Location) -> None:
+        self._extents[location.path].leave(location.offset)
+        self._lost_bytes += location.nbytes + SECTOR_BYTES
 
     def _issued_copy(self, copy: CopyIn | CopyOut) -> None:
         subgroup = self._subgroups[copy.subgroup]
@@ -329,19 +575,7 @@ class CheckedExecutor:
         self._require(write.tile not in subgroup.arriving, "7: a second write of a tile that has arrived")
         self._require(write.record.step == subgroup.step, "7: a write under another step than that of its change")
         self._require(0 <= location.path < len(self._extents), "7: there is no such path")
-        extents = self._extents[location.path]
-        start, stop = location.offset, location.offset + SECTOR_BYTES + location.nbytes
-        self._require(start >= 0 and start % SECTOR_BYTES == 0, "7: a slot that is not aligned")
-        self._require(stop <= extents.limit, "7: a write beyond its path's limit")
-        self._require(not extents.failed, "7: a write to a path that has failed a write")
-        self._require(not extents.overlaps(start, stop), "7: a write over bytes that are in use")
-        extents.take(start, stop)
-        bytes_used = sum(path.used if path.failed else path.end for path in self._extents)
-        if bytes_used > self._plan.storage_bytes:
-            # What lies on a path that has failed cannot be moved; elsewhere the plan's bound still holds.
-            bytes_used = sum(path.used for path in self._extents)
-            some_failed = any(path.failed for path in self._extents)
-            self._require(some_failed and bytes_used <= self._plan.storage_bytes, "8: more storage than planned")
+        self._take(location)
         subgroup.writes[write.tile] = write.op
 
     def _take_slot(self, number: int, slot: int) -> None:
@@ -386,6 +620,8 @@ class CheckedExecutor:
 
     def _done(self, operation: Operation, checksum: int) -> None:
         match operation:
+            case SaveTile() | CopyTile() | Sync() | Commit():
+                self._done_save(operation, checksum)
             case ReadTile(tile=tile):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.reads[tile]
@@ -393,11 +629,21 @@ class CheckedExecutor:
             case WriteTile(tile=tile, record=record):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.writes[tile]
+                if tile.subgroup in self._given_up:
+                    self._extents[record.location.path].leave(record.location.offset)
+                    self._end_given_up(tile.subgroup)
+                    return
                 subgroup.arriving[tile] = Record(record.location, record.step, checksum)
                 if len(subgroup.arriving) == len(self._places[tile.subgroup]):
                     self._leave(subgroup.stored)
                     subgroup.stored, subgroup.arriving = subgroup.arriving, {}
                     subgroup.stored_version = subgroup.version
+                    self._for_save.pop(tile.subgroup, None)
+                    save = self._save
+                    if save is not None and tile.subgroup in save.flushes:
+                        del save.flushes[tile.subgroup]
+                        for written, stored in subgroup.stored.items():
+                            self._name(save, written, stored)
             case Run(visit=visit):
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run = None
@@ -427,6 +673,23 @@ class CheckedExecutor:
 
     def _failed(self, operation: Operation, error: Exception) -> None:
         match operation:
+            case SaveTile() | CopyTile() | Sync() | Commit():
+                self._failed_save(operation)
+            case WriteTile(tile=tile, record=record) if tile.subgroup in self._given_up:
+                del self._subgroups[tile.subgroup].writes[tile]
+                self._lose(record.location)
+                self._end_given_up(tile.subgroup)
+            case WriteTile(tile=tile, record=record) if tile.subgroup in self._for_save:
+                # Only the save needs it: it is given up, and the state is as unsaved as it was.
+                if self._save is not None:
+                    self._save.failed = True
+                subgroup = self._subgroups[tile.subgroup]
+                del subgroup.writes[tile]
+                self._lose(record.location)
+                self._leave(subgroup.arriving)
+                subgroup.arriving = {}
+                self._given_up[tile.subgroup] = None
+                self._end_given_up(tile.subgroup)
             case WriteTile(tile=tile, record=record):
                 del self._subgroups[tile.subgroup].writes[tile]
                 self._extents[record.location.path].leave(record.location.offset)
@@ -447,8 +710,17 @@ class CheckedExecutor:
             case PushWeights():
                 self._fatal = self._fatal or error
 
+    def _end_given_up(self, number: int) -> None:
+        if not self._subgroups[number].writes:
+            del self._given_up[number], self._for_save[number]
+            if self._save is not None:
+                self._save.flushes.pop(number, None)
+
     def _leave(self, records: dict[TileId, Record]) -> None:
         for record in records.values():
+            if record.location in self._holds:
+                self._orphans[record.location] = None
+                continue
             self._extents[record.location.path].leave(record.location.offset)
 
     # Violations -----------------------------------------------------------------------------------------------

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from offload.engine.index import Record
 from offload.engine.machine import CopyIn, CopyOut, ReadTile, Run, WriteTile
+from offload.engine.saving import SAVE_DEPTH, Commit, CopyTile, SaveTile, Sync
 from offload.errors import CorruptRecordError
 from offload.layout import STATE_ITEM_BYTES
 from offload.plan.budget import Plan
@@ -46,6 +48,12 @@ def mix(run: Run, state: State) -> None:
     state += np.uint32((1013904223 + 40503 * run.sweep) & _MASK)
 
 
+def mix_weights(run: Run, weights: State) -> None:
+    """Stand in for what an update does to weights that are masters."""
+    weights *= np.uint32(22695477)
+    weights += np.uint32((run.sweep * 69069 + run.visit.subgroup) & _MASK)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTile:
     """What one slot of a store holds: the header's identity and the payload."""
@@ -56,6 +64,11 @@ class StoredTile:
     payload: bytes
 
 
+def path_name(plan: Plan, path: int) -> str:
+    """Return a path's name; the one after the last is the store that takes copies."""
+    return plan.budgets.paths[path].name if path < len(plan.budgets.paths) else "copies"
+
+
 class SimStore:
     """Slots of one path by byte offset; None where a write has started and not ended."""
 
@@ -63,9 +76,9 @@ class SimStore:
         self.slots: dict[int, StoredTile | None] = {}
         self._durable: dict[int, StoredTile | None] = {}
 
-    def sync(self) -> None:
-        """Make everything written so far survive a crash."""
-        self._durable = dict(self.slots)
+    def sync(self, written: Mapping[int, StoredTile | None] | None = None) -> None:
+        """Make what had been written (by then; by now, if None) survive a crash."""
+        self._durable.update(self.slots if written is None else written)
 
     def crash(self, rng: random.Random) -> None:
         """Lose unsynced writes: each slot written since the last sync holds the old, the new, or neither."""
@@ -96,7 +109,22 @@ class SimData:
         }
         gpu_words = plan.gpu_slot_bytes // STATE_ITEM_BYTES
         self.gpu = [np.full(gpu_words, RUBBISH, np.uint32) for _ in range(plan.gpu_slots)]
-        self.stores = [SimStore() for _ in plan.budgets.paths]
+        # One more than there are paths: the store that takes copies.
+        self.stores = [SimStore() for _ in range(len(plan.budgets.paths) + 1)]
+        self.weights = {
+            subgroup.index: np.zeros(subgroup.numel, np.uint32)
+            for subgroup in plan.layout.subgroups
+            if subgroup.weight_tiles
+        }
+        """Of each subgroup whose weights are its masters, their image."""
+        most = max((nbytes for s in plan.layout.subgroups for _, _, nbytes in s.tiles), default=0)
+        self.buffers = [np.full(most // STATE_ITEM_BYTES, RUBBISH, np.uint32) for _ in range(SAVE_DEPTH)]
+        self.named: Callable[[], Mapping[TileId, Record]] = dict
+        """Says what a commit that starts now is of; set by whoever owns the machine."""
+        self.committed: dict[int, dict[TileId, Record]] = {}
+        """What a resumed process would find: the records of each checkpoint, by its save's number."""
+        self._syncing: dict[int, dict[int, StoredTile | None]] = {}
+        self._committing: dict[int, dict[TileId, Record]] = {}
 
     def sync(self) -> None:
         """Make everything written so far, on all paths, survive a crash."""
@@ -104,15 +132,39 @@ class SimData:
             store.sync()
 
     def crash(self, rng: random.Random) -> None:
-        """Lose unsynced writes on all paths."""
+        """Lose unsynced writes on all paths; a commit on its way has happened, or not."""
         for store in self.stores:
             store.crash(rng)
+        for number, records in self._committing.items():
+            if rng.random() < 0.5:
+                self.committed[number] = records
+        self._committing.clear()
 
-    def begin_read(self, operation: ReadTile) -> None:
+    def begin_sync(self, sync: Sync) -> None:
+        """Let a sync start: only what has been written by now becomes durable."""
+        self._syncing[sync.op] = dict(self.stores[sync.path].slots)
+
+    def end_sync(self, sync: Sync) -> None:
+        """Let a sync end."""
+        self.stores[sync.path].sync(self._syncing.pop(sync.op))
+
+    def begin_commit(self, commit: Commit) -> None:
+        """Let a commit start: it takes the records as they are now."""
+        self._committing[commit.number] = dict(self.named())
+
+    def end_commit(self, commit: Commit) -> None:
+        """Let a commit end: from now on it survives."""
+        self.committed[commit.number] = self._committing.pop(commit.number)
+
+    def undo_commit(self, commit: Commit) -> None:
+        """Let a commit fail: nothing is left of it."""
+        del self._committing[commit.number]
+
+    def begin_read(self, operation: ReadTile | CopyTile) -> None:
         """Let a read start: the buffer's content is lost."""
         self._buffer(operation)[:] = RUBBISH
 
-    def end_read(self, operation: ReadTile) -> None:
+    def end_read(self, operation: ReadTile | CopyTile) -> None:
         """Let a read end: verify the slot as a tier does, then fill the buffer.
 
         Raises:
@@ -134,17 +186,17 @@ class SimData:
         raise CorruptRecordError(
             "read",
             tier="simulated",
-            path=self.plan.budgets.paths[location.path].name,
+            path=path_name(self.plan, location.path),
             offset=location.offset,
             detail=f"{operation.tile} of step {record.step}: {problem}",
         )
 
-    def begin_write(self, operation: WriteTile) -> None:
+    def begin_write(self, operation: WriteTile | SaveTile) -> None:
         """Let a write start: what its slot held is lost."""
         location = operation.record.location
         self.stores[location.path].slots[location.offset] = None
 
-    def end_write(self, operation: WriteTile, *, flip_bit: bool = False, misdirect: bool = False) -> int:
+    def end_write(self, operation: WriteTile | SaveTile, *, flip_bit: bool = False, misdirect: bool = False) -> int:
         """Let a write end well, as far as the tier can tell, and return the checksum it reports.
 
         Args:
@@ -173,6 +225,9 @@ class SimData:
     def end_run(self, run: Run) -> None:
         """Let a visit end: do its work."""
         self.update(run, self._state(run))
+        weights = self.weights.get(run.visit.subgroup)
+        if weights is not None and run.visit.changes:
+            mix_weights(run, weights)
 
     def begin_copy(self, copy: CopyIn | CopyOut) -> None:
         """Let a copy between host memory and the GPU start: what its target held is lost."""
@@ -189,7 +244,19 @@ class SimData:
         gpu = self.gpu[copy.gpu_slot][:words]
         return (host, gpu) if isinstance(copy, CopyIn) else (gpu, host)
 
-    def _buffer(self, operation: ReadTile | WriteTile) -> npt.NDArray[Any]:
+    def tile_in_memory(self, tile: TileId, offset: int, nbytes: int) -> npt.NDArray[Any]:
+        """Return a tile of state at home in memory, or of weights."""
+        subgroup = self.plan.layout.subgroups[tile.subgroup]
+        whole = self.weights if tile.tensor >= len(subgroup.tensors) else self.resident
+        return whole[tile.subgroup][offset // STATE_ITEM_BYTES : (offset + nbytes) // STATE_ITEM_BYTES]
+
+    def _buffer(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> npt.NDArray[Any]:
+        if isinstance(operation, SaveTile | CopyTile):
+            nbytes = operation.record.location.nbytes
+            if isinstance(operation, SaveTile) and (operation.buffer is None or operation.gathers):
+                # Gathered when it is started, but read here, at the last moment: the rules allow no difference.
+                return self.tile_in_memory(operation.tile, operation.source_offset, nbytes)
+            return self.buffers[operation.buffer or 0][: nbytes // STATE_ITEM_BYTES]
         start = operation.buffer_offset // STATE_ITEM_BYTES
         numel = operation.record.location.nbytes // STATE_ITEM_BYTES
         return self.staging[operation.slot][start : start + numel]

@@ -38,15 +38,17 @@ from offload.engine.machine import (
     Stop,
     WriteTile,
 )
+from offload.engine.saving import Commit, CopyTile, SaveTile, Sync
 from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
 from offload.plan.budget import Plan
 from offload.plan.rates import Rates
-from offload.sim.data import SimData
+from offload.sim.data import SimData, path_name
 from offload.sim.faults import (
     CorruptPayload,
     Crash,
     FailOperation,
     Fault,
+    Kind,
     MisdirectedWrite,
     PathFull,
     ShortTransfer,
@@ -73,6 +75,8 @@ class Disorder:
     servers: int = 1
     lag_s: float = 0.0
 
+
+COMMIT_S = 1e-3
 
 ORDERLY = Disorder()
 
@@ -138,6 +142,10 @@ class SimExecutor:
             even = (path.latency_s, path.memory_cost, servers)
             self._reads.append(_Lane(f"read:{number}", path.read_bytes_per_s, *even))
             self._writes.append(_Lane(f"write:{number}", path.write_bytes_per_s, *even))
+        # What checkpoints need besides: a store that takes copies, as fast as the first path, and their commits.
+        copies = rates.paths[0] if rates.paths else None
+        self._copies = _Lane("copies", copies.write_bytes_per_s if copies else rates.cpu_bytes_per_s, servers=servers)
+        self._commits = _Lane("commits", rates.cpu_bytes_per_s, COMMIT_S)
         self._gpu: dict[str, _Lane] = {}
         if rates.gpu is not None:
             gpu, cost = rates.gpu, rates.gpu.memory_cost
@@ -215,6 +223,17 @@ class SimExecutor:
                 return self._gpu["d2h"], self._sizes[subgroup]
             case PushWeights(nbytes=nbytes):
                 return self._gpu["h2d"], nbytes
+            case CopyTile(record=record):
+                return self._reads[record.location.path], record.location.nbytes
+            case SaveTile(record=record):
+                return self._write_lane(record.location.path), record.location.nbytes
+            case Sync(path=path):
+                return self._write_lane(path), 0
+            case Commit():
+                return self._commits, 0
+
+    def _write_lane(self, path: int) -> _Lane:
+        return self._writes[path] if path < len(self._writes) else self._copies
 
     def inject(self, event: Event, at_s: float | None = None) -> None:
         """Have `wait` report an event that no lane makes, such as `Begin`; now or at a later virtual time."""
@@ -265,15 +284,19 @@ class SimExecutor:
         kind = _kind(operation)
         fault: _OperationFault | PathFull | None = self._planned.get((kind, self._counts[kind]))
         self._counts[kind] += 1
-        if isinstance(operation, WriteTile):
+        if isinstance(operation, WriteTile | SaveTile):
             path = operation.record.location.path
             full = (f for f in self._full if f.path == path and started_s >= f.from_s)
             fault = next(full, fault)
         if self.data is not None:
             match operation:
-                case ReadTile():
+                case ReadTile() | CopyTile():
                     self.data.begin_read(operation)
-                case WriteTile() if not isinstance(fault, MisdirectedWrite | PathFull):
+                case Sync():
+                    self.data.begin_sync(operation)
+                case Commit():
+                    self.data.begin_commit(operation)
+                case WriteTile() | SaveTile() if not isinstance(fault, MisdirectedWrite | PathFull):
                     self.data.begin_write(operation)
                 case Run():
                     self.data.begin_run(operation)
@@ -366,6 +389,8 @@ class SimExecutor:
         return events
 
     def _end(self, operation: Operation, fault: _OperationFault | PathFull | None) -> Event:
+        if isinstance(fault, FailOperation) and isinstance(operation, Commit) and self.data is not None:
+            self.data.undo_commit(operation)
         match fault:
             case FailOperation():
                 return Failed(operation.op, self._error(operation, TierError, "injected", fault.errno))
@@ -376,12 +401,16 @@ class SimExecutor:
         if self.data is None:
             return Done(operation.op)
         match operation:
-            case ReadTile():
+            case ReadTile() | CopyTile():
                 try:
                     self.data.end_read(operation)
                 except CorruptRecordError as error:
                     return Failed(operation.op, error)
-            case WriteTile():
+            case Sync():
+                self.data.end_sync(operation)
+            case Commit():
+                self.data.end_commit(operation)
+            case WriteTile() | SaveTile():
                 flip_bit, misdirect = isinstance(fault, CorruptPayload), isinstance(fault, MisdirectedWrite)
                 checksum = self.data.end_write(operation, flip_bit=flip_bit, misdirect=misdirect)
                 return Done(operation.op, checksum)
@@ -393,20 +422,33 @@ class SimExecutor:
 
     def _error(self, operation: Operation, kind: type[TierError], detail: str, errno: int | None = None) -> TierError:
         detail = f"{_label(operation)}: {detail}"
-        if not isinstance(operation, ReadTile | WriteTile):
+        if isinstance(operation, Sync | Commit):
+            return kind(_kind(operation), tier="simulated", path=self.lane_of(operation)[0].name, detail=detail)
+        if not isinstance(operation, ReadTile | WriteTile | SaveTile | CopyTile):
             lane = self.lane_of(operation)[0].name
             verb = "update" if isinstance(operation, Run) else "copy"
             return kind(verb, tier="host" if lane == "cpu" else "gpu", path=lane, detail=detail)
         location = operation.record.location
-        path = self._plan.budgets.paths[location.path].name
+        path = path_name(self._plan, location.path)
         verb = _kind(operation)
         return kind(verb, tier="simulated", path=path, offset=location.offset, errno=errno, detail=detail)
+
+
+_KINDS: dict[type[Operation], Kind] = {
+    ReadTile: "read",
+    CopyTile: "read",
+    WriteTile: "write",
+    SaveTile: "write",
+    Run: "run",
+    Sync: "sync",
+    Commit: "commit",
+}
 
 
 def _kind(operation: Operation) -> str:
     if isinstance(operation, CopyIn | CopyOut | PushWeights):
         return "copy"
-    return {ReadTile: "read", WriteTile: "write", Run: "run"}[type(operation)]
+    return _KINDS[type(operation)]
 
 
 def _label(operation: Operation) -> str:
@@ -416,5 +458,9 @@ def _label(operation: Operation) -> str:
         return f"weights of subgroup {operation.subgroup}"
     if isinstance(operation, CopyIn | CopyOut):
         return f"subgroup {operation.subgroup}"
+    if isinstance(operation, Sync):
+        return f"sync of path {operation.path}"
+    if isinstance(operation, Commit):
+        return f"commit of save {operation.number}"
     tile = operation.tile
     return f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"

@@ -11,8 +11,9 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["read", "write", "run", "copy"]
-"""Kinds of operations; "copy" is whatever goes between host memory and a GPU."""
+Kind = Literal["read", "write", "run", "copy", "sync", "commit"]
+"""Kinds of operations; "copy" is whatever goes between host memory and a GPU. A checkpoint's transfers count as reads
+and writes."""
 
 
 class SimulatedCrash(Exception):

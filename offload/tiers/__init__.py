@@ -12,12 +12,13 @@ from offload.protocols import Tier
 from offload.tiers.asyncfile import AsyncFileTier, supports_direct
 from offload.tiers.common import SLOT_HEADER_BYTES, slot_bytes, tier_error
 from offload.tiers.directories import check_directories, free_bytes
+from offload.tiers.existing import ExistingStore
 from offload.tiers.faulty import Fault, FaultKind, FaultyTier
 from offload.tiers.file import DEFAULT_EXTENT_BYTES, IO_BACKENDS, FileTier, choose_io_backend
 from offload.tiers.memory import MemoryTier
 from offload.tiers.objects import ObjectClient, RetryPolicy, S3Client
 from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
-from offload.tiers.remote import RemoteTier
+from offload.tiers.remote import ExistingRemoteStore, RemoteTier
 from offload.tiers.throttled import ThrottledTier
 from offload.tiers.turns import Turns
 
@@ -28,6 +29,8 @@ __all__ = [
     "NETWORK_FILE_SYSTEMS",
     "SLOT_HEADER_BYTES",
     "AsyncFileTier",
+    "ExistingRemoteStore",
+    "ExistingStore",
     "Fault",
     "FaultKind",
     "FaultyTier",
@@ -44,7 +47,9 @@ __all__ = [
     "file_system",
     "free_bytes",
     "identity",
+    "innermost",
     "lock_holder",
+    "open_existing",
     "open_tier",
     "slot_bytes",
     "tier_error",
@@ -112,6 +117,31 @@ def open_tier(
     raise ConfigError(
         "paths", path, f"there is no kind of path called {scheme!r}; name a directory or s3://bucket/prefix"
     )
+
+
+def open_existing(path: str, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool = True) -> Tier:
+    """Open a store that is there, for reading only.
+
+    Args:
+        path: The directory or "s3://bucket/prefix" that it lies in.
+        store: The store.
+        queue: Where completions go; must outlive the tier.
+        checksum: Verify payload checksums.
+
+    Raises:
+        ConfigError: A bucket cannot be used.
+        TierError: There is no such store, or it cannot be read.
+    """
+    if path.startswith("s3://"):
+        return ExistingRemoteStore(path, store, queue, checksum=checksum)
+    return ExistingStore(path.removeprefix("file://"), store, queue, checksum=checksum)
+
+
+def innermost(tier: Tier) -> Tier:
+    """Return the tier that does the work under those that watch, slow down or spoil it."""
+    while (inner := getattr(tier, "inner", None)) is not None:
+        tier = inner
+    return tier
 
 
 def _wants_asyncio(directory: str) -> bool:

@@ -188,7 +188,7 @@ class AsyncFileTier(Owned):
         self._loop.close()
         self._executor.shutdown()
         os.close(self._descriptor)
-        self._place.close()
+        self._place.close(keep=self.kept is not None)
 
     # On the loop's thread
 

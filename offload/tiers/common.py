@@ -52,12 +52,16 @@ class Owned:
 
     Args:
         path: The path as the user wrote it.
+
+    Attributes:
+        kept: Offsets of the slots that `close` leaves in place, and the store with them; None to delete the store.
     """
 
     name: str
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self.kept: frozenset[int] | None = None
         self._pid = os.getpid()
         self._closed = False
 

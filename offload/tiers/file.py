@@ -228,8 +228,12 @@ class FileTier(Owned):
         self._io.close()
         # Nothing is in flight any more: descriptors go now, and with the ring what the kernel pinned of the memory.
         self._turns = None
+        used_bytes = self._file.used_bytes
         del self._io, self._engine, self._file
-        self._place.close(keep=self.keep)
+        if self.kept is not None:
+            with contextlib.suppress(OSError):  # what was preallocated beyond; not needed, not harmful
+                os.truncate(self.data_path, used_bytes)
+        self._place.close(keep=self.keep or self.kept is not None)
 
 
 def _open_data(path: Path, direct: bool) -> tuple[int, bool]:

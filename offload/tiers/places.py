@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from offload._native import file_system_magic
@@ -40,10 +44,28 @@ _FILE_SYSTEMS = {
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "fuse", "cifs", "smb2", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs"})
 """Types whose data usually lies on another machine."""
 
-# Locks that this process holds, by identity of the file, with the holder's pid: closing any descriptor of a
-# locked file gives the lock up, so such a file must never be opened a second time. A forked child inherits
-# the table but not the locks, which is why the pid is kept.
-_held: dict[tuple[int, int], int] = {}
+PINS_NAME = "pins.json"
+STORE_FILES = ("tiles", "store.json", PINS_NAME, LOCK_NAME)
+"""Everything that the directory of a store may hold."""
+
+_OWNER_BYTE = 0
+_READERS_BYTE = 1
+
+
+@dataclass(slots=True)
+class _LockFile:
+    """A lock file that this process has open. Closing any descriptor of it gives all its locks up, so there is one
+    entry for each file, and its descriptors stay open until nobody needs it. A forked child inherits the table but
+    not the locks, which is why the pid is kept."""
+
+    pid: int
+    descriptors: list[int]
+    owned: bool = False
+    readers: int = 0
+
+
+_files: dict[tuple[int, int], _LockFile] = {}
+_files_lock = threading.Lock()
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
@@ -73,31 +95,111 @@ def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def hold_lock(path: Path) -> int:
-    """Create a lock file and lock it for this process; return its descriptor for `release_lock`.
+def hold_lock(path: Path, *, existing: bool = False) -> int:
+    """Lock a lock file for this process as a store's owner; return its descriptor for `release_lock`.
 
     A POSIX record lock: freed when this process ends, however it ends, even if a forked child lives on.
 
+    Args:
+        path: The file; made here unless `existing`.
+        existing: Lock a file that is there.
+
     Raises:
-        OSError: the file exists already, cannot be made, or the file system has no locks.
+        OSError: The file cannot be made (or, with `existing`, is not there), its store has an owner (EAGAIN or
+            EACCES), or the file system has no locks.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        path.unlink()
-        raise
-    status = os.fstat(descriptor)
-    _held[status.st_dev, status.st_ino] = os.getpid()
+    with _files_lock:
+        if existing:
+            if (known := _known(path)) is not None and known.owned:
+                raise BlockingIOError(errno.EAGAIN, "this process has locked it already", str(path))
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            _lock_owner(descriptor)
+            return descriptor
+        # Locked before anybody can see it: a lock file that is there and free belongs to nobody.
+        hidden = path.with_name(f".{path.name}-{os.getpid()}")
+        descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _lock_owner(descriptor)
+            os.rename(hidden, path)
+        except OSError:
+            hidden.unlink(missing_ok=True)
+            raise
     return descriptor
 
 
+def _lock_owner(descriptor: int) -> None:
+    entry = _entry(descriptor)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _OWNER_BYTE)
+    except OSError:
+        _close_unused(entry)
+        raise
+    entry.owned = True
+
+
 def release_lock(descriptor: int) -> None:
-    """Give up a lock of `hold_lock` and close its descriptor."""
+    """Give up a lock of `hold_lock`."""
+    with _files_lock:
+        entry = _entry(descriptor)
+        if entry.readers:
+            fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, _OWNER_BYTE)
+        entry.owned = False
+        _close_unused(entry)
+
+
+def share_lock(path: Path) -> int:
+    """Say that this process reads what a store's checkpoints name; return a descriptor for `unshare_lock`.
+
+    Raises:
+        OSError: There is no such file, or the file system has no locks.
+    """
+    with _files_lock:
+        known = _known(path)
+        descriptor = known.descriptors[0] if known is not None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        entry = _entry(descriptor)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _READERS_BYTE)
+        except OSError:
+            _close_unused(entry)
+            raise
+        entry.readers += 1
+    return descriptor
+
+
+def unshare_lock(descriptor: int) -> None:
+    """End one `share_lock`."""
+    with _files_lock:
+        entry = _entry(descriptor)
+        entry.readers -= 1
+        if not entry.readers and entry.owned:
+            fcntl.lockf(descriptor, fcntl.LOCK_UN, 1, _READERS_BYTE)
+        _close_unused(entry)
+
+
+def _known(path: str | os.PathLike[str]) -> _LockFile | None:
+    status = os.stat(path)
+    entry = _files.get((status.st_dev, status.st_ino))
+    return entry if entry is not None and entry.pid == os.getpid() else None
+
+
+def _entry(descriptor: int) -> _LockFile:
     status = os.fstat(descriptor)
-    _held.pop((status.st_dev, status.st_ino), None)
-    os.close(descriptor)
+    key = status.st_dev, status.st_ino
+    entry = _files.get(key)
+    if entry is None or entry.pid != os.getpid():
+        entry = _files[key] = _LockFile(os.getpid(), [])
+    if descriptor not in entry.descriptors:
+        entry.descriptors.append(descriptor)
+    return entry
+
+
+def _close_unused(entry: _LockFile) -> None:
+    if entry.owned or entry.readers:
+        return
+    for key in [key for key, value in _files.items() if value is entry]:
+        del _files[key]
+    for descriptor in entry.descriptors:
+        os.close(descriptor)
 
 
 def lock_holder(store: str | os.PathLike[str]) -> int | None:
@@ -112,19 +214,34 @@ def lock_holder(store: str | os.PathLike[str]) -> int | None:
     Raises:
         OSError: the lock file exists but cannot be opened.
     """
+    return _holder(store, _OWNER_BYTE, lambda entry: entry.owned)
+
+
+def is_being_read(store: str | os.PathLike[str]) -> bool:
+    """Return whether some process reads what a store's checkpoints name; see `share_lock`.
+
+    Raises:
+        OSError: the lock file exists but cannot be opened.
+    """
+    return _holder(store, _READERS_BYTE, lambda entry: entry.readers > 0) is not None
+
+
+def _holder(store: str | os.PathLike[str], byte: int, here: Callable[[_LockFile], bool]) -> int | None:
     path = os.path.join(store, LOCK_NAME)
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        return None
-    if _held.get((status.st_dev, status.st_ino)) == os.getpid():
-        return os.getpid()
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        # struct flock: type, whence, start, length, pid; native alignment and padding.
-        layout = "@hhqqi4x"
-        asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
-    finally:
-        os.close(descriptor)
+    with _files_lock:
+        try:
+            known = _known(path)
+        except FileNotFoundError:
+            return None
+        if known is not None and here(known):
+            return os.getpid()
+        descriptor = known.descriptors[0] if known is not None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # struct flock: type, whence, start, length, pid; native alignment and padding.
+            layout = "@hhqqi4x"
+            asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+            kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+        finally:
+            if known is None:
+                os.close(descriptor)
     return None if kind == fcntl.F_UNLCK else int(pid)

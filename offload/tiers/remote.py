@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Callable
 
 from offload._native import crc32c, crc32c_combine, make_slot_header
-from offload.errors import ConfigError, TierError
+from offload.errors import ConfigError, TierError, invariant
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
 from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_depth, check_limits, check_request, memory_of
 from offload.tiers.objects import (
@@ -39,7 +39,7 @@ from offload.tiers.objects import (
     advice,
     split_url,
 )
-from offload.tiers.places import UNLIMITED_BYTES
+from offload.tiers.places import PINS_NAME, UNLIMITED_BYTES
 from offload.tiers.store import RECORD_NAME, describe_store
 
 DEFAULT_DEPTH = 8
@@ -247,7 +247,7 @@ class RemoteTier(Owned):
         self._client.close()
 
     def _remove(self) -> None:
-        """Delete what this object has created, and nothing else."""
+        """Delete what this object has created, and nothing else; nothing of what is kept."""
         left = dict(self._written)
         try:
             try:
@@ -256,6 +256,10 @@ class RemoteTier(Owned):
             except ObjectError as error:
                 if not error.status:
                     raise  # nobody answers: deleting would wait as long again
+            if self.kept is not None:
+                kept = {self._slots[offset][0] for offset in self.kept if offset in self._slots}
+                kept |= {self.store_prefix + RECORD_NAME, self.store_prefix + PINS_NAME}
+                left = {key: None for key in left if key not in kept}
             self._client.delete(list(left))
         except ObjectError as error:
             _log.warning(
@@ -279,14 +283,19 @@ class RemoteTier(Owned):
             error, checksum = self._failed(request, cause, errno.EIO), 0
         self._report(request, error, checksum, started_s)
 
-    def _fetch(self, request: TileRequest) -> tuple[int, int]:
+    def _key_in(self, request: TileRequest) -> str | None:
+        """Return the key of what a request's slot holds, if it holds anything."""
         with self._lock:
             slot = self._slots.get(request.offset)
-        if slot is None:
+        return slot[0] if slot is not None else None
+
+    def _fetch(self, request: TileRequest) -> tuple[int, int]:
+        key = self._key_in(request)
+        if key is None:
             return (ERROR_SHORT if request.offset + SECTOR_BYTES > self._used_bytes else ERROR_HEADER), 0
         header = bytearray(SLOT_HEADER_BYTES)
         payload = memory_of(request)
-        size = self._client.get_into(slot[0], [memoryview(header), payload])
+        size = self._client.get_into(key, [memoryview(header), payload])
         if size < SLOT_HEADER_BYTES:
             return ERROR_SHORT, 0
         error, promised = admit(bytes(header), self._store, request)
@@ -401,6 +410,38 @@ class RemoteTier(Owned):
             self._syncs = [sync for sync in self._syncs if sync[1]]
         for op, _, started_s in done:
             self._queue.post(op, 0, 0, started_s, time.monotonic(), 0)
+
+
+class ExistingRemoteStore(RemoteTier):
+    """A store that another session has left, or uses, for reading: nothing is made, changed or deleted.
+
+    Arguments and attributes are those of `RemoteTier`.
+
+    Raises:
+        ConfigError: The bucket cannot be used.
+        TierError: There is no such store.
+    """
+
+    def write(self, request: TileRequest) -> None:
+        """Not possible."""
+        invariant(False, "a store of another session is written to")
+
+    def _open(self, store: uuid.UUID, bucket: str) -> None:
+        try:
+            found = self._client.head(self.store_prefix + RECORD_NAME)
+        except ObjectError as cause:
+            self._client.close()
+            raise ConfigError("checkpoint", self.path, advice(cause, self._client.endpoint, bucket)) from cause
+        if found is None:
+            self._client.close()
+            detail = f"there is no store {self.store_prefix}"
+            raise TierError("open", tier=self.name, path=self.path, errno=errno.ENOENT, detail=detail)
+
+    def _key_in(self, request: TileRequest) -> str | None:
+        return self.key(request)
+
+    def _remove(self) -> None:
+        pass
 
 
 class _Lane:

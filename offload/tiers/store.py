@@ -13,13 +13,13 @@ import uuid
 from pathlib import Path
 
 from offload.errors import ConfigError
-from offload.tiers.places import LOCK_NAME, hold_lock, release_lock
+from offload.tiers.places import LOCK_NAME, PINS_NAME, hold_lock, release_lock
 
 DATA_NAME = "tiles"
 RECORD_NAME = "store.json"
 STORE_FORMAT = 1
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 _log = logging.getLogger("offload")
 
@@ -66,7 +66,7 @@ class Store:
         """Give the lock up and, unless `keep`, delete what was made here and nothing else."""
         try:
             if not keep:
-                self._delete(DATA_NAME, RECORD_NAME)
+                self._delete(DATA_NAME, RECORD_NAME, PINS_NAME)
         finally:
             if self._lock is not None:
                 release_lock(self._lock)
@@ -79,7 +79,7 @@ class Store:
         try:
             self._lock = hold_lock(self.directory / LOCK_NAME)
         except OSError as cause:
-            if cause.errno not in _NO_LOCKS:
+            if cause.errno not in NO_LOCKS:
                 raise
             _log.warning("%s: the file system has no locks (%s)", path, cause.strerror)
 

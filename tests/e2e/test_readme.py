@@ -18,7 +18,8 @@ README = (ROOT / "README.md").read_text()
 def test_python_blocks_run(block: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "torch.Size([64, 64])" in done.stdout
+    if "print(" in block:
+        assert "torch.Size([64, 64])" in done.stdout
 
 
 @pytest.mark.slow

@@ -133,6 +133,67 @@ def test_a_broken_session_stays_broken_and_says_so(failing: Any, paths: list[Pat
     assert not list(paths[0].iterdir())
 
 
+def test_a_broken_session_names_its_last_checkpoint(failing: Any, paths: list[Path], tmp_path: Path) -> None:
+    """The path is lost for good; the checkpoint, on another one, is intact."""
+    failing(paths[0], "read", FaultKind.ERROR, 20)
+    parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
+    config = offload.OffloadConfig(host_memory=0, paths=paths[:1], subgroup_numel=1024, staging_memory=12 * 1024)
+    optimizer = offload.AdamW(parameters, offload=config)
+    folder = tmp_path / "ck"
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+    steps(1)
+    optimizer.save_checkpoint(folder, copy=True)
+    optimizer.wait_checkpoint()
+    saved = [optimizer.engine.step_count(number) for number in range(4)]
+    with pytest.raises(offload.StepAbortedError, match=str(folder)) as caught:
+        steps(5)
+    assert caught.value.checkpoint == str(folder)
+    optimizer.close()
+    with offload.AdamW(parameters) as other:
+        other.load_checkpoint(folder)
+        assert [other.engine.step_count(number) for number in range(4)] == saved
+
+
+def test_a_hung_device_is_reported_in_the_time_that_was_set(paths: list[Path], monkeypatch: Any) -> None:
+    class Hung(FaultyTier):
+        def read(self, request: Any) -> None:
+            if self.hangs:
+                return
+            super().read(request)
+
+        hangs = False
+
+    opened: list[Hung] = []
+
+    def hung(name: str, store: uuid.UUID, queue: Any, **settings: Any) -> Any:
+        opened.append(Hung(open_tier(name, store, queue, **settings), queue, []))
+        return opened[-1]
+
+    monkeypatch.setattr(session, "open_tier", hung)
+    parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
+    config = offload.OffloadConfig(
+        host_memory=0, paths=paths[:1], subgroup_numel=1024, staging_memory=12 * 1024, stall_timeout_s=0.3
+    )
+    optimizer = offload.AdamW(parameters, offload=config)
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    step()
+    opened[0].hangs = True
+    with pytest.raises(offload.StepAbortedError, match="no answer for"):
+        step()
+    optimizer.close()
+
+
 TRAINING = """
 import os, signal, sys, threading, torch, offload
 parameters = [torch.nn.Parameter(torch.randn(4096).bfloat16()) for _ in range(8)]

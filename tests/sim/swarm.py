@@ -132,17 +132,23 @@ def random_visits(rng: random.Random, count: int) -> tuple[Visit, ...]:
             return tuple(Visit(s) for s in wanted)
 
 
+def random_rates(rng: random.Random, plan: Plan) -> Rates:
+    """Return rates that have nothing to do with each other."""
+
+    def speed() -> float:
+        return 10 ** rng.uniform(5, 8)
+
+    paths = tuple(PathRates(speed(), speed(), rng.choice((0.0, 1e-4))) for _ in plan.budgets.paths)
+    return Rates(speed(), paths, GpuRates(speed(), speed(), speed()) if plan.uses_gpu else None)
+
+
 def make_scenario(seed: int, *, faulty: bool | None = None) -> Scenario:
     rng = random.Random(seed)
     layout = random_layout(rng)
     plan = tight_plan(rng, layout)
     sweeps = [random_sweep(rng, plan) for _ in range(rng.randrange(2, 6))]
 
-    def speed() -> float:
-        return 10 ** rng.uniform(5, 8)
-
-    paths = tuple(PathRates(speed(), speed(), rng.choice((0.0, 1e-4))) for _ in plan.budgets.paths)
-    rates = Rates(speed(), paths, GpuRates(speed(), speed(), speed()) if plan.uses_gpu else None)
+    rates = random_rates(rng, plan)
     even = rng.random() < 0.3
     lag_s = rng.choice((0.0, 0.0, 0.02))
     disorder = Disorder() if even else Disorder(rng.choice((0.0, 0.5, 5.0)), rng.randrange(1, 4), lag_s)

@@ -30,8 +30,8 @@ SIBLINGS = {
     ("checkpoint", "engine.session"),
     ("layout", "config"),
 }
-NATIVE_USERS = {"tiers", "kernels", "engine", "engine.session", "measure", "optim", "cli"}
-PURE = ["plan", "engine/machine.py", "engine/index.py", "layout.py"]
+NATIVE_USERS = {"tiers", "kernels", "engine", "engine.session", "measure", "optim", "cli", "checkpoint"}
+PURE = ["plan", "engine/machine.py", "engine/saving.py", "engine/index.py", "layout.py"]
 PURE_MAY_IMPORT = {
     "__future__",
     "bisect",

@@ -1,0 +1,215 @@
+"""Committing and releasing checkpoints: the order in which small files are written and deleted.
+
+    1. every store that the checkpoint refers to gets a pin              (a store with a pin is not deleted)
+    2. the file with what else the caller gave, then the manifest        (each whole or not there)
+    3. rank 0 waits for all manifests and writes `COMMIT`                (from now on there is a checkpoint)
+    4. what the folder held before goes; then older checkpoints are released: `COMMIT`, manifest, pins, in that order
+
+Whatever happens in between, a folder holds the checkpoint from before or the new one. Data is durable before 1.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from offload.checkpoint.folder import Folder, open_folder
+from offload.checkpoint.manifest import (
+    COMMIT_NAME,
+    OWN_FILE,
+    RELEASED_NAME,
+    Manifest,
+    encode,
+    extra_name,
+    manifest_name,
+    seal_commit,
+)
+from offload.checkpoint.reader import read_commit, read_manifests
+from offload.checkpoint.stores import (
+    Pin,
+    delete_files,
+    find_stores,
+    holds,
+    is_read,
+    pin,
+    remove,
+    store_folder,
+    unpin,
+    unused_copies,
+)
+from offload.errors import CheckpointError
+from offload.tiers.places import release_lock
+
+RANKS_TIMEOUT_S = 600.0
+"""How long a rank waits for the others to write their manifests."""
+
+_log = logging.getLogger("offload")
+
+
+@dataclass(slots=True)
+class Kept:
+    """A checkpoint that this session has committed (or has resumed from) and that holds slots.
+
+    Attributes:
+        folder: Where it is.
+        id: The save's.
+        rank: This rank.
+        stores: Path and uuid of the stores that it refers to.
+        number: The machine's number of the save; None where the machine holds nothing for it.
+        locks: Locks of its stores, where another session has left them and this one has taken them over.
+    """
+
+    folder: str
+    id: str
+    rank: int
+    stores: tuple[tuple[str, uuid.UUID], ...]
+    number: int | None
+    locks: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class CommitJob:
+    """One checkpoint to commit.
+
+    Attributes:
+        folder: Where it goes.
+        manifest: This rank's part.
+        extra: What else the caller gave.
+        older: Checkpoints kept so far, oldest first.
+        keep: How many to keep, this one included.
+        paths: Directories whose leftovers go on the way: stores without a pin whose session has ended.
+        cancelled: Set when the session ends: waiting for other ranks ends too.
+        released: Those of `older` that were released.
+    """
+
+    folder: Folder
+    manifest: Manifest
+    extra: bytes | None
+    older: Sequence[Kept]
+    keep: int
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    paths: Sequence[str] = ()
+    released: list[Kept] = field(default_factory=list)
+
+    @property
+    def kept(self) -> Kept:
+        """This checkpoint, as it is kept."""
+        manifest = self.manifest
+        stores = tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
+        return Kept(self.folder.path, manifest.id, manifest.rank, stores, None)
+
+    def run(self) -> None:
+        """Commit, then release what need not be kept.
+
+        Raises:
+            CheckpointError: It was not committed; nothing but files that nobody looks at is left of it.
+        """
+        folder, manifest = self.folder, self.manifest
+        own = self.kept
+        try:
+            for path, store in own.stores:
+                pin(store_folder(path, store), Pin(manifest.id, folder.path))
+            if self.extra is not None:
+                folder.write(extra_name(manifest.id, manifest.rank), self.extra)
+            folder.write(manifest_name(manifest.id, manifest.rank), encode(manifest))
+            if manifest.rank == 0:
+                self._wait("manifests of all ranks", self._all_there)
+                folder.write(COMMIT_NAME, seal_commit(manifest.id, manifest.ranks))
+            else:
+                self._wait(COMMIT_NAME, lambda: holds(folder.path, manifest.id) is True)
+        except CheckpointError:
+            self._undo(own)
+            raise
+        self._tidy()
+
+    def _all_there(self) -> bool:
+        names = set(self.folder.names())
+        return all(manifest_name(self.manifest.id, rank) in names for rank in range(self.manifest.ranks))
+
+    def _wait(self, what: str, arrived: Callable[[], bool]) -> None:
+        until_s, pause_s = time.monotonic() + RANKS_TIMEOUT_S, 0.01
+        while not arrived():
+            if time.monotonic() > until_s or self.cancelled.wait(pause_s):
+                raise CheckpointError(
+                    f"{self.folder.path} was not committed: waited for {what} in vain; see what the other ranks say"
+                )
+            pause_s = min(2 * pause_s, 1.0)
+
+    def _undo(self, own: Kept) -> None:
+        """Take back what an uncommitted checkpoint has left, as far as that can be done."""
+        steps: list[Callable[[], object]] = [
+            partial(self.folder.delete, manifest_name(own.id, own.rank)),
+            partial(self.folder.delete, extra_name(own.id, own.rank)),
+            *(partial(unpin, store_folder(path, store), own.id) for path, store in own.stores),
+        ]
+        for step in steps:
+            try:
+                step()
+            except CheckpointError as error:
+                _log.warning("after a checkpoint that failed: %s", error)
+
+    def _tidy(self) -> None:
+        """Delete what the folder held before, and release older checkpoints; a failure costs room and no data.
+
+        One of several stores may be gone already if a session was killed here, so releasing can be repeated.
+        """
+        own = self.manifest
+        for kept in self.older:
+            if kept.folder == self.folder.path:
+                self._release(kept, replaced=True)
+        try:
+            if own.rank == 0:
+                self.folder.delete(RELEASED_NAME)
+                for name in self.folder.names():
+                    if OWN_FILE.fullmatch(name) and own.id not in name:
+                        self.folder.delete(name)
+                named = {ref.store for manifest in read_manifests(self.folder)[1] for ref in manifest.stores}
+                for leftover in unused_copies(self.folder.path, named):
+                    remove(leftover)
+        except CheckpointError as error:
+            _log.warning("%s", error)
+        others = [kept for kept in self.older if kept.folder != self.folder.path]
+        for kept in others[: max(0, len(others) + 1 - self.keep)]:
+            self._release(kept)
+        for path in self.paths:
+            for leftover in find_stores(path):
+                if leftover.is_free and not leftover.missing and remove(leftover):
+                    _log.info("deleted %s, which a session that has ended left behind", leftover.path)
+
+    def _release(self, kept: Kept, *, replaced: bool = False) -> None:
+        try:
+            if any(is_read(store_folder(path, store)) for path, store in kept.stores):
+                _log.info("%s stays for now: somebody is reading it", kept.folder)
+                return
+            if not replaced:
+                release(kept, f"{self.folder.path} took its place")
+            for path, store in kept.stores:
+                pins = unpin(store_folder(path, store), kept.id)
+                if kept.locks and not pins:
+                    delete_files(Path(path) / f"offload-{store}")
+            for lock in kept.locks:
+                release_lock(lock)
+            self.released.append(kept)
+        except CheckpointError as error:
+            _log.warning("%s could not be released: %s", kept.folder, error)
+
+
+def release(kept: Kept, note: str) -> None:
+    """Make a checkpoint none: its `COMMIT` goes first, then this rank's files."""
+    folder = open_folder(kept.folder)
+    if kept.rank == 0:
+        try:
+            is_ours = read_commit(folder)[0] == kept.id
+        except CheckpointError:
+            is_ours = False
+        if is_ours:
+            folder.write(RELEASED_NAME, f"{note}\n".encode())
+            folder.delete(COMMIT_NAME)
+    folder.delete(manifest_name(kept.id, kept.rank))
+    folder.delete(extra_name(kept.id, kept.rank))

@@ -1,0 +1,288 @@
+"""Checkpoints to and from other formats: safetensors, and `torch.distributed.checkpoint`.
+
+Both ways are streamed: memory stays bounded by a few pieces, whatever the size of the state. Each parameter becomes
+`state.<name>.exp_avg`, `.exp_avg_sq` and `.master` (fp32, in the parameter's shape) and `state.<name>.step`, the
+names that `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives plain optimizers' state; `master`
+is ours, and where it is missing on import it is taken from the weight.
+
+Source of the format: safetensors, https://github.com/huggingface/safetensors (8 bytes of header length, in
+little-endian order, a JSON header, then the tensors' bytes in row-major order).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.checkpoint.reader import STATE_NAMES, Checkpoint, Range
+from offload.errors import CheckpointError
+
+PIECE_NUMEL = 4 << 20
+"""Elements that are moved at once."""
+
+MAX_HEADER_BYTES = 100 << 20
+_ITEM = np.dtype("<f4")
+
+Progress = Callable[[int, int], None]
+"""Told the bytes done and the bytes in all."""
+
+
+def export_safetensors(
+    checkpoint: str | os.PathLike[str], target: str | os.PathLike[str], progress: Progress = lambda done, whole: None
+) -> None:
+    """Write a checkpoint's state as one safetensors file; it is there whole or not at all.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or the file not written.
+    """
+    with Checkpoint(checkpoint) as opened:
+        _write_safetensors(opened, Path(target), progress)
+
+
+def _write_safetensors(opened: Checkpoint, target: Path, progress: Progress) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "offload": json.dumps(_describe(opened))}}
+    tensors: list[tuple[str, str]] = []
+    end = 0
+    for name in opened.names:
+        for tensor in STATE_NAMES:
+            nbytes = opened.full_numel(name) * _ITEM.itemsize
+            header[f"state.{name}.{tensor}"] = {
+                "dtype": "F32",
+                "shape": list(_shape(opened, name)),
+                "data_offsets": [end, end + nbytes],
+            }
+            end += nbytes
+            tensors.append((name, tensor))
+        header[f"state.{name}.step"] = {"dtype": "F32", "shape": [], "data_offsets": [end, end + 4]}
+        end += 4
+        tensors.append((name, "step"))
+    content = json.dumps(header, separators=(",", ":")).encode()
+    content += b" " * (-len(content) % 8)
+    temporary = target.with_name(f".{target.name}.partial")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(len(content).to_bytes(8, "little") + content)
+            done = 0
+            for name, tensor in tensors:
+                if tensor == "step":
+                    file.write(np.array(opened.step_of(name), _ITEM).tobytes())
+                    continue
+                for piece in _in_rows(opened, name, tensor):
+                    file.write(piece)
+                    done += len(piece)
+                    progress(done, end)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except OSError as cause:
+        raise CheckpointError(f"cannot write {target}: {cause.strerror or cause}") from cause
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _describe(opened: Checkpoint) -> dict[str, Any]:
+    manifest = opened.manifests[0]
+    return {"step": manifest.step, "metadata": manifest.metadata}
+
+
+def _shape(opened: Checkpoint, name: str) -> tuple[int, ...]:
+    form = opened.shape_of(name)
+    return form[0] if form is not None else (opened.full_numel(name),)
+
+
+def _is_in_rows(opened: Checkpoint, name: str) -> bool:
+    form = opened.shape_of(name)
+    return form is None or torch.empty_strided(*form, device="meta").is_contiguous()
+
+
+def _in_rows(opened: Checkpoint, name: str, tensor: str) -> Any:
+    """Yield a tensor's bytes in row-major order; only one with another order in memory is held whole."""
+    numel = opened.full_numel(name)
+    if not _is_in_rows(opened, name):
+        whole = np.empty(numel, _ITEM)
+        opened.read([Range(name, tensor, 0, whole)])
+        form = opened.shape_of(name)
+        shaped = torch.from_numpy(whole).as_strided(*form) if form is not None else torch.from_numpy(whole)
+        yield shaped.contiguous().numpy().tobytes()
+        return
+    for start in range(0, numel, PIECE_NUMEL):
+        piece = np.empty(min(PIECE_NUMEL, numel - start), _ITEM)
+        opened.read([Range(name, tensor, start, piece)])
+        yield piece.tobytes()
+
+
+class SafetensorsSource:
+    """A safetensors file as something to resume from; see `offload.engine.session.StateSource`.
+
+    Raises:
+        CheckpointError: It is not one, is damaged, or holds no optimizer state.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.last_version = 0
+        self._entries: dict[str, tuple[tuple[int, ...], int]] = {}
+        try:
+            size = os.path.getsize(self.path)
+            with open(self.path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if length > min(size - 8, MAX_HEADER_BYTES):
+                    raise CheckpointError(f"{self.path} is damaged, or no safetensors file: its header is too long")
+                header = json.loads(file.read(length))
+        except (OSError, ValueError) as cause:
+            raise CheckpointError(f"{self.path} cannot be read as safetensors: {cause}") from cause
+        base = 8 + length
+        about: dict[str, Any] = {}
+        try:
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    about = json.loads(entry.get("offload", "{}"))
+                    continue
+                start, stop = entry["data_offsets"]
+                shape = tuple(entry["shape"])
+                numel = int(np.prod(shape, dtype=np.int64))
+                if entry["dtype"] != "F32" or stop - start != numel * 4 or not 0 <= start <= stop <= size - base:
+                    raise CheckpointError(f"{self.path}: {name} is not fp32, or does not lie in the file")
+                self._entries[name] = shape, base + start
+        except (ValueError, TypeError, KeyError, AttributeError) as cause:
+            raise CheckpointError(f"{self.path} is damaged: {cause!r}") from cause
+        self.names = [
+            key.removeprefix("state.").removesuffix(".exp_avg")
+            for key in self._entries
+            if key.startswith("state.") and key.endswith(".exp_avg")
+        ]
+        if not self.names:
+            raise CheckpointError(
+                f"{self.path} holds no optimizer state: there is no state.<parameter>.exp_avg in it"
+            )
+        self.step = int(about.get("step", max((self.step_of(name) for name in self.names), default=0)))
+        self.metadata: dict[str, Any] = about.get("metadata", {})
+        self._bytes = np.memmap(self.path, np.uint8, mode="r")
+
+    def full_numel(self, name: str) -> int:
+        """Return the elements of a parameter."""
+        return int(np.prod(self._entries[f"state.{name}.exp_avg"][0], dtype=np.int64))
+
+    def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return shape and strides of a parameter."""
+        shape = self._entries[f"state.{name}.exp_avg"][0]
+        return shape, tuple(torch.empty(shape, device="meta").stride())
+
+    def step_of(self, name: str) -> int:
+        """Return the number of updates that a parameter has had."""
+        key = f"state.{name}.step"
+        if key not in self._entries:
+            raise CheckpointError(f"{self.path}: {key} is missing")
+        with open(self.path, "rb") as file:
+            return int(np.frombuffer(os.pread(file.fileno(), 4, self._entries[key][1]), _ITEM)[0])
+
+    def has(self, name: str, tensor: str) -> bool:
+        """Return whether a state tensor is there."""
+        return f"state.{name}.{tensor}" in self._entries
+
+    def mapped(self, key: str) -> npt.NDArray[np.float32]:
+        """Return a tensor over the file, flat; its pages are read when they are used."""
+        shape, start = self._entries[key]
+        nbytes = int(np.prod(shape, dtype=np.int64)) * _ITEM.itemsize
+        memory = np.memmap(self.path, np.uint8, mode="c")  # torch wants to be allowed to write
+        return memory[start : start + nbytes].view(_ITEM)
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor in the file."""
+        return {key: shape for key, (shape, _) in self._entries.items()}
+
+    def read(self, ranges: Sequence[Range]) -> None:
+        """Read ranges; see `Checkpoint.read`."""
+        for item in ranges:
+            key = f"state.{item.name}.{item.tensor}"
+            if key not in self._entries:
+                raise CheckpointError(f"{self.path}: {key} is missing")
+            start = self._entries[key][1] + item.start * _ITEM.itemsize
+            found: npt.NDArray[Any] = self._bytes[start : start + item.out.size * _ITEM.itemsize]
+            item.out[:] = found.view(_ITEM)
+
+
+def export_distributed(checkpoint: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Write a checkpoint's state as a `torch.distributed.checkpoint` folder, by way of a file beside it.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or the folder not written.
+    """
+    dcp = importlib.import_module("torch.distributed.checkpoint")
+
+    folder = Path(target)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as scratch:
+        file = Path(scratch) / "state.safetensors"
+        export_safetensors(checkpoint, file)
+        source = SafetensorsSource(file)
+        # Tensors over the mapped file: pages come and go as torch writes them.
+        state = {key: torch.from_numpy(source.mapped(key)).reshape(shape) for key, shape in source.tensors.items()}
+        with _alone():
+            dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Silence torch's warning that there is but one process: that is what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[str]) -> SafetensorsSource:
+    """Read the optimizer state of a `torch.distributed.checkpoint` folder into a file; return that as a source.
+
+    Args:
+        path: The folder; state lies under `state.<parameter>.exp_avg` and so on, under any prefix.
+        scratch: File to be made, as large as the state.
+
+    Raises:
+        CheckpointError: It is not such a folder, or holds no optimizer state.
+    """
+    dcp = importlib.import_module("torch.distributed.checkpoint")
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    try:
+        known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as cause:
+        raise CheckpointError(f"{os.fspath(path)} cannot be read as a distributed checkpoint: {cause}") from cause
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for key, entry in known.items():
+        _, found, rest = f".{key}".partition(".state.")
+        if found and isinstance(entry, TensorStorageMetadata):
+            wanted[f"state.{rest}"] = key, tuple(entry.size)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (_, shape) in wanted.items():
+        nbytes = 4 * int(np.prod(shape, dtype=np.int64))
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        end += nbytes
+    content = json.dumps(header).encode()
+    content += b" " * (-len(content) % 8)
+    base = 8 + len(content)
+    with open(scratch, "wb") as file:
+        file.write(len(content).to_bytes(8, "little") + content)
+        file.truncate(base + end)
+    if end:
+        memory = np.memmap(scratch, np.uint8, mode="r+")
+        state: dict[str, Any] = {}
+        for name, (key, shape) in wanted.items():
+            start, stop = header[name]["data_offsets"]
+            state[key] = torch.from_numpy(memory[base + start : base + stop].view(_ITEM)).reshape(shape)
+        with _alone():
+            dcp.load(state, checkpoint_id=path, no_dist=True)
+        memory.flush()
+    return SafetensorsSource(scratch)

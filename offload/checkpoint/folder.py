@@ -1,0 +1,205 @@
+"""Where a checkpoint's own files lie: a directory, or a prefix of a bucket. Small files, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from pathlib import Path
+from typing import Protocol
+
+from offload.errors import CheckpointError
+from offload.tiers.objects import HASTY, ObjectError, ObjectMissingError, S3Client, split_url
+
+TEMPORARY = ".tmp-"
+"""What the name of a file begins with that is not whole yet."""
+
+
+class Folder(Protocol):
+    """A place for small files. Every method raises `CheckpointError`, naming the file, if it cannot do its work."""
+
+    path: str
+    """As the user wrote it, or absolute."""
+
+    def read(self, name: str) -> bytes | None:
+        """Return a file's content, or None if there is none of that name."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Make or replace a file; durable when this returns, whole or not there whatever happens meanwhile."""
+
+    def delete(self, name: str) -> None:
+        """Delete a file, durably; one that is not there counts as deleted."""
+
+    def names(self) -> list[str]:
+        """Return the names of all whole files, sorted."""
+
+    def prepare(self) -> None:
+        """Make the folder if it is not there, and find out whether it can be written."""
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Make the names in a directory durable, where its file system can.
+
+    Raises:
+        OSError: It could not be done.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as cause:
+        if cause.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Make or replace a file through a temporary name beside it.
+
+    Raises:
+        OSError: It could not be done; what was there before is still there.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_directory(path.parent)
+
+
+class DirectoryFolder:
+    """A checkpoint's folder on a file system."""
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        self._root = Path(self.path)
+
+    def read(self, name: str) -> bytes | None:
+        """See `Folder.read`."""
+        try:
+            return (self._root / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as cause:
+            raise self._error("read", name, cause) from cause
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Folder.write`."""
+        try:
+            write_durably(self._root / name, content)
+        except OSError as cause:
+            raise self._error("write", name, cause) from cause
+
+    def delete(self, name: str) -> None:
+        """See `Folder.delete`."""
+        try:
+            (self._root / name).unlink()
+            sync_directory(self._root)
+        except FileNotFoundError:
+            pass
+        except OSError as cause:
+            raise self._error("delete", name, cause) from cause
+
+    def names(self) -> list[str]:
+        """See `Folder.names`."""
+        try:
+            return sorted(name for name in os.listdir(self._root) if not name.startswith(TEMPORARY))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as cause:
+            raise self._error("list", "", cause) from cause
+
+    def prepare(self) -> None:
+        """See `Folder.prepare`."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            trial = self._root / f"{TEMPORARY}{uuid.uuid4().hex}"
+            trial.write_bytes(b"")
+            trial.unlink()
+            # The names of folders that were made on the way have to last too.
+            for directory in (self._root, *list(self._root.parents)[:2]):
+                with contextlib.suppress(PermissionError):
+                    sync_directory(directory)
+        except OSError as cause:
+            raise self._error("use", "", cause) from cause
+
+    def _error(self, verb: str, name: str, cause: OSError) -> CheckpointError:
+        return CheckpointError(f"cannot {verb} {os.path.join(self.path, name)}: {cause.strerror or cause}")
+
+
+class BucketFolder:
+    """A checkpoint's folder in an object store: an object is whole or not there by nature."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path.rstrip("/")
+        bucket, prefix = split_url(path, "checkpoint")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._client = S3Client(path, bucket, retry=HASTY)
+
+    def read(self, name: str) -> bytes | None:
+        """See `Folder.read`."""
+        key = self._prefix + name
+        try:
+            nbytes = self._client.head(key)
+            if nbytes is None:
+                return None
+            content = bytearray(nbytes)
+            if nbytes and self._client.get_into(key, [memoryview(content)]) != nbytes:
+                raise CheckpointError(f"{self.path}/{name} changed while it was read; try again")
+            return bytes(content)
+        except ObjectMissingError:
+            return None
+        except ObjectError as cause:
+            raise self._error("read", name, cause) from cause
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Folder.write`."""
+        try:
+            self._client.put(self._prefix + name, [memoryview(content)])
+        except ObjectError as cause:
+            raise self._error("write", name, cause) from cause
+
+    def delete(self, name: str) -> None:
+        """See `Folder.delete`."""
+        try:
+            self._client.delete([self._prefix + name])
+        except ObjectError as cause:
+            raise self._error("delete", name, cause) from cause
+
+    def names(self) -> list[str]:
+        """See `Folder.names`."""
+        try:
+            keys = self._client.list(self._prefix)
+        except ObjectError as cause:
+            raise self._error("list", "", cause) from cause
+        names = (key.removeprefix(self._prefix) for key in keys)
+        return sorted(name for name in names if "/" not in name)
+
+    def prepare(self) -> None:
+        """See `Folder.prepare`."""
+        name = f"{TEMPORARY}{uuid.uuid4().hex}"
+        self.write(name, b"trial")
+        self.delete(name)
+
+    def _error(self, verb: str, name: str, cause: ObjectError) -> CheckpointError:
+        return CheckpointError(f"cannot {verb} {self.path}/{name}: {cause}")
+
+
+def open_folder(path: str | os.PathLike[str]) -> Folder:
+    """Return the folder that a path names: "s3://bucket/prefix", "file://" and a directory, or a directory.
+
+    Raises:
+        ConfigError: The name of a bucket cannot be one, or its client is not installed.
+    """
+    name = os.fspath(path)
+    if name.startswith("s3://"):
+        return BucketFolder(name)
+    return DirectoryFolder(name.removeprefix("file://"))

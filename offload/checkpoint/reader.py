@@ -1,0 +1,485 @@
+"""Reading a checkpoint by parameter name and range, whoever wrote it and however it was cut.
+
+A checkpoint is found by its `COMMIT`, every rank's manifest is read and checked against the others, and the stores
+that they name are opened, all before anything of the state is read. State is then read tile by tile through a bounded
+number of buffers; every tile's header and checksum are verified, and what is wrong is told by parameter and file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from offload._native import CompletionQueue
+from offload.checkpoint.folder import Folder, open_folder
+from offload.checkpoint.manifest import (
+    COMMIT_NAME,
+    RELEASED_NAME,
+    Manifest,
+    all_tiles,
+    decode,
+    manifest_name,
+    unseal_commit,
+)
+from offload.engine.memory import Arena
+from offload.errors import CheckpointError, ConfigError, TierError, invariant
+from offload.layout import STATE_ITEM_BYTES
+from offload.protocols import Completion, Tier, TileId, TileRequest
+from offload.tiers import open_existing, tier_error
+from offload.tiers.remote import crc32c_of
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+BUFFERS = 12
+"""Tiles in memory at once: being read, or kept because the next range may need them again."""
+
+STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a run of a parameter lies: in rank `rank`'s manifest, from `start` on in the whole parameter.
+
+    Attributes:
+        rank: Whose manifest.
+        parameter: Position of the parameter there.
+        start: First element in the whole parameter.
+        numel: Number of elements.
+    """
+
+    rank: int
+    parameter: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements of one state tensor of one parameter, and where they are to go.
+
+    Attributes:
+        name: The parameter.
+        tensor: "master", "exp_avg" or "exp_avg_sq".
+        start: First element in the whole parameter, in the order of its memory.
+        out: Flat fp32 array that they are put into; its size says how many.
+    """
+
+    name: str
+    tensor: str
+    start: int
+    out: npt.NDArray[np.float32]
+
+
+class StateSource(Protocol):
+    """What state can be loaded from: a checkpoint, or a file of another format."""
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters."""
+
+    @property
+    def step(self) -> int:
+        """Number of the step after which it was taken."""
+
+    @property
+    def last_version(self) -> int:
+        """The newest version of any tile."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the caller gave to `Engine.save`."""
+
+    def full_numel(self, name: str) -> int:
+        """Return the number of elements of a whole parameter."""
+
+    def step_of(self, name: str) -> int:
+        """Return the number of updates that a parameter has had."""
+
+    def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return shape and strides of a whole parameter, if its writer gave them."""
+
+    def has(self, name: str, tensor: str) -> bool:
+        """Return whether a state tensor is there; a missing master is taken from the weight."""
+
+    def read(self, ranges: Sequence[Range]) -> None:
+        """Read ranges of state tensors."""
+
+
+class Checkpoint:
+    """An opened checkpoint; a context manager.
+
+    Args:
+        path: Its folder, or "s3://" prefix.
+        verify: Verify payload checksums.
+
+    Attributes:
+        path: Where it is.
+        id: The save's id.
+        manifests: One for each rank that wrote it, in order.
+
+    Raises:
+        CheckpointError: There is none, it is damaged or of a newer format, or a store that it names is not there.
+        ConfigError: A bucket cannot be used.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
+        self._folder = open_folder(path)
+        self.path = self._folder.path
+        self._verify = verify
+        self._tiers: dict[tuple[str, str], Tier] = {}
+        self._queue = CompletionQueue()
+        self._arena: Arena | None = None
+        self._cache: OrderedDict[tuple[int, TileId], int] = OrderedDict()
+        self._ops = 0
+        self.id, self.manifests = read_manifests(self._folder)
+        self._parts = self._find_parts()
+        try:
+            self._open_stores()
+        except BaseException:
+            self.close()
+            raise
+
+    # What is in it
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters, in the order of the ranks' layouts."""
+        return list(self._parts)
+
+    def parts(self, name: str) -> list[Part]:
+        """Return where a parameter lies, by start; pieces that several ranks have are there several times."""
+        return self._parts[name]
+
+    def full_numel(self, name: str) -> int:
+        """Return the number of elements of a whole parameter."""
+        part = self._parts[name][0]
+        return self.manifests[part.rank].pieces[part.parameter].full_numel
+
+    def step_of(self, name: str) -> int:
+        """Return the number of updates that a parameter has had."""
+        part = self._parts[name][0]
+        return self.manifests[part.rank].steps[part.parameter]
+
+    @property
+    def step(self) -> int:
+        """Number of the step after which it was taken."""
+        return self.manifests[0].step
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the first rank's caller gave."""
+        return self.manifests[0].metadata
+
+    def has(self, name: str, tensor: str) -> bool:
+        """Return whether a state tensor is there: all of them are."""
+        return name in self._parts and tensor in STATE_NAMES
+
+    def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return shape and strides of a whole parameter, if its writer gave them."""
+        part = self._parts[name][0]
+        piece = self.manifests[part.rank].pieces[part.parameter]
+        return None if piece.shape is None or piece.stride is None else (piece.shape, piece.stride)
+
+    @property
+    def last_version(self) -> int:
+        """The newest version of any tile."""
+        return max((ref.step for manifest in self.manifests for ref in manifest.tiles.values()), default=0)
+
+    def extra(self, rank: int) -> bytes | None:
+        """Return what else a rank's caller gave, if anything.
+
+        Raises:
+            CheckpointError: It is not there or damaged.
+        """
+        return read_extra(self._folder, self.manifests[rank])
+
+    # Reading
+
+    def read(self, ranges: Sequence[Range]) -> None:
+        """Read ranges, all tiles that they need at once, in at most `BUFFERS` buffers.
+
+        Raises:
+            CheckpointError: A tile is damaged or cannot be read, or the checkpoint has not all of a range.
+        """
+        wanted: OrderedDict[tuple[int, TileId], list[tuple[int, npt.NDArray[np.float32]]]] = OrderedDict()
+        for item in ranges:
+            for key, offset, out in self._pieces(item):
+                wanted.setdefault(key, []).append((offset, out))
+        for key, buffer in self._tiles(wanted):
+            tile = self._view(buffer, self.manifests[key[0]].tile_bytes[key[1]])
+            for offset, out in wanted[key]:
+                out[:] = tile[offset : offset + out.size]
+
+    def verify(self) -> Iterator[tuple[int, TileId, CheckpointError | None]]:
+        """Read everything once; yield rank, tile and what is wrong with it."""
+        for rank, manifest in enumerate(self.manifests):
+            for subgroup in manifest.layout.subgroups:
+                for tile, _, _ in all_tiles(subgroup):
+                    problem: CheckpointError | None = None
+                    try:
+                        for _ in self._tiles([(rank, tile)]):
+                            pass
+                    except CheckpointError as error:
+                        problem = error
+                    yield rank, tile, problem
+
+    def close(self) -> None:
+        """Close the stores; idempotent."""
+        with contextlib.ExitStack() as ends:
+            if self._arena is not None:
+                ends.callback(self._arena.close)
+                self._arena = None
+            for tier in self._tiers.values():
+                ends.callback(tier.close)
+            self._tiers = {}
+        self._cache.clear()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # Stores
+
+    def store_path(self, rank: int, store: int) -> str:
+        """Return the directory or prefix that a store of a manifest lies in."""
+        path = self.manifests[rank].stores[store].path
+        return self.path if path is None else path
+
+    def _tier(self, rank: int, store: int) -> Tier:
+        ref = self.manifests[rank].stores[store]
+        key = self.store_path(rank, store), ref.store.hex
+        if key not in self._tiers:
+            try:
+                self._tiers[key] = open_existing(key[0], ref.store, self._queue, checksum=self._verify)
+            except TierError as cause:
+                what = f"{self.path} names the store offload-{ref.store} in {key[0]}, which cannot be opened"
+                raise CheckpointError(f"{what}: {cause}") from cause
+        return self._tiers[key]
+
+    def _open_stores(self) -> None:
+        for rank, manifest in enumerate(self.manifests):
+            for number in sorted({ref.store for ref in manifest.tiles.values()}):
+                self._tier(rank, number)
+
+    # Ranges to tiles
+
+    def _find_parts(self) -> dict[str, list[Part]]:
+        found: dict[str, list[Part]] = {}
+        for rank, manifest in enumerate(self.manifests):
+            for position, (parameter, piece) in enumerate(
+                zip(manifest.layout.parameters, manifest.pieces, strict=True)
+            ):
+                found.setdefault(parameter.name, []).append(Part(rank, position, piece.start, parameter.numel))
+        for name, parts in found.items():
+            facts = {
+                (piece.full_numel, piece.shape, piece.stride, manifest.steps[part.parameter])
+                for part in parts
+                for manifest in (self.manifests[part.rank],)
+                for piece in (manifest.pieces[part.parameter],)
+            }
+            if len(facts) > 1:
+                raise CheckpointError(
+                    f"{self.path} is damaged: its ranks disagree about {name}: {sorted(map(str, facts))}"
+                )
+            parts.sort(key=lambda part: (part.start, part.rank))
+        return found
+
+    def _pieces(self, item: Range) -> Iterator[tuple[tuple[int, TileId], int, npt.NDArray[np.float32]]]:
+        """Yield (tile, offset in it, where its elements go) for all of a range."""
+        if item.name not in self._parts:
+            raise CheckpointError(f"{self.path} has no parameter {item.name}; it has {_some(self.names)}")
+        at, end = item.start, item.start + item.out.size
+        for part in self._parts[item.name]:
+            if part.start <= at < part.start + part.numel:
+                stop = min(end, part.start + part.numel)
+                out = item.out[at - item.start : stop - item.start]
+                yield from self._pieces_of(part, item.tensor, at - part.start, out)
+                at = stop
+        if at < end:
+            raise CheckpointError(f"{self.path} has not all of {item.name}: elements from {at} on are missing")
+
+    def _pieces_of(
+        self, part: Part, tensor: str, start: int, out: npt.NDArray[np.float32]
+    ) -> Iterator[tuple[tuple[int, TileId], int, npt.NDArray[np.float32]]]:
+        layout = self.manifests[part.rank].layout
+        end = start + out.size
+        for subgroup_index, position in layout.places[part.parameter]:
+            subgroup = layout.subgroups[subgroup_index]
+            segment = subgroup.segments[position]
+            first, last = max(start, segment.start), min(end, segment.start + segment.numel)
+            names = [subgroup.tensor_name(number) for number in range(len(STATE_NAMES))]
+            while first < last:
+                within = segment.offset + first - segment.start
+                tile, offset = divmod(within, subgroup.tile_numel)
+                count = min(last - first, subgroup.tile_numel - offset)
+                key = part.rank, TileId(subgroup_index, names.index(tensor), tile)
+                yield key, offset, out[first - start : first - start + count]
+                first += count
+
+    # Tiles
+
+    def _view(self, buffer: int, nbytes: int) -> npt.NDArray[np.float32]:
+        invariant(self._arena is not None, "a tile without a buffer")
+        arena = self._arena
+        return arena.numpy(buffer * self._buffer_bytes, nbytes // STATE_ITEM_BYTES, np.float32)  # type: ignore[union-attr]
+
+    def _tiles(self, keys: Iterable[tuple[int, TileId]]) -> Iterator[tuple[tuple[int, TileId], int]]:
+        """Yield each tile with the buffer that holds it; the buffer may be reused once the next one is asked for."""
+        if self._arena is None:
+            most = max((nbytes for manifest in self.manifests for nbytes in manifest.tile_bytes.values()), default=0)
+            self._buffer_bytes = max(most, 4096)
+            self._arena = Arena(BUFFERS * self._buffer_bytes)
+        todo = []
+        for key in keys:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                yield key, self._cache[key]
+            else:
+                todo.append(key)
+        todo.reverse()
+        free = [buffer for buffer in range(BUFFERS) if buffer not in self._cache.values()]
+        flying: dict[int, tuple[tuple[int, TileId], int, TileRequest, Tier]] = {}
+        try:
+            while todo or flying:
+                while todo and (free or self._cache):
+                    buffer = free.pop() if free else self._cache.popitem(last=False)[1]
+                    self._start(todo.pop(), buffer, flying)
+                # Out of `flying` first, all of them: what follows may raise, or be given up by whoever iterates.
+                landed = [(Completion(*record), flying.pop(record[0])) for record in self._queue.wait()]
+                for completion, (key, buffer, request, tier) in landed:
+                    if completion.error:
+                        raise self._damage(key, tier_error("read", completion, request, tier)) from None
+                    self._cache[key] = buffer
+                    yield key, buffer
+        finally:
+            while flying:  # whatever happened: they write into the buffers
+                for record in self._queue.wait():
+                    flying.pop(record[0], None)
+
+    def _start(
+        self,
+        key: tuple[int, TileId],
+        buffer: int,
+        flying: dict[int, tuple[tuple[int, TileId], int, TileRequest, Tier]],
+    ) -> None:
+        rank, tile = key
+        manifest = self.manifests[rank]
+        ref, nbytes = manifest.tiles[tile], manifest.tile_bytes[tile]
+        tier = self._tier(rank, ref.store)
+        self._ops += 1
+        invariant(self._arena is not None, "a tile without a buffer")
+        request = TileRequest(
+            op=self._ops,
+            tile=tile,
+            step=ref.step,
+            offset=ref.offset,
+            address=self._arena.address + buffer * self._buffer_bytes if self._arena else 0,
+            nbytes=nbytes,
+            numel=nbytes // STATE_ITEM_BYTES,
+            checksum=ref.checksum if self._verify and manifest.checksums else None,
+        )
+        flying[request.op] = key, buffer, request, tier
+        tier.read(request)
+
+    def _damage(self, key: tuple[int, TileId], cause: TierError) -> CheckpointError:
+        rank, tile = key
+        manifest = self.manifests[rank]
+        store = manifest.stores[manifest.tiles[tile].store]
+        where = os.path.join(self.store_path(rank, manifest.tiles[tile].store), f"offload-{store.store}")
+        return CheckpointError(f"{self.path}: {manifest.parameters_of(tile)} cannot be read from {where}: {cause}")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more if names else "none"
+
+
+def read_commit(folder: Folder) -> tuple[str, int]:
+    """Return id and number of ranks of the checkpoint that a folder holds.
+
+    Raises:
+        CheckpointError: It holds none, or its `COMMIT` is damaged.
+    """
+    content = folder.read(COMMIT_NAME)
+    if content is not None:
+        return unseal_commit(content, os.path.join(folder.path, COMMIT_NAME))
+    released = folder.read(RELEASED_NAME)
+    if released is not None:
+        raise CheckpointError(
+            f"{folder.path} was a checkpoint until a newer one was kept in its place: "
+            f"{released.decode(errors='replace').strip()}. Raise checkpoints_kept to keep more"
+        )
+    names = folder.names()
+    if any(name.startswith("manifest-") for name in names):
+        raise CheckpointError(
+            f"{folder.path} is no checkpoint yet: it was never committed (there is no {COMMIT_NAME})"
+        )
+    what = "the folder is not there, or empty" if not names else f"it holds {_some(names)}"
+    raise CheckpointError(f"{folder.path} is no checkpoint: {what}")
+
+
+def read_manifests(folder: Folder) -> tuple[str, list[Manifest]]:
+    """Return the id and all manifests of the checkpoint that a folder holds.
+
+    Raises:
+        CheckpointError: There is none, or a file of it is missing, damaged, or of another checkpoint.
+    """
+    id, ranks = read_commit(folder)
+    manifests = []
+    for rank in range(ranks):
+        name = manifest_name(id, rank)
+        where = os.path.join(folder.path, name)
+        content = folder.read(name)
+        if content is None:
+            raise CheckpointError(f"{where} is missing: the checkpoint was written by {ranks} ranks")
+        manifest = decode(content, where)
+        if (manifest.id, manifest.rank, manifest.ranks) != (id, rank, ranks):
+            found = f"rank {manifest.rank} of {manifest.ranks} of the save {manifest.id}"
+            raise CheckpointError(f"{where} belongs to another checkpoint: it is of {found}")
+        manifests.append(manifest)
+    if len({manifest.step for manifest in manifests}) > 1:
+        raise CheckpointError(f"{folder.path} is damaged: its ranks are of steps {[m.step for m in manifests]}")
+    return id, manifests
+
+
+def read_extra(folder: Folder, manifest: Manifest) -> bytes | None:
+    """Return what else a rank's caller gave, if anything.
+
+    Raises:
+        CheckpointError: It is not there or damaged.
+    """
+    if manifest.extra is None:
+        return None
+    name, nbytes, checksum = manifest.extra
+    where = os.path.join(folder.path, name)
+    content = folder.read(name)
+    if content is None:
+        raise CheckpointError(f"{where} is missing")
+    if len(content) != nbytes or crc32c_of(content) != checksum:
+        raise CheckpointError(f"{where} is damaged: its size or checksum is not the one it was written with")
+    return content
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder holds a committed checkpoint."""
+    try:
+        read_commit(open_folder(path))
+    except (CheckpointError, ConfigError):
+        return False
+    return True
+
+
+__all__ = ["Checkpoint", "Part", "Range", "is_checkpoint", "read_commit", "read_extra", "read_manifests"]

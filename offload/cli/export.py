@@ -1,0 +1,57 @@
+"""`offload export`: writes a checkpoint's state in a format that others read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+FORMATS = ("safetensors", "distributed")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand `export` to what `ArgumentParser.add_subparsers` returned."""
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint's optimizer state as safetensors or torch.distributed.checkpoint",
+        description="Write the optimizer state of a checkpoint, in fp32 and by parameter name, streamed. "
+        "`optimizer.import_state` reads it back.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a checkpoint")
+    parser.add_argument("target", metavar="TARGET", help="file (safetensors) or new folder (distributed) to write")
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="(default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export.
+
+    Returns:
+        The exit status: 0.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or the target not written.
+    """
+    from offload.checkpoint.exchange import export_distributed, export_safetensors
+
+    started_s = said_s = time.monotonic()
+
+    def progress(done: int, whole: int) -> None:
+        nonlocal said_s
+        if not arguments.quiet and time.monotonic() - said_s > 5.0:
+            said_s = time.monotonic()
+            print(f"export: {done / whole:.0%}", file=sys.stderr, flush=True)
+
+    if arguments.format == "distributed":
+        export_distributed(arguments.checkpoint, arguments.target)
+    else:
+        export_safetensors(arguments.checkpoint, arguments.target, progress)
+    seconds = time.monotonic() - started_s
+    if arguments.json:
+        print(json.dumps({"target": arguments.target, "format": arguments.format, "seconds": seconds}))
+    elif not arguments.quiet:
+        print(f"wrote {arguments.target} in {seconds:.1f} s")
+    return 0

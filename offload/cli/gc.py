@@ -1,0 +1,75 @@
+"""`offload gc`: deletes what sessions that were killed have left behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from offload.config import format_bytes
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand `gc` to what `ArgumentParser.add_subparsers` returned."""
+    parser = commands.add_parser(
+        "gc",
+        help="delete stores that killed sessions have left on a path",
+        description="Delete stores (offload-<uuid>) that no process uses and no checkpoint needs. What checkpoints "
+        "refer to stays, and so does everything else in the directory.",
+    )
+    parser.add_argument("path", nargs="+", metavar="PATH", help="directory that was given as a path to train with")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument(
+        "--orphans",
+        action="store_true",
+        help="also delete stores of checkpoints that are not in the folder they were written to any more (nor any "
+        "other there): deleted by hand, never committed, or moved; a checkpoint that was moved is lost by this",
+    )
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    parser.add_argument("--quiet", action="store_true", help="print nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Look at every store on the paths, delete what may go, say so.
+
+    Returns:
+        The exit status: 0, or 1 if a store that may go could not be deleted.
+
+    Raises:
+        ConfigError: A path is not a directory.
+    """
+    from offload.checkpoint.stores import find_stores, remove
+
+    found = [(path, store) for path in arguments.path for store in find_stores(path)]
+    rows = []
+    failed = False
+    for path, store in found:
+        if store.problem:
+            verdict = f"kept: {store.problem}"
+        elif store.used_by is not None:
+            verdict = f"kept: process {store.used_by or '?'} uses it"
+        elif store.being_read:
+            verdict = "kept: somebody reads it"
+        elif store.pins:
+            verdict = f"kept: needed by {', '.join(pin.folder for pin in store.pins)}"
+        elif store.missing and not arguments.orphans:
+            verdict = (
+                f"kept: belongs to {', '.join(pin.folder for pin in store.missing)}, where there is no checkpoint "
+                "now; --orphans deletes it"
+            )
+        elif arguments.dry_run:
+            verdict = "would be deleted"
+        elif remove(store):
+            verdict = "deleted"
+        else:
+            verdict = "kept: it cannot be deleted, or has no lock file; delete it by hand if nobody uses it"
+            failed = True
+        rows.append({"path": path, "store": store.path, "bytes": store.nbytes, "verdict": verdict})
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+    elif not arguments.quiet:
+        for row in rows:
+            print(f"{row['store']}  {format_bytes(int(str(row['bytes'])))}  {row['verdict']}")
+        if not rows:
+            print("no stores there")
+    return 1 if failed else 0

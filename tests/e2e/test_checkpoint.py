@@ -1,0 +1,376 @@
+"""Checkpoints as a user meets them: saved beside training, resumed with other settings, kept, released, refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.checkpoint.stores import find_stores
+
+SIZES = (5000, 1, 3000, 20_000, 70)
+
+
+class Run:
+    """Parameters, an optimizer and gradients that depend on the step alone."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, seed: int = 0, sizes=SIZES, **config: Any) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in sizes]
+        self.named = [(f"layer{number}.weight", p) for number, p in enumerate(self.parameters)]
+        groups = [
+            {"params": self.named[:2], "weight_decay": 0.1, "lr": 1e-2},
+            {"params": self.named[2:], "lr": 3e-3},
+        ]
+        config = {"subgroup_numel": 1024, **config}
+        self.optimizer = offload.AdamW(groups, betas=(0.9, 0.95), offload=offload.OffloadConfig(**config))
+        self.step = 0
+
+    def train(self, steps: int = 1, sizes_of_gradients: float = 1.0) -> None:
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(1000 + self.step)
+            for number, parameter in enumerate(self.parameters):
+                if (self.step + number) % 4:  # some have none
+                    gradient = torch.randn(parameter.shape, generator=generator) * sizes_of_gradients
+                    parameter.grad = gradient.to(parameter.dtype)
+            self.optimizer.clip_grad_norm_(1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step += 1
+
+    def state(self) -> list[torch.Tensor]:
+        found = [parameter.detach().clone() for parameter in self.parameters]
+        for number, parameter in enumerate(self.parameters):
+            found += self.optimizer.state_for(parameter).values()
+            found.append(torch.tensor(self.optimizer.engine.step_count(number)))
+        return found
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.optimizer.close()
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Iterator[list[Path]]:
+    found = [tmp_path / name for name in ("a", "b", "c")]
+    for path in found:
+        path.mkdir()
+    return found
+
+
+PLACES = {
+    "streamed": lambda paths: {"host_memory": 0, "paths": paths[:1]},
+    "two paths": lambda paths: {"host_memory": 0, "paths": paths[:2]},
+    "half": lambda paths: {"host_memory": 160_000, "paths": paths[:1]},
+    "resident": lambda paths: {"host_memory": "1GiB", "paths": paths[:1]},
+    "memory": lambda paths: {},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("copy", [False, True], ids=["held", "copied"])
+def test_resume_is_exact_whatever_the_tiers(
+    tmp_path: Path, paths: list[Path], place: str, copy: bool, dtype: torch.dtype
+) -> None:
+    with Run(dtype, **PLACES[place](paths)) as run:
+        run.train(3)
+        at_save = run.state()
+        run.optimizer.save_checkpoint(tmp_path / "ck", extra={"step": run.step, "rng": torch.arange(3)}, copy=copy)
+        run.train(3)  # while it is written
+        run.optimizer.wait_checkpoint()
+        later = run.state()
+    for subgroup_numel, settings in ((2048, PLACES["half"](paths[1:])), (5000, {})):
+        with Run(dtype, seed=9, subgroup_numel=subgroup_numel, **settings) as other:
+            extra = other.optimizer.load_checkpoint(tmp_path / "ck")
+            assert torch.equal(extra["rng"], torch.arange(3))
+            assert same(other.state(), at_save)
+            other.step = extra["step"]
+            other.train(3)
+            assert same(other.state(), later)
+
+
+def test_a_checkpoint_of_state_that_was_never_updated(tmp_path: Path, paths: list[Path]) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        with Run(dtype, **PLACES["half"](paths)) as run:
+            before = run.state()
+            run.optimizer.save_checkpoint(tmp_path / "ck")
+            run.optimizer.wait_checkpoint()
+        with Run(dtype, seed=5) as other:
+            other.optimizer.load_checkpoint(tmp_path / "ck")
+            assert same(other.state(), before)
+
+
+def test_hyperparameters_come_back_in_their_kinds(tmp_path: Path, paths: list[Path]) -> None:
+    with Run(**PLACES["streamed"](paths)) as run:
+        run.train(1)
+        run.optimizer.param_groups[0]["lr"] = 0.1 + 0.2
+        run.optimizer.param_groups[0]["initial_lr"] = 7e-3
+        run.optimizer.param_groups[1]["lr"] = torch.tensor(0.3)
+        run.optimizer.save_checkpoint(tmp_path / "ck")
+        run.optimizer.wait_checkpoint()
+    with Run() as other:
+        other.optimizer.param_groups[1]["lr"] = torch.tensor(0.0)
+        other.optimizer.load_checkpoint(tmp_path / "ck")
+        first, second = other.optimizer.param_groups
+        assert (first["lr"], first["initial_lr"], first["betas"]) == (0.1 + 0.2, 7e-3, (0.9, 0.95))
+        assert torch.equal(second["lr"], torch.tensor(0.3))
+        other.optimizer.param_groups[0]["lr"] = 1.0
+        other.optimizer.load_checkpoint(tmp_path / "ck", hyperparameters=False)
+        assert other.optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_the_last_ones_are_kept_and_older_ones_say_so(tmp_path: Path, paths: list[Path]) -> None:
+    states = {}
+    with Run(**PLACES["half"](paths), checkpoints_kept=2) as run:
+        for number in range(4):
+            run.train(2)
+            states[number] = run.state()
+            run.optimizer.save_checkpoint(tmp_path / f"ck{number}", extra=number)
+        run.optimizer.wait_checkpoint()
+        run.train(3)
+    for number in (2, 3):
+        with Run(seed=3) as other:
+            assert other.optimizer.load_checkpoint(tmp_path / f"ck{number}") == number
+            assert same(other.state(), states[number])
+    for number in (0, 1):
+        with Run() as other, pytest.raises(offload.CheckpointError, match="checkpoints_kept"):
+            other.optimizer.load_checkpoint(tmp_path / f"ck{number}")
+
+
+def test_one_folder_may_be_saved_to_again_and_again(tmp_path: Path, paths: list[Path]) -> None:
+    with Run(**PLACES["half"](paths)) as run:
+        for number in range(5):
+            run.train(2)
+            state = run.state()
+            run.optimizer.save_checkpoint(tmp_path / "ck", extra=number)
+            run.train(1)
+        run.optimizer.wait_checkpoint()
+        live = run.optimizer.metrics()["path/0/live_bytes"]
+        (store,) = paths[0].iterdir()
+        assert (store / "tiles").stat().st_size < 5 * live + (1 << 20), "old versions are not reused"
+    assert len(list((tmp_path / "ck").iterdir())) == 3
+    with Run() as other:
+        assert other.optimizer.load_checkpoint(tmp_path / "ck") == 4
+        assert same(other.state(), state)
+
+
+def test_nothing_is_left_on_the_paths_but_what_checkpoints_need(tmp_path: Path, paths: list[Path]) -> None:
+    with Run(**PLACES["two paths"](paths)) as run:
+        run.train(2)
+        run.optimizer.save_checkpoint(tmp_path / "copy", copy=True)
+        run.optimizer.wait_checkpoint()
+    assert not list(paths[0].iterdir())
+    with Run() as other:
+        other.optimizer.load_checkpoint(tmp_path / "copy")
+    (tmp_path / "copy").rename(tmp_path / "moved")
+    with Run() as other:
+        other.optimizer.load_checkpoint(tmp_path / "moved")
+
+
+def test_resuming_takes_the_checkpoint_over_and_releases_it_in_its_turn(tmp_path: Path, paths: list[Path]) -> None:
+    with Run(**PLACES["streamed"](paths)) as run:
+        run.train(2)
+        run.optimizer.save_checkpoint(tmp_path / "one")
+        run.optimizer.wait_checkpoint()
+    (first,) = find_stores(str(paths[0]))
+    with Run(**PLACES["streamed"](paths)) as run:
+        run.optimizer.load_checkpoint(tmp_path / "one")
+        run.train(1)
+        assert first.path in [store.path for store in find_stores(str(paths[0]))]
+        run.optimizer.save_checkpoint(tmp_path / "two")
+        run.optimizer.wait_checkpoint()
+        assert first.path not in [store.path for store in find_stores(str(paths[0]))]
+        state = run.state()
+    with Run() as other:
+        with pytest.raises(offload.CheckpointError, match="two took its place"):
+            other.optimizer.load_checkpoint(tmp_path / "one")
+        other.optimizer.load_checkpoint(tmp_path / "two")
+        assert same(other.state(), state)
+
+
+def test_two_resumes_of_one_checkpoint_do_not_disturb_each_other(tmp_path: Path, paths: list[Path]) -> None:
+    with Run(**PLACES["streamed"](paths)) as run:
+        run.train(2)
+        run.optimizer.save_checkpoint(tmp_path / "ck")
+        run.optimizer.wait_checkpoint()
+        with Run(**PLACES["streamed"](paths)) as left, Run(**PLACES["half"](paths)) as right:
+            for other in (left, right):
+                other.optimizer.load_checkpoint(tmp_path / "ck")
+                other.step = 2
+                other.train(2)
+                other.optimizer.save_checkpoint(tmp_path / f"after-{id(other)}")
+                other.optimizer.wait_checkpoint()
+            run.train(2)
+            assert same(left.state(), run.state())
+            assert same(right.state(), run.state())
+        with Run() as third:  # neither has released what the first one still keeps
+            third.optimizer.load_checkpoint(tmp_path / "ck")
+
+
+def test_a_checkpoint_that_is_being_read_is_not_released(tmp_path: Path, paths: list[Path]) -> None:
+    from offload.checkpoint.reader import Checkpoint
+
+    with Run(**PLACES["streamed"](paths)) as run:
+        run.train(2)
+        run.optimizer.save_checkpoint(tmp_path / "one")
+        run.optimizer.wait_checkpoint()
+        with Checkpoint(tmp_path / "one") as reading:
+            run.train(2)
+            run.optimizer.save_checkpoint(tmp_path / "two")
+            run.train(2)
+            run.optimizer.wait_checkpoint()
+            assert not [problem for _, _, problem in reading.verify() if problem]
+        run.optimizer.save_checkpoint(tmp_path / "three")
+        run.optimizer.wait_checkpoint()
+    for name in ("one", "two"):
+        with pytest.raises(offload.CheckpointError, match="three took its place"):
+            Checkpoint(tmp_path / name)
+
+
+def test_callback_and_waiting(tmp_path: Path, paths: list[Path]) -> None:
+    said: list[BaseException | None] = []
+    heard = threading.Event()
+
+    def on_done(error: BaseException | None) -> None:
+        said.append(error)
+        heard.set()
+
+    with Run(**PLACES["streamed"](paths)) as run:
+        run.optimizer.wait_checkpoint()  # there is none: nothing to wait for
+        run.train(1)
+        run.optimizer.save_checkpoint(tmp_path / "ck", on_done=on_done)
+        assert heard.wait(60)
+        run.optimizer.wait_checkpoint(timeout_s=60)
+    assert said == [None]
+
+
+def test_without_room_the_checkpoint_is_refused_and_training_goes_on(tmp_path: Path, paths: list[Path]) -> None:
+    state_bytes = 12 * sum(SIZES)
+    tight = {"host_memory": 0, "staging_memory": 3 * 12 * 1024, "paths": [{"path": paths[0]}]}
+    with Run(**tight) as run:
+        run.train(4)
+        expected = run.state()
+    tight["paths"][0]["max_bytes"] = int(2.6 * state_bytes)
+    with Run(**tight) as run:
+        run.train(2)
+        with pytest.raises(offload.CheckpointError, match="no room for a checkpoint"):
+            run.optimizer.save_checkpoint(tmp_path / "ck")
+        run.train(2)
+        assert same(run.state(), expected)
+    assert not list(paths[0].iterdir())
+
+
+def test_a_checkpoint_needs_no_write_for_what_lies_on_storage(tmp_path: Path, paths: list[Path]) -> None:
+    """One staging slot: what it holds is flushed; all else is where it was."""
+    config = {"host_memory": 0, "staging_memory": 12 * 1024, "paths": paths[:1]}
+    with Run(**config) as run:
+        run.train(2)
+        written = run.optimizer.metrics()["path/0/write_bytes"]
+        run.optimizer.save_checkpoint(tmp_path / "ck")
+        run.optimizer.wait_checkpoint()
+        timeline = run.optimizer.timeline()
+        extra = sum(item.nbytes for item in timeline if item.lane.startswith(("write", "save"))) - written
+        assert extra <= 12 * 1024
+        run.optimizer.save_checkpoint(tmp_path / "again")  # nothing has changed
+        run.optimizer.wait_checkpoint()
+        assert sum(i.nbytes for i in run.optimizer.timeline()) == sum(i.nbytes for i in timeline)
+
+
+@pytest.mark.parametrize("host_memory", [0, "1GiB"])
+def test_state_that_has_not_changed_is_not_written_twice(tmp_path: Path, paths: list[Path], host_memory: Any) -> None:
+    with Run(torch.float32, host_memory=host_memory, paths=paths[:1], checkpoints_kept=2) as run:
+        run.train(2)
+        run.optimizer.save_checkpoint(tmp_path / "one")
+        run.optimizer.wait_checkpoint()
+        before = sum(item.nbytes for item in run.optimizer.timeline())
+        run.optimizer.save_checkpoint(tmp_path / "two")
+        run.optimizer.wait_checkpoint()
+        assert sum(item.nbytes for item in run.optimizer.timeline()) == before
+        state = run.state()
+    with Run(torch.float32, seed=1) as other:
+        other.optimizer.load_checkpoint(tmp_path / "two")
+        assert same(other.state(), state)
+
+
+def test_a_session_that_closes_finishes_its_checkpoint(tmp_path: Path, paths: list[Path]) -> None:
+    with Run(**PLACES["resident"](paths)) as run:
+        run.train(2)
+        state = run.state()
+        run.optimizer.save_checkpoint(tmp_path / "ck")
+    with Run() as other:
+        other.optimizer.load_checkpoint(tmp_path / "ck")
+        assert same(other.state(), state)
+
+
+def test_another_model_is_refused_and_changes_nothing(tmp_path: Path, paths: list[Path]) -> None:
+    with Run(**PLACES["streamed"](paths)) as run:
+        run.train(2)
+        run.optimizer.save_checkpoint(tmp_path / "ck")
+        run.optimizer.wait_checkpoint()
+    for sizes, what in (((*SIZES[:4], 71), "layer4.weight"), ((*SIZES, 5), "layer5.weight")):
+        with Run(sizes=sizes, **PLACES["half"](paths)) as other:
+            other.train(1)
+            before = other.state()
+            with pytest.raises(offload.CheckpointError, match="of another model") as caught:
+                other.optimizer.load_checkpoint(tmp_path / "ck")
+            assert what in str(caught.value)
+            assert same(other.state(), before)
+            other.train(1)
+    adam = offload.Adam([torch.nn.Parameter(torch.ones(3))])
+    with pytest.raises(offload.CheckpointError, match="is of AdamW"):
+        adam.load_checkpoint(tmp_path / "ck")
+    adam.close()
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("missing", "not there, or empty"), ("file", "not there, or empty"), ("empty", "not there, or empty")],
+)
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, where: str, message: str) -> None:
+    (tmp_path / "file").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    with Run() as run, pytest.raises(offload.CheckpointError, match=message):
+        run.optimizer.load_checkpoint(tmp_path / where)
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, paths: list[Path]) -> None:
+    (tmp_path / "file").write_text("hello")
+    with Run(**PLACES["streamed"](paths)) as run:
+        run.train(1)
+        for folder in ("file", "file/below"):
+            with pytest.raises(offload.CheckpointError, match="file"):
+                run.optimizer.save_checkpoint(tmp_path / folder)
+        run.train(1)
+        run.optimizer.save_checkpoint(tmp_path / "good" / "deep")
+        run.optimizer.wait_checkpoint()
+
+
+def test_no_pinned_checkpoint_with_none_kept(tmp_path: Path, paths: list[Path]) -> None:
+    with Run(**PLACES["streamed"](paths), checkpoints_kept=0) as run:
+        run.train(1)
+        with pytest.raises(offload.ConfigError, match="copy=True"):
+            run.optimizer.save_checkpoint(tmp_path / "ck")
+        run.optimizer.save_checkpoint(tmp_path / "ck", copy=True)
+        run.optimizer.wait_checkpoint()
+
+
+def test_a_memory_format_that_differs_is_refused(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(2, 3, 4, 5))
+    with offload.AdamW([weight]) as optimizer:
+        optimizer.save_checkpoint(tmp_path / "ck")
+        optimizer.wait_checkpoint()
+    other = torch.nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    with offload.AdamW([other]) as optimizer, pytest.raises(offload.CheckpointError, match="strides"):
+        optimizer.load_checkpoint(tmp_path / "ck")

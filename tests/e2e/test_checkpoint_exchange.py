@@ -1,0 +1,123 @@
+"""State that comes from, and goes to, plain torch optimizers: safetensors and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import offload
+from offload import cli
+
+
+def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.Tanh(), torch.nn.Linear(60, 5)).to(dtype)
+
+
+def train(net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in net.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step()
+
+
+def ours(net: torch.nn.Module, **config: object) -> offload.AdamW:
+    settings = offload.OffloadConfig(subgroup_numel=1024, **config)
+    return offload.AdamW(net.named_parameters(), lr=1e-2, offload=settings)
+
+
+def states(net: torch.nn.Module, optimizer: offload.AdamW) -> list[torch.Tensor]:
+    found = [parameter.detach().clone() for parameter in net.parameters()]
+    for parameter in net.parameters():
+        found += optimizer.state_for(parameter).values()
+    return found
+
+
+@pytest.mark.parametrize("format", ["safetensors", "distributed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_out_and_in_again(tmp_path: Path, format: str, dtype: torch.dtype) -> None:
+    (tmp_path / "path").mkdir()
+    net = model(dtype=dtype)
+    with ours(net, host_memory=0, paths=[tmp_path / "path"]) as optimizer:
+        train(net, optimizer, 3)
+        optimizer.save_checkpoint(tmp_path / "ck")
+        optimizer.wait_checkpoint()
+        before = states(net, optimizer)
+        train(net, optimizer, 2, first=3)
+        after = states(net, optimizer)
+    target = tmp_path / "out" / "state"
+    target.parent.mkdir()
+    assert cli.main(["export", str(tmp_path / "ck"), str(target), "--format", format, "--quiet"]) == 0
+    assert [entry.name for entry in target.parent.iterdir()] == ["state"]
+    other = model(seed=5, dtype=dtype)
+    with ours(other) as optimizer:
+        optimizer.import_state(target)
+        assert all(torch.equal(a, b) for a, b in zip(states(other, optimizer), before, strict=True))
+        train(other, optimizer, 2, first=3)
+        assert all(torch.equal(a, b) for a, b in zip(states(other, optimizer), after, strict=True))
+
+
+def test_a_plain_optimizer_reads_what_we_wrote(tmp_path: Path) -> None:
+    net = model()
+    with ours(net) as optimizer:
+        train(net, optimizer, 3)
+        optimizer.save_checkpoint(tmp_path / "ck")
+        optimizer.wait_checkpoint()
+        expected = states(net, optimizer)
+    cli.main(["export", str(tmp_path / "ck"), str(tmp_path / "dcp"), "--format", "distributed", "--quiet"])
+    cli.main(["export", str(tmp_path / "ck"), str(tmp_path / "file"), "--quiet"])
+    names = [name for name, _ in net.named_parameters()]
+    state = {
+        name: {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        for name, p in net.named_parameters()
+    }
+    dcp.load({"state": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    plain = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    groups = plain.state_dict()["param_groups"]
+    plain.load_state_dict({"state": dict(enumerate(state[name] for name in names)), "param_groups": groups})
+    for number, parameter in enumerate(net.parameters()):
+        assert torch.equal(plain.state[parameter]["exp_avg"], expected[len(names) + 3 * number + 1])
+        assert torch.equal(plain.state[parameter]["exp_avg_sq"], expected[len(names) + 3 * number + 2])
+        assert plain.state[parameter]["step"] == 3
+    # And the file is what the format says: a header that names every tensor, and their bytes.
+    content = (tmp_path / "file").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    begin, end = header["state.0.weight.exp_avg"]["data_offsets"]
+    base = 8 + int.from_bytes(content[:8], "little")
+    values = torch.frombuffer(bytearray(content[base + begin : base + end]), dtype=torch.float32)
+    assert torch.equal(values.view(60, 40), expected[len(names) + 1])
+
+
+def test_state_of_a_plain_optimizer_comes_in(tmp_path: Path) -> None:
+    net = model()
+    plain = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    train(net, plain, 3)
+    state = {name: plain.state[parameter] for name, parameter in net.named_parameters()}
+    dcp.save({"optimizer": {"state": state}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with ours(net) as optimizer:
+        optimizer.import_state(tmp_path / "dcp")
+        for number, parameter in enumerate(net.parameters()):
+            found = optimizer.state_for(parameter)
+            assert torch.equal(found["exp_avg"], plain.state[parameter]["exp_avg"])
+            assert torch.equal(found["master"], parameter)
+            assert optimizer.engine.step_count(number) == 3
+
+
+def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
+    net = model()
+    (tmp_path / "text").write_text("hello, this is no safetensors file")
+    (tmp_path / "empty").mkdir()
+    header = b'{"weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    (tmp_path / "weights").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    header = b'{"state.a.exp_avg":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'
+    (tmp_path / "short").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with ours(net) as optimizer:
+        for name in ("text", "empty", "weights", "short", "missing"):
+            with pytest.raises(offload.CheckpointError, match=name):
+                optimizer.import_state(tmp_path / name)
+        train(net, optimizer, 1)

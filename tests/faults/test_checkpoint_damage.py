@@ -1,0 +1,326 @@
+"""Damage of every kind to checkpoints: always an error that names file and parameter, never wrong bits or a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload import cli
+from offload.checkpoint.manifest import COMMIT_NAME, decode, seal, seal_commit, unseal, unseal_commit
+from offload.checkpoint.reader import Checkpoint
+from offload.tiers import SLOT_HEADER_BYTES
+
+NAMES = ("first", "second", "third")
+
+
+def make(paths: list[Path], seed: int = 0, **config: Any) -> tuple[list[torch.nn.Parameter], Any]:
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [torch.nn.Parameter(torch.randn(n, generator=generator).bfloat16()) for n in (1500, 1000, 2000)]
+    settings = {"host_memory": 0, "paths": paths, "subgroup_numel": 1024, **config}
+    return parameters, offload.AdamW(
+        list(zip(NAMES, parameters, strict=True)), offload=offload.OffloadConfig(**settings)
+    )
+
+
+def step(parameters: list[torch.nn.Parameter], optimizer: Any, seed: int = 1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+    optimizer.step()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "path"
+    path.mkdir()
+    parameters, optimizer = make([path])
+    step(parameters, optimizer)
+    optimizer.save_checkpoint(tmp_path / "ck", extra={"a": 1})
+    optimizer.close()
+    return tmp_path / "ck"
+
+
+def manifest_of(folder: Path) -> Path:
+    (found,) = folder.glob("manifest-*.json")
+    return found
+
+
+def tiles_of(folder: Path) -> Path:
+    (found,) = (folder.parent / "path").glob("*/tiles")
+    return found
+
+
+def refuse(folder: Path, *words: str, verify: bool = True) -> str:
+    """Require that loading fails with an error that has these words, and that `offload verify` sees it too."""
+    _, optimizer = make([], host_memory=None)
+    with optimizer, pytest.raises(offload.CheckpointError) as caught:
+        optimizer.load_checkpoint(folder)
+    for word in words:
+        assert word in str(caught.value)
+    if verify:
+        assert cli.main(["verify", str(folder), "--quiet"]) == 1
+    return str(caught.value)
+
+
+def flip(path: Path, offset: int, bit: int = 0) -> None:
+    with open(path, "r+b") as file:
+        byte = os.pread(file.fileno(), 1, offset)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ (1 << bit)]), offset)
+
+
+def slots(folder: Path) -> list[tuple[str, str, int, int]]:
+    """Return (parameters, tensor, offset, bytes) of every tile."""
+    with Checkpoint(folder) as opened:
+        (manifest,) = opened.manifests
+        return [
+            (manifest.parameters_of(tile), str(tile), ref.offset, manifest.tile_bytes[tile])
+            for tile, ref in manifest.tiles.items()
+        ]
+
+
+def test_every_field_of_a_slot(checkpoint: Path) -> None:
+    """A bit flipped in each field of a header, in the padding, and at the ends of the payload."""
+    names, _, offset, nbytes = slots(checkpoint)[4]
+    fields = (0, 8, 12, 16, 31, 32, 36, 40, 44, 48, 56, 64, 72, 4091, 4092)
+    places = [*fields, SLOT_HEADER_BYTES, SLOT_HEADER_BYTES + nbytes // 2, SLOT_HEADER_BYTES + nbytes - 1]
+    for place in places:
+        flip(tiles_of(checkpoint), offset + place, bit=place % 8)
+        message = refuse(checkpoint, names, str(tiles_of(checkpoint).parent))
+        assert "damaged" in message or "checksum" in message, f"byte {place}: {message}"
+        flip(tiles_of(checkpoint), offset + place, bit=place % 8)
+    _, optimizer = make([], host_memory=None)
+    with optimizer:
+        assert optimizer.load_checkpoint(checkpoint) == {"a": 1}
+
+
+def test_swapped_and_missing_slots(checkpoint: Path) -> None:
+    (names, _, first, nbytes), (_, _, second, _) = slots(checkpoint)[:2]
+    with open(tiles_of(checkpoint), "r+b") as file:
+        left = os.pread(file.fileno(), SLOT_HEADER_BYTES + nbytes, first)
+        right = os.pread(file.fileno(), SLOT_HEADER_BYTES + nbytes, second)
+        os.pwrite(file.fileno(), right, first)
+        os.pwrite(file.fileno(), left, second)
+    refuse(checkpoint, names.split()[-1], "belongs to another tile")
+    os.truncate(tiles_of(checkpoint), 3 * SLOT_HEADER_BYTES)
+    refuse(checkpoint)
+    os.truncate(tiles_of(checkpoint), 0)
+    refuse(checkpoint, "the store ends before the slot does")
+
+
+def test_files_that_are_not_there(checkpoint: Path) -> None:
+    manifest, tiles = manifest_of(checkpoint), tiles_of(checkpoint)
+    (extra,) = checkpoint.glob("extra-*")
+    for file in (extra, manifest):
+        content = file.read_bytes()
+        file.unlink()
+        refuse(checkpoint, file.name, "missing")
+        file.write_bytes(content)
+    store = tiles.parent
+    store.rename(store.with_name("elsewhere"))
+    refuse(checkpoint, store.name, "cannot be opened")
+    store.with_name("elsewhere").rename(store)
+    (checkpoint / COMMIT_NAME).unlink()
+    refuse(checkpoint, "never committed")
+
+
+@pytest.mark.parametrize("name", ["manifest", "extra", COMMIT_NAME])
+def test_small_files_cut_or_changed_anywhere(checkpoint: Path, name: str) -> None:
+    (file,) = checkpoint.glob(f"{name}*")
+    content = file.read_bytes()
+    rng = random.Random(0)
+    cuts = [0, 1, len(content) // 2, len(content) - 1]
+    for cut in cuts:
+        file.write_bytes(content[:cut])
+        refuse(checkpoint, str(checkpoint), verify=False)
+    file.write_bytes(content + b"x")
+    refuse(checkpoint, file.name, verify=False)
+    places = range(len(content)) if len(content) < 200 else rng.sample(range(len(content)), 60)
+    for place in places:
+        changed = bytearray(content)
+        changed[place] ^= 1 << rng.randrange(8)
+        file.write_bytes(changed)
+        refuse(checkpoint, str(checkpoint), verify=False)
+
+
+def test_a_manifest_of_another_run_or_format(checkpoint: Path, tmp_path: Path) -> None:
+    file = manifest_of(checkpoint)
+    content = file.read_bytes()
+    body = unseal("manifest", content, "x")
+    head = json.loads(content.partition(b"\n")[0])
+    file.write_bytes(content.replace(b'"version": 1', b'"version": 2'))
+    assert head["version"] == 1
+    refuse(checkpoint, "use a newer one", file.name)
+    file.write_bytes(seal("manifest", {**body, "id": "0" * 32}))
+    refuse(checkpoint, "belongs to another checkpoint", file.name)
+    file.write_bytes(seal("pins", {"pins": []}))
+    refuse(checkpoint, "is no manifest", file.name)
+    file.write_bytes(content)
+    # The stores of another run, under this run's name.
+    other = tmp_path / "other"
+    other.mkdir()
+    parameters, optimizer = make([other], seed=5)
+    step(parameters, optimizer, seed=7)
+    optimizer.save_checkpoint(tmp_path / "ck2")
+    optimizer.close()
+    (theirs,) = other.glob("*/tiles")
+    shutil.copy(theirs, tiles_of(checkpoint))
+    refuse(checkpoint, "belongs to another tile, step or store")
+
+
+def nested(value: Any) -> Iterator[tuple[Callable[[Any], None], Any]]:
+    """Yield a setter and the value of everything inside a body."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in list(items):
+        yield (lambda new, key=key: value.__setitem__(key, new)), inner
+        yield from nested(inner)
+
+
+STRANGE = [None, True, -1, 1, 1 << 40, 1 << 62, 1 << 70, 0.5, float("nan"), "", "x", "../x", [], [1], {}, {"a": 1}]
+
+
+@pytest.mark.slow
+def test_fuzzed_manifests_never_crash(checkpoint: Path) -> None:
+    """Bodies with right checksums and wrong fields: an error, or a manifest that still makes sense."""
+    content = manifest_of(checkpoint).read_bytes()
+    rng = random.Random(1)
+    refused = 0
+    for _ in range(1500):
+        body = unseal("manifest", content, "x")
+        places = list(nested(body))
+        for _ in range(rng.choice((1, 1, 2))):
+            put, old = rng.choice(places)
+            put(rng.choice([*STRANGE, old + 1 if isinstance(old, int) else old]))
+        if rng.random() < 0.2:
+            body.pop(rng.choice(list(body)))
+        try:
+            decode(seal("manifest", body), "the manifest")
+        except offload.CheckpointError as error:
+            refused += "the manifest" in str(error)
+    assert refused > 1000
+    for _ in range(3000):  # and bytes of any kind
+        noise = bytearray(content if rng.random() < 0.7 else rng.randbytes(200))
+        for _ in range(rng.randrange(1, 5)):
+            at = rng.randrange(len(noise))
+            noise[at : at + rng.choice((0, 1, 8))] = rng.randbytes(rng.randrange(9))
+        for read in (decode, unseal_commit):
+            try:
+                read(bytes(noise), "the manifest")
+            except offload.CheckpointError:
+                continue
+            assert bytes(noise) == content
+    assert unseal_commit(seal_commit("a" * 32, 3), "x") == ("a" * 32, 3)
+
+
+def test_load_that_finds_damage_breaks_the_session_and_says_so(checkpoint: Path, tmp_path: Path) -> None:
+    _, _, offset, _ = slots(checkpoint)[-1]
+    flip(tiles_of(checkpoint), offset + SLOT_HEADER_BYTES)
+    parameters, optimizer = make([], host_memory=None, seed=3)
+    with optimizer:
+        with pytest.raises(offload.CheckpointError, match="into a new optimizer"):
+            optimizer.load_checkpoint(checkpoint)
+        with pytest.raises(offload.SessionBrokenError):
+            step(parameters, optimizer)
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    place = tmp_path / "small"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True)
+    if done.returncode:
+        pytest.skip("no mounts here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_full_disk_costs_the_checkpoint_and_not_the_training(tmpfs: Path, tmp_path: Path, copy: bool) -> None:
+    """The disk is filled by somebody else, after the plan was made."""
+    path = tmpfs if not copy else tmp_path / "path"
+    folder = tmp_path / "ck" if not copy else tmpfs / "ck"
+    path.mkdir(exist_ok=True)
+    expected, optimizer = make([], host_memory=None)
+    with optimizer:
+        for number in range(4):
+            step(expected, optimizer, number)
+    parameters, optimizer = make([path], host_memory="1MiB")
+    with optimizer:
+        step(parameters, optimizer, 0)
+        filler = tmpfs / "filler"
+        with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+
+        def save() -> None:
+            optimizer.save_checkpoint(folder, copy=copy)
+            optimizer.wait_checkpoint()
+
+        with pytest.raises(offload.OffloadError, match=r"ENOSPC|No space"):
+            save()
+        step(parameters, optimizer, 1)
+        filler.unlink()
+        step(parameters, optimizer, 2)
+        optimizer.save_checkpoint(folder, copy=copy)
+        step(parameters, optimizer, 3)
+        optimizer.wait_checkpoint()
+        assert all(torch.equal(left, right) for left, right in zip(parameters, expected, strict=True))
+
+
+def test_a_read_only_checkpoint_can_be_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "path"
+    path.mkdir()
+    parameters, optimizer = make([path])
+    step(parameters, optimizer)
+    optimizer.save_checkpoint(tmp_path / "ck", copy=True)
+    optimizer.close()
+    if os.geteuid() == 0:
+        place = tmp_path / "readonly"
+        place.mkdir()
+        command = ["mount", "--bind", "-o", "ro", str(tmp_path / "ck"), str(place)]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("no mounts here")
+    else:
+        place = tmp_path / "ck"
+        place.chmod(0o500)
+    try:
+        other, optimizer = make([], host_memory=None, seed=4)
+        with optimizer:
+            optimizer.load_checkpoint(place)
+            assert all(torch.equal(left, right) for left, right in zip(parameters, other, strict=True))
+            with pytest.raises(offload.CheckpointError, match=r"readonly|ck"):
+                optimizer.save_checkpoint(place)
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_folder_that_goes_away_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "path"
+    path.mkdir()
+    parameters, optimizer = make([path], host_memory="1MiB")
+    with optimizer:
+        step(parameters, optimizer)
+        optimizer.save_checkpoint(tmp_path / "ck")
+        optimizer.wait_checkpoint()
+        shutil.rmtree(tmp_path / "ck")
+        step(parameters, optimizer, 2)
+        optimizer.save_checkpoint(tmp_path / "ck2")
+        optimizer.wait_checkpoint()
+    other, optimizer = make([], host_memory=None, seed=4)
+    with optimizer:
+        optimizer.load_checkpoint(tmp_path / "ck2")
+        assert all(torch.equal(left, right) for left, right in zip(parameters, other, strict=True))

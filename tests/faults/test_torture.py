@@ -1,0 +1,34 @@
+"""A short version of torture.py; the long one is run by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(kills: int, seed: int, file: Path) -> dict[str, int]:
+    script = Path(__file__).with_name("torture.py")
+    command = [sys.executable, str(script), "--kills", str(kills), "--seed", str(seed), "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, int] = json.loads(file.read_text())["results"]
+    return found
+
+
+@pytest.mark.slow
+def test_killed_lives_lose_nothing(tmp_path: Path) -> None:
+    figures = run(20, 1, tmp_path / "figures.json")
+    assert figures["kills"] == 20
+    assert figures["stores left"] < 20
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [2, 3, 4])
+def test_many_killed_lives_lose_nothing(tmp_path: Path, seed: int) -> None:
+    assert run(200, seed, tmp_path / "figures.json")["kills"] == 200

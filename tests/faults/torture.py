@@ -1,0 +1,198 @@
+"""Kills a training process with SIGKILL at random moments and resumes it, over and over.
+
+    python tests/faults/torture.py --kills 200 --json FILE
+
+Each life resumes from the last checkpoint (if there is one), with tiers, subgroups and folders of its own, verifies
+every bit of weights and state against an unkilled run at that step, and trains on, saving all the time, until it is
+killed: during start-up, resume, steps, checkpoints and commits. The last life is left alone and has to end where the
+unkilled run ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import offload
+from offload.checkpoint.reader import is_checkpoint
+from offload.checkpoint.stores import find_stores
+
+SIZES = (40_000, 7, 3000, 25_000)
+MISMATCH = 3
+
+
+def make(rng: random.Random, paths: list[Path]) -> tuple[list[torch.nn.Parameter], Any]:
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)
+    parameters = [
+        torch.nn.Parameter(torch.randn(n, generator=generator).to(d)) for n, d in zip(SIZES, dtypes, strict=True)
+    ]
+    config = offload.OffloadConfig(
+        host_memory=rng.choice((0, 0, 300_000, 10**9)),
+        paths=rng.choice((paths[:1], paths[1:], paths)),
+        subgroup_numel=rng.choice((1024, 1024, 4096)),
+        checkpoints_kept=rng.choice((1, 1, 2)),
+        threads=1,
+    )
+    return parameters, offload.AdamW(parameters, lr=1e-2, offload=config)
+
+
+def update(parameters: list[torch.nn.Parameter], optimizer: Any, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for number, parameter in enumerate(parameters):
+        if (step + number) % 3:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def fingerprint(parameters: list[torch.nn.Parameter], optimizer: Any) -> int:
+    checksum = 0
+    for parameter in parameters:
+        for tensor in (parameter.detach(), *optimizer.state_for(parameter).values()):
+            checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+    counts = [optimizer.engine.step_count(number) for number in range(len(parameters))]
+    return zlib.crc32(repr(counts).encode(), checksum)
+
+
+def reference(steps: int) -> list[int]:
+    """Return the fingerprint before each step of an unkilled run, and after the last."""
+    parameters, optimizer = make(random.Random(0), [Path(tempfile.gettempdir())] * 1)
+    found = [fingerprint(parameters, optimizer)]
+    for step in range(steps):
+        update(parameters, optimizer, step)
+        found.append(fingerprint(parameters, optimizer))
+    optimizer.close()
+    return found
+
+
+def folders(root: Path) -> list[Path]:
+    return [root / "even", root / "odd"]
+
+
+def newest(root: Path) -> tuple[int, Path] | None:
+    """Return step and folder of the newest committed checkpoint."""
+    found = []
+    for folder in folders(root):
+        if is_checkpoint(folder):
+            from offload.checkpoint.reader import Checkpoint
+
+            with Checkpoint(folder) as checkpoint:
+                found.append((checkpoint.manifests[0].step, folder))
+    return max(found, default=None)
+
+
+def live(root: Path, seed: int, expected: list[int], until: int) -> None:
+    """One life; ends by itself only after `until` steps."""
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    paths = [root / "p0", root / "p1"]
+    parameters, optimizer = make(rng, paths)
+    step = 0
+    latest = newest(root)
+    if latest is not None:
+        extra = optimizer.load_checkpoint(latest[1])
+        step = extra["step"]
+        (root / "resumed").write_text(str(step))
+    if fingerprint(parameters, optimizer) != expected[step]:
+        print(f"life {seed}: resumed at step {step} with other bits", file=sys.stderr)
+        os._exit(MISMATCH)
+    alternate = rng.random() < 0.5
+    while step < until:
+        update(parameters, optimizer, step)
+        step += 1
+        if rng.random() < 0.6:
+            folder = folders(root)[step % 2 if alternate else 0]
+            optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
+            if rng.random() < 0.3:
+                optimizer.wait_checkpoint()
+    if fingerprint(parameters, optimizer) != expected[step]:
+        print(f"life {seed}: came to step {step} with other bits", file=sys.stderr)
+        os._exit(MISMATCH)
+    optimizer.close()
+    os._exit(0)
+
+
+def torture(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) -> dict[str, Any]:
+    """Kill `kills` lives; return figures.
+
+    Raises:
+        AssertionError: A life resumed with wrong bits, or failed in another way.
+    """
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    root = Path(tempfile.mkdtemp(prefix="torture-"))
+    for name in ("p0", "p1"):
+        (root / name).mkdir()
+    expected = reference(steps)
+    figures: Counter[str] = Counter()
+    started_s = time.monotonic()
+    try:
+        for life in range(kills + 1):
+            last = life == kills
+            (root / "resumed").unlink(missing_ok=True)
+            latest = newest(root)
+            step = latest[0] if latest else 0
+            until = min(step + 20, steps) if last else steps
+            child = os.fork()  # everything is loaded already, and no thread of ours runs
+            if child == 0:
+                try:
+                    live(root, seed * 100_003 + life, expected, until)
+                except BaseException as error:
+                    print(f"life {life}: {error!r}", file=sys.stderr)
+                    os._exit(4)
+            if not last:
+                time.sleep(rng.choice((0.1, 0.4, 0.8, 1.5)) * rng.random())
+                os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            if last:
+                assert status == 0, f"the last life ended with {status}"
+            else:
+                assert os.WIFSIGNALED(status) or status == 0, f"life {life} (seed {seed}) ended with {status}"
+            after = newest(root)
+            assert after is not None or latest is None, "a committed checkpoint is gone"
+            assert after is None or after[0] >= step, "the last checkpoint is older than it was"
+            figures["kills"] += not last
+            figures["resumed"] += (root / "resumed").exists()
+            figures["with progress"] += after is not None and after[0] > step
+            if not quiet and life % 10 == 9:
+                print(f"{life + 1} lives, at step {after[0] if after else 0}", flush=True)
+        places = [root / "p0", root / "p1", *(folder for folder in folders(root) if folder.is_dir())]
+        left = [store for path in places for store in find_stores(str(path))]
+        figures["final step"] = after[0] if after else 0
+        figures["stores left"] = len(left)
+        figures["bytes left"] = sum(store.nbytes for store in left)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return {**figures, "seconds": round(time.monotonic() - started_s, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    figures = torture(arguments.kills, arguments.seed, quiet=False)
+    text = json.dumps({"command": " ".join(sys.argv), "results": figures}, indent=2)
+    print(text)
+    if arguments.json:
+        Path(arguments.json).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

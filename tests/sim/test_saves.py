@@ -1,0 +1,237 @@
+"""Checkpoints in simulation: thousands of random runs, a crash at every event of one, and bugs that must be found."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import saves
+import swarm
+
+from offload.engine.machine import Machine
+from offload.engine.saving import SaveTile, Sync
+from offload.errors import InternalError
+from offload.layout import Parameter, build_layout
+from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
+from offload.protocols import DtypeCode
+from offload.sim import Crash, Disorder
+
+
+def run_seeds(seeds: range) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            outcome = saves.run_seed(seed)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        found[outcome.how] += 1
+        found.update(outcome.counts)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 1500, 500))
+def test_checkpoints_hold_one_moment_whatever_happens(first: int) -> None:
+    found = run_seeds(range(first, first + 500))
+    # Guards against a swarm that has stopped testing anything.
+    assert found["saved"] > 400
+    assert found["copied"] > 100
+    assert found["failed"] > 100
+    assert found["crashed"] > 30
+    assert found["broken"] > 3
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(1500, 16_500, 1500))
+def test_large_swarm_of_checkpoints(first: int) -> None:
+    run_seeds(range(first, first + 1500))
+
+
+SMALL = [
+    Parameter("a", 3000, DtypeCode.BFLOAT16, 0),
+    Parameter("b", 2000, DtypeCode.FLOAT32, 1),
+    Parameter("c", 1500, DtypeCode.BFLOAT16, 0),
+]
+ACTIONS = [
+    saves.Action(what) for what in ("sweep", "save", "sweep", "sweep", "save", "sweep", "wait", "sweep", "wait")
+]
+
+
+def small_session(crash: int | None, host_bytes: int, seed: int = 0) -> saves.Session:
+    layout = build_layout(SMALL, 1024, 4096)
+    paths = (PathBudget("path0", 1 << 30), PathBudget("path1", 1 << 30))
+    plan = make_plan(layout, Budgets(host_bytes, 3 * layout.max_subgroup_bytes, paths))
+    rates = Rates(1e7, tuple(PathRates(1e7, 5e6, 1e-4) for _ in paths))
+    faults = () if crash is None else (Crash(crash),)
+    rng = random.Random(7)
+    session = saves.Session(seed, plan, rates, faults, Disorder(0.5, 2, 0.0), rng, Machine, True)
+    session.keep = 1
+    return session
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resident", [0.0, 0.5, 1.0])
+def test_a_crash_at_every_event_leaves_a_whole_checkpoint(resident: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each event of steps and checkpoints: there is the last committed state afterwards, or the one on its way."""
+    monkeypatch.setattr(swarm, "random_sweep", lambda rng, plan: swarm.update_visits(plan, range(len(plan.resident))))
+    host_bytes = int(resident * build_layout(SMALL, 1024, 4096).state_bytes)
+    whole = small_session(None, host_bytes).run(ACTIONS)
+    assert whole.how == "done"
+    assert whole.counts["saved"] == 2
+    found: Counter[int] = Counter()
+    for event, seed in itertools.product(range(1, whole.events), range(4)):  # the seed says what a crash leaves
+        session = small_session(event, host_bytes, seed)
+        outcome = session.run(ACTIONS)  # verifies every checkpoint that is left, byte for byte
+        found[len(session.data.committed)] += outcome.how == "crashed"
+        if session.kept:
+            assert session.data.committed, "a checkpoint that had been committed is gone"
+    assert found[0]
+    assert found[1]
+    assert found[2], "no crash met the moment between a commit and the release of the one before"
+
+
+class VisitsBeforeTheStateIsSaved(Machine):
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self.saver.blocks = lambda subgroup: False
+
+
+class CommitsWithoutSync(Machine):
+    def _begin_save(self, save):
+        super()._begin_save(save)
+        self.saver._synced = True
+
+
+class SyncsBeforeTheLastWrite(Machine):
+    def handle(self, event):
+        super().handle(event)
+        saver = self.saver
+        idle = not (saver._weights or saver._todo or saver._copies or saver._flushing)
+        if saver.save and idle and not saver._synced and saver._flying and self.broken is None:
+            saver._synced = True
+            for path in sorted({record.location.path for record in saver.records.values()}):
+                saver._fly(lambda op, path=path: Sync(op, path))
+
+
+class ReleasesTooEarly(Machine):
+    def handle(self, event):
+        super().handle(event)
+        if self.saver.ended is not None and self.saver.ended[1] is None and self.saver.held:
+            number = next(reversed(self.saver.held))
+            records = dict(self.saver.held[number])
+            self.saver.release(number)
+            self.saver.held[number] = records
+            self.saver.release = lambda number: self.saver.held.pop(number)
+
+
+class ForgetsMastersThatAreWeights(Machine):
+    def _begin_save(self, save):
+        super()._begin_save(save)
+        self.saver._weights.clear()
+
+
+class TakesDirtyForClean(Machine):
+    def _begin_save(self, save):
+        dirty, self._dirty = self._dirty, {}
+        known = all(self.index.get(tile) for s in dirty for tile, _, _ in self.plan.layout.subgroups[s].tiles)
+        if not known:
+            self._dirty = dirty
+        super()._begin_save(save)
+        self._dirty = dirty if known else self._dirty
+
+
+class IgnoresFailedSaves(Machine):
+    def _failed(self, operation, error):
+        if isinstance(operation, SaveTile):
+            self.saver.landed(operation, 0, None)
+        else:
+            super()._failed(operation, error)
+
+
+class SavesUnderTheWrongStep(Machine):
+    def _issue_save(self, make):
+        def wrong(op):
+            operation = make(op)
+            if isinstance(operation, SaveTile):
+                operation = replace(operation, record=replace(operation.record, step=operation.record.step + 1))
+                self.saver._flying[op] = operation
+            return operation
+
+        super()._issue_save(wrong)
+
+
+class SavesFromTheWrongPlace(Machine):
+    def _issue_save(self, make):
+        def wrong(op):
+            operation = make(op)
+            if isinstance(operation, SaveTile) and operation.source_offset:
+                operation = self.saver._flying[op] = replace(operation, source_offset=0)
+            return operation
+
+        super()._issue_save(wrong)
+
+
+class WritesOverWhatIsHeld(Machine):
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        release = self.index._release
+
+        def forgets(location):
+            held = self.index._held.pop(location, None)
+            release(location)
+            if held:
+                self.index._held[location] = held
+
+        self.index._release = forgets
+
+
+class LetsGoBeforeTheCopy(Machine):
+    def _begin_save(self, save):
+        super()._begin_save(save)
+        if save.sink is not None:
+            for location in [item.stored.location for item in self.saver._copies]:
+                self.index._held.pop(location, None)
+            self.index.let_go = lambda tile, location: None
+
+
+PLANTED = [
+    VisitsBeforeTheStateIsSaved,
+    CommitsWithoutSync,
+    SyncsBeforeTheLastWrite,
+    ReleasesTooEarly,
+    ForgetsMastersThatAreWeights,
+    TakesDirtyForClean,
+    IgnoresFailedSaves,
+    SavesUnderTheWrongStep,
+    SavesFromTheWrongPlace,
+    WritesOverWhatIsHeld,
+    LetsGoBeforeTheCopy,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", PLANTED, ids=lambda wrong: wrong.__name__)
+def test_a_planted_bug_is_found(wrong: type[Machine]) -> None:
+    """The checker or the bytes give each bug away, without the machine's own checks."""
+    for seed in range(1500):
+        try:
+            saves.run_seed(seed, wrong, self_check=False)
+        except AssertionError:
+            return
+        except InternalError as error:
+            if not str(error).startswith(("rule ", "the engine waits")):
+                pytest.fail(f"found by the machine itself: {error}")
+            return
+    pytest.fail("nobody noticed")
+
+
+def test_a_seed_is_a_run() -> None:
+    for seed in range(20):
+        first, second = saves.run_seed(seed), saves.run_seed(seed)
+        assert (first.how, first.events, first.counts) == (second.how, second.events, second.counts)
