@@ -312,8 +312,12 @@ def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: Path) -> None:
     axes.set_ylabel("seconds")
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as cause:  # ValueError: a format that matplotlib does not know
+        raise ConfigError("--out", str(file), f"the picture cannot be written there: {cause}") from cause
+    finally:
+        pyplot.close(figure)
 
 
 # The command
@@ -332,9 +336,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.sweep is not None:
         name, values = _parse_sweep(arguments.sweep)
         rows = sweep(question, name, values)
+        print(to_json({"sweep": name, "rows": rows}, indent=2) if arguments.json else _sweep_table(rows, name))
         if arguments.out is not None:
             _draw(rows, name, Path(arguments.out))
-        print(to_json({"sweep": name, "rows": rows}, indent=2) if arguments.json else _sweep_table(rows, name))
         return 0
     if arguments.out is not None:
         raise ConfigError("--out", arguments.out, "a picture is drawn of a --sweep")
@@ -507,7 +511,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
     gap = answer.step_s / cost.bound_s - 1 if cost.bound_s else 0.0
     lines.append(
         f"step {format_seconds(answer.step_s)}; {cost.bound_by} alone needs {format_seconds(cost.bound_s)} "
-        f"({gap:.1%} less than the step takes)"
+        f"(the step takes {gap:.1%} more)"
     )
     if answer.forward_s is not None:
         lines.append(f"iteration {format_seconds(answer.iteration_s)}")

@@ -428,7 +428,9 @@ class Machine:
             self._states.append(State.RESIDENT if plan.resident[subgroup] else State.ABSENT)
             self._fresh.append(True)
         self._owners.extend([None] * (plan.staging_slots - len(self._owners)))
-        self._gpu_owners.extend([None] * (plan.gpu_slots - len(self._gpu_owners)))
+        if plan.gpu_slots != len(self._gpu_owners):
+            invariant(not self._gpu_slots, "the GPU's staging slots change while one is in use")
+            self._gpu_owners = [None] * plan.gpu_slots
 
     def _pop(self, op: int) -> Operation:
         invariant(op in self._in_flight, f"operation {op} reports back but is not in flight")
@@ -534,10 +536,10 @@ class Machine:
             self._fresh[subgroup] = False
             self._versions[subgroup] = self._sweep.step if self._sweep else self._versions.get(subgroup, 0)
             self.moved.append(subgroup)
-        if visit.weight_bytes and self.broken is None:
-            self._issue(PushWeights(self._take_op(), subgroup, visit.weight_bytes))
-        else:
+        if not visit.weight_bytes:
             self._unfinished -= 1
+        elif self.broken is None:  # else the GPU keeps old weights, and the visit does not end
+            self._issue(PushWeights(self._take_op(), subgroup, visit.weight_bytes))
         if run.gpu_slot is None:
             self._settle(subgroup, changed=visit.changes)
         elif not visit.changes:

@@ -44,7 +44,7 @@ def choose_subgroup_numel(numel: int, staging_bytes: int | None = None) -> int:
     """
     least, most = AUTO_SUBGROUP_NUMEL
     chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
-    if staging_bytes is not None:
+    if staging_bytes is not None and staging_bytes >= LEAST_SLOT_BYTES:  # else `make_plan` says that it is too little
         chosen = min(chosen, staging_bytes // (DEFAULT_STAGING_SLOTS * 3 * STATE_ITEM_BYTES))
     return max(SECTOR_NUMEL, chosen // SECTOR_NUMEL * SECTOR_NUMEL)
 
@@ -333,7 +333,7 @@ def make_plan(
             offers,
             "raise host_memory or give paths to stream from",
         )
-    slots = max(1, staging_slots)
+    slots = max(1, staging_slots, kept.staging_slots if kept else 0)
     if budgets.staging_bytes is not None:
         slots = budgets.staging_bytes // slot_bytes
         if slots < 1:

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Layout
 from offload.plan.budget import DEFAULT_STAGING_SLOTS, GPU_STAGING_SLOTS, Budgets, Plan, make_plan
 from offload.plan.cost import Mix, Part, estimate_mix, mix_of
@@ -75,7 +75,13 @@ def choose_plan(
         slots = _look_ahead(mix, plan.shares(rates), rates)
     if slots == plan.staging_slots and not any(copied):
         return plan
-    return make_plan(layout, budgets, kept=kept, copied=copied, staging_slots=slots)
+    try:
+        return make_plan(layout, budgets, kept=kept, copied=copied, staging_slots=slots)
+    except InfeasiblePlanError:
+        if slots <= plan.staging_slots:
+            raise
+        # The paths have no room for so many versions in flight.
+        return make_plan(layout, budgets, kept=kept, copied=copied)
 
 
 def _look_ahead(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:

@@ -243,7 +243,7 @@ def run_scenario(
             pump(machine, executor, finished)
             sweep = machine.take_finished()
             assert sweep is executor_sweep
-            executor.ended(well=machine.broken is None)
+            executor.ended(well=not machine.failed)
             assert machine.moved == executor.moved == updated, "it does not say which subgroups have moved"
             if machine.broken is not None:
                 outcome.how, outcome.error = "broken", machine.broken

@@ -181,7 +181,7 @@ def test_the_size_of_a_hugging_face_model(rates, capsys, tmp_path, config):
         (["--params", "1e9", "--tokens", "0"], "--tokens"),
         (["--params", "1e9", "--flops", "-1"], "--flops"),
         (["--params", "1e9", "--flops", "nan"], "--flops"),
-        (["--params", "1e9", "--staging-memory", "4096"], "staging_memory"),
+        (["--params", "1e10", "--staging-memory", "4096"], "staging_memory"),
         (["--params", "1e9", "--gpu-staging", "4096", "--placement", "gpu"], "GPU"),
         (["--params", "1e9", "--steps-per-day", "0"], "--steps-per-day"),
         (["--params", "1e9", "--endurance", "forever"], "--endurance"),
@@ -197,6 +197,16 @@ def test_bad_input_is_one_line(rates, capsys, arguments, message):
     assert message in printed.err
     assert printed.err.count("\n") == 1
     assert not printed.out
+
+
+@pytest.mark.parametrize("file", ["/nowhere/sweep.png", "sweep.unknown"])
+def test_a_picture_that_cannot_be_written_costs_no_table(rates, capsys, tmp_path, monkeypatch, file):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["plan", "--rates", rates, "--params", "1e8", "--sweep", "paths=1", "--out", file]) == 2
+    printed = capsys.readouterr()
+    assert "bound by" in printed.out
+    assert "--out" in printed.err
+    assert printed.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -417,3 +419,26 @@ def test_a_failed_copy_breaks_the_session():
     assert machine.broken is not None
     assert machine.take_finished().number == 2
     assert machine.failed
+
+
+def test_weights_that_stay_old_keep_their_step_from_counting():
+    machine = make_gpu([False, False], resident=1)
+    pending = give(machine, step(machine, 1))
+    assert [type(operation) for operation in pending] == [Run, Run]
+    machine.broken = EIO  # as by a flush that finds no room
+    assert not give(machine, *(Done(operation.op) for operation in pending))
+    assert machine.take_finished().number == 1
+    assert machine.moved == [pending[0].visit.subgroup, pending[1].visit.subgroup]
+    assert machine.failed, "the new weights have not reached the GPU"
+
+
+def test_gpu_slots_follow_the_plan_between_steps():
+    machine = make_gpu([True, True], gpu_slots=2)
+    finish(machine, give(machine, step(machine, 1)))
+    machine.take_finished()
+    plan = machine.plan
+    machine.extend(
+        make_plan(plan.layout, replace(plan.budgets, gpu_staging_bytes=SUBGROUP_BYTES), copied=plan.on_gpu)
+    )
+    slots = [operation.gpu_slot for operation in finish(machine, give(machine, step(machine, 2)))]
+    assert set(slots) == {0}, "one is left"

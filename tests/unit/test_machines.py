@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import offload.measure
+from offload.cli.plan import Question, ask
 from offload.layout import Parameter, build_layout
 from offload.measure import load_rates
 from offload.plan import Budgets, PathBudget, choose_plan, estimate
@@ -50,3 +51,16 @@ def test_a_plan_can_be_made_from_them(file: Path) -> None:
     budgets = Budgets(host_bytes, None, offers, gpu_staging_bytes=4 << 30, weights_on_gpu=True)
     cost = estimate(choose_plan(layout, budgets, rates), rates)
     assert 0 < cost.bound_s <= cost.step_s < 60
+
+
+@pytest.mark.parametrize("file", MACHINES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("placement", ["auto", "cpu", "gpu", 0.5])
+def test_four_ranks_on_one_node_are_predicted_as_planned(file: Path, placement: str | float) -> None:
+    rates = load_rates(file).rates
+    params = 7 * 10**9
+    host_memory = 0 if rates.paths else 12 * params
+    question = Question(
+        params=params, rates=rates, ranks=4, host_memory=host_memory, placement=placement, weights_on_gpu=True
+    )
+    answer = ask(question)
+    assert answer.estimate.step_s == pytest.approx(answer.step_s, rel=0.06)

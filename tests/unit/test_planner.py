@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Parameter, build_layout
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Rates, choose_plan, estimate
+from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Rates, choose_plan, estimate, make_plan
 from offload.protocols import DtypeCode
 
 GIB = 1 << 30
@@ -173,6 +173,17 @@ def test_more_slots_only_where_they_pay():
     offers = replace(Budgets(0, paths=offers), gpu_staging_bytes=4 * SIZE, weights_on_gpu=True)
     far = Rates(1e6, (PathRates(1e9, 1e9),), GpuRates(1e9, 1e9, 1e9))
     assert choose_plan(layout, offers, far, "gpu").staging_slots > 4
+
+
+def test_no_more_slots_than_the_paths_have_room_for():
+    layout = even(60)
+    budgets = Budgets(0, gpu_staging_bytes=4 * SIZE, weights_on_gpu=True, paths=(PathBudget("/path", 1 << 40),))
+    far = Rates(1e6, (PathRates(1e9, 1e9),), GpuRates(1e9, 1e9, 1e9))
+    roomy = choose_plan(layout, budgets, far)
+    least = make_plan(layout, budgets).storage_bytes
+    assert roomy.storage_bytes > least
+    plan = choose_plan(layout, replace(budgets, paths=(PathBudget("/path", least),)), far)
+    assert plan.storage_bytes == least
 
 
 @pytest.mark.parametrize("memory_bytes_per_s", [float("inf"), 300e9])
