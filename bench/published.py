@@ -165,29 +165,42 @@ def read_tables(folder: Path) -> Tables:
     if not tables.rows:
         raise ConfigError("directory", str(folder), f"give one with {', '.join(f'{name}.csv' for name in COLUMNS)}")
     for row in tables.rows.get("interleaved_subgroup_numel", []):
-        tables.numels.setdefault((row["testbed"], row["model"]), []).append(int(row["numel"]))
+        tables.numels.setdefault((row["testbed"], row["model"]), []).append(_count(row, "numel"))
     for row in tables.rows.get("multipath_subgroup_numel", []):
-        tables.numels.setdefault(("paths", _model(row["model_B"])), []).append(int(row["numel_per_rank"]))
+        tables.numels.setdefault(("paths", _model(row["model_B"])), []).append(_count(row, "numel_per_rank"))
     return tables
 
 
 def _model(billions: str) -> str:
-    return f"{float(billions):g}B"
+    try:
+        return f"{float(billions.removesuffix('B')):g}B"
+    except ValueError:
+        raise ConfigError("model_B", billions, "give billions of parameters, as in 13") from None
 
 
 def _number(row: Mapping[str, str], column: str) -> float | None:
     text = row.get(column) or ""
     try:
-        return float(text) if text.strip() else None
+        value = float(text) if text.strip() else None
     except ValueError:
-        raise ConfigError(column, text, f"give a number, in the row {dict(row)}") from None
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        raise ConfigError(column, text, f"give a number, in the row {dict(row)}")
+    return value
 
 
 def _needed(row: Mapping[str, str], column: str) -> float:
     value = _number(row, column)
-    if value is None or not math.isfinite(value):
+    if value is None:
         raise ConfigError(column, row.get(column), f"give a number, in the row {dict(row)}")
     return value
+
+
+def _count(row: Mapping[str, str], column: str, least: int = 1) -> int:
+    value = _needed(row, column)
+    if value < least or value != int(value):
+        raise ConfigError(column, row[column], f"give a whole number of at least {least}, in the row {dict(row)}")
+    return int(value)
 
 
 def subgroup_numels(known: Sequence[Tables], where: str, model: str, count: int, numel: float) -> tuple[int, ...]:
@@ -236,10 +249,19 @@ OTHER = {
 
 def gpu_of(testbed: str) -> str:
     """Return the GPU of a testbed's name."""
-    gpu = testbed.rpartition("x")[2]
+    gpu = (testbed or "").rpartition("x")[2]
     if gpu not in GPU_BYTES_PER_S:
         raise ConfigError("testbed", testbed, f"known are {', '.join(GPU_BYTES_PER_S)}, with a count ('4xH100')")
     return gpu
+
+
+def ranks_of(testbed: str) -> int:
+    """Return how many ranks a testbed's name says, one for each GPU."""
+    gpu_of(testbed)
+    count, times, _ = testbed.rpartition("x")
+    if times and not (count.isdecimal() and int(count)):
+        raise ConfigError("testbed", testbed, "give how many GPUs, as in '4xH100'")
+    return int(count) if times else 1
 
 
 def node_constants(machine: str) -> dict[str, Constant]:
@@ -309,23 +331,23 @@ def interleaved_rows(tables: Tables, known: Sequence[Tables]) -> list[Interleave
     """Return the rows of both interleaved tables."""
     found = []
     for row in tables.rows.get("interleaved_update_sweep", []):
-        testbed, model, count = row["testbed"], row["model"], int(_needed(row, "subgroups_per_rank"))
-        gpu_of(testbed)
-        ranks = int(testbed.partition("x")[0]) if "x" in testbed else 1
+        testbed, model, count = row["testbed"], row["model"], _count(row, "subgroups_per_rank")
+        ranks = ranks_of(testbed)
         numels = subgroup_numels(known, testbed, model, count, _needed(row, "params_per_rank"))
-        stride = int(_needed(row, "stride_k"))
+        stride = _count(row, "stride_k", 0)
         found.append(Interleaved("interleaved_update_sweep", testbed, model, numels, stride, ranks, 1.0, row))
     for row in tables.rows.get("interleaved_iterations", []):
-        model, count = _model(row["model_B"]), int(_needed(row, "subgroups_per_rank"))
-        ranks = int(_needed(row, "tp") * _needed(row, "dp"))
+        model, count = _model(row["model_B"]), _count(row, "subgroups_per_rank")
+        ranks = _count(row, "tp") * _count(row, "dp")
         machine = campaign(row["testbed"], ranks, _needed(row, "micro_batch"))
         gpu_of(machine)
         # num_params is what one tensor-parallel rank holds (params_per_rank divides by tp once more).
         numels = subgroup_numels(known, machine, model, count, _needed(row, "num_params") / _needed(row, "dp"))
-        _, interleaved, stride = row["approach"].partition("dos-k")
+        # `stride_k` stands in rows that do not interleave, too.
+        stride = _count(row, "stride_k", 0) if row["approach"].startswith("dos-k") else 0
         table = "interleaved_iterations"
         ratio = _needed(row, "cpu_ratio")
-        found.append(Interleaved(table, machine, model, numels, int(stride) if interleaved else 0, ranks, ratio, row))
+        found.append(Interleaved(table, machine, model, numels, stride, ranks, ratio, row))
     return found
 
 
@@ -457,8 +479,8 @@ def paths_rows(tables: Tables, known: Sequence[Tables]) -> list[Paths]:
     for row in tables.rows.get("multipath_iterations", []):
         model, count, ranks = (
             _model(row["model_B"]),
-            int(_needed(row, "subgroups_per_rank")),
-            int(_needed(row, "ranks")),
+            _count(row, "subgroups_per_rank"),
+            _count(row, "ranks"),
         )
         numels = subgroup_numels(known, "paths", model, count, _needed(row, "num_params") / ranks)
         multi = not row["approach"].startswith("zero3")
