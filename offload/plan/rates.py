@@ -159,6 +159,7 @@ class Rates:
         return cls(**top)
 
 
+_LEAST, _MOST = 1e-9, 1e24  # far beyond any machine; times of bytes over rates stay finite
 _MAY_BE_ZERO = ("latency_s", "memory_cost", "memory_bytes", "compute_flops_per_s", "reaction_s")
 
 
@@ -166,13 +167,10 @@ def _check(name: str, field: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(name, value, "give a number")
     if field in _MAY_BE_ZERO:
-        if not 0 <= value < math.inf:
-            raise ConfigError(name, value, "give a finite number, 0 or greater")
-    elif field == "memory_bytes_per_s":
-        if not value > 0:
-            raise ConfigError(name, value, "give a number greater than 0")
-    elif not 0 < value < math.inf:
-        raise ConfigError(name, value, "give a finite number greater than 0")
+        if not 0 <= value <= _MOST:
+            raise ConfigError(name, value, f"give a finite number from 0 to {_MOST:g}")
+    elif not _LEAST <= value <= _MOST and not (field == "memory_bytes_per_s" and value == math.inf):
+        raise ConfigError(name, value, f"give a finite number greater than 0, from {_LEAST:g} to {_MOST:g}")
 
 
 def _fields(name: str, kind: type[Any], values: object) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Parameter, build_layout, extend_layout
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Rates, make_plan, visit_order
+from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan, visit_order
 from offload.plan.budget import DEFAULT_STAGING_SLOTS
 from offload.protocols import SECTOR_BYTES, DtypeCode
 
@@ -166,11 +166,3 @@ def test_added_subgroups_leave_as_many_staging_slots_as_there_were():
     before = make_plan(layout, budgets, staging_slots=8)
     longer = extend_layout(layout, [Parameter("more", 3000, DtypeCode.BFLOAT16, 0)], 1024)
     assert make_plan(longer, budgets, kept=before).staging_slots == 8
-
-
-def test_a_rank_copies_no_faster_than_its_part_of_the_memory():
-    node = Rates(60e9, (), GpuRates(1e12, 20e9, 30e9), memory_bytes_per_s=100e9)
-    assert node.shared_by(2).gpu == node.gpu
-    shared = node.shared_by(4)
-    assert shared.gpu is not None
-    assert (shared.gpu.h2d_bytes_per_s, shared.gpu.d2h_bytes_per_s) == pytest.approx((10e9, 15e9))

@@ -163,6 +163,8 @@ def broken(*keys: str | int, value: object) -> dict[str, Any]:
         (broken("rates", "cpu_bytes_per_s", value={"two": 1.0}), "two.*number of threads"),
         (broken("rates", "cpu_bytes_per_s", value={"0": 1.0}), "number of threads"),
         (broken("rates", "cpu_bytes_per_s", "1", value=0), r"cpu_bytes_per_s: 0 .*greater than 0"),
+        (broken("rates", "cpu_bytes_per_s", "1", value=1e-300), r"cpu_bytes_per_s: 1e-300 .*from 1e-09 to 1e\+24"),
+        (broken("rates", "cpu_bytes_per_s", "1", value=10**400), r"cpu_bytes_per_s: 1000"),
         (broken("rates", "cpu_bytes_per_s", "1", value=-5.0), r"cpu_bytes_per_s: -5\.0 "),
         (broken("rates", "cpu_bytes_per_s", "1", value=math.nan), "cpu_bytes_per_s: nan "),
         (broken("rates", "cpu_bytes_per_s", "1", value="fast"), "cpu_bytes_per_s: 'fast' "),
