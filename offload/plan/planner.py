@@ -73,6 +73,9 @@ def choose_plan(
     slots = plan.staging_slots
     if budgets.staging_bytes is None and slots and kept is None:
         slots = _look_ahead(mix, plan.shares(rates), rates)
+        if placement == "auto" and any(copied) and slots != plan.staging_slots:
+            # With more slots ahead, more may be worth its way to the GPU and back.
+            copied, _ = _cheapest(plan, replace(mix_of(plan), slots=slots), rates)
     if slots == plan.staging_slots and not any(copied):
         return plan
     try:
