@@ -45,10 +45,9 @@ def test_a_session_starts_from_a_file_and_learns(tmp_path: Path, streaming: Conf
             optimizer.param_groups[0]["params"][0].grad = torch.ones(400_000, dtype=torch.bfloat16)
             optimizer.step()
         learnt = optimizer.engine.rates
-        assert learnt.cpu_bytes_per_s != rates.cpu_bytes_per_s
+        # What is learnt of the CPU depends on what ran beside it (tests/unit/test_observe.py).
         assert learnt.paths[0].read_bytes_per_s != rates.paths[0].read_bytes_per_s
-        assert learnt.paths[0].memory_cost == 1.5
-        assert learnt.memory_bytes_per_s == 90 * GB
+        assert learnt.paths[0].latency_s == rates.paths[0].latency_s
         assert learnt.reaction_s > 0
 
 
