@@ -291,7 +291,7 @@ def predictions(folder: Path, size: Size, targets: list[Target]) -> dict[str, An
     ):
         targets.append(Target.at_most(name, max(abs(row[key]) for row in found.values()), 0.1))
     return {
-        "probe": probed.file.to_dict(),
+        "probe": _without_directories(probed.file.to_dict()),
         "configurations": {str(configuration): row for configuration, row in found.items()},
         "checksum": checksum,
     }
@@ -427,6 +427,11 @@ def picture(file: Path, results: dict[str, Any]) -> None:
         right.set_ylim(bottom=0)
         right.legend()
     figure.savefig(file, dpi=110)
+
+
+def _without_directories(probed: dict[str, Any]) -> dict[str, Any]:
+    """Return what a probe found, with the names of its paths alone: where they were made says nothing."""
+    return probed | {"paths": [facts | {"path": Path(facts["path"]).name} for facts in probed["paths"]]}
 
 
 def main() -> None:

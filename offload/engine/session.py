@@ -37,7 +37,7 @@ from offload.config import OffloadConfig, PathConfig
 from offload.engine.executor import REQUEST, Interval, LiveExecutor
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, BeginSave, Machine, Release, Run, State, Sweep, Visit
+from offload.engine.machine import Begin, BeginSave, Machine, Release, Run, State, Sweep, Visit, update_visits
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.tables import GroupScalars, Tables
 from offload.errors import (
@@ -655,9 +655,11 @@ class _Core:
             self._sweeps += 1
             self._version += changes
             order = visit_order(subgroups, self.machine.slots)
-            return Sweep(
-                self._sweeps, self._version, tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
-            )
+            if is_step:
+                visits = update_visits(self.plan, order)
+            else:
+                visits = tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
+            return Sweep(self._sweeps, self._version, visits)
 
         self._request(begin, applied)
 

@@ -62,11 +62,11 @@ def choose_plan(
     if (budgets.gpu_bytes or budgets.weights_on_gpu or placement not in ("auto", "cpu", 0)) and rates.gpu is None:
         raise ConfigError("rates.gpu", None, "is missing, and the plan is to use the GPU; measure it")
     plan = make_plan(layout, budgets, kept=kept)
-    mix = mix_of(plan)
+    on_cpu = mix = mix_of(plan)
     copied: _Chosen = ()
     if placement == "auto":
         if rates.gpu is not None:
-            copied, mix = _cheapest(plan, mix, rates)
+            copied, mix = _cheapest(plan, on_cpu, rates)
     elif placement != "cpu":
         copied = _named(plan, placement)
         mix = mix_of(make_plan(layout, budgets, kept=kept, copied=copied))
@@ -75,7 +75,7 @@ def choose_plan(
         slots = _look_ahead(mix, plan.shares(rates), rates)
         if placement == "auto" and any(copied) and slots != plan.staging_slots:
             # With more slots ahead, more may be worth its way to the GPU and back.
-            copied, _ = _cheapest(plan, replace(mix_of(plan), slots=slots), rates)
+            copied, _ = _cheapest(plan, replace(on_cpu, slots=slots), rates)
     if slots == plan.staging_slots and not any(copied):
         return plan
     try:
