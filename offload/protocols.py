@@ -284,7 +284,7 @@ class Device(Protocol):
         """Put a copy on a lane; one of the addresses, or both, are the device's."""
 
     def update(self, table: npt.NDArray[Any]) -> None:
-        """Put an update of segments (dtype `SEGMENT_DTYPE`, device addresses) on lane `UPDATE`; the table is copied."""
+        """Put an update of segments on lane `UPDATE`: `SEGMENT_DTYPE` with device addresses. The table is copied."""
 
     def gradient_blocks(
         self,

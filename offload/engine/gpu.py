@@ -182,11 +182,11 @@ class GpuLanes:
 
     def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
         """Update a subgroup on the device."""
-        if operation.gpu_slot is not None:
-            self.device.follow(DeviceLane.UPDATE, self._ready[operation.gpu_slot])
         subgroup = operation.visit.subgroup
-        if subgroup in self._inputs:
-            self.device.follow(DeviceLane.UPDATE, self._inputs[subgroup])
+        copied = self._ready.pop(operation.gpu_slot, None) if operation.gpu_slot is not None else None
+        for mark in (copied, self._inputs.get(subgroup)):  # fresh state was not copied
+            if mark is not None:
+                self.device.follow(DeviceLane.UPDATE, mark)
         began = self.device.mark(DeviceLane.UPDATE)
         if table is not None:
             self.device.update(table)

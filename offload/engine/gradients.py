@@ -1,8 +1,8 @@
 """Gradients on a GPU: their norms, and their way to where they are used.
 
-A gradient that the CPU will use is copied to its slot in host memory, in its own dtype; one that the GPU will use stays
-where it is. Sums of squares are made on the GPU in the same pass. What further backward passes add is added on the
-GPU for what stays there; for what has left, the copy of the new gradient is added in host memory, so that nothing
+A gradient that the CPU will use is copied to its slot in host memory, in its own dtype; one that the GPU will use
+stays where it is. Sums of squares are made on the GPU in the same pass. What further backward passes add is added on
+the GPU for what stays there; for what has left, the copy of the new gradient is added in host memory, so that nothing
 travels twice.
 """
 
@@ -57,7 +57,7 @@ class _Passing:
     buffer: torch.Tensor
 
 
-@dataclass(slots=True)
+@dataclass
 class GpuGradients:
     """Gradients of one session whose weights lie on a GPU.
 
@@ -154,8 +154,7 @@ class GpuGradients:
         largest = max((p.slot.numel() * p.slot.element_size() for p in self.positions), default=0)
         size = -(-largest // 4096) * 4096
         if self._buffers is None or self._buffers.nbytes < PASSING * size:
-            while self._passing:
-                self._add_first()
+            self.finish_additions()
             self._close_buffers()
             self._buffers = self.lanes.arena(PASSING * size)
         if len(self._passing) == PASSING:
@@ -178,11 +177,15 @@ class GpuGradients:
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER))
         device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
 
+    def finish_additions(self) -> None:
+        """Add in host memory what is on its way there."""
+        while self._passing:
+            self._add_first()
+
     def settle(self) -> None:
         """Finish what is on its way, and bring all block sums to host memory."""
         device = self.lanes.device
-        while self._passing:
-            self._add_first()
+        self.finish_additions()
         for region in self._regions:
             device.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
         device.mark(DeviceLane.GRADIENTS).wait()

@@ -451,7 +451,7 @@ class _Core:
         self._kernel: CpuUpdateKernel | None = None
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._step_number = self._version = self._sweeps = 0
-        self._step_s = 0.0
+        self._step_s = self._step_started_s = 0.0
         paths = config.path_configs
         check_directories([path.path for path in paths])
         known = session_rates(str(config.rates), [path.path for path in paths], self._threads)
@@ -619,7 +619,7 @@ class _Core:
         self.executor.bind(plan, self._staging.address if self._staging else 0)
 
     def _adopt_gpu(self, plan: Plan, before: Layout) -> Plan:
-        """Take device memory for what `plan` adds, host memory for new weights; return the plan with its real bytes."""
+        """Take memory for what `plan` adds on the GPU and for it; return the plan with its gradients' bytes."""
         gpu = self._gpu
         invariant(gpu is not None, "a plan for a GPU without one")
         if gpu is None:
@@ -980,6 +980,7 @@ class _Core:
             def applied() -> None:
                 tables.steps[active] += 1
                 self._step_number += 1
+                self._step_started_s = started_s
                 self._step_s = time.monotonic() - started_s
 
             try:
@@ -998,6 +999,7 @@ class _Core:
         if gpu is None or gradients is None:
             return
         gpu.forget_inputs()
+        gradients.finish_additions()
         self._wide.clear()
         self._step_gradients = addresses = self._host_gradients.copy()
         for visit in visits:
@@ -1160,7 +1162,7 @@ class _Core:
     # Checkpoints
 
     def _gather_tile(self, tile: TileId, address: int) -> None:
-        """Copy a tile of state on the GPU to `address`, or the masters that a weight tile stands for; padding is zero."""
+        """Copy a tile of state on the GPU to `address`, or the masters that a weight tile is; padding is zero."""
         subgroup = self.plan.layout.subgroups[tile.subgroup]
         gpu = self._gpu
         if gpu is not None and tile.tensor < len(subgroup.tensors):
@@ -1378,6 +1380,9 @@ class _Core:
         if self._gpu is not None:
             found["gpu_bytes"] = plan.gpu_bytes
         self.executor.take_timed()
+        # A step returns when the GPU knows what to do; it has ended when new weights are there.
+        ends_s = [i.finished_s for i in self.executor.timeline if i.lane in ("gpu", "h2d")]
+        found["step_s"] = max([self._step_s, *(end_s - self._step_started_s for end_s in ends_s)])
         totals = lane_totals(list(self.executor.timeline))
         lanes = [
             "cpu",

@@ -1,9 +1,9 @@
 """A GPU that is not there: its lanes, marks and memory, in this process, for tests of whoever drives one.
 
-Work is done later than it is asked for: by one thread a lane, after random delays and at given rates, or, `lazy`, only
-when somebody waits for it, which is as late as a device may be. So whoever uses a result without having waited for it
-finds something else. Beyond that, every piece of work is compared with all that is still open: two that touch the
-same memory, one of them writing, must be ordered by a lane, by `follow`, or by the host having waited in between
+Work is done later than it is asked for: by one thread a lane, after random delays and at given rates, or, `lazy`,
+only when somebody waits for it, which is as late as a device may be. So whoever uses a result without having waited
+for it finds something else. Beyond that, every piece of work is compared with all that is still open: two that touch
+the same memory, one of them writing, must be ordered by a lane, by `follow`, or by the host having waited in between
 (vector clocks). Else `HazardError` is raised, whether or not it went well this time.
 """
 
@@ -169,7 +169,8 @@ class SimulatedDevice:
         """See `Device.release`."""
         with self._lock:
             block = self._memory[address]
-            self.host_access(address, block.nbytes, writes=True)
+            if self._failure is None:  # else nothing is done any more
+                self.host_access(address, block.nbytes, writes=True)
             del self._memory[address]
 
     def pin(self, address: int, nbytes: int) -> None:
