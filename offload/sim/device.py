@@ -90,6 +90,7 @@ class SimulatedDevice:
     """A `offload.protocols.Device` of memory and threads.
 
     The calling thread stands for the caller's stream: what it does happens at once, and `follow(CALLER, ...)` waits.
+    Or, without `caller_is_host`, forward and backward are put on a lane by `caller_work`.
 
     Args:
         memory_bytes: Size of its memory.
@@ -99,6 +100,7 @@ class SimulatedDevice:
         bytes_per_s: Rate of copies and updates; None for as fast as it goes.
         fail_at: Number of the piece of work (marks not counted) that makes the device fail; None for never.
         pins: Whether host memory can be pinned.
+        caller_is_host: Whether the calling thread stands for the caller's stream. Else that is a lane like others.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class SimulatedDevice:
         bytes_per_s: float | None = None,
         fail_at: int | None = None,
         pins: bool = True,
+        caller_is_host: bool = True,
     ) -> None:
         self.name = "simulated GPU"
         self.pinned: dict[int, int] = {}
@@ -124,13 +127,15 @@ class SimulatedDevice:
         self._bytes_per_s = bytes_per_s
         self._fail_at = fail_at
         self._pins = pins
+        self._caller_is_host = caller_is_host
+        lanes = LANES if caller_is_host else tuple(DeviceLane)
         self._memory: dict[int, npt.NDArray[np.uint8]] = {}
         self._kernel = CpuUpdateKernel(threads=1)
         self._lock = threading.RLock()
         self._doing = threading.RLock()
-        self._queues: dict[DeviceLane, deque[_Work]] = {lane: deque() for lane in LANES}
-        self._clocks: dict[DeviceLane, dict[DeviceLane, int]] = {lane: {} for lane in LANES}
-        self._following: dict[DeviceLane, list[_Work]] = {lane: [] for lane in LANES}
+        self._queues: dict[DeviceLane, deque[_Work]] = {lane: deque() for lane in lanes}
+        self._clocks: dict[DeviceLane, dict[DeviceLane, int]] = {lane: {} for lane in lanes}
+        self._following: dict[DeviceLane, list[_Work]] = {lane: [] for lane in lanes}
         self._host_clock: dict[DeviceLane, int] = {}
         self._open: list[_Work] = []
         self._failure: OffloadError | None = None
@@ -143,7 +148,7 @@ class SimulatedDevice:
                 threading.Thread(
                     target=self._serve, args=(lane,), name=f"sim-device-{lane.name.lower()}", daemon=True
                 )
-                for lane in LANES
+                for lane in lanes
             ]
         for thread in self._threads:
             thread.start()
@@ -189,11 +194,13 @@ class SimulatedDevice:
 
     def mark(self, lane: DeviceLane) -> Mark:
         """See `Device.mark`."""
-        return _Now() if lane is DeviceLane.CALLER else self._put(lane, "mark", lambda: None, (), 0)
+        if lane is DeviceLane.CALLER and self._caller_is_host:
+            return _Now()
+        return self._put(lane, "mark", lambda: None, (), 0)
 
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """See `Device.follow`."""
-        if lane is DeviceLane.CALLER:
+        if lane is DeviceLane.CALLER and self._caller_is_host:
             mark.wait()
         elif isinstance(mark, _Work):
             with self._lock:
@@ -289,6 +296,10 @@ class SimulatedDevice:
         if target:
             spans += ((target, target + numel * ITEM_BYTES[target_dtype], True),)
         self._put(lane, "a gradient", act, spans, numel * ITEM_BYTES[dtype])
+
+    def caller_work(self, label: str, act: Callable[[], Any], spans: Iterable[Span]) -> None:
+        """Put work on the caller's lane: a piece of forward or backward that touches `spans`."""
+        self._put(DeviceLane.CALLER, label, act, tuple(spans), 0)
 
     def _put(
         self, lane: DeviceLane, label: str, act: Callable[[], Any], spans: tuple[Span, ...], nbytes: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -135,10 +136,11 @@ def config(folder: Path, **changes: Any) -> offload.OffloadConfig:
     return offload.OffloadConfig(**{**chosen, "threads": 1, **changes})
 
 
-def train(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], steps: range, clip: float = 1.0) -> None:
+def train(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], steps: range, clip: bool = True) -> None:
     for step in steps:
         backward(parameters, step)
-        optimizer.clip_grad_norm_(clip)
+        if clip:
+            optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -150,10 +152,10 @@ def states(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter]) -> li
     return found
 
 
-def on_cpu(steps: range, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+def on_cpu(steps: range, dtype: torch.dtype = torch.bfloat16, clip: bool = True) -> list[torch.Tensor]:
     parameters = weights(dtype=dtype)
     with offload.AdamW(parameters) as optimizer:
-        train(optimizer, parameters, steps)
+        train(optimizer, parameters, steps, clip)
         return states(optimizer, parameters)
 
 
@@ -233,6 +235,75 @@ def test_a_forgotten_wait_is_found(bug: str, tmp_path: Path) -> None:
         with contextlib.suppress(offload.OffloadError):
             optimizer.close()
     assert not same(found, expected)
+
+
+def span(tensor: torch.Tensor, *, writes: bool) -> tuple[int, int, bool]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), writes
+
+
+def train_behind(
+    optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], device: SimulatedDevice, steps: range, clip: bool
+) -> list[list[torch.Tensor]]:
+    """Train with forward and backward on the caller's lane; return the weights that each forward pass found."""
+    seen: list[list[torch.Tensor]] = []
+    kept: list[torch.Tensor] = []  # a GPU's allocator gives memory to others in the order of the caller's stream
+    for step in steps:
+        found: list[torch.Tensor] = []
+        for parameter in parameters:
+            device.caller_work(
+                "forward",
+                lambda p=parameter, into=found: into.append(p.detach().clone()),
+                [span(parameter, writes=False)],
+            )
+        seen.append(found)
+        generator = torch.Generator().manual_seed(1000 + step)
+        for parameter in parameters:
+            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            kept.append(torch.full_like(parameter, torch.nan))
+            parameter.grad = kept[-1]
+            device.caller_work(
+                "backward",
+                lambda into=kept[-1], value=gradient: into.copy_(value),
+                [span(kept[-1], writes=True)],
+            )
+            if not optimizer.engine.config.keep_grads:
+                optimizer._arrived(parameter, optimizer._positions[parameter])
+        if clip:  # which waits for the gradients
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    device.mark(DeviceLane.CALLER).wait()
+    device.mark(DeviceLane.UPDATE).wait()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "keep_grads", "clip"),
+    [
+        *itertools.product([None, "lead_caller"], [False, True], [False, True]),
+        # Clipping waits for the gradients, and those that leave have been waited for.
+        ("follow_caller", True, False),
+    ],
+)
+def test_the_order_of_a_step_and_of_forward_and_backward(
+    tmp_path: Path, forgotten: str | None, keep_grads: bool, clip: bool
+) -> None:
+    """With both on lanes, nothing but marks says what comes first."""
+    parameters = weights()
+    device = SimulatedDevice(lazy=True, caller_is_host=False)
+    settings = config(tmp_path, keep_grads=keep_grads)
+    optimizer = OnDevice(parameters, device=device, offload=settings)
+    if forgotten is None:
+        with optimizer:
+            seen = train_behind(optimizer, parameters, device, range(4), clip)
+            assert same(seen[3], on_cpu(range(3), clip=clip)[: len(parameters)])
+            assert same(states(optimizer, parameters), on_cpu(range(4), clip=clip))
+        return
+    lanes = optimizer.engine._core._gpu
+    setattr(lanes, forgotten, lambda: None)
+    with pytest.raises(offload.OffloadError) as raised, optimizer:
+        train_behind(optimizer, parameters, device, range(4), clip)
+    assert any(isinstance(cause, HazardError) for cause in (raised.value, raised.value.__cause__))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
