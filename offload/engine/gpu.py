@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from offload.engine.machine import CopyIn, CopyOut, PushWeights, Run
+from offload.engine.machine import CopyIn, CopyOut, PushWeights, Run, Visit
 from offload.engine.memory import Arena
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout
@@ -77,7 +77,7 @@ class GpuLanes:
         self._left: dict[int, Mark] = {}
         self._weights: list[_WeightSlot] = []
         self._weights_of: dict[int, tuple[_WeightSlot, npt.NDArray[Any]]] = {}
-        self._inputs: dict[int, Mark] = {}
+        self._inputs: dict[int, tuple[Mark, ...]] = {}
         self._pinned: set[int] = set()
         self._told_unpinned = False
 
@@ -184,9 +184,10 @@ class GpuLanes:
         """Update a subgroup on the device."""
         subgroup = operation.visit.subgroup
         copied = self._ready.pop(operation.gpu_slot, None) if operation.gpu_slot is not None else None
-        for mark in (copied, self._inputs.get(subgroup)):  # fresh state was not copied
-            if mark is not None:
-                self.device.follow(DeviceLane.UPDATE, mark)
+        if copied is not None:  # fresh state was not
+            self.device.follow(DeviceLane.UPDATE, copied)
+        for mark in self._inputs.get(subgroup, ()):
+            self.device.follow(DeviceLane.UPDATE, mark)
         began = self.device.mark(DeviceLane.UPDATE)
         if table is not None:
             self.device.update(table)
@@ -255,20 +256,26 @@ class GpuLanes:
 
     # Gradients that the CPU needs
 
-    def pull(self, subgroup: int, copies: Iterable[tuple[int, int, int]]) -> None:
-        """Fetch gradients: rows of (host address, device address, bytes). The subgroup's run waits for them."""
-        for target, source, nbytes in copies:
-            self.device.copy(DeviceLane.D2H, target, source, nbytes)
-        self._inputs[subgroup] = self.device.mark(DeviceLane.D2H)
+    def bring(self, visit: Visit, marks: Sequence[Mark], copies: Sequence[tuple[int, int, int]]) -> None:
+        """Let a visit's run wait for its gradients.
 
-    def needs(self, subgroup: int, mark: Mark) -> None:
-        """Let a subgroup's run wait for a mark."""
-        self._inputs[subgroup] = mark
+        Args:
+            visit: Which one.
+            marks: Those after which gradients that arrived during backward are where they are used.
+            copies: What has still to be fetched: rows of (host address, device address, bytes).
+        """
+        if visit.gpu:
+            self._inputs[visit.subgroup] = tuple(marks)
+        elif marks or copies:
+            for mark in marks:
+                self.device.follow(DeviceLane.D2H, mark)
+            for target, source, nbytes in copies:
+                self.device.copy(DeviceLane.D2H, target, source, nbytes)
+            self._inputs[visit.subgroup] = (self.device.mark(DeviceLane.D2H),)
 
     def inputs(self, subgroup: int) -> Mark | None:
         """Return what a run on the CPU has to wait for; None if that is there."""
-        mark = self._inputs.get(subgroup)
-        return None if mark is None or mark.reached() else mark
+        return next((mark for mark in self._inputs.get(subgroup, ()) if not mark.reached()), None)
 
     def forget_inputs(self) -> None:
         """A step has ended: what it waited for says nothing about the next."""

@@ -1003,14 +1003,14 @@ class _Core:
         self._wide.clear()
         self._step_gradients = addresses = self._host_gradients.copy()
         for visit in visits:
-            copies = []
+            copies, marks = [], []
             for segment in self.plan.layout.subgroups[visit.subgroup].segments:
                 position = segment.parameter
                 if not self.tables.is_active(position) or not segment.numel:
                     continue
                 mark = gradients.positions[position].mark
                 if mark is not None:  # it arrived during backward
-                    gpu.needs(visit.subgroup, mark)
+                    marks.append(mark)
                 elif not visit.gpu:
                     item = TORCH_DTYPES[DtypeCode(self.tables.gradient_dtypes[position])].itemsize
                     slot = self._slots[position]
@@ -1020,8 +1020,7 @@ class _Core:
                     start, nbytes = segment.start * item, segment.numel * item
                     source = int(self.tables.gradients[position]) + start
                     copies.append((int(addresses[position]) + start, source, nbytes))
-            if copies:
-                gpu.pull(visit.subgroup, copies)
+            gpu.bring(visit, marks, copies)
 
     def _fill_for_push(self, gpu: GpuLanes, run: Run) -> npt.NDArray[Any]:
         """Return the table of a run on the CPU that makes weights for the GPU."""

@@ -139,6 +139,7 @@ class SimulatedDevice:
         self._host_clock: dict[DeviceLane, int] = {}
         self._open: list[_Work] = []
         self._failure: OffloadError | None = None
+        self._acting = 0
         self._closed = False
         self._some = threading.Condition(self._lock)
         self._reports: deque[tuple[_Work | _Now, Queue, int]] = deque()
@@ -357,15 +358,21 @@ class SimulatedDevice:
                 self._do(first)
 
     def _do(self, work: _Work) -> None:
-        if work.spans and self._failure is None:
-            self.done += 1
-            if self._fail_at is not None and self.done > self._fail_at:
-                self._failure = OffloadError(f"{self.name} has failed in {work.label}")
-        if self._failure is None:
+        with self._lock:
+            if work.spans and self._failure is None:
+                self.done += 1
+                if self._fail_at is not None and self.done > self._fail_at:
+                    self._failure = OffloadError(f"{self.name} has failed in {work.label}")
+            acts = self._failure is None
+            self._acting += acts
+        if acts:
             try:
                 work.act()
             except OffloadError as error:
                 self._failure = error
+            with self._some:
+                self._acting -= 1
+                self._some.notify_all()
         work.at_s = time.monotonic()
         work.done.set()
 
@@ -385,8 +392,11 @@ class SimulatedDevice:
             queue.post(op, error=error, started_s=mark.time_s(), finished_s=mark.time_s())
 
     def check(self) -> None:
-        """Raise what made the device fail, if anything has."""
+        """Raise what made the device fail, if anything has; from then on it touches no memory."""
         if self._failure is not None:
+            with self._some:
+                while self._acting:
+                    self._some.wait()
             raise self._failure
 
     def close(self) -> None:

@@ -79,19 +79,18 @@ def test_engine_equals_reference_whatever_the_gpu_does(
         kind = OnDevice if decoupled else OnDeviceAdam
         with kind(groups, device=device, offload=config) as optimizer:
             for _ in range(steps):
-                gradients = []
-                for group in groups:
-                    row = []
-                    for parameter in group["params"]:
-                        dtype = torch.float32 if gradient_dtype == "float32" else parameter.dtype
-                        gradient = None
-                        if torch.rand((), generator=generator) >= 0.2:
-                            for _ in range(passes):
-                                drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-                                torch.autograd.backward([parameter], [drawn.clone()])
-                                gradient = drawn.to(dtype) if gradient is None else gradient + drawn.to(dtype)
-                        row.append(gradient)
-                    gradients.append(row)
+                gradients = [[None] * len(group["params"]) for group in groups]
+                used = [(n, i) for n, group in enumerate(groups) for i in range(len(group["params"]))]
+                used = [place for place in used if torch.rand((), generator=generator) >= 0.2]
+                for _ in range(passes):
+                    for which in torch.randperm(len(used), generator=generator).tolist():  # arrive in any order
+                        number, index = used[which]
+                        parameter = groups[number]["params"][index]
+                        drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                        torch.autograd.backward([parameter], [drawn.clone()])
+                        drawn = drawn.float() if gradient_dtype == "float32" else drawn
+                        before = gradients[number][index]
+                        gradients[number][index] = drawn if before is None else before + drawn
                 factor = 1.0
                 if clip:
                     norm = float(optimizer.clip_grad_norm_(0.5))
