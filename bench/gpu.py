@@ -444,7 +444,8 @@ def markdown(results: dict[str, Found], targets: list[Target]) -> str:
                 lines.append("\nSmoke sizes: the figures mean nothing.")
         if "not_run" in section:
             lines += ["", f"**{section['not_run']}**"]
-        lines += ["", *table_of(name, section)]
+        table = table_of(name, section)
+        lines += ["", *table] if table else []
     return "\n".join(lines).rstrip() + "\n"
 
 
