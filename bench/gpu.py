@@ -7,6 +7,7 @@
     d  iteration time of a Llama with bf16 weights, beside no offload at all and beside other offloaders, each in a
        process of its own on the same batches, losses compared (`--contenders` runs some of them)
     e  peak GPU and host memory of those that ran in d
+    p  steps at every share as predicted for published machines; needs no GPU
 
 `python bench/gpu.py --section b --json FILE` keeps the other sections that FILE holds; each section says on what
 machine, from what commit and by what command it was run. FILE gets a Markdown file beside it. Without `--json`, a
@@ -25,6 +26,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,13 @@ import offload
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, GpuUpdateKernel, blocks_numel, reference, scalars
 from offload.kernels.reference import DTYPE_CODES, SegmentTensors, segment_table
+from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
+from offload.measure import find_rates
 from offload.measure.gpu import gpu_probe
+from offload.plan import Budgets, choose_plan, choose_subgroup_numel, estimate
+from offload.plan.budget import GPU_STAGING_SLOTS
 from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
+from offload.sim import predict
 
 NO_DEVICE = "no CUDA device: not run"
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -51,7 +58,9 @@ ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
 STATE = ("master", "exp_avg", "exp_avg_sq")
 UPDATE_BYTES = 28  # an element's state, gradient and weight, read and written
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, "auto")
-SECTIONS = ("a", "b", "c", "d", "e")
+SECTIONS = ("a", "b", "c", "d", "e", "p")
+MACHINES = ("h100-node", "a100-node")
+PREDICTED_ELEMENTS = (10**9, 3 * 10**9)
 
 Found = dict[str, Any]
 
@@ -292,7 +301,7 @@ def section_shares(args: argparse.Namespace, device: torch.device | None) -> Fou
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient.clone()
         try:
-            config = offload.OffloadConfig(placement=share)
+            config = offload.OffloadConfig(placement=share, gpu_memory=0)  # all state lies in host memory
             optimizer = offload.AdamW(weights, offload=config, **SETTINGS)
         except offload.OffloadError as error:
             found["shares"][str(share)] = {"not_run": str(error)}
@@ -336,6 +345,27 @@ def bound_s(rates: Found, elements: int, share: float) -> float | None:
     down_bytes, up_bytes = 12 * there + 2 * here, 12 * there + 2 * here
     crossing = down_bytes + up_bytes
     return max(down_bytes / down, up_bytes / up, (UPDATE_BYTES * here + crossing) / memory, there / gpu)
+
+
+# Section p
+
+
+def section_predictions(args: argparse.Namespace) -> Found:
+    """Predict section c for machines that others have measured: the scheduler's own steps on simulated lanes."""
+    found: Found = {"machines": {}}
+    for machine, elements in itertools.product(MACHINES, PREDICTED_ELEMENTS[: 1 if args.smoke else None]):
+        rates = replace(find_rates(machine).rates, paths=())
+        parameters = [Parameter(f"p{n}", elements // 64, DtypeCode.BFLOAT16, 0) for n in range(64)]
+        layout = extend_layout(Layout((), ()), parameters, choose_subgroup_numel(elements), MAX_TILE_BYTES)
+        staging_bytes = GPU_STAGING_SLOTS * max(layout.subgroup_bytes)
+        budgets = Budgets(layout.state_bytes, gpu_staging_bytes=staging_bytes, weights_on_gpu=True)
+        rows = {}
+        for share in SHARES:
+            plan = choose_plan(layout, budgets, rates, share)
+            step_s, bound_s = predict(plan, rates).step_s, estimate(plan, rates).bound_s
+            rows[str(share)] = {"gpu_share": gpu_share(plan), "step_s": step_s, "bound_s": bound_s}
+        found["machines"][f"{machine}, {elements:.0e} parameters"] = rows
+    return found
 
 
 # Sections d and e
@@ -419,6 +449,13 @@ def targets_of(results: dict[str, Found]) -> list[Target]:
     others = [iteration_s(found[name]) for name in PEERS if name in found and name != zero3]
     best = min(others) / ours if ours and others else None
     targets.append(Target.at_least("iteration, times as fast as the fastest other peer", best, 1.0, why("d")))
+    predicted = results.get("p", {}).get("machines", {}).values()
+    over = max((rows["auto"]["step_s"] / rows["auto"]["bound_s"] for rows in predicted), default=None)
+    name = "predicted for published machines: step with host-resident state over its bound"
+    targets.append(Target.at_most(name, over, 1.15, why("p")))
+    best = [rows["auto"]["step_s"] / min(row["step_s"] for row in rows.values()) for rows in predicted]
+    name = "predicted for published machines: planner's share beside the best share"
+    targets.append(Target.at_most(name, max(best, default=None), 1.05, why("p")))
     return targets
 
 
@@ -472,6 +509,12 @@ def table_of(name: str, section: Found) -> list[str]:
             apart = f"{max(abs(a - b) for a, b in zip(entry['losses'], plain, strict=True)):.2e}" if plain else ""
             shown = (f"{1e3 * iteration_s(entry):.1f}", f"{entry['losses'][-1]:.4f}", apart)
             rows.append((contender, *shown, entry.get("weights", ""), ABOUT[contender]))
+    elif name == "p":
+        head = ("machine", "share", "GPU's part", "step, ms", "over its bound")
+        for machine, shares in section.get("machines", {}).items():
+            for share, entry in shares.items():
+                times = (f"{1e3 * entry['step_s']:.1f}", f"{entry['step_s'] / entry['bound_s']:.3f}")
+                rows.append((machine, share, f"{entry['gpu_share']:.2f}", *times))
     elif name == "e":
         head = ("contender", "peak GPU, GiB", "reserved, GiB", "peak host, GiB")
         for contender, entry in section.get("contenders", {}).items():
@@ -557,9 +600,10 @@ def main() -> None:
         "c": lambda: section_shares(args, device),
         "d": lambda: section_training(args, device, dict(results.get("d", {}))),
         "e": lambda: section_memory(results.get("d", {})),
+        "p": lambda: section_predictions(args),
     }
     for name in args.section or SECTIONS:
-        if device is None and not args.smoke:
+        if device is None and not args.smoke and name != "p":
             print(f"section {name}: {NO_DEVICE}")
             found: Found = {"not_run": NO_DEVICE}
             if "not_run" not in results.get(name, found):
