@@ -36,7 +36,7 @@ from offload.checkpoint.saves import Saves, Snapshot
 from offload.config import OffloadConfig, PathConfig
 from offload.engine.executor import REQUEST, Interval, LiveExecutor
 from offload.engine.gpu import GpuLanes
-from offload.engine.gradients import BLOCK_BYTES, GpuGradients
+from offload.engine.gradients import BLOCK_BYTES, PASSING, GpuGradients
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Begin, BeginSave, Machine, Release, Run, State, Sweep, Visit, update_visits
@@ -113,7 +113,7 @@ LEAST_TILE_BYTES = 1 << 20
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a flat tensor over memory that somebody else owns and keeps alive."""
     if numel == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer((ctypes.c_char * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
@@ -555,7 +555,7 @@ class _Core:
             offered = free if path.max_bytes is None else min(free, path.max_bytes)
             paths.append(PathBudget(path.path, offered, path.share or 1.0))
         invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")
-        gradients = sum(self._slot_bytes(parameter) for parameter in layout.parameters)
+        gradients = self._gradient_bytes(layout.parameters, on_gpu=device is not None)
         gpu_bytes = gpu_staging_bytes = 0
         if device is not None:
             left = int(device.free_bytes() * GPU_USE)
@@ -581,6 +581,11 @@ class _Core:
             return 0
         numel = -(-parameter.numel // SEGMENT_ALIGN_NUMEL) * SEGMENT_ALIGN_NUMEL
         return numel * TORCH_DTYPES[self._slot_dtype(parameter)].itemsize
+
+    def _gradient_bytes(self, parameters: Sequence[Parameter], *, on_gpu: bool) -> int:
+        """Return the host memory for the gradients of these parameters, those that pass to be added included."""
+        sizes = [self._slot_bytes(parameter) for parameter in parameters]
+        return sum(sizes) + (PASSING * max(sizes, default=0) if on_gpu and not self.config.keep_grads else 0)
 
     def _arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
         arena = Arena(nbytes, inherit=inherit) if self._gpu is None else self._gpu.arena(nbytes, inherit=inherit)
@@ -626,11 +631,10 @@ class _Core:
             return plan
         weights = self._arena(WEIGHT_SLOTS * plan.weight_slot_bytes).address if plan.weight_slot_bytes else 0
         gpu.adopt(plan, before, weights)
-        homes = [s.state_bytes for s in plan.layout.subgroups if plan.at_home_on_gpu(s.index)]
-        if homes and (self._bounce is None or self._bounce.nbytes < max(homes)):
-            self._bounce = self._arena(max(homes))
+        if plan.bounce_bytes and (self._bounce is None or self._bounce.nbytes < plan.bounce_bytes):
+            self._bounce = self._arena(plan.bounce_bytes)
         used = [p for number, p in enumerate(plan.layout.parameters) if self._uses_cpu(plan, number)]
-        gradients = sum(self._slot_bytes(parameter) for parameter in used)
+        gradients = self._gradient_bytes(used, on_gpu=True)
         plan = dataclasses.replace(plan, budgets=dataclasses.replace(plan.budgets, gradient_bytes=gradients))
         self.executor.bind(plan, self._staging.address if self._staging else 0)
         return plan
@@ -653,7 +657,7 @@ class _Core:
                 self._slots.append(arena.tensor(offset, parameter.numel, dtype))
                 offset += self._slot_bytes(parameter)
             else:
-                self._slots.append(torch.empty(0, dtype=dtype))
+                self._slots.append(torch.empty(0, dtype=dtype, device="cpu"))
             self._gathered.append(False)
         counts = [-(-parameter.numel // NORM_BLOCK_NUMEL) for parameter in parameters]
         if self._gradients is None:
@@ -673,7 +677,7 @@ class _Core:
         """See `Engine.add`."""
         before = self.plan
         layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
-        gradients = sum(self._slot_bytes(parameter) for parameter in layout.parameters)
+        gradients = self._gradient_bytes(layout.parameters, on_gpu=self._gpu is not None)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
@@ -706,9 +710,9 @@ class _Core:
                 # The paths have strayed from the plan, each as it was fast, and hold slots of other sizes now.
                 offers = {path.name: path.available_bytes for path in plan.budgets.paths}
                 raise InfeasiblePlanError("the added state", plan.storage_bytes, offers, "free space or add a path")
-            self._adopt(plan, before.layout)
-            if self._gpu is not None:
+            if self._gpu is not None:  # which may refuse; nothing has changed then
                 plan = self._adopt_gpu(plan, before.layout)
+            self._adopt(plan, before.layout)
             self._adopt_gradients(plan, before.layout)
             self.machine.index.allow(plan.slot_counts)
             self.machine.extend(plan)
@@ -803,9 +807,15 @@ class _Core:
         self._next = request
         if self._gpu is not None:
             self._gpu.follow_caller()
-        self._queue.exchange(REQUEST, self._reply)
-        if request.error is not None:
-            raise request.error
+        try:
+            self._queue.exchange(REQUEST, self._reply)
+            if request.error is not None:
+                raise request.error
+        except BaseException:  # whatever came of it, weights may be on their way
+            if self._gpu is not None:
+                with contextlib.suppress(OffloadError):
+                    self._gpu.lead_caller()
+            raise
         if self._gpu is not None:
             self._gpu.lead_caller()
 
@@ -834,6 +844,11 @@ class _Core:
             return Sweep(self._sweeps, self._version, visits)
 
         self._request(begin, applied)
+
+    @property
+    def _is_usable(self) -> bool:
+        unusable = self._closed or self.broken or self.machine.broken
+        return not unusable and os.getpid() == self._pid
 
     def check_usable(self) -> None:
         """Raise `SessionBrokenError` unless this process can use the session."""
@@ -871,7 +886,7 @@ class _Core:
 
     def forget_gradients(self) -> None:
         """See `Engine.forget_gradients`."""
-        if self._gradients is not None:
+        if self._gradients is not None and self._is_usable:
             self._gradients.forget()
 
     def gradient_arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:
@@ -1117,7 +1132,8 @@ class _Core:
         with self._lock:
             numels = {position: self.plan.layout.parameters[position].numel for position in positions}
             found = {
-                position: {name: torch.empty(numel) for name in STATE_NAMES} for position, numel in numels.items()
+                position: {name: torch.empty(numel, device="cpu") for name in STATE_NAMES}
+                for position, numel in numels.items()
             }
 
             def read(run: Run) -> None:
