@@ -333,7 +333,8 @@ class OffloadedAdam(torch.optim.Optimizer):
         if position not in self._departed:
             self._departed[position] = gradient if self.engine.keeps_gradient(position) else None
 
-    def _forget_departed(self) -> None:
+    def forget_departed(self) -> None:
+        """Forget gradients that have left the GPU: those that arrive next are the first; for `offload.GradScaler`."""
         if self._departed:
             self.engine.forget_gradients()
             self._departed.clear()
@@ -448,7 +449,7 @@ class OffloadedAdam(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, as torch documents it; those that have left, too."""
         self._forget_clip()
-        self._forget_departed()
+        self.forget_departed()
         super().zero_grad(set_to_none)
 
     # Work
@@ -528,7 +529,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             self.engine.step(groups, scale=self._loss_scale, clip=self._clip, active=active)
         finally:
             self._forget_clip()
-            self._forget_departed()
+            self.forget_departed()
             self._kept.clear()
             wanted = set(active)
             updated = [parameter for parameter, position in self._positions.items() if position in wanted]

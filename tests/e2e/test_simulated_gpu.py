@@ -391,6 +391,26 @@ def test_loss_scaling(tmp_path: Path, keep_grads: bool) -> None:
             ours.unscale_(optimizer)
 
 
+def test_a_skipped_step_forgets_gradients_that_have_left(tmp_path: Path) -> None:
+    """Whoever zeroes them through the model would add to them for ever."""
+    parameters = weights()
+    scaler = offload.GradScaler("cpu", init_scale=1.0, backoff_factor=1.0 - 2.0**-20)
+    with OnDevice(
+        parameters, device=SimulatedDevice(lazy=True), offload=config(tmp_path, keep_grads=False)
+    ) as optimizer:
+        scaler.scale(torch.ones(()))
+        torch.autograd.backward(parameters, [torch.full_like(p, torch.inf) for p in parameters])
+        scaler.step(optimizer)
+        scaler.update()
+        for parameter in parameters:
+            parameter.grad = None
+        backward(parameters, 0)
+        scaler.unscale_(optimizer)
+        assert torch.isfinite(optimizer.clip_grad_norm_(1.0))
+        scaler.step(optimizer)
+        assert optimizer.engine.step_count(0) == 1
+
+
 def test_gradients_leave_during_backward(tmp_path: Path) -> None:
     parameters = weights()
     settings = config(tmp_path, keep_grads=False, placement="cpu", gpu_memory=0)
