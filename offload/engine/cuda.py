@@ -43,12 +43,14 @@ class _Event:
         self.number = number
         self.base = base
 
+    # With the device set: what a new thread asks first would else make a context on device 0, of half a gigabyte.
+
     def reached(self) -> bool:
-        with _refusals(self.device.name):
+        with _refusals(self.device.name), cuda.device(self.device.device):
             return bool(self.event.query())
 
     def wait(self) -> None:
-        with _refusals(self.device.name):
+        with _refusals(self.device.name), cuda.device(self.device.device):
             self.event.synchronize()
 
     def time_s(self) -> float:
@@ -93,10 +95,11 @@ class CudaDevice:
 
     def _now(self) -> tuple[Any, float]:
         """Return an event that happens now, on a stream with nothing else on it, and the monotonic clock's time."""
-        event = cuda.Event(enable_timing=True)
-        event.record(self._clock)
-        event.synchronize()
-        return event, time.monotonic()
+        with cuda.device(self.device):
+            event = cuda.Event(enable_timing=True)
+            event.record(self._clock)
+            event.synchronize()
+            return event, time.monotonic()
 
     # Memory
 

@@ -89,7 +89,7 @@ class GpuLanes:
         Args:
             plan: The new plan.
             before: The layout of the one before.
-            weight_slots: Host memory for `WEIGHT_SLOTS` subgroups' weights; 0 where weights are not on the device.
+            weight_slots: Host memory for `WEIGHT_SLOTS` subgroups' weights; 0 for what there is.
 
         Raises:
             OffloadError: The device has no room; nothing has changed then.

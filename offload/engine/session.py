@@ -444,6 +444,7 @@ class _Core:
         self._step_gradients = self._host_gradients
         self._wide: list[torch.Tensor] = []
         self._bounce: Arena | None = None
+        self._weights: Arena | None = None
         self._has_slots = gradient_slots or device is not None
         self._slots: list[torch.Tensor] = []
         self._blocks: list[npt.NDArray[np.float64]] = []
@@ -593,6 +594,14 @@ class _Core:
         self._arenas.append(arena)
         return arena
 
+    def _give_back(self, arena: Arena | None) -> None:
+        if arena is not None:
+            self._arenas.remove(arena)
+            if self._gpu is None:
+                arena.close()
+            else:
+                self._gpu.give_back(arena)
+
     def _adopt(self, plan: Plan, before: Layout) -> None:
         """Allocate host memory for the state that `plan` adds to the layout `before`; nothing is in flight."""
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
@@ -616,11 +625,7 @@ class _Core:
                     nbytes = plan.layout.subgroups[subgroup_index].state_bytes
                     source = self.executor.slot_address(slot)
                     ctypes.memmove(staging.address + slot * plan.slot_bytes, source, nbytes)
-                self._arenas.remove(old)
-                if self._gpu is None:
-                    old.close()
-                else:
-                    self._gpu.give_back(old)
+                self._give_back(old)
             self._staging = staging
         self.executor.bind(plan, self._staging.address if self._staging else 0)
 
@@ -630,9 +635,20 @@ class _Core:
         invariant(gpu is not None, "a plan for a GPU without one")
         if gpu is None:
             return plan
-        weights = self._arena(WEIGHT_SLOTS * plan.weight_slot_bytes).address if plan.weight_slot_bytes else 0
-        gpu.adopt(plan, before, weights)
-        if plan.bounce_bytes and (self._bounce is None or self._bounce.nbytes < plan.bounce_bytes):
+        nbytes, weights, old = WEIGHT_SLOTS * plan.weight_slot_bytes, None, self._weights
+        if nbytes > (old.nbytes if old is not None else 0):
+            weights = self._arena(nbytes)
+        try:
+            gpu.adopt(plan, before, weights.address if weights is not None else 0)
+        except OffloadError:
+            self._give_back(weights)
+            raise
+        if weights is not None:
+            gpu.wait()  # for what is being pushed
+            self._give_back(old)
+            self._weights = weights
+        if plan.bounce_bytes > (self._bounce.nbytes if self._bounce is not None else 0):
+            self._give_back(self._bounce)
             self._bounce = self._arena(plan.bounce_bytes)
         used = [p for number, p in enumerate(plan.layout.parameters) if self._uses_cpu(plan, number)]
         gradients = self._gradient_bytes(used, on_gpu=True)
@@ -680,6 +696,12 @@ class _Core:
         layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
         gradients = self._gradient_bytes(layout.parameters, on_gpu=self._gpu is not None)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
+        if self._gpu is not None and self.config.placement != "cpu":
+            room = int(self._gpu.device.free_bytes() * GPU_USE)
+            staging = max(
+                budgets.gpu_staging_bytes, min(GPU_STAGING_SLOTS * max(layout.subgroup_bytes, default=0), room)
+            )
+            budgets = dataclasses.replace(budgets, gpu_staging_bytes=staging)
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
 

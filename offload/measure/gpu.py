@@ -47,7 +47,7 @@ class GpuProbe:
         self._streams: dict[str, Any] = {way: self._torch.cuda.Stream() for way in ("h2d", "d2h")}
         self._pairs: dict[str, tuple[Any, Any]] = {}
         for way in self._streams:
-            host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+            host = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
             self._pairs[way] = (device, host) if way == "h2d" else (host, device)
         free_bytes, _ = torch.cuda.mem_get_info()
