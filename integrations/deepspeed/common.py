@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import socket
 import weakref
@@ -13,7 +14,10 @@ from typing import Any, TypeVar
 import torch
 
 from offload import ConfigError, Engine, OffloadConfig, SessionBrokenError
+from offload.integrations.deepspeed import stream
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
+
+log = logging.getLogger("offload")
 
 STEPS = "offload_steps"
 """Our entry in DeepSpeed's optimizer checkpoints: updates of each parameter by name (DeepSpeed has one count)."""
@@ -56,6 +60,8 @@ class OffloadedOptimizer:
     _factor = 1.0
     _saved_steps: Mapping[str, int] | None = None
     _masters_reloaded = False
+    _streams = False
+    _streamed: tuple[dict[str, Any], list[FlatState]] | None = None
 
     # What users touch
 
@@ -153,7 +159,7 @@ class OffloadedOptimizer:
         if self._lent is not None:
             yield self._lent
             return
-        self._lent = self.shard.export()
+        self._lent = self.shard.empty(stream.without_memory) if self._streams else self.shard.export()
         try:
             self._lend(self._lent)
             yield self._lent
@@ -179,6 +185,41 @@ class OffloadedOptimizer:
     def _restore_from_bit16_weights(self) -> None:
         self._masters_reloaded = True
         self.shard.reload_masters()
+
+    def stream_checkpoints(self, engine: Any) -> None:
+        """Let a DeepSpeed engine save without a copy of the state in memory, where that is possible."""
+        save = engine._save_zero_checkpoint
+
+        def save_zero_checkpoint(save_path: str, tag: str) -> None:
+            self._on_all_ranks(lambda: self._save(save, engine, save_path, tag))
+
+        engine._save_zero_checkpoint = save_zero_checkpoint
+
+    def _save(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
+        if not stream.can_stream(engine.checkpoint_engine):
+            save(save_path, tag)
+            return
+        self._streams = True
+        try:
+            with torch.serialization.skip_data():
+                save(save_path, tag)
+        finally:
+            self._streams = False
+            streamed, self._streamed = self._streamed, None
+        path = engine._get_zero_ckpt_name(save_path, tag)
+        whole = streamed is not None and stream.fill(
+            path, streamed[0], lambda found: found["optimizer_state_dict"], streamed[1], self.shard
+        )
+        if not whole:
+            log.warning("state is saved to %s in a way that cannot be streamed, so it is copied first", path)
+            save(save_path, tag)
+
+    def _saved(self, found: dict[str, Any], states: list[FlatState]) -> dict[str, Any]:
+        """Add what DeepSpeed does not know of to what it is about to save."""
+        found[STEPS] = self.shard.steps()
+        if self._streams:
+            self._streamed = found, states
+        return found
 
     # What DeepSpeed calls
 

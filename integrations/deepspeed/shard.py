@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import mmap
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ CODES = {
 STATE = ("master", "exp_avg", "exp_avg_sq")
 
 BATCH_NUMEL = 1 << 26
-"""Elements that are copied out of, or into, the engine at a time."""
+"""Elements that are copied into the engine at a time."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,17 @@ class Shard:
         """The gradients have been used or thrown away; they stay readable until the next ones arrive."""
         self._open = False
 
-    def has_gradient(self, number: int) -> bool:
-        """Return whether a piece's buffer holds a gradient of this (or else the last) window."""
-        return number in self._arrived
+    def lend_gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
+        """Return where a piece's gradient lies, as `gradient` does, to someone who may write to it.
+
+        A piece without a gradient in this window (or, between windows, in the last one) reads as zero.
+        """
+        slot = self.gradient(number, numel)
+        if number not in self._arrived:
+            slot.zero_()  # it was that of an earlier step
+        elif self._open:
+            self.touch(number)  # the norm that was gathered may not be its own for long
+        return slot
 
     @property
     def active(self) -> list[int]:
@@ -226,19 +234,31 @@ class Shard:
             file.truncate(numel * 4)
             return torch.frombuffer(mmap.mmap(file.fileno(), numel * 4), dtype=torch.float32)
 
-    def _empty(self, numel: int) -> FlatState:
-        return FlatState(self._zeros(numel), self._zeros(numel), self._zeros(numel), 0)
+    def empty(self, make: Callable[[int], torch.Tensor] | None = None) -> list[FlatState]:
+        """Return a row of zeros for each flat tensor, with the number of updates that it has had.
+
+        Args:
+            make: Makes fp32 zeros from a number of elements; by default in memory, or in a file where state has one.
+        """
+        make = make or self._zeros
+        numels = [weight.numel() for weight in self.weights]
+        states = [FlatState(make(numel), make(numel), make(numel), 0) for numel in numels]
+        for number, piece in enumerate(self.pieces):
+            states[piece.flat].step = max(states[piece.flat].step, self.engine.step_count(number))
+        return states
 
     def export(self) -> list[FlatState]:
         """Return the state of all flat tensors."""
-        states = [self._empty(weight.numel()) for weight in self.weights]
-        for batch in self._batches():
-            for number, found in zip(batch, self.engine.read_state(batch), strict=True):
-                piece = self.pieces[number]
-                state = states[piece.flat]
-                state.step = max(state.step, self.engine.step_count(number))
-                for name in STATE:
-                    getattr(state, name).narrow(0, piece.offset, piece.numel).copy_(found[name])
+        states = self.empty()
+
+        def take(number: int, first: int, views: Mapping[str, torch.Tensor]) -> None:
+            piece = self.pieces[number]
+            for name in STATE:
+                getattr(states[piece.flat], name).narrow(0, piece.offset + first, views[name].numel()).copy_(
+                    views[name]
+                )
+
+        self.engine.visit_state(take)
         return states
 
     def load(self, states: Sequence[FlatState], steps: Mapping[str, int]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import set_full_hp_grad
 
 from offload import OffloadConfig
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, rank_config
@@ -137,12 +138,12 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything in DeepSpeed's layout."""
-        with self._in_memory():
+        with self._in_memory() as states:
             found: dict[str, Any] = super().state_dict()
             key = "single_partition_of_fp32_groups"
             found[key] = [master.detach() for master in found[key]]
-        found[STEPS] = self.shard.steps()
-        return found
+        saved: dict[str, Any] = self._saved(found, states)
+        return saved
 
     def _load_global_state(self, sd: Mapping[str, Any]) -> None:
         self._saved_steps = sd.get(STEPS)
@@ -171,6 +172,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
                 mapping.get_hp_fragment = self._reader(number)
                 mapping.get_lp_grad_fragment = self._gradient_reader(number)
                 parameter.set_full_hp_param = types.MethodType(self._writer(number), parameter)
+                parameter.set_full_hp_grad = types.MethodType(self._gradient_writer(number), parameter)
 
     def _reader(self, number: int) -> Callable[..., torch.Tensor]:
         def get_hp_fragment(optim_state_key: str | None = None) -> torch.Tensor:
@@ -182,9 +184,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     def _gradient_reader(self, number: int) -> Callable[[int], torch.Tensor]:
         def get_lp_grad_fragment(index_in_param_group: int) -> torch.Tensor:
-            gradient: torch.Tensor = self.shard.gradient(number)
-            if not self.shard.has_gradient(number):
-                gradient.zero_()  # it was that of an earlier step
+            gradient: torch.Tensor = self.shard.lend_gradient(number)
             return gradient
 
         return get_lp_grad_fragment
@@ -196,3 +196,10 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             self.shard.write(number, optim_state_key or "master", fragment)
 
         return set_full_hp_param
+
+    def _gradient_writer(self, number: int) -> Callable[..., None]:
+        def write(parameter: Any, value: torch.Tensor) -> None:
+            set_full_hp_grad(parameter, value)
+            self.shard.touch(number)
+
+        return write

@@ -136,8 +136,8 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
         with self._in_memory() as states:
             found: dict[str, Any] = super()._rigid_state_dict()
             found[FP32_FLAT_GROUPS] = [state.master for state in states]
-        found[STEPS] = self.shard.steps()
-        return found
+        saved: dict[str, Any] = self._saved(found, states)
+        return saved
 
     def _rigid_load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
         self._saved_steps = state_dict.get(STEPS)
@@ -177,9 +177,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
         number = self._number(param)
-        gradient = self.shard.gradient(number, param.partition_numel())
-        if not self.shard.has_gradient(number):
-            gradient.zero_()  # it was that of an earlier step
+        gradient = self.shard.lend_gradient(number, param.partition_numel())
         return gradient, self.shard.pieces[number].flat
 
     def set_full_hp_param(self, value: torch.Tensor, param: Any, optim_state_key: str | None = None) -> None:

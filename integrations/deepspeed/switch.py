@@ -26,7 +26,11 @@ _STAGE3 = "deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"
 _STAGE12 = "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"
 
 RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
-    _ENGINE: {"_configure_optimizer": "client_optimizer model_parameters"},
+    _ENGINE: {
+        "_configure_optimizer": "client_optimizer model_parameters",
+        "_save_zero_checkpoint": "save_path tag",
+        "_get_zero_ckpt_name": "checkpoints_path tag",
+    },
     _STAGE3: {
         "_create_fp32_partitions": "",
         "initialize_optimizer_states": "",
@@ -150,6 +154,7 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
     if not isinstance(engine.optimizer, OffloadedOptimizer):
         raise InternalError(f"DeepSpeed made a {type(engine.optimizer).__name__} in spite of {KEY}")
     engine.optimizer.report_to(engine)
+    engine.optimizer.stream_checkpoints(engine)
 
 
 def _check_engine(engine: Any) -> None:

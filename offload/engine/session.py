@@ -293,6 +293,19 @@ class Engine:
         """Return master, exp_avg and exp_avg_sq of each parameter as new flat fp32 CPU tensors."""
         return self._core.read_state([self._core.position(parameter) for parameter in parameters])
 
+    def visit_state(self, take: Callable[[int, int, Mapping[str, torch.Tensor]], None]) -> None:
+        """Hand out all state once, run by run in the engine's order, where it lies in memory: nothing is copied.
+
+        Args:
+            take: Called with a parameter's position, the first element of the run, and flat fp32 views of its master,
+                exp_avg and exp_avg_sq that must not be written to or kept. It runs on a thread of the engine's and
+                must not call the engine.
+
+        Raises:
+            Exception: What `take` raised first; it is not called again, and the state is unharmed.
+        """
+        self._core.visit_state(take)
+
     def write_state(
         self, values: Mapping[int | str, Mapping[str, torch.Tensor]], steps: Mapping[int | str, int] | None = None
     ) -> None:
@@ -1170,6 +1183,26 @@ class _Core:
 
             self._sweep(self._subgroups_of(positions), read, changes=False)
             return [found[position] for position in positions]
+
+    def visit_state(self, take: Callable[[int, int, Mapping[str, torch.Tensor]], None]) -> None:
+        """See `Engine.visit_state`."""
+        self.check_usable()
+        failed: list[Exception] = []
+
+        def visit(run: Run) -> None:
+            self._make_whole(run)
+            for segment, views in self._pieces(run):
+                if failed:
+                    break
+                try:
+                    take(segment.parameter, segment.start, views)
+                except Exception as error:  # the reader's own affair
+                    failed.append(error)
+
+        with self._lock:
+            self._sweep(range(len(self.plan.layout.subgroups)), visit, changes=False)
+        if failed:
+            raise failed[0]
 
     def write_state(self, values: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> None:
         """See `Engine.write_state`."""

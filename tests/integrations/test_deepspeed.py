@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,13 @@ OTHERS = tuple(name for name in CHECKS if name not in FULL and not name.startswi
 TIMEOUT_S = 280
 
 
-def start(world: int, folder: Path, names: tuple[str, ...], **variables: str) -> dict[str, str]:
+def start(
+    world: int,
+    folder: Path,
+    names: tuple[str, ...],
+    before_exec: Callable[[], None] | None = None,
+    **variables: str,
+) -> dict[str, str]:
     """Run checks in `world` ranks; return what became of each: "ok", or what the first rank that failed says."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -41,7 +50,9 @@ def start(world: int, folder: Path, names: tuple[str, ...], **variables: str) ->
         }
         log = (folder / f"log-{rank}").open("w")
         command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *names]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        ranks.append(
+            subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, preexec_fn=before_exec)
+        )
         log.close()
     try:
         for process in ranks:
@@ -105,6 +116,20 @@ def test_checkpoints_in_fresh_processes_and_at_another_world_size(before: int, a
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
     assert start(after, tmp_path, ("alone_universal_load",)) == {"alone_universal_load": "ok"}
+
+
+def limit_locked_memory() -> None:
+    """Allow 64 KiB, for root too. Runs between fork and exec."""
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
+    if os.geteuid() == 0:
+        prctl = ctypes.CDLL(None).prctl
+        prctl(24, 14, 0, 0, 0)  # PR_CAPBSET_DROP, CAP_IPC_LOCK: gone after exec
+
+
+@pytest.mark.slow
+def test_little_locked_memory_is_enough(tmp_path: Path) -> None:
+    name = "alone_with_little_locked_memory"
+    assert start(1, tmp_path, (name,), before_exec=limit_locked_memory) == {name: "ok"}
 
 
 @pytest.mark.slow

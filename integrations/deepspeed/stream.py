@@ -1,0 +1,98 @@
+"""DeepSpeed's own checkpoint files, whose bytes of state go from the engine to the file without a copy in memory.
+
+DeepSpeed pickles tensors that have the right shape and no memory behind them, under `torch.serialization.skip_data`:
+that leaves the file as it should be, with holes where the state belongs. The engine then writes each run of state to
+its place, in the order that suits it.
+
+Not here: what DeepSpeed's layout is. Whatever it makes of the tensors that it is lent, views of them are found again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from torch.utils import _pytree
+
+from offload.integrations.deepspeed.shard import STATE, FlatState, Shard
+
+_NO_RESERVE = 0x4000  # mmap has no name for it before Python 3.13
+_ITEM_BYTES = 4
+
+
+def can_stream(checkpoint_engine: Any) -> bool:
+    """Return whether a checkpoint engine of DeepSpeed's writes with `torch.save` to a zip file of its own."""
+    return type(checkpoint_engine) is TorchCheckpointEngine and bool(checkpoint_engine.zipfile_serialization)
+
+
+def without_memory(numel: int) -> torch.Tensor:
+    """Return fp32 zeros that take address space only, as long as nobody writes to them."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    space = mmap.mmap(-1, max(numel, 1) * _ITEM_BYTES, flags=flags)
+    return torch.frombuffer(space, dtype=torch.float32, count=numel) if numel else torch.empty(0)
+
+
+def _tensors(tree: Any) -> Iterable[torch.Tensor]:
+    return (leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _bytes(flat: torch.Tensor) -> memoryview:
+    elements: Any = flat.numpy()
+    return memoryview(elements).cast("B")
+
+
+def _write(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def fill(path: str, pickled: Any, find: Callable[[Any], Any], lent: Sequence[FlatState], shard: Shard) -> bool:
+    """Write the bytes of all tensors into a file that was saved without them.
+
+    Args:
+        path: The file.
+        pickled: What was saved, or the part of it that has all the tensors.
+        find: Returns that part of what is loaded from the file.
+        lent: The tensors without memory among them, one row for each flat tensor of the shard.
+        shard: Whose state they stand for.
+
+    Returns:
+        False, with nothing written, if some tensor's place in the file cannot be told.
+
+    Raises:
+        OSError: If the file cannot be written; the state is unharmed.
+    """
+    loaded = find(torch.load(path, map_location="meta", weights_only=False))
+    offsets = [int(tensor.untyped_storage()._checkpoint_offset or 0) for tensor in _tensors(loaded)]
+    tensors = list(_tensors(pickled))
+    with zipfile.ZipFile(path) as archive:
+        records = sum("/data/" in name for name in archive.namelist())
+    place = {tensor.untyped_storage().data_ptr(): offset for tensor, offset in zip(tensors, offsets, strict=True)}
+    starts = [[place.get(getattr(state, name).data_ptr()) for name in STATE] for state in lent]
+    of_state = {start for row in starts for start in row}
+    if len(set(offsets)) != records or (None in of_state and any(state.master.numel() for state in lent)):
+        return False
+    file = os.open(path, os.O_WRONLY)
+    try:
+        for tensor, offset in zip(tensors, offsets, strict=True):
+            if offset not in of_state:
+                elements = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
+                _write(file, _bytes(elements.cpu()), offset)
+
+        def take(number: int, first: int, views: Any) -> None:
+            piece = shard.pieces[number]
+            for name, start in zip(STATE, starts[piece.flat], strict=True):
+                if start is not None:
+                    offset = start + (piece.offset + first) * _ITEM_BYTES
+                    _write(file, _bytes(views[name]), offset)
+
+        shard.engine.visit_state(take)
+    finally:
+        os.close(file)
+    return True
