@@ -8,14 +8,15 @@ import logging
 import os
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from offload import ConfigError, Engine, OffloadConfig, SessionBrokenError
 from offload.integrations.deepspeed import stream
-from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
+from offload.integrations.deepspeed.shard import STATE, FlatState, Piece, Shard, group_scalars
 
 log = logging.getLogger("offload")
 
@@ -26,21 +27,60 @@ STEPS = "offload_steps"
 _T = TypeVar("_T")
 
 
-def rank_config(config: OffloadConfig, group: Any) -> OffloadConfig:
-    """Return one rank's share of a config: directories of its own, and its part of the cores that ranks share.
+NODES = Path("/sys/devices/system/node")
+"""Where Linux lists NUMA nodes."""
+
+
+def make_shard(pieces: Sequence[Piece], weights: Sequence[torch.Tensor], config: OffloadConfig, group: Any) -> Shard:
+    """Make one rank's shard, with directories of its own and its part of the cores and NUMA nodes that ranks share.
 
     Collective over `group`.
     """
-    world = torch.distributed.get_world_size(group)
-    if world == 1:
-        return config
+    if torch.distributed.get_world_size(group) == 1:
+        return Shard(pieces, weights, config)
     mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
-    everyone: list[Any] = [None] * world
+    everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, mine, group=group)
+    sharing, before = everyone.count(mine), everyone[: torch.distributed.get_rank(group)].count(mine)
     config = config.for_rank(torch.distributed.get_rank())
     if config.threads is None:
-        config = dataclasses.replace(config, threads=max(1, len(mine[1]) // everyone.count(mine)))
-    return config
+        config = dataclasses.replace(config, threads=max(1, len(mine[1]) // sharing))
+    with _on_cores(cores_of_rank(before, sharing, set(mine[1]), NODES)):
+        return Shard(pieces, weights, config)
+
+
+def cores_of_rank(number: int, ranks: int, cores: set[int], nodes: Path) -> set[int]:
+    """Return the cores for one of several ranks that may all run on the same ones: those of its share of NUMA nodes.
+
+    Args:
+        number: Which of them it is, from 0.
+        ranks: How many they are.
+        cores: What they may run on.
+        nodes: Directory with a `node<n>/cpulist` for each node.
+    """
+    found = [cores & _cpulist((node / "cpulist").read_text()) for node in nodes.glob("node[0-9]*")]
+    parts = sorted((part for part in found if part), key=min)
+    if len(parts) < 2:
+        return cores
+    first = number * len(parts) // ranks
+    return set().union(*parts[first : max(first + 1, (number + 1) * len(parts) // ranks)])
+
+
+def _cpulist(text: str) -> set[int]:
+    """Return the numbers in a list such as "0-3,8"."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return {core for end in ends for core in range(int(end[0]), int(end[-1]) + 1)}
+
+
+@contextlib.contextmanager
+def _on_cores(cores: set[int]) -> Iterator[None]:
+    """Run this thread on some cores for a while: threads that it starts stay there, and memory that it touches."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 class OffloadedOptimizer:

@@ -16,8 +16,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import set_full_hp_grad
 
 from offload import OffloadConfig
-from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, rank_config
-from offload.integrations.deepspeed.shard import FlatState, Piece, Shard
+from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
+from offload.integrations.deepspeed.shard import FlatState, Piece
 
 
 class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -61,7 +61,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             flat.data = weight if weight.device.type == "cpu" else torch.empty(weight.shape, dtype=weight.dtype)
         buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
         buffers.clear()
-        self.shard = Shard(pieces, weights, rank_config(self._offload_config, self.dp_process_group))
+        self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group)
         buffers.extend(self.shard.weights)
         self.shard.gradients = [
             torch.zeros(

@@ -14,8 +14,8 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from offload import OffloadConfig
-from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, rank_config
-from offload.integrations.deepspeed.shard import Piece, Shard
+from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
+from offload.integrations.deepspeed.shard import Piece
 
 FP32_FLAT_GROUPS = "fp32_flat_groups"
 
@@ -65,8 +65,9 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             placeholder.requires_grad = True
             self.fp32_partitioned_groups_flat.append(placeholder)
         self._flats = self.fp32_partitioned_groups_flat
-        config = rank_config(self._offload_config, self.dp_process_group)
-        self.shard = Shard(pieces, self.fp16_partitioned_groups_flat, config)
+        self.shard = make_shard(
+            pieces, self.fp16_partitioned_groups_flat, self._offload_config, self.dp_process_group
+        )
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
 

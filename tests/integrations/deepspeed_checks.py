@@ -59,6 +59,31 @@ def matrix_equals_stock(folder: Path) -> None:
     matrix(folder, MATRIX, 50)
 
 
+NEAR = {"bf16": (2e-2, 2e-2), "fp16": (5e-3, 5e-3), "fp32": (2e-5, 2e-4)}
+"""How far losses (relative) and masters (absolute; they are of the order of 0.1) may be from stock's in 50 steps when
+its optimizer is torch's AdamW: the last bits of Adam's arithmetic, and what 16-bit weights make of them."""
+
+
+@check
+def matrix_is_near_stock_with_torch(folder: Path) -> None:
+    """The whole matrix beside stock CPU offload with `torch.optim.AdamW`; prints how far each is from it."""
+    import torch
+    from deepspeed_runs import ADAM, Case, state_of, train, training
+
+    for stage, dtype, accumulation, clip in MATRIX:
+        case = Case(stage, dtype, accumulation, clip, steps=50, offload=paths(folder))
+        with training(case, ours=False, optimizer=lambda given: torch.optim.AdamW(given, **ADAM)) as engine:
+            expected = train(engine, case), state_of(engine)
+        with training(case, ours=True) as engine:
+            found = train(engine, case), state_of(engine)
+        losses = max(abs(mine[0] / theirs[0] - 1) for mine, theirs in zip(found[0], expected[0], strict=True))
+        names = [name for name in found[1] if name.endswith("master")]
+        masters = max(float((found[1][name] - expected[1][name]).abs().max()) for name in names)
+        print(f"near: {stage} {dtype} {accumulation} {clip}: losses {losses:.2g}, masters {masters:.2g}", flush=True)
+        assert losses <= NEAR[dtype][0], f"{stage, dtype, accumulation, clip}: losses {losses}"
+        assert masters <= NEAR[dtype][1], f"{stage, dtype, accumulation, clip}: masters {masters}"
+
+
 @check
 def alone_older(folder: Path) -> None:
     """What DeepSpeed before 0.19 computes as it does now: its ZeRO-1 and 2 lose gradients between micro-steps."""
@@ -354,6 +379,39 @@ def metrics_reach_deepspeeds_monitor(folder: Path) -> None:
 
 
 @check
+def ranks_stay_on_their_numa_node(folder: Path) -> None:
+    """With a list of two nodes, each rank's update threads stay on one; with one rank nothing is bound."""
+    import os
+
+    import torch
+    from deepspeed_runs import Case, train, training
+
+    from offload.integrations.deepspeed import common
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    cores = sorted(os.sched_getaffinity(0))
+    halves = [cores[: len(cores) // 2], cores[len(cores) // 2 :]]
+    if not halves[0]:
+        print("skipped: one core")
+        return
+    for number, half in enumerate(halves):
+        (folder / f"node{number}").mkdir(exist_ok=True)
+        (folder / f"node{number}" / "cpulist").write_text(",".join(map(str, half)) + "\n")
+    torch.distributed.barrier()
+    system, common.NODES = common.NODES, folder
+    try:
+        before = {int(task.name) for task in Path("/proc/self/task").iterdir()}
+        with training(Case(3, offload=paths(folder)), ours=True) as engine:
+            train(engine, Case(3), 0, 1)
+            made = {int(task.name) for task in Path("/proc/self/task").iterdir()} - before
+            seen = {tuple(sorted(os.sched_getaffinity(task))) for task in made}
+            assert tuple(cores if world == 1 else halves[rank]) in seen, f"{seen}"
+        assert sorted(os.sched_getaffinity(0)) == cores
+    finally:
+        common.NODES = system
+
+
+@check
 def checkpoints_go_both_ways(folder: Path) -> None:
     """Resume is exact; checkpoints go from stock to ours and back; the weights alone can be loaded too."""
     import torch
@@ -587,7 +645,7 @@ def a_full_disk_costs_the_checkpoint_and_not_the_training(folder: Path) -> None:
                 with training(case, ours=True, model=wide(150_000)) as engine:
                     losses = train(engine, case, 0, 2)
                     if saves:
-                        # torch.save has no better name for it than RuntimeError; another rank's is SessionBrokenError.
+                        # torch.save knows only RuntimeError for it; another rank's is SessionBrokenError.
                         with pytest.raises((OSError, RuntimeError, offload_error())):
                             engine.save_checkpoint(str(place / str(stage)))
                         torch.distributed.barrier()

@@ -18,10 +18,13 @@ from deepspeed_checks import CHECKS
 
 pytest.importorskip("deepspeed")
 
-FULL = ("matrix_equals_stock",)
+FULL = ("matrix_equals_stock", "matrix_is_near_stock_with_torch")
+OLDER = ("0.17.6", "0.18.9")
 SCRIPT = Path(__file__).with_name("deepspeed_checks.py")
 OTHERS = tuple(name for name in CHECKS if name not in FULL and not name.startswith("alone"))
 TIMEOUT_S = 280
+NOT_OLDER = ("pairs_equal_stock",)
+"""Checks beside which stock itself goes wrong before 0.19."""
 
 
 def start(
@@ -29,6 +32,7 @@ def start(
     folder: Path,
     names: tuple[str, ...],
     before_exec: Callable[[], None] | None = None,
+    timeout_s: float = TIMEOUT_S,
     **variables: str,
 ) -> dict[str, str]:
     """Run checks in `world` ranks; return what became of each: "ok", or what the first rank that failed says."""
@@ -56,7 +60,7 @@ def start(
         log.close()
     try:
         for process in ranks:
-            process.wait(TIMEOUT_S)
+            process.wait(timeout_s)
     finally:
         for process in ranks:
             process.kill()
@@ -98,10 +102,28 @@ def test_check(world: int, name: str, runs: Runs) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [1, 2])
 def test_whole_matrix(world: int, tmp_path: Path) -> None:
-    assert start(world, tmp_path, FULL) == dict.fromkeys(FULL, "ok")
+    assert start(world, tmp_path, FULL, timeout_s=1800) == dict.fromkeys(FULL, "ok")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", OLDER)
+def test_older_versions(version: str, tmp_path: Path) -> None:
+    """The checks on an older DeepSpeed, installed beside the one that is there."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    command += ["--target", str(tmp_path / "older"), f"deepspeed=={version}"]
+    done = subprocess.run(command, env={**os.environ, "DS_BUILD_OPS": "0"}, capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"deepspeed {version} cannot be installed here: {done.stderr[-500:]!r}")
+    names = ("alone_older", *(name for name in OTHERS if name not in NOT_OLDER))
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        found = start(world, folder, names, timeout_s=1800, PYTHONPATH=str(tmp_path / "older"))
+        assert found == dict.fromkeys(names, "ok")
 
 
 @pytest.mark.slow
@@ -282,3 +304,26 @@ def test_a_deepspeed_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert "_optimizer_step(sub_group_id) took (shard)" in str(caught.value)
     assert "_no_such_method is gone" in str(caught.value)
     assert "step(closure)" not in str(caught.value)
+
+
+def test_ranks_share_numa_nodes(tmp_path: Path) -> None:
+    from offload.integrations.deepspeed.common import cores_of_rank
+
+    everything = set(range(16))
+
+    def share(number: int, ranks: int) -> list[int]:
+        return sorted(cores_of_rank(number, ranks, everything, tmp_path))
+
+    assert share(0, 2) == sorted(everything)  # no nodes are listed
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node0" / "cpulist").write_text("0-3,8-11\n")
+    assert share(1, 2) == sorted(everything)
+    (tmp_path / "node1").mkdir()
+    (tmp_path / "node1" / "cpulist").write_text("4-7,12-15\n")
+    (tmp_path / "node2").mkdir()
+    (tmp_path / "node2" / "cpulist").write_text("\n")  # memory alone
+    first, second = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+    assert share(0, 1) == sorted(everything)
+    assert [share(number, 2) for number in range(2)] == [first, second]
+    assert [share(number, 4) for number in range(4)] == [first, first, second, second]
+    assert cores_of_rank(1, 2, {0, 1}, tmp_path) == {0, 1}  # bound to one node by others
