@@ -165,6 +165,10 @@ def _check_engine(engine: Any) -> None:
     mpu = getattr(engine, "mpu", None)
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         raise ConfigError("mpu", "model parallel", f"leave {KEY} out: only data parallelism is supported")
+    tensor_parallel = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
+    if tensor_parallel > 1:
+        allowed = f"use 1, or leave {KEY} out: only data parallelism is supported"
+        raise ConfigError("tensor_parallel.autotp_size", tensor_parallel, allowed)
 
 
 def enable() -> None:

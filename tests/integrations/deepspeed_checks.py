@@ -59,7 +59,7 @@ def matrix_equals_stock(folder: Path) -> None:
     matrix(folder, MATRIX, 50)
 
 
-NEAR = {"bf16": (2e-2, 2e-2), "fp16": (5e-3, 5e-3), "fp32": (2e-5, 2e-4)}
+NEAR = {"bf16": (5e-3, 1e-3), "fp16": (2e-3, 2e-3), "fp32": (2e-6, 2e-5)}
 """How far losses (relative) and masters (absolute; they are of the order of 0.1) may be from stock's in 50 steps when
 its optimizer is torch's AdamW: the last bits of Adam's arithmetic, and what 16-bit weights make of them."""
 
@@ -606,6 +606,7 @@ def saving_takes_no_memory_for_state(folder: Path) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
             engine.save_checkpoint(str(folder / "second"), tag=f"second-{stage}")
             more = (memory_kib("VmHWM") - before) * 1024
+            print(f"saving: stage {stage}: {more} bytes more for {state_bytes:.0f} of state", flush=True)
             # The weights of the module, in 16 bits, are gathered and saved by DeepSpeed.
             assert more < state_bytes / 4, f"stage {stage}: {more} bytes for {state_bytes} of state"
             file = engine._get_zero_ckpt_name(str(folder / "second"), f"second-{stage}")

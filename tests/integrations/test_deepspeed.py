@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ FULL = ("matrix_equals_stock", "matrix_is_near_stock_with_torch")
 OLDER = ("0.17.6", "0.18.9")
 SCRIPT = Path(__file__).with_name("deepspeed_checks.py")
 OTHERS = tuple(name for name in CHECKS if name not in FULL and not name.startswith("alone"))
-TIMEOUT_S = 280
+TIMEOUT_S = 840  # for a machine that does other things as well
 NOT_OLDER = ("pairs_equal_stock",)
 """Checks beside which stock itself goes wrong before 0.19."""
 
@@ -94,6 +95,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the first one waits for the others
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("world", [1, 2])
 def test_check(world: int, name: str, runs: Runs) -> None:
@@ -127,6 +129,7 @@ def test_older_versions(version: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_checkpoints_in_fresh_processes_and_at_another_world_size(before: int, after: int, tmp_path: Path) -> None:
     assert start(before, tmp_path, ("alone_universal_save",)) == {"alone_universal_save": "ok"}
@@ -149,12 +152,14 @@ def limit_locked_memory() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_little_locked_memory_is_enough(tmp_path: Path) -> None:
     name = "alone_with_little_locked_memory"
     assert start(1, tmp_path, (name,), before_exec=limit_locked_memory) == {name: "ok"}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     assert start(1, tmp_path, ("alone_trainer",)) == {"alone_trainer": "ok"}
@@ -327,3 +332,20 @@ def test_ranks_share_numa_nodes(tmp_path: Path) -> None:
     assert [share(number, 2) for number in range(2)] == [first, second]
     assert [share(number, 4) for number in range(4)] == [first, first, second, second]
     assert cores_of_rank(1, 2, {0, 1}, tmp_path) == {0, 1}  # bound to one node by others
+
+
+@pytest.mark.parametrize(
+    ("attributes", "names"),
+    [
+        ({"has_moe_layers": True}, "MoE"),
+        ({"pipeline_parallelism": True}, "PipelineModule"),
+        ({"mpu": SimpleNamespace(get_model_parallel_world_size=lambda: 2)}, "mpu"),
+        ({"autotp_size": lambda: 2}, "tensor_parallel.autotp_size"),
+    ],
+)
+def test_layouts_that_cannot_be_run_are_named(attributes: dict[str, Any], names: str) -> None:
+    from offload import ConfigError
+    from offload.integrations.deepspeed import switch
+
+    with pytest.raises(ConfigError, match=names):
+        switch._check_engine(SimpleNamespace(**attributes))
