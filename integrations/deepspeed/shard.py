@@ -137,6 +137,15 @@ class Shard:
         # What comes from another device is still on its way.
         self.touch(number, gathered=final and gradient.device.type == "cpu")
 
+    def sum_of(self, number: int) -> torch.Tensor:
+        """Return where a piece's gradients of this window are summed up (a view), for someone who adds one."""
+        self._open_window()
+        slot = self.gradient(number)
+        if number not in self._arrived:
+            slot.zero_()
+        self.touch(number)
+        return slot
+
     def touch(self, number: int, *, gathered: bool = False) -> None:
         """Note that a piece has a gradient, or that the one it has was changed in place."""
         self._open_window()

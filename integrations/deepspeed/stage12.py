@@ -93,18 +93,33 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     # Gradients
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
-        return False  # gradients in fp32 are summed up in our buffer too
+        """Whether reductions are summed up in fp32 in a buffer of this rank's part (DeepSpeed's since 0.19)."""
+        asked = getattr(super(), "_use_compact_grad_partition_buffer", None)
+        return asked is not None and self._flats[group_idx].device.type == "cpu" and bool(asked(group_idx))
+
+    def _get_compact_grad_partition_slice(
+        self, group_idx: int, partition_id: int, param_id: int, num_elements: int
+    ) -> torch.Tensor | None:
+        """Return what a reduction in fp32 adds to: our own buffer."""
+        mine = partition_id == torch.distributed.get_rank(group=self.real_dp_process_group[group_idx])
+        if not mine or not self._use_compact_grad_partition_buffer(group_idx):
+            return None
+        target: torch.Tensor = self.shard.sum_of(self._numbers[param_id])
+        return target
 
     def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
         """Take in a reduced gradient, in the dtype that it is accumulated in."""
         identity = self.get_param_id(param)
-        _, source, _, numel = self.grad_position[identity]
-        gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, source, numel)
         boundary = self.is_gradient_accumulation_boundary
         final = bool(boundary() if callable(boundary) else boundary)
-        self.shard.accumulate(self._numbers[identity], gradient, final=final)
-        if gradient.is_cuda:
-            gradient.record_stream(torch.cuda.current_stream())
+        flat, source, _, numel = self.grad_position[identity]
+        if self._use_compact_grad_partition_buffer(flat):  # it is there already
+            self.shard.touch(self._numbers[identity], gathered=final)
+        else:
+            gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, source, numel)
+            self.shard.accumulate(self._numbers[identity], gradient, final=final)
+            if gradient.is_cuda:
+                gradient.record_stream(torch.cuda.current_stream())
         self.clear_grad_attribute(param)
 
     def scaled_global_norm(self, norm_type: int = 2) -> Any:

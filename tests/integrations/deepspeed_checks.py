@@ -240,6 +240,9 @@ def unused_parameters_stay_as_they_are(folder: Path) -> None:
                 assert counts.get("body.0.weight", 3) == 3
 
 
+ALL_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
+
+
 @check
 def model_variants_equal_stock(folder: Path) -> None:
     """Recomputed activations, weights offloaded to the CPU, no sharing of weights, fp32 accumulation, no clipping."""
@@ -253,6 +256,9 @@ def model_variants_equal_stock(folder: Path) -> None:
         Case(3, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}),
         Case(2, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}),
         Case(1, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}),
+        Case(2, accumulation=3, config=ALL_FP32),
+        Case(1, config=ALL_FP32, zero={"reduce_scatter": False}),
+        Case(3, accumulation=3, config=ALL_FP32),
         Case(2, zero={"overlap_comm": True}),
         Case(3, zero={"reduce_scatter": False, "contiguous_gradients": True, "overlap_comm": True}),
         Case(3, zero={"sub_group_size": 1e9, "reduce_bucket_size": 1e6}),
