@@ -1190,14 +1190,15 @@ class _Core:
         failed: list[Exception] = []
 
         def visit(run: Run) -> None:
-            self._make_whole(run)
-            for segment, views in self._pieces(run):
-                if failed:
-                    break
-                try:
-                    take(segment.parameter, segment.start, views)
-                except Exception as error:  # the reader's own affair
-                    failed.append(error)
+            with self._on_host(run) as view:
+                self._make_whole(run, view)
+                for segment, views in self._pieces(run, view):
+                    if failed:
+                        break
+                    try:
+                        take(segment.parameter, segment.start, views)
+                    except Exception as error:  # the reader's own affair
+                        failed.append(error)
 
         with self._lock:
             self._sweep(range(len(self.plan.layout.subgroups)), visit, changes=False)
