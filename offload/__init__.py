@@ -36,7 +36,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Adam": "offload.optim",
     "AdamW": "offload.optim",
-    "GradScaler": "offload.optim",
+    "GradScaler": "offload.optim.scaler",
     "CheckpointError": "offload.errors",
     "ConfigError": "offload.errors",
     "CorruptRecordError": "offload.errors",
