@@ -1,12 +1,12 @@
 """What a checkpoint costs: how long training stalls for it, and how many bytes it writes.
 
 A model is trained with none, half and all of its optimizer state resident. Rounds of iterations with a checkpoint
-alternate with rounds of as many without, so that whatever else the machine does falls on both alike. A round's stall
-is the time of the call that starts the checkpoint and what each iteration takes longer than the same one of the rounds
-without, both as medians over all rounds; the parts of it (hand-over, forward and backward, update) are reported. It
-cannot be less than what of the resident bytes, at the rate at which they were written in this run, exceeds forward and
-backward: that floor is taken off. Bytes are those written beyond what the rounds without write, as a share of the state.
-`torch.save` of the same state's `state_dict()` stands beside it, its file synced.
+alternate with rounds of as many without, so that whatever else the machine does falls on both alike. The stall is the
+time of the call that starts a checkpoint, and what each iteration takes longer than the same one of the rounds before
+and after, as medians over all rounds; its parts (hand-over, forward and backward, update) are reported. It cannot be
+less than what of the resident bytes, at the rate at which they were written in this run, exceeds forward and
+backward: that floor is taken off. Bytes are those written beyond what rounds without a checkpoint write, as a share of
+the state. `torch.save` of the same state's `state_dict()` stands beside it, its file synced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,7 @@ class Training:
 
             self.optimizer.save_checkpoint(self.folder / "ck", on_done=on_done)
             found.handover_s = time.perf_counter() - began_s
-        for number in range(ROUND):
+        for _ in range(ROUND):
             started_s = time.perf_counter()
             self.model(self.batch).float().square().mean().backward()
             updated_s = time.perf_counter()
