@@ -5,8 +5,8 @@ alternate with rounds of as many without, so that whatever else the machine does
 time of the call that starts a checkpoint, and what each iteration takes longer than the same one of the rounds before
 and after, as medians over all rounds; its parts (hand-over, forward and backward, update) are reported. It cannot be
 less than what of the resident bytes, at the rate at which they were written in this run, exceeds forward and
-backward: that floor is taken off. Bytes are those written beyond what rounds without a checkpoint write, as a share of
-the state. `torch.save` of the same state's `state_dict()` stands beside it, its file synced.
+backward: that floor is taken off. Bytes are those written beyond what rounds without a checkpoint write, as a share
+of the state. `torch.save` of the same state's `state_dict()` stands beside it, its file synced.
 """
 
 from __future__ import annotations
