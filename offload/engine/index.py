@@ -5,6 +5,8 @@ Invariants:
     it), or both; only free slots are written to;
   * a tile has at most one live slot;
   * a slot that is held is one beyond the plan, for training must go on without it: room for it is reserved before;
+  * a path number beyond the stores is that of a *foreign* store, which is only read: its slots are live at most, and
+    whoever it belongs to frees them;
   * there are never more slots of a size than the plan reckons with, so its bytes on storage are an upper bound;
     free slots on a path that is no longer written to do not count, so that other paths can take their place;
     after `reshare` a path may get more, where there is room beyond the plan.
@@ -13,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -69,6 +72,7 @@ class TileIndex:
         self._records: dict[TileId, Record] = {}
         self._claimed: set[Location] = set()
         self._held: dict[Location, int] = {}
+        self._foreign: Counter[int] = Counter()
 
     def get(self, tile: TileId) -> Record | None:
         """Return where the newest version of `tile` lies, or None if it was never written."""
@@ -179,6 +183,65 @@ class TileIndex:
         if record is None or record.location != location:
             self._free(location)
 
+    # Going on from a checkpoint where it lies
+
+    def take_up(self, path: int, limit_bytes: int, held: Mapping[Location, int]) -> None:
+        """Go on in a store that is there, instead of one that is still empty.
+
+        Args:
+            path: Its path's number.
+            limit_bytes: How far it may grow.
+            held: Slots in it that checkpoints name, and how many do. All between them is cut into free slots.
+        """
+        store = self._stores[path]
+        invariant(store.end == 0, "a store that is in use is exchanged")
+        store.limit_bytes = limit_bytes
+        sizes = sorted({*self._allowed, *(location.nbytes for location in held)}, reverse=True)
+        for location in sorted(held, key=lambda location: location.offset):
+            invariant(location.offset >= store.end, f"two slots overlap at byte {location.offset} of path {path}")
+            for nbytes in sizes:
+                while store.end + nbytes + SECTOR_BYTES <= location.offset:
+                    store.free.setdefault(nbytes, []).append(store.end)
+                    store.end += nbytes + SECTOR_BYTES
+                    self._unmade[nbytes] = self._unmade.get(nbytes, 0) - 1
+            store.lost_bytes += location.offset - store.end
+            store.end = location.offset + location.nbytes + SECTOR_BYTES
+            self._held[location] = held[location]
+            self._allowed[location.nbytes] = self._allowed.get(location.nbytes, 0) + 1
+            self._unmade.setdefault(location.nbytes, 0)
+
+    def fits(self) -> bool:
+        """Return whether all slots that the plan reckons with have room."""
+        return self._spare_bytes(self._unmade) >= 0
+
+    def is_empty(self, path: int) -> bool:
+        """Return whether a store has no slots yet."""
+        return self._stores[path].end == 0
+
+    def adopt(self, tile: TileId, record: Record) -> None:
+        """Make a slot that is held, or one of a foreign store, the newest version of `tile`."""
+        location, before = record.location, self._records.get(tile)
+        if self._is_foreign(location):
+            self._foreign[location.path] += 1
+        else:
+            invariant(location in self._held, f"{tile} is taken from a slot that no checkpoint holds")
+            self._stores[location.path].live_bytes += location.nbytes + SECTOR_BYTES
+        self._records[tile] = record
+        if before is not None:
+            self._release(before.location)
+
+    def _is_foreign(self, location: Location) -> bool:
+        return location.path >= len(self._stores)
+
+    def is_foreign(self, tile: TileId) -> bool:
+        """Return whether the newest version of a tile lies in a foreign store."""
+        record = self._records.get(tile)
+        return record is not None and self._is_foreign(record.location)
+
+    def foreign(self) -> set[int]:
+        """Return the numbers of the foreign stores that tiles still lie in."""
+        return {number for number, count in self._foreign.items() if count}
+
     def lose(self, location: Location) -> None:
         """Never use a claimed slot again: its file may have no room for it."""
         self._claimed.remove(location)
@@ -230,6 +293,9 @@ class TileIndex:
                 self._unmade[nbytes] += len(offsets)
 
     def _release(self, location: Location) -> None:
+        if self._is_foreign(location):
+            self._foreign[location.path] -= 1
+            return
         store = self._stores[location.path]
         store.live_bytes -= location.nbytes + SECTOR_BYTES
         if location not in self._held:
@@ -252,7 +318,11 @@ class TileIndex:
             InternalError: If one does not hold.
         """
         taken: dict[tuple[int, int], str] = {}
-        slots = [(record.location, str(tile)) for tile, record in self._records.items()]
+        named = [(record.location, str(tile)) for tile, record in self._records.items()]
+        slots = [(location, name) for location, name in named if not self._is_foreign(location)]
+        invariant(
+            sum(self._foreign.values()) == len(named) - len(slots), "tiles of a foreign store are lost count of"
+        )
         slots += [(location, "claimed") for location in sorted(self._claimed, key=lambda x: (x.path, x.offset))]
         live = {location for location, _ in slots}
         slots += [(location, "held") for location in self._held if location not in live]

@@ -29,15 +29,27 @@ import numpy.typing as npt
 import torch
 
 from offload._native import CompletionQueue
+from offload.checkpoint.adopt import manifest_in_place
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import Piece
+from offload.checkpoint.manifest import Manifest, Piece
 from offload.checkpoint.reader import Checkpoint, Range, StateSource
-from offload.checkpoint.saves import Saves, Snapshot
+from offload.checkpoint.saves import Exchange, Saves, Snapshot
 from offload.config import OffloadConfig, PathConfig
 from offload.engine.executor import REQUEST, Interval, LiveExecutor
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, BeginSave, Machine, Release, Run, State, Sweep, Visit, update_visits
+from offload.engine.machine import (
+    Begin,
+    BeginSave,
+    Machine,
+    Release,
+    Run,
+    State,
+    Sweep,
+    TakeUp,
+    Visit,
+    update_visits,
+)
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.tables import GroupScalars, Tables
 from offload.errors import (
@@ -58,6 +70,7 @@ from offload.layout import (
     Layout,
     Parameter,
     Segment,
+    Subgroup,
     extend_layout,
 )
 from offload.measure import HISTORY, lane_totals, observe, quick_probe, session_rates, tune_depth, typical
@@ -401,18 +414,7 @@ class _Core:
         try:
             store = uuid.uuid4()
             for path in paths:
-                opened = open_tier(
-                    path.path,
-                    store,
-                    queue,
-                    max_bytes=path.max_bytes,
-                    depth=path.depth,
-                    extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, self.plan.storage_bytes)),
-                    checksum=config.checksum,
-                    turns=_choose_turns(config, path),
-                    io_backend=config.io_backend,
-                )
-                self._tiers.append(opened)
+                self._tiers.append(self._open_tier(path, store, path.depth))
             self._kernel = CpuUpdateKernel(queue, self._threads)
             self.executor = LiveExecutor(
                 self._tiers, self._kernel, queue, tier_error, verify=config.checksum, stall_s=config.stall_timeout_s
@@ -444,6 +446,22 @@ class _Core:
         self._thread.start()
 
     # Set-up
+
+    def _open_tier(
+        self, path: PathConfig, store: uuid.UUID, depth: int | None, used_bytes: int | None = None
+    ) -> Tier:
+        return open_tier(
+            path.path,
+            store,
+            self._queue,
+            max_bytes=path.max_bytes,
+            depth=depth,
+            extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, self.plan.storage_bytes)),
+            checksum=self.config.checksum,
+            turns=_choose_turns(self.config, path),
+            io_backend=self.config.io_backend,
+            used_bytes=used_bytes,
+        )
 
     def _first_budgets(self, layout: Layout) -> Budgets:
         config = self.config
@@ -649,19 +667,30 @@ class _Core:
         applied: Callable[[], None] = lambda: None,
     ) -> None:
         def begin() -> Sweep:
-            if is_step:
-                self._learn()
-            self.executor.visit_with(visitor)
-            self._sweeps += 1
-            self._version += changes
-            order = visit_order(subgroups, self.machine.slots)
-            if is_step:
-                visits = update_visits(self.plan, order)
-            else:
-                visits = tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
-            return Sweep(self._sweeps, self._version, visits)
+            return self._begin(subgroups, visitor, changes=changes, overwrites=overwrites, is_step=is_step)
 
         self._request(begin, applied)
+
+    def _begin(
+        self,
+        subgroups: Sequence[int],
+        visitor: Callable[[Run], npt.NDArray[Any] | None],
+        *,
+        changes: bool,
+        overwrites: bool = False,
+        is_step: bool = False,
+    ) -> Sweep:
+        if is_step:
+            self._learn()
+        self.executor.visit_with(visitor)
+        self._sweeps += 1
+        self._version += changes
+        order = visit_order(subgroups, self.machine.slots)
+        if is_step:
+            visits = update_visits(self.plan, order)
+        else:
+            visits = tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
+        return Sweep(self._sweeps, self._version, visits)
 
     def check_usable(self) -> None:
         """Raise `SessionBrokenError` unless this process can use the session."""
@@ -909,9 +938,15 @@ class _Core:
                 saves.pending.done.wait()
             self.check_usable()
             layout = self.plan.layout
-            # State that is still to be taken from the weights is taken now, so that all of it is somewhere.
-            subgroups = range(len(layout.subgroups))
-            unmade = [s for s in subgroups if self.machine.is_fresh(s) or self.tables.needs_reload(s)]
+            # State that is still to be taken from the weights is taken now, so that all of it is somewhere; what lies
+            # in another session's store goes to ours, so that the checkpoint refers to no other.
+            unmade = [
+                subgroup.index
+                for subgroup in layout.subgroups
+                if self.machine.is_fresh(subgroup.index)
+                or self.tables.needs_reload(subgroup.index)
+                or any(self.machine.index.is_foreign(tile) for tile, _, _ in subgroup.tiles)
+            ]
             if unmade:
 
                 def make(run: Run) -> None:
@@ -1030,22 +1065,89 @@ class _Core:
                 self.tables.steps[:] = [checkpoint.step_of(name) for name in there]
                 self._step_number = checkpoint.step
 
-            everything = range(len(self.plan.layout.subgroups))
-            # Versions go on from there: no two of a tile have the same number.
-            self._version = max(self._version, checkpoint.last_version)
+            layout, saves = self.plan.layout, self._saves
+            manifest = None
+            if isinstance(checkpoint, Checkpoint):
+                manifest = manifest_in_place(checkpoint, layout, there, wholes, rank, ranks)
+
+            def begin() -> Sweep:
+                pump(self.machine, self.executor, lambda m: m.in_flight == 0 or m.broken is not None)
+                self._take_save()
+                if self.machine.broken is not None:
+                    raise self.machine.broken
+                copied = [subgroup.index for subgroup in layout.subgroups]
+                # Versions go on from there: no two of a tile have the same number.
+                self._version = max(self._version, checkpoint.last_version)
+                if manifest is not None and isinstance(checkpoint, Checkpoint):
+                    copied = [number for number in copied if self.plan.resident[number]]
+                    self._adopt_state(checkpoint, manifest, there, wholes)
+                return self._begin(copied, restore, changes=True, overwrites=True)
+
             try:
-                self._sweep(everything, restore, changes=True, overwrites=True, applied=applied)
+                self._request(begin, applied)
             except SessionBrokenError:
                 raise
             except OffloadError as error:
-                if error is self.machine.broken:
+                if error is (self.broken or self.machine.broken):
                     raise CheckpointError(
                         f"{error}. The state was partly replaced, so the session is broken: load another checkpoint "
                         "into a new optimizer"
                     ) from error
                 raise
-            if self._saves is not None and isinstance(checkpoint, Checkpoint):
-                self._saves.resumed(checkpoint, rank, ranks)
+            if saves is not None and manifest is None and isinstance(checkpoint, Checkpoint):
+                saves.resumed(checkpoint, rank, ranks)
+
+    def _adopt_state(
+        self, checkpoint: Checkpoint, manifest: Manifest, names: Sequence[str], pieces: Sequence[Piece]
+    ) -> None:
+        """Go on from a checkpoint where it lies, but for what is at home in memory; on the engine thread."""
+        saves, machine, layout = self._saves, self.machine, self.plan.layout
+        invariant(saves is not None, "a checkpoint is gone on from without a session")
+        if saves is None:
+            return
+        paths = self.config.path_configs
+
+        def install(number: int, tier: Tier) -> None:
+            if self._staging is not None:
+                tier.register_memory(self._staging.address, self._staging.nbytes)
+            self._tiers[number].close()
+            self._tiers[number] = tier
+
+        exchange = Exchange(
+            layout,
+            machine.index.is_empty,
+            lambda number, store, used: self._open_tier(paths[number], store, self._tiers[number].depth, used),
+            install,
+        )
+        adopted = saves.adopt(checkpoint, manifest, machine.index, exchange)
+        streamed = [subgroup for subgroup in layout.subgroups if not self.plan.resident[subgroup.index]]
+        tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
+        machine.handle(TakeUp(adopted.limits, adopted.held, {tile: adopted.records[tile] for tile in tiles}))
+        try:
+            for subgroup in streamed:
+                self._derive_weights(checkpoint, subgroup, names, pieces)
+                self.tables.changed(subgroup.index)
+        except OffloadError as error:
+            self.broken = error
+            raise
+
+    def _derive_weights(
+        self, checkpoint: Checkpoint, subgroup: Subgroup, names: Sequence[str], pieces: Sequence[Piece]
+    ) -> None:
+        """Make the weights of a subgroup from the masters that a checkpoint has."""
+        ranges, weights = [], []
+        for segment in subgroup.segments:
+            dtype = TORCH_DTYPES[subgroup.dtype]
+            address = int(self.tables.weights[segment.parameter]) + segment.start * dtype.itemsize
+            weight = tensor_at(address, segment.numel, dtype)
+            master = weight if dtype is torch.float32 else torch.empty(segment.numel)
+            start = pieces[segment.parameter].start + segment.start
+            ranges.append(Range(names[segment.parameter], "master", start, master.numpy()))
+            weights.append((weight, master))
+        checkpoint.read(ranges)
+        for weight, master in weights:
+            if weight is not master:
+                weight.copy_(round_weight(master, weight.dtype))
 
     # Figures
 
