@@ -421,6 +421,7 @@ class Machine:
             state = self._states[subgroup]
             queue = self._unfetched if state is State.ABSENT else self._queue_of(visit)
             waits = state in (State.FETCHING, State.FLUSHING, State.BUSY) or self.saver.blocks(subgroup)
+            waits = waits or self.broken is not None  # then nobody is let on any more
             invariant(waits or subgroup in queue, f"subgroup {subgroup} is {state} and waits for nothing")
         for gpu_slot, owner in enumerate(self._gpu_owners):
             if owner is not None:

@@ -34,6 +34,8 @@ Rules:
      its path began, and that sync has ended.
  15. What a save under way or a finished one names is in use (rule 7) until it is released. The bytes that this
      takes come on top of those of rule 8.
+ 16. State is exchanged for what lies on storage (`TakeUp`) with nothing in flight, between sweeps and saves. What is
+     taken up is in use like what was written, and what a store held before comes on top of the bytes of rule 8.
 
 Non-goals: whether an order is good, whether anything happens at all (a run that never ends breaks no rule).
 """
@@ -62,6 +64,7 @@ from offload.engine.machine import (
     Run,
     Stop,
     Sweep,
+    TakeUp,
     Visit,
     WriteTile,
 )
@@ -254,6 +257,8 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
             case BeginSave(save):
                 self._begin_save(save)
+            case TakeUp():
+                self._take_up(event)
             case Release(number):
                 for _, record in self._kept.pop(number).values():
                     self._unhold(record.location)
@@ -397,6 +402,40 @@ class CheckedExecutor:
         tiles = [t for s in self._plan.layout.subgroups for t in (*s.tiles, *s.weight_tiles)]
         whole = sum(nbytes + SECTOR_BYTES for _, _, nbytes in tiles)
         self._saving_bytes = max(self._saving_bytes, (len(self._kept) + 1) * whole)
+
+    def _take_up(self, event: TakeUp) -> None:
+        self._require(not self._flying and not self._unended, "16: state is exchanged while it is in use")
+        self._require(self._save is None, "16: state is exchanged during a save")
+        for number, slot in [(n, s.slot) for n, s in enumerate(self._subgroups) if s.slot is not None]:
+            if any(tile.subgroup == number for tile in event.records):
+                self._owners[slot] = None
+                self._subgroups[number].slot = None
+        for number, records in event.held.items():
+            self._kept[number] = {}
+            for tile, record in records.items():
+                newest = event.records.get(TileId(tile.subgroup, 0, 0))
+                same = newest is not None and newest.step == record.step
+                version = self._subgroups[tile.subgroup].version + 1 if same else -2
+                self._kept[number][tile] = version, record
+                location = record.location
+                if location not in self._holds:
+                    extents = self._extents[location.path]
+                    start, stop = location.offset, location.offset + SECTOR_BYTES + location.nbytes
+                    self._require(not extents.overlaps(start, stop), "16: two tiles in one place are taken up")
+                    extents.take(start, stop)
+                    self._orphans[location] = None
+                self._hold(location)
+        self._lost_bytes += sum(self._extents[path].end for path in event.stores)
+        for number in sorted({tile.subgroup for tile in event.records}):
+            subgroup = self._subgroups[number]
+            self._leave(subgroup.stored)
+            subgroup.stored = {tile: event.records[tile] for tile in self._places[number]}
+            for record in subgroup.stored.values():
+                self._orphans.pop(record.location, None)
+            subgroup.version += 1
+            subgroup.stored_version = subgroup.version
+            subgroup.step = next(iter(subgroup.stored.values())).step
+            subgroup.held = set()
 
     def _name(self, save: _Save, tile: TileId, record: Record) -> None:
         """Take note that a tile of the save is whole on storage; with a sink it has still to be copied."""

@@ -43,6 +43,8 @@ def test_checkpoints_hold_one_moment_whatever_happens(first: int) -> None:
     assert found["failed"] > 100
     assert found["crashed"] > 30
     assert found["broken"] > 3
+    assert found["resumed"] > 100
+    assert found["crashed later"] > 20
 
 
 @pytest.mark.full
