@@ -146,6 +146,19 @@ def find_stores(path: str) -> list[Leftover]:
     return [_judge(entry) for entry in found if entry.is_dir()]
 
 
+def leftover_bytes(paths: Sequence[str]) -> int:
+    """Return what stores whose sessions have ended take on directories among `paths`."""
+    found = 0
+    for path in paths:
+        if path.startswith("s3://"):
+            continue
+        with contextlib.suppress(OSError):
+            for store in Path(path.removeprefix("file://")).iterdir():
+                if _STORE.fullmatch(store.name) and lock_holder(store) is None:
+                    found += sum(entry.stat().st_blocks * 512 for entry in store.iterdir())
+    return found
+
+
 def _judge(store: Path) -> Leftover:
     nbytes = 0
     with contextlib.suppress(OSError):

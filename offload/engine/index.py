@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -62,9 +61,12 @@ class TileIndex:
     Args:
         stores: For each path, the bytes its store may grow to and its share of the tiles.
         slot_counts: For each payload size, the most slots there may be in all stores together.
+        checkpoint_bytes: What checkpoints may come to hold: room that no store grows into beyond the plan.
     """
 
-    def __init__(self, stores: Sequence[tuple[int, float]], slot_counts: Mapping[int, int]) -> None:
+    def __init__(
+        self, stores: Sequence[tuple[int, float]], slot_counts: Mapping[int, int], checkpoint_bytes: int = 0
+    ) -> None:
         self._allowed = dict(slot_counts)
         self._unmade = dict(slot_counts)
         self._stores = [_Store(limit, share) for limit, share in stores]
@@ -72,7 +74,8 @@ class TileIndex:
         self._records: dict[TileId, Record] = {}
         self._claimed: set[Location] = set()
         self._held: dict[Location, int] = {}
-        self._foreign: Counter[int] = Counter()
+        self._checkpoint_bytes = checkpoint_bytes
+        self._held_bytes = 0
 
     def get(self, tile: TileId) -> Record | None:
         """Return where the newest version of `tile` lies, or None if it was never written."""
@@ -169,7 +172,9 @@ class TileIndex:
             self._claimed.remove(location)
             self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES
         self._held[location] = self._held.get(location, 0) + 1
-        return self._held[location] == 1
+        first = self._held[location] == 1
+        self._held_bytes += (location.nbytes + SECTOR_BYTES) * first
+        return first
 
     def let_go(self, tile: TileId, location: Location) -> None:
         """End one `hold`; a slot that nothing names any more becomes free."""
@@ -178,6 +183,7 @@ class TileIndex:
         if self._held[location]:
             return
         del self._held[location]
+        self._held_bytes -= location.nbytes + SECTOR_BYTES
         self._change_allowed({location.nbytes: 1}, -1)
         record = self._records.get(tile)
         if record is None or record.location != location:
@@ -207,6 +213,7 @@ class TileIndex:
             store.lost_bytes += location.offset - store.end
             store.end = location.offset + location.nbytes + SECTOR_BYTES
             self._held[location] = held[location]
+            self._held_bytes += location.nbytes + SECTOR_BYTES
             self._allowed[location.nbytes] = self._allowed.get(location.nbytes, 0) + 1
             self._unmade.setdefault(location.nbytes, 0)
 
@@ -221,9 +228,7 @@ class TileIndex:
     def adopt(self, tile: TileId, record: Record) -> None:
         """Make a slot that is held, or one of a foreign store, the newest version of `tile`."""
         location, before = record.location, self._records.get(tile)
-        if self._is_foreign(location):
-            self._foreign[location.path] += 1
-        else:
+        if not self._is_foreign(location):
             invariant(location in self._held, f"{tile} is taken from a slot that no checkpoint holds")
             self._stores[location.path].live_bytes += location.nbytes + SECTOR_BYTES
         self._records[tile] = record
@@ -237,10 +242,6 @@ class TileIndex:
         """Return whether the newest version of a tile lies in a foreign store."""
         record = self._records.get(tile)
         return record is not None and self._is_foreign(record.location)
-
-    def foreign(self) -> set[int]:
-        """Return the numbers of the foreign stores that tiles still lie in."""
-        return {number for number, count in self._foreign.items() if count}
 
     def lose(self, location: Location) -> None:
         """Never use a claimed slot again: its file may have no room for it."""
@@ -259,8 +260,9 @@ class TileIndex:
         return sum(store.limit_bytes - store.end for store in usable) - sum(s * count for s, count in todo) - slack
 
     def _may_grow(self, whole: int) -> bool:
-        """Return whether a slot beyond the plan leaves room for all slots that the plan still reckons with."""
-        return self._drifting and self._spare_bytes(self._unmade) >= whole
+        """Return whether a slot beyond the plan leaves room for what the plan and checkpoints still reckon with."""
+        kept = max(0, self._checkpoint_bytes - self._held_bytes)
+        return self._drifting and self._spare_bytes(self._unmade) - kept >= whole
 
     def reshare(self, shares: Sequence[float]) -> None:
         """Spread tiles in other proportions from now on.
@@ -294,7 +296,6 @@ class TileIndex:
 
     def _release(self, location: Location) -> None:
         if self._is_foreign(location):
-            self._foreign[location.path] -= 1
             return
         store = self._stores[location.path]
         store.live_bytes -= location.nbytes + SECTOR_BYTES
@@ -320,9 +321,6 @@ class TileIndex:
         taken: dict[tuple[int, int], str] = {}
         named = [(record.location, str(tile)) for tile, record in self._records.items()]
         slots = [(location, name) for location, name in named if not self._is_foreign(location)]
-        invariant(
-            sum(self._foreign.values()) == len(named) - len(slots), "tiles of a foreign store are lost count of"
-        )
         slots += [(location, "claimed") for location in sorted(self._claimed, key=lambda x: (x.path, x.offset))]
         live = {location for location, _ in slots}
         slots += [(location, "held") for location in self._held if location not in live]

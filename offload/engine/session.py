@@ -34,6 +34,7 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest, Piece
 from offload.checkpoint.reader import Checkpoint, Range, StateSource
 from offload.checkpoint.saves import Exchange, Saves, Snapshot
+from offload.checkpoint.stores import leftover_bytes
 from offload.config import OffloadConfig, PathConfig
 from offload.engine.executor import REQUEST, Interval, LiveExecutor
 from offload.engine.index import TileIndex
@@ -405,6 +406,12 @@ class _Core:
         budgets = self._first_budgets(layout)
         self.plan = make_plan(layout, budgets) if known is None else choose_plan(layout, budgets, known)
         log.info("%s", self.plan)
+        if paths and not self.plan.has_room_for_checkpoints:
+            log.warning(
+                "the paths may have too little room for checkpoints: they take up to %d bytes beside the state; "
+                "save_checkpoint raises then",
+                self.plan.checkpoint_bytes,
+            )
         available = available_bytes()
         if self.plan.host_bytes > available:
             offers = {"host memory": available}
@@ -428,7 +435,7 @@ class _Core:
             self._seen: list[Rates] = [self.rates]
             shares = self.plan.shares(self.rates)
             limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
-            index = TileIndex(limits, self.plan.slot_counts)
+            index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
             self.machine = Machine(self.plan, index, log.warning)
             self._saves = self.executor.save_source = Saves(
                 queue,
@@ -436,7 +443,7 @@ class _Core:
                 self.executor.others,
                 self._residents.__getitem__,
                 self._gather_masters,
-                keep=config.checkpoints_kept,
+                keep=config.checkpoints,
                 checksum=config.checksum,
             )
         except BaseException:
@@ -481,6 +488,9 @@ class _Core:
             paths=tuple(paths),
             gradient_bytes=gradients,
             follow_rates=all(path.share is None for path in config.path_configs),
+            checkpoints=config.checkpoints,
+            checkpoints_required=bool(config.checkpoints_kept),
+            leftover_bytes=leftover_bytes([path.path for path in config.path_configs]),
         )
 
     def _slot_dtype(self, parameter: Parameter) -> DtypeCode:
@@ -930,7 +940,7 @@ class _Core:
             return
         folder = open_folder(path)
         copy = copy or not self._tiers
-        if not copy and not self.config.checkpoints_kept:
+        if not copy and not self.config.checkpoints:
             raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
         with self._lock:
             if saves.pending is not None:

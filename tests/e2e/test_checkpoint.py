@@ -414,6 +414,24 @@ def test_without_room_the_checkpoint_is_refused_and_training_goes_on(tmp_path: P
     assert not list(paths[0].iterdir())
 
 
+def test_room_for_the_checkpoints_that_were_asked_for_is_planned(tmp_path: Path, paths: list[Path]) -> None:
+    state_bytes = 12 * sum(SIZES)
+    tight = {"host_memory": 0, "paths": [{"path": paths[0], "max_bytes": int(5 * state_bytes)}]}
+    with pytest.raises(offload.InfeasiblePlanError, match="1 checkpoint kept and one being written"):
+        Run(**tight, checkpoints_kept=1)
+    assert not list(paths[0].iterdir())
+    tight["paths"][0]["max_bytes"] = int(9 * state_bytes)
+    for _ in range(2):  # the second finds the first one's store there
+        with Run(**tight, checkpoints_kept=1) as run:
+            assert "1 checkpoint kept and one being written" in str(run.optimizer.plan)
+            if (tmp_path / "ck").exists():
+                run.optimizer.load_checkpoint(tmp_path / "ck")
+            for _ in range(4):
+                run.train(2)
+                run.optimizer.save_checkpoint(tmp_path / "ck")
+            run.optimizer.wait_checkpoint()
+
+
 def test_a_checkpoint_needs_no_write_for_what_lies_on_storage(tmp_path: Path, paths: list[Path]) -> None:
     """One staging slot: what it holds is flushed; all else is where it was."""
     config = {"host_memory": 0, "staging_memory": 12 * 1024, "paths": paths[:1]}
