@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload.errors import InternalError, invariant
@@ -81,8 +81,8 @@ class TileIndex:
         """Return where the newest version of `tile` lies, or None if it was never written."""
         return self._records.get(tile)
 
-    def claim(self, nbytes: int) -> Location | None:
-        """Reserve a free slot for a payload of `nbytes`, on the path whose turn it is.
+    def claim(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
+        """Reserve a free slot for a payload of `nbytes`, on the path whose turn it is; on none of `avoid`.
 
         Turns are in proportion to shares and interleaved as evenly as can be, so that every subgroup is striped over
         all paths and its tiles arrive together (smooth weighted round robin).
@@ -94,6 +94,8 @@ class TileIndex:
         unmade = self._unmade.get(nbytes, 0)
         able: list[tuple[int, float]] = []
         for number, store in enumerate(self._stores):
+            if number in avoid:
+                continue
             if store.usable and store.free.get(nbytes):
                 able.append((number, 0.0))
             elif store.usable and store.end + whole <= store.limit_bytes:

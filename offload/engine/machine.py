@@ -33,7 +33,7 @@ addresses (the executor knows them).
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -607,8 +607,12 @@ class Machine:
             self.saver.landed(operation, 0, error)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
-            # Training can do without this flush, so the save is given up and the path is not.
-            self.index.lose(operation.record.location)
+            # Training can do without this flush, so the save may be given up and the path is not.
+            location = operation.record.location
+            self.index.lose(location)
+            where = operation.tile, operation.slot, operation.buffer_offset, location.nbytes
+            if self.saver.tries_again(operation, error) and self._write(*where, avoid=self.saver.avoided):
+                return
             self._flushes[operation.tile.subgroup].error = error
             self.saver.abort(error)
             self._flushed_tile(operation.tile.subgroup)
@@ -758,8 +762,8 @@ class Machine:
                 self._flushed_tile(subgroup)
                 return
 
-    def _write(self, tile: TileId, slot: int, offset: int, nbytes: int) -> bool:
-        location = self.index.claim(nbytes)
+    def _write(self, tile: TileId, slot: int, offset: int, nbytes: int, avoid: Collection[int] = ()) -> bool:
+        location = self.index.claim(nbytes, avoid)
         if location is None:
             return False
         record = Record(location, self._versions[tile.subgroup], 0)
