@@ -29,7 +29,7 @@ Place = tuple[str, uuid.UUID]
 def manifest_in_place(
     checkpoint: Checkpoint, layout: Layout, names: Sequence[str], pieces: Sequence[Piece], rank: int, ranks: int
 ) -> Manifest | None:
-    """Return this rank's manifest if its tiles are just what this layout is cut into, else None.
+    """Return the manifest of this rank's state if its tiles are just what this layout is cut into, else None.
 
     A copy is never gone on from: whoever has it may move or delete it.
 
@@ -41,9 +41,13 @@ def manifest_in_place(
         rank: This rank.
         ranks: Number of ranks.
     """
-    if len(checkpoint.manifests) != ranks:
+    manifests = checkpoint.manifests
+    if not any(manifest.layout.parameters for manifest in manifests[1:]):  # one rank has saved for all
+        manifest = manifests[0]
+    elif len(manifests) == ranks:
+        manifest = manifests[rank]
+    else:
         return None
-    manifest = checkpoint.manifests[rank]
     there = manifest.layout
     alike = (
         there.subgroups == layout.subgroups
@@ -110,18 +114,18 @@ def pinned_in(
 
     Returns:
         None if it cannot be known for sure which slots are free, so that none may be written to: a pin's checkpoint
-        is not where it was written, or of another layout, or does not pin the store, or somebody reads there.
+        is not where it was written, or of another layout, or does not pin the store, or somebody may still read one
+        that was released.
     """
-    found = []
+    found, dead = [], False
     try:
-        if is_being_read(f"{path}/offload-{store}", own=1):
-            return None
         for pin in read_pins(store_folder(path, store)):
             folder, manifests = checkpoint.path, checkpoint.manifests
             if pin.id != checkpoint.id:
                 if (held := holds(pin.folder, pin.id)) is None:
                     return None
                 if not held:
+                    dead = True
                     continue
                 folder = pin.folder
                 id, manifests = read_manifests(open_folder(folder))
@@ -133,6 +137,8 @@ def pinned_in(
                     return None
                 if records:
                     found.append(Pinned(pin.id, folder, manifest, records))
+        if dead and is_being_read(f"{path}/offload-{store}", own=1):
+            return None
     except (OSError, CheckpointError):
         return None
     if checkpoint.id not in [pinned.id for pinned in found]:

@@ -83,6 +83,7 @@ class Snapshot:
         id: The save's; the same on all ranks.
         rank: This rank.
         ranks: How many there are.
+        copy: Whether everything is copied to the folder.
     """
 
     layout: Layout
@@ -94,6 +95,7 @@ class Snapshot:
     id: str
     rank: int
     ranks: int
+    copy: bool
 
 
 @dataclass(slots=True)
@@ -177,7 +179,6 @@ class Saves:
         folder: Folder,
         snapshot: Snapshot,
         *,
-        copy: bool,
         needs_buffers: bool,
         io_backend: str,
         on_done: Callable[[BaseException | None], None] | None,
@@ -190,6 +191,8 @@ class Saves:
             OffloadError: There is no memory for copy buffers.
         """
         folder.prepare()
+        empty = not snapshot.layout.parameters
+        copy = snapshot.copy and not empty
         if copy or needs_buffers:
             self._make_buffers(snapshot.layout)
         sink = None
@@ -210,7 +213,7 @@ class Saves:
                 ),
             )
             self._others[number] = sink[1]
-        save = Save(self._numbers, number if copy else None)
+        save = Save(self._numbers, number if copy else None, empty)
         return Pending(save, folder, snapshot, sink, on_done, time.monotonic())
 
     def _make_buffers(self, layout: Layout) -> None:
@@ -280,7 +283,7 @@ class Saves:
             gone = pending.job.released
             released = [kept.number for kept in gone if kept.number is not None]
             self.kept = [kept for kept in self.kept if kept not in gone]
-            if pending.sink is None:
+            if not pending.snapshot.copy:
                 own = pending.job.kept
                 own.number = pending.save.number
                 self.kept.append(own)
@@ -336,10 +339,10 @@ class Saves:
         )
         # A copy holds nothing, so it takes nobody's place; but what its folder held before does go.
         older = list(self.kept)
-        keep = self._keep if pending.sink is None else len(older) + 1
+        keep = len(older) + 1 if snapshot.copy else self._keep
         paths = (
             [path for path, _ in self.stores[: self._paths] if not path.startswith("s3://")]
-            if pending.sink is None
+            if not snapshot.copy
             else []
         )
         return CommitJob(pending.folder, manifest, extra, older, keep, paths=paths)
@@ -396,8 +399,12 @@ class Saves:
             return None
         return store, tier, pinned
 
-    def adopt(self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, exchange: Exchange) -> Adopted:
+    def adopt(
+        self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, exchange: Exchange, rank: int
+    ) -> Adopted:
         """Take over the stores of a checkpoint as far as can be; on the engine thread, with nothing in flight.
+
+        What another rank has saved for all is that rank's to take over; here it is only read.
 
         Raises:
             TierError: A store cannot be read; nothing has changed then.
@@ -408,7 +415,7 @@ class Saves:
         named = {(ref.path, ref.store): None for ref in manifest.stores if ref.path is not None}
         numbers = {place: own[place] for place in named if place in own}
         others = [place for place in named if place not in own]
-        owned = self._own(others, checkpoint, exchange)
+        owned = self._own(others, checkpoint, exchange) if manifest.rank == rank else None
         if owned is not None and owned.tiers:
             trial = deepcopy(index)
             for number, (_, tier, pinned) in owned.tiers.items():

@@ -474,12 +474,12 @@ class Machine:
 
     def _begin_save(self, save: Save) -> None:
         invariant(self._sweep is None and State.BUSY not in self._states, "a save begins during a visit")
-        invariant(not any(self._fresh), "a save begins while there is fresh state")
+        invariant(save.empty or not any(self._fresh), "a save begins while there is fresh state")
         unsaved = dict.fromkeys([*self._dirty, *self._flushes])
         if self.broken is not None:
             self.saver.ended = save, self.broken
         elif self.saver.begin(save, self.plan, unsaved, self._versions):
-            for subgroup in list(self._dirty):
+            for subgroup in () if save.empty else list(self._dirty):
                 self._flush(subgroup, for_save=True)
 
     def _take_up(self, event: TakeUp) -> None:

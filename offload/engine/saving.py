@@ -41,10 +41,12 @@ class Save:
     Attributes:
         number: Identifies the save; grows.
         sink: Number of the path that takes a copy of everything, or None to hold slots where they are.
+        empty: Whether there is nothing to save: another rank has the same state and saves it.
     """
 
     number: int
     sink: int | None = None
+    empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,7 @@ class Saver:
         self.avoided.clear()
         counts: Counter[int] = Counter()
         pinned: list[tuple[TileId, Record]] = []
-        for subgroup in plan.layout.subgroups:
+        for subgroup in () if save.empty else plan.layout.subgroups:
             number = subgroup.index
             if plan.resident[number]:
                 on_gpu = plan.at_home_on_gpu(number)

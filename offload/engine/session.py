@@ -60,6 +60,7 @@ from offload.errors import (
     OffloadError,
     SessionBrokenError,
     StepAbortedError,
+    TierError,
     invariant,
 )
 from offload.kernels import CpuUpdateKernel, sum_in_order
@@ -85,7 +86,7 @@ from offload.plan import (
     make_plan,
     visit_order,
 )
-from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Tier, TileId
+from offload.protocols import NORM_BLOCK_NUMEL, Completion, DtypeCode, Tier, TileId, TileRequest
 from offload.tiers import Turns, check_directories, free_bytes, innermost, open_tier, tier_error
 from offload.tiers.file import DEFAULT_EXTENT_BYTES
 
@@ -281,6 +282,7 @@ class Engine:
         id: str | None = None,
         rank: int = 0,
         ranks: int = 1,
+        replica: bool = False,
     ) -> None:
         """Start a checkpoint of the state as it is now; it is written while the caller goes on.
 
@@ -298,13 +300,16 @@ class Engine:
             id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
             rank: This rank.
             ranks: Number of ranks that save to the folder together.
+            replica: Whether rank 0 has the same state and saves it for this rank too; it writes `extra` alone then.
 
         Raises:
             CheckpointError: The folder cannot be used, or the paths have no room for a checkpoint; training may
                 go on.
             SessionBrokenError: The session cannot be used.
         """
-        self._core.save(path, metadata or {}, extra, pieces, copy, on_done, id or uuid.uuid4().hex, rank, ranks)
+        self._core.save(
+            path, metadata or {}, extra, pieces, copy, on_done, id or uuid.uuid4().hex, rank, ranks, replica
+        )
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.
@@ -424,7 +429,12 @@ class _Core:
                 self._tiers.append(self._open_tier(path, store, path.depth))
             self._kernel = CpuUpdateKernel(queue, self._threads)
             self.executor = LiveExecutor(
-                self._tiers, self._kernel, queue, tier_error, verify=config.checksum, stall_s=config.stall_timeout_s
+                self._tiers,
+                self._kernel,
+                queue,
+                self._tier_error,
+                verify=config.checksum,
+                stall_s=config.stall_timeout_s,
             )
             self._adopt(self.plan, Layout((), ()))
             address = self._staging.address if self._staging else 0
@@ -577,6 +587,22 @@ class _Core:
 
         with self._lock:
             self._request(extend)
+
+    def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:
+        """Return the error of a failed completion; it names the parameters that a tile is of, and its file."""
+        error = tier_error(verb, completion, request, tier)
+        if request is None:
+            return error
+        place = getattr(innermost(tier), "store_path", None)
+        where = f" in {place}" if place is not None else ""
+        return type(error)(
+            error.operation,
+            tier=error.tier,
+            path=error.path,
+            offset=error.offset,
+            errno=error.errno,
+            detail=f"{self.plan.layout.parameters_of(request.tile)}{where}; {error.detail}",
+        )
 
     # The engine thread
 
@@ -932,6 +958,7 @@ class _Core:
         id: str,
         rank: int,
         ranks: int,
+        replica: bool,
     ) -> None:
         """See `Engine.save`."""
         self.check_usable()
@@ -948,13 +975,14 @@ class _Core:
                 saves.pending.done.wait()
             self.check_usable()
             layout = self.plan.layout
+            saved = Layout((), ()) if replica else layout
             # State that is still to be taken from the weights is taken now, so that all of it is somewhere; what lies
             # in another session's store goes to ours, so that the checkpoint refers to no other.
             unmade = [
                 subgroup.index
                 for subgroup in layout.subgroups
-                if self.machine.is_fresh(subgroup.index)
-                or self.tables.needs_reload(subgroup.index)
+                if (not replica and self.machine.is_fresh(subgroup.index))
+                or (not replica and self.tables.needs_reload(subgroup.index))
                 or any(self.machine.index.is_foreign(tile) for tile, _, _ in subgroup.tiles)
             ]
             if unmade:
@@ -964,22 +992,23 @@ class _Core:
                     self.tables.changed(run.visit.subgroup)
 
                 self._sweep(unmade, make, changes=True)
+            wholes = pieces if pieces is not None else [Piece(0, p.numel) for p in layout.parameters]
             snapshot = Snapshot(
-                layout=layout,
+                layout=saved,
                 step=self._step_number,
-                steps=tuple(self.tables.steps.tolist()),
-                pieces=tuple(pieces) if pieces is not None else tuple(Piece(0, p.numel) for p in layout.parameters),
+                steps=() if replica else tuple(self.tables.steps.tolist()),
+                pieces=() if replica else tuple(wholes),
                 metadata=metadata,
                 extra=extra,
                 id=id,
                 rank=rank,
                 ranks=ranks,
+                copy=copy,
             )
             pending = saves.prepare(
                 folder,
                 snapshot,
-                copy=copy,
-                needs_buffers=any(subgroup.weight_tiles for subgroup in layout.subgroups) or self.plan.uses_gpu,
+                needs_buffers=any(subgroup.weight_tiles for subgroup in saved.subgroups) or self.plan.uses_gpu,
                 io_backend=self.config.io_backend,
                 on_done=on_done,
             )
@@ -1090,7 +1119,7 @@ class _Core:
                 self._version = max(self._version, checkpoint.last_version)
                 if manifest is not None and isinstance(checkpoint, Checkpoint):
                     copied = [number for number in copied if self.plan.resident[number]]
-                    self._adopt_state(checkpoint, manifest, there, wholes)
+                    self._adopt_state(checkpoint, manifest, there, wholes, rank)
                 return self._begin(copied, restore, changes=True, overwrites=True)
 
             try:
@@ -1108,7 +1137,7 @@ class _Core:
                 saves.resumed(checkpoint, rank, ranks)
 
     def _adopt_state(
-        self, checkpoint: Checkpoint, manifest: Manifest, names: Sequence[str], pieces: Sequence[Piece]
+        self, checkpoint: Checkpoint, manifest: Manifest, names: Sequence[str], pieces: Sequence[Piece], rank: int
     ) -> None:
         """Go on from a checkpoint where it lies, but for what is at home in memory; on the engine thread."""
         saves, machine, layout = self._saves, self.machine, self.plan.layout
@@ -1129,7 +1158,7 @@ class _Core:
             lambda number, store, used: self._open_tier(paths[number], store, self._tiers[number].depth, used),
             install,
         )
-        adopted = saves.adopt(checkpoint, manifest, machine.index, exchange)
+        adopted = saves.adopt(checkpoint, manifest, machine.index, exchange, rank)
         streamed = [subgroup for subgroup in layout.subgroups if not self.plan.resident[subgroup.index]]
         tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
         machine.handle(TakeUp(adopted.limits, adopted.held, {tile: adopted.records[tile] for tile in tiles}))
