@@ -216,6 +216,12 @@ class Saves:
         save = Save(self._numbers, number if copy else None, empty)
         return Pending(save, folder, snapshot, sink, on_done, time.monotonic())
 
+    def forget(self, pending: Pending) -> None:
+        """Close what was made for a save that was not handed over; one that was is left alone."""
+        if pending not in (self.pending, self.last) and pending.sink is not None:
+            self._others.pop(pending.save.sink if pending.save.sink is not None else -1, None)
+            pending.sink[1].close()
+
     def _make_buffers(self, layout: Layout) -> None:
         most = max((nbytes for s in layout.subgroups for _, _, nbytes in s.tiles), default=4096)
         if self._buffers is not None and self._buffer_bytes >= most:
@@ -473,7 +479,8 @@ class Saves:
 
     def close(self) -> None:
         """Free memory and locks; nothing is pending."""
-        self._close_foreign()
+        for number in list(self._others):
+            self._others.pop(number).close()
         for kept in self.kept:
             for _, _, lock in kept.taken:
                 release_lock(lock)

@@ -1025,7 +1025,10 @@ class _Core:
                     self._take_save()
                     raise error
 
-            self._request(begin)
+            try:
+                self._request(begin)
+            finally:
+                saves.forget(pending)
 
     def wait_checkpoint(self, timeout_s: float | None) -> None:
         """See `Engine.wait_checkpoint`."""

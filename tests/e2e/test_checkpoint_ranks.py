@@ -166,7 +166,7 @@ def worker(rank: int, folder: str) -> None:
             assert [len(manifest.tiles) > 0 for manifest in checkpoint.manifests] == [True, True]
         optimizer.close()
         optimizer = offload.AdamW([("weight", torch.nn.Parameter(torch.full((100,), rank + 1.0)))])
-        with pytest.raises(offload.CheckpointError, match="ranks 0 and 1 have different weights .* called weight"):
+        with pytest.raises(offload.CheckpointError, match=r"ranks 0 and 1 have different weights .* called weight"):
             optimizer.save_checkpoint(Path(folder, "mixed"))
         optimizer.close()
     finally:
