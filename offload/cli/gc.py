@@ -16,8 +16,8 @@ def add_parser(commands: Any) -> None:
         "gc",
         help="delete stores that killed sessions have left on a path",
         description="Delete stores (offload-<uuid>) that no process uses and no checkpoint needs. What checkpoints "
-        "refer to stays, and so does everything else there. Nobody can tell whether a process uses a store in a bucket, "
-        "so there a store is deleted only if --store names it.",
+        "refer to stays, and so does everything else there. Nobody can tell whether a process uses a store in a "
+        "bucket, so there a store is deleted only if --store names it.",
     )
     parser.add_argument(
         "path",
