@@ -331,6 +331,9 @@ class Engine:
     ) -> None:
         """Replace all state, step counts and weights by what a checkpoint has for these parameters.
 
+        With the same subgroups, tiles and ranks streamed state is not copied: its slots are this session's from then
+        on where their session has ended and they lie on one of its paths, and are only read elsewhere.
+
         Args:
             checkpoint: An open one, or a file of another format; may be closed afterwards.
             names: What a parameter here is called there, where that differs.

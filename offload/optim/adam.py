@@ -618,8 +618,10 @@ class OffloadedAdam(torch.optim.Optimizer):
     ) -> Any:
         """Go on from a checkpoint: state, step counts, hyperparameters, and the weights, derived from their masters.
 
-        Tiers, budgets, subgroups, paths and ranks may be others than when it was written. Parameters are told by
-        their names, so either give names (`model.named_parameters()`) or the same parameters in the same order.
+        Tiers, budgets, subgroups, paths and ranks may be others than when it was written. With the same subgroups,
+        tiles and ranks nothing is copied: state that is not at home in memory stays in its slots. Parameters are
+        told by their names, so either give names (`model.named_parameters()`) or the same parameters in the same
+        order.
 
         Args:
             path: Its folder.
@@ -631,7 +633,8 @@ class OffloadedAdam(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged or of another model. Nothing has changed then,
-                unless damage was found while the state was read, which breaks the session.
+                unless damage was found while the state was read, which breaks the session. State that stays where it
+                lies is read, and verified, when it is next used.
         """
         with self._lock, Checkpoint(path, verify=self.engine.config.checksum) as checkpoint:
             rank = _world()[1]
