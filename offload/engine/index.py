@@ -67,7 +67,7 @@ class TileIndex:
     def __init__(
         self, stores: Sequence[tuple[int, float]], slot_counts: Mapping[int, int], checkpoint_bytes: int = 0
     ) -> None:
-        self._allowed = dict(slot_counts)
+        self._planned = dict(slot_counts)
         self._unmade = dict(slot_counts)
         self._stores = [_Store(limit, share) for limit, share in stores]
         self._drifting = False
@@ -156,17 +156,16 @@ class TileIndex:
         usable = any(store.usable for store in self._stores)
         if any(slot_counts.values()) and (not usable or self._spare_bytes(wanted) < 0):
             return False
-        self._change_allowed(slot_counts, 1)
+        self._change_unmade(slot_counts, 1)
         return True
 
     def give_back(self, slot_counts: Mapping[int, int]) -> None:
         """Take back a reserve that was not used."""
-        self._change_allowed(slot_counts, -1)
+        self._change_unmade(slot_counts, -1)
 
-    def _change_allowed(self, slot_counts: Mapping[int, int], sign: int) -> None:
+    def _change_unmade(self, slot_counts: Mapping[int, int], sign: int) -> None:
         for nbytes, count in slot_counts.items():
-            for counts in (self._allowed, self._unmade):
-                counts[nbytes] = counts.get(nbytes, 0) + sign * count
+            self._unmade[nbytes] = self._unmade.get(nbytes, 0) + sign * count
 
     def hold(self, location: Location) -> bool:
         """Keep a live, held or (once written) claimed slot for a checkpoint; return whether it uses up a reserve."""
@@ -186,7 +185,7 @@ class TileIndex:
             return
         del self._held[location]
         self._held_bytes -= location.nbytes + SECTOR_BYTES
-        self._change_allowed({location.nbytes: 1}, -1)
+        self._change_unmade({location.nbytes: 1}, -1)
         record = self._records.get(tile)
         if record is None or record.location != location:
             self._free(location)
@@ -204,7 +203,7 @@ class TileIndex:
         store = self._stores[path]
         invariant(store.end == 0, "a store that is in use is exchanged")
         store.limit_bytes = limit_bytes
-        sizes = sorted({*self._allowed, *(location.nbytes for location in held)}, reverse=True)
+        sizes = sorted({*self._planned, *(location.nbytes for location in held)}, reverse=True)
         for location in sorted(held, key=lambda location: location.offset):
             invariant(location.offset >= store.end, f"two slots overlap at byte {location.offset} of path {path}")
             for nbytes in sizes:
@@ -216,7 +215,6 @@ class TileIndex:
             store.end = location.offset + location.nbytes + SECTOR_BYTES
             self._held[location] = held[location]
             self._held_bytes += location.nbytes + SECTOR_BYTES
-            self._allowed[location.nbytes] = self._allowed.get(location.nbytes, 0) + 1
             self._unmade.setdefault(location.nbytes, 0)
 
     def fits(self) -> bool:
@@ -278,14 +276,13 @@ class TileIndex:
 
     def allow(self, slot_counts: Mapping[int, int]) -> None:
         """Reckon with more slots, as a plan for more subgroups does."""
-        made = {nbytes: -count for nbytes, count in self._unmade.items()}
         for nbytes, count in slot_counts.items():
-            self._unmade[nbytes] = count - self._allowed.get(nbytes, 0) - made.get(nbytes, 0)
-        self._allowed = dict(slot_counts)
+            self._unmade[nbytes] = self._unmade.get(nbytes, 0) + count - self._planned.get(nbytes, 0)
+        self._planned = dict(slot_counts)
 
     def has_room(self, slot_counts: Mapping[int, int]) -> bool:
         """Return whether all slots that a plan reckons with can still be made, as `allow` would promise."""
-        unmade = {n: count - self._allowed.get(n, 0) + self._unmade.get(n, 0) for n, count in slot_counts.items()}
+        unmade = {n: count - self._planned.get(n, 0) + self._unmade.get(n, 0) for n, count in slot_counts.items()}
         return self._spare_bytes(unmade) >= 0
 
     def retire(self, path: int) -> None:

@@ -304,6 +304,21 @@ def test_older_checkpoints_in_a_store_that_is_taken_over_are_kept_and_released_i
         assert same(other.state(), states[2])
 
 
+def test_parameters_that_are_added_beside_a_kept_checkpoint_have_room(tmp_path: Path, paths: list[Path]) -> None:
+    config = {"host_memory": 0, "staging_memory": 12 * 1024, "paths": [{"path": paths[0], "share": 1}]}
+    with Run(**config) as run:
+        run.train(2)
+        run.optimizer.save_checkpoint(tmp_path / "ck")
+        run.train(2)
+        run.optimizer.wait_checkpoint()
+        run.parameters.append(torch.nn.Parameter(torch.ones(3000).bfloat16()))
+        run.optimizer.add_param_group({"params": [("more", run.parameters[-1])]})
+        run.train(4)
+        run.optimizer.save_checkpoint(tmp_path / "ck")
+        run.train(4)
+        run.optimizer.engine._core.machine.check()
+
+
 def test_a_session_goes_back_to_its_own_checkpoint(tmp_path: Path, paths: list[Path]) -> None:
     with Run(**PLACES["half"](paths)) as run:
         run.train(2)

@@ -118,6 +118,15 @@ def test_allowing_more_slots():
     stores.check()
 
 
+def test_slots_that_checkpoints_hold_are_none_of_the_plans():
+    stores = index(1 << 20, slots=2)
+    record = write(stores, TILE, 1)
+    assert stores.reserve({SECTOR_BYTES: 1})
+    stores.hold(record.location)
+    stores.allow({SECTOR_BYTES: 4})  # four slots besides the one that is held, one of them live for now
+    assert [stores.claim(SECTOR_BYTES) is None for _ in range(5)] == [False, False, False, False, True]
+
+
 def test_slots_that_nobody_claimed_are_refused():
     stores = index(1 << 20)
     location = Location(0, 0, SECTOR_BYTES)
