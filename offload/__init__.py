@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         TierFullError,
     )
     from offload.layout import Parameter
-    from offload.optim import Adam, AdamW
+    from offload.optim import Adam, AdamW, GradScaler
     from offload.protocols import DtypeCode
     from offload.sim.explanation import Explanation, explain
 
@@ -36,6 +36,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Adam": "offload.optim",
     "AdamW": "offload.optim",
+    "GradScaler": "offload.optim",
     "CheckpointError": "offload.errors",
     "ConfigError": "offload.errors",
     "CorruptRecordError": "offload.errors",
@@ -67,6 +68,7 @@ __all__ = [
     "DtypeCode",
     "Engine",
     "Explanation",
+    "GradScaler",
     "GroupScalars",
     "InfeasiblePlanError",
     "InternalError",

@@ -124,7 +124,8 @@ class OffloadConfig:
     Attributes:
         host_memory: Bytes of host memory for state at home there. None: all of the state without `paths`,
             otherwise up to half of the memory that is available.
-        gpu_memory: Bytes of GPU memory for state at home there. Only 0 is supported in this version.
+        gpu_memory: Bytes of GPU memory for state at home there, where weights lie on a GPU. "auto": what is free
+            after the first backward pass; nothing if the state is asked for before that.
         paths: Directories or "s3://bucket/prefix" for the state that does not fit; each a string or
             `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the
             paths are seen to have, step by step, unless a `share` is given.
@@ -133,7 +134,8 @@ class OffloadConfig:
         subgroup_numel: Most elements of a subgroup. None: chosen from the model's size.
         threads: CPU threads of the update. None: as many as this process may use.
         gradient_dtype: "parameter" (gradients in the weight's dtype) or "float32".
-        keep_grads: Whether `.grad` stays until the step. Only True is supported in this version.
+        keep_grads: Whether gradients on a GPU stay in `.grad` until the step. If not, they leave during backward, and
+            `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own.
         checksum: Whether tiles on storage carry a checksum that is verified on every read.
         checkpoints_kept: How many checkpoints' slots stay reserved on the paths. The plan makes sure that there is
             room for them and for the next one. None: 1, or as there is room: without it, saving raises.
@@ -147,14 +149,15 @@ class OffloadConfig:
         stall_timeout_s: Seconds without an answer from any device, with something asked for, after which the session
             gives up on them.
         lock_timeout_s: Seconds of waiting for a turn after which a warning names the process that has it.
-        placement: "auto" or "cpu", the device that runs updates.
+        placement: The device that runs updates where weights lie on a GPU: "auto" for whatever the model finds
+            fastest, "cpu", "gpu", or the GPU's share from 0 to 1. State at home on the GPU is updated there anyway.
         rates: Where the first rates come from; every step refines them. "auto": this machine's file, which
             `offload probe` writes, if there is one that fits and has all paths, else a short probe. Or such a file,
             which must fit.
     """
 
     host_memory: int | str | None = None
-    gpu_memory: int | str = 0
+    gpu_memory: int | str = "auto"
     paths: Sequence[str | os.PathLike[str] | Mapping[str, Any] | PathConfig] = ()
     staging_memory: int | str | None = None
     subgroup_numel: int | None = None
@@ -175,9 +178,8 @@ class OffloadConfig:
             value = getattr(self, field)
             if value is not None:
                 self._set(field, parse_bytes(field, value))
-        self._set("gpu_memory", parse_bytes("gpu_memory", self.gpu_memory))
-        if self.gpu_memory != 0:
-            raise ConfigError("gpu_memory", self.gpu_memory, "use 0: state at home on a GPU is not supported yet")
+        if self.gpu_memory != "auto":
+            self._set("gpu_memory", parse_bytes("gpu_memory", self.gpu_memory))
         if isinstance(self.paths, str | os.PathLike | Mapping) or not isinstance(self.paths, Sequence):
             raise ConfigError("paths", self.paths, "give a list of directories")
         self._set("paths", tuple(PathConfig.parse(f"paths[{i}]", p) for i, p in enumerate(self.paths)))
@@ -190,8 +192,8 @@ class OffloadConfig:
         _check_choice("gradient_dtype", self.gradient_dtype, ("parameter", "float32"))
         if not isinstance(self.checksum, bool):
             raise ConfigError("checksum", self.checksum, "use true or false")
-        if self.keep_grads is not True:
-            raise ConfigError("keep_grads", self.keep_grads, "use true: gradients stay in .grad until the step")
+        if not isinstance(self.keep_grads, bool):
+            raise ConfigError("keep_grads", self.keep_grads, "use true or false")
         _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads", "asyncio"))
         if isinstance(self.path_lock, int):
             _check_int("path_lock", self.path_lock, 1)
@@ -203,10 +205,16 @@ class OffloadConfig:
             timeout_s = getattr(self, field)
             if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
                 raise ConfigError(field, timeout_s, "give seconds, greater than 0")
-        _check_choice("placement", self.placement, ("auto", "cpu"))
+        self._check_placement()
         if not isinstance(self.rates, str | os.PathLike) or not os.fspath(self.rates):
             raise ConfigError("rates", self.rates, 'use "auto" or name a file that `offload probe` wrote')
         self._set("rates", os.fspath(self.rates))
+
+    def _check_placement(self) -> None:
+        value = self.placement
+        is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+        if not is_share and value not in ("auto", "cpu", "gpu"):
+            raise ConfigError("placement", value, 'use "auto", "cpu", "gpu", or a share of GPU updates from 0 to 1')
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)

@@ -27,6 +27,7 @@ MAX_DEPTH = 64
 ERROR_HEADER = -1
 ERROR_CHECKSUM = -2
 ERROR_SHORT = -3
+ERROR_DEVICE = -4
 
 
 class TileId(NamedTuple):
@@ -208,6 +209,116 @@ class UpdateKernel(Protocol):
 
     def close(self) -> None:
         """Finish what is in flight and end the threads; idempotent."""
+
+
+class DeviceLane(IntEnum):
+    """A stream of a GPU: what is put on it happens in that order, and later than the call."""
+
+    CALLER = 0
+    """Forward and backward: the stream on which the calling thread works."""
+    H2D = 1
+    D2H = 2
+    UPDATE = 3
+    GRADIENTS = 4
+    """Gradients that leave during backward."""
+
+
+class Mark(Protocol):
+    """A point between two pieces of work on a lane (CUDA calls it an event)."""
+
+    def reached(self) -> bool:
+        """Return whether all before it has been done."""
+
+    def wait(self) -> None:
+        """Return when all before it has been done.
+
+        Raises:
+            OffloadError: The device failed meanwhile.
+        """
+
+    def time_s(self) -> float:
+        """Return when it was reached, on the monotonic clock; only once it has been."""
+
+
+class Device(Protocol):
+    """A GPU: memory of its own, lanes, copies, and work that is done later, in the order of each lane.
+
+    Addresses are plain integers, of host or of device memory; who passes them keeps them alive until the work is
+    done. Nothing orders two lanes but `follow`. All methods may be called from any thread; lane `CALLER` is that of
+    the thread that calls. They raise `OffloadError` where the device refuses or has failed.
+    """
+
+    name: str
+    """What it is, for messages."""
+
+    def free_bytes(self) -> int:
+        """Return how much of its memory nobody has taken."""
+
+    def allocate(self, nbytes: int) -> int:
+        """Return the address of new device memory, aligned to at least 256 bytes.
+
+        Raises:
+            OffloadError: There is not that much.
+        """
+
+    def release(self, address: int) -> None:
+        """Give memory back that no work uses any more."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Lock host memory and let the device reach it, so that copies need nobody's help.
+
+        Raises:
+            OffloadError: The system does not allow that; copies work without, more slowly.
+        """
+
+    def unpin(self, address: int) -> None:
+        """Take back what `pin` did; no work uses the memory any more."""
+
+    def mark(self, lane: DeviceLane) -> Mark:
+        """Return the point after what has been put on a lane so far."""
+
+    def follow(self, lane: DeviceLane, mark: Mark) -> None:
+        """Let what is put on a lane from now on wait for a mark of another."""
+
+    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
+        """Put a copy on a lane; one of the addresses, or both, are the device's."""
+
+    def update(self, table: npt.NDArray[Any]) -> None:
+        """Put an update of segments on lane `UPDATE`: `SEGMENT_DTYPE` with device addresses. The table is copied."""
+
+    def gradient_blocks(
+        self,
+        lane: DeviceLane,
+        source: int,
+        dtype: DtypeCode,
+        numel: int,
+        blocks: int,
+        target: int = 0,
+        target_dtype: DtypeCode = DtypeCode.NONE,
+        accumulate: bool = False,
+    ) -> None:
+        """Put on a lane: copy a gradient on the device, or add it to one there, with the sums of its blocks' squares.
+
+        Args:
+            lane: Which one.
+            source: The gradient.
+            dtype: Its element type.
+            numel: Its elements.
+            blocks: Address of float64, shape [ceil(numel / NORM_BLOCK_NUMEL)], on the device: what
+                `offload.kernels.reference` defines, of the sum where it accumulates.
+            target: Where it is copied to, or added as torch adds tensors; 0 for nowhere.
+            target_dtype: The source's element type, or FLOAT32 to widen; NONE without a target.
+            accumulate: Whether it is added.
+        """
+
+    def report(self, mark: Mark, queue: Queue, op: int) -> None:
+        """Post completion `op` when a mark has been reached, with its time; of one lane's marks in their order.
+
+        A device that has failed posts `ERROR_DEVICE`.
+        """
+
+    def close(self) -> None:
+        """Wait for all work, end the threads and give all memory back; idempotent."""
 
 
 class Clock(Protocol):

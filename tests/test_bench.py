@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 SCRIPTS = sorted(path.name for path in BENCH.glob("[!_]*.py"))
@@ -28,6 +29,32 @@ def test_smoke(script: str, tmp_path: Path) -> None:
     assert report["targets"]
     for target in report["targets"]:
         assert target.keys() >= {"name", "value", "target", "met"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_gpu_benchmark_without_a_gpu_says_so_and_keeps_what_was_found(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    command = [sys.executable, str(BENCH / "gpu.py"), "--json", str(path)]
+    done = subprocess.run([*command, "--section", "c"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert report["results"]["c"]["not_run"] == "no CUDA device: not run"
+    assert all(target["value"] is None and target["note"] for target in report["targets"])
+    report["results"]["b"] = {"elements": 8, "different": {"master": 2}, "on": "the GPU"}
+    path.write_text(json.dumps(report))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    assert set(report["results"]) == set("abcde")
+    assert report["targets"][0]["value"] == pytest.approx(0.75)
+    assert report["targets"][0]["met"] is False
+    text = path.with_suffix(".md").read_text()
+    assert "0.750; target at least 1, MISSED" in text
+    assert text.count("**no CUDA device: not run**") == 4
+    done = subprocess.run([*command, "--smoke", "--section", "a"], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "another size" in done.stderr
 
 
 @pytest.mark.slow

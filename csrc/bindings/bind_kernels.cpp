@@ -37,6 +37,14 @@ std::vector<Segment> copy_table(std::uintptr_t address, std::size_t rows) {
   return std::vector<Segment>(table, table + rows);
 }
 
+GradientBlocks gradient_blocks_of(std::uintptr_t source, std::int32_t source_dtype, std::uint64_t numel,
+                                  std::uintptr_t blocks, std::uintptr_t destination,
+                                  std::int32_t destination_dtype) {
+  return {reinterpret_cast<const void*>(source), source_dtype,
+          numel,                                 reinterpret_cast<double*>(blocks),
+          reinterpret_cast<void*>(destination),  destination_dtype};
+}
+
 GradientBlocks checked(const GradientBlocks& work) {
   const std::string problem = check_gradient_blocks(work);
   if (!problem.empty()) throw std::invalid_argument(problem);
@@ -68,10 +76,8 @@ class CpuKernels {
   }
   void gradient_blocks(std::uintptr_t source, std::int32_t source_dtype, std::uint64_t numel, std::uintptr_t blocks,
                        std::uintptr_t destination, std::int32_t destination_dtype) {
-    GradientBlocksJob job(checked({reinterpret_cast<const void*>(source), source_dtype, numel,
-                                   reinterpret_cast<double*>(blocks), reinterpret_cast<void*>(destination),
-                                   destination_dtype}),
-                          kernels_);
+    GradientBlocksJob job(
+        checked(gradient_blocks_of(source, source_dtype, numel, blocks, destination, destination_dtype)), kernels_);
     pool_.run(job);
   }
   void close() { pool_.close(); }
@@ -96,7 +102,21 @@ void bind_kernels(nb::module_& module) {
         return sum_in_order(reinterpret_cast<const double*>(address), count);
       },
       nb::arg("address"), nb::arg("count"), "Add float64 values one after the other, starting from 0.0.");
-
+  module.def(
+      "check_table",
+      [](std::uintptr_t address, std::size_t rows) {
+        return check_table(reinterpret_cast<const Segment*>(address), rows);
+      },
+      nb::arg("address"), nb::arg("rows"), "Return what is wrong with a segment table, or an empty string.");
+  module.def(
+      "check_gradient_blocks",
+      [](std::uintptr_t source, std::int32_t source_dtype, std::uint64_t numel, std::uintptr_t blocks,
+         std::uintptr_t destination, std::int32_t destination_dtype) {
+        return check_gradient_blocks(
+            gradient_blocks_of(source, source_dtype, numel, blocks, destination, destination_dtype));
+      },
+      nb::arg("source"), nb::arg("source_dtype"), nb::arg("numel"), nb::arg("blocks"), nb::arg("destination"),
+      nb::arg("destination_dtype"), "Return what is wrong with these arguments, or an empty string.");
   using release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<CpuKernels>(module, "CpuKernels", "Worker threads that run update kernels; see offload.kernels.")
       .def(nb::init<CompletionQueue&, unsigned, const std::string&>(), nb::keep_alive<1, 2>(), nb::arg("queue"),

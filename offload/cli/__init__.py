@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from offload.cli import export, gc, plan, probe, settings, verify
+from offload.cli import export, gc, plan, probe, settings, trace, verify
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
 
@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_parser(commands)
     export.add_parser(commands)
     gc.add_parser(commands)
+    trace.add_parser(commands)
     return parser
 
 
@@ -87,6 +88,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "verify": verify.run,
     "export": export.run,
     "gc": gc.run,
+    "trace": trace.run,
 }
 
 

@@ -13,6 +13,8 @@ from typing import Any
 LAST_STEPS = 20
 """Steps over which the final loss is averaged: a single batch is too noisy to compare runs by."""
 
+TIMELINE_NAME = "timeline.json"
+
 Interval = tuple[str, str, float, float, int]
 """One operation of a step's timeline: lane, label, started_s, finished_s, nbytes."""
 

@@ -93,7 +93,7 @@ def _lane_rows(lanes: Mapping[str, Mapping[str, float | None]]) -> list[tuple[st
     """Return each lane's predicted and measured seconds (medians), and which are furthest apart."""
     rows = []
     apart_s = {}
-    for lane in sorted(lanes, key=_lane_key):
+    for lane in sorted(lanes, key=lane_order):
         predicted, measured = lanes[lane]["predicted_s"], lanes[lane]["measured_s"]
         if predicted is not None and measured is not None and (predicted or measured):
             apart_s[lane] = measured - predicted
@@ -134,7 +134,7 @@ def draw_lanes(path: Path, timeline: Sequence[Interval], paths: Sequence[str], *
         paths: What the path numbers in the lanes' names stand for.
         step: Number of the step, for the title.
     """
-    lanes = sorted({interval[0] for interval in timeline}, key=_lane_key)
+    lanes = sorted({interval[0] for interval in timeline}, key=lane_order)
     figure, axes = _figure(10.0, 1.9 + 0.62 * max(1, len(lanes)) + 0.2 * len(paths))
     start_s = min((interval[2] for interval in timeline), default=0.0)
     span_s = max((interval[3] for interval in timeline), default=0.0) - start_s or 1e-6
@@ -163,11 +163,11 @@ def draw_lanes(path: Path, timeline: Sequence[Interval], paths: Sequence[str], *
 def _draw_lane(
     axes: Axes, row: int, intervals: Sequence[Interval], *, start_s: float, span_s: float, factor: float
 ) -> None:
-    tracks = _tracks(intervals)
-    depth = max(tracks, default=0) + 1
+    used = tracks(intervals)
+    depth = max(used, default=0) + 1
     height = 0.76 / depth
     colour = _LANE_COLOURS.get(intervals[0][0].split(":")[0], "#888888")
-    for number, ((_, label, began_s, ended_s, _), track) in enumerate(zip(intervals, tracks, strict=True)):
+    for number, ((_, label, began_s, ended_s, _), track) in enumerate(zip(intervals, used, strict=True)):
         centre = row - 0.38 + height * (track + 0.5)
         left, width = (began_s - start_s) * factor, (ended_s - began_s) * factor
         # Two shades in turn, so that operations that follow each other without a gap can be told apart.
@@ -179,7 +179,7 @@ def _draw_lane(
             )
 
 
-def _tracks(intervals: Sequence[Interval]) -> list[int]:
+def tracks(intervals: Sequence[Interval]) -> list[int]:
     """Return for each interval, in order of their start, the first track that is free by then."""
     free_from_s: list[float] = []
     tracks = []
@@ -204,7 +204,8 @@ def _lane_figures(intervals: Sequence[Interval], span_s: float) -> str:
     return "\n".join(part for part in (moved, f"busy {busy_s / span_s:.0%}") if part)
 
 
-def _lane_key(lane: str) -> tuple[int, int, str]:
+def lane_order(lane: str) -> tuple[int, int, str]:
+    """Return what lanes are sorted by."""
     kind, _, index = lane.partition(":")
     order = _LANE_ORDER.index(kind) if kind in _LANE_ORDER else len(_LANE_ORDER)
     return order, int(index) if index.isdecimal() else 0, lane

@@ -92,7 +92,8 @@ examples:
   offload train --save ck --save-every 20       keep a checkpoint; after a crash go on with --resume ck --save ck
   offload train --steps 20 --compare-in-memory  check that offloading does not change a single bit
 
-The run's folder holds metrics.jsonl (a line a step), summary.json, loss.png and lanes.png.
+The run's folder holds metrics.jsonl (a line a step), summary.json, timeline.json (of the last step; see `offload
+trace`), loss.png and lanes.png.
 """
 
 

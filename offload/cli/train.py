@@ -25,7 +25,15 @@ from torch.nn.functional import cross_entropy
 from offload.checkpoint.reader import is_checkpoint
 from offload.cli.model import Shape, build_model, choose_shape, parameter_groups
 from offload.cli.progress import Progress
-from offload.cli.record import Comparison, RunRecord, StepRecord, same_losses, to_json, write_text
+from offload.cli.record import (
+    TIMELINE_NAME,
+    Comparison,
+    RunRecord,
+    StepRecord,
+    same_losses,
+    to_json,
+    write_text,
+)
 from offload.cli.report import draw_lanes, draw_losses, table
 from offload.cli.settings import TrainSettings
 from offload.cli.text import VOCABULARY, Batches, Text, load_text
@@ -209,7 +217,10 @@ class _Run:
         if self.main.steps:
             write_text(self._folder / "summary.json", to_json(summary, indent=2) + "\n")
             draw_losses(self._folder / "loss.png", self.main.losses, summary["text"]["byte_entropy"])
-            draw_lanes(self._folder / "lanes.png", self.main.timeline, paths, step=len(self.main.steps))
+            timeline = self.main.timeline
+            draw_lanes(self._folder / "lanes.png", timeline, paths, step=len(self.main.steps))
+            operations = {"step": len(self.main.steps), "paths": paths, "operations": timeline}
+            write_text(self._folder / TIMELINE_NAME, to_json(operations) + "\n")
         return summary
 
 

@@ -10,8 +10,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from offload.engine.machine import Done, Event, Failed, Operation, ReadTile, Run, Stop, WriteTile
-from offload.engine.saving import Commit, CopyTile, SaveOperation, SaveTile, Sync
+import numpy.typing as npt
+
+from offload.engine.gpu import GpuLanes, Timed
+from offload.engine.machine import (
+    CopyIn,
+    CopyOut,
+    Done,
+    Event,
+    Failed,
+    Operation,
+    PushWeights,
+    ReadTile,
+    Run,
+    Stop,
+    WriteTile,
+)
+from offload.engine.saving import Commit, CopyTile, SaveTile, Sync
 from offload.errors import InternalError, OffloadError, TierError
 from offload.layout import STATE_ITEM_BYTES
 from offload.plan.budget import Plan
@@ -35,8 +50,8 @@ class Interval(NamedTuple):
     """One operation on a lane, for timelines.
 
     Attributes:
-        lane: "cpu", or "read:<path>" and "write:<path>" with the path's number; of checkpoints "save:<path>" and
-            "copy:<path>".
+        lane: "cpu", or "read:<path>" and "write:<path>" with the path's number; with a GPU "gpu", "h2d" and "d2h"; of
+            checkpoints "save:<path>" and "copy:<path>".
         label: What it worked on.
         started_s: When it was taken up, on the monotonic clock.
         finished_s: When it was through.
@@ -72,8 +87,6 @@ class SaveSource(Protocol):
         """Return why the last commit has failed."""
 
 
-HostOperation = ReadTile | WriteTile | Run | SaveOperation
-
 Visitor = Callable[[Run], "Any | None"]
 """Works on a subgroup's state: returns a segment table for the kernel, or None if it did the work itself."""
 
@@ -88,6 +101,7 @@ class LiveExecutor:
         tier_error: Turns a failed completion into the error to raise.
         verify: Whether reads compare the checksum that the index has.
         stall_s: See `STALL_S`.
+        gpu: Lanes of a GPU; None where no plan uses one.
     """
 
     def __init__(
@@ -99,6 +113,7 @@ class LiveExecutor:
         *,
         verify: bool = True,
         stall_s: float = STALL_S,
+        gpu: GpuLanes | None = None,
     ) -> None:
         self.timeline: list[Interval] = []
         """Operations that have ended, in that order; whoever starts a step empties it."""
@@ -110,6 +125,8 @@ class LiveExecutor:
         self._tier_error = tier_error
         self._verify = verify
         self._stall_s = stall_s
+        self._gpu = gpu
+        self._waiting: dict[int, npt.NDArray[Any]] = {}
         self._heard_s = time.monotonic()
         self._visitor: Visitor = lambda run: None
         self.save_source: SaveSource | None = None
@@ -118,7 +135,7 @@ class LiveExecutor:
         self._slot_bytes = 0
         self._staging_address = 0
         self._plan: Plan | None = None
-        self._in_flight: dict[int, tuple[HostOperation, TileRequest | None]] = {}
+        self._in_flight: dict[int, tuple[Operation, TileRequest | None]] = {}
         self._events: list[Event] = []
         self._due_s: dict[int, float] = {}
         self._happened_s = 0.0
@@ -144,8 +161,6 @@ class LiveExecutor:
                 self._heard_s = time.monotonic()
             self._due_s[operation.op] = self._happened_s
             try:
-                if not isinstance(operation, HostOperation):
-                    raise InternalError(f"{operation} needs a GPU, and this executor has none")
                 self._start(operation)
             except OffloadError as error:
                 self._fail(operation, error)
@@ -158,13 +173,23 @@ class LiveExecutor:
         self._events.append(Failed(operation.op, error))
         self._queue.post(WAKE)
 
-    def _start(self, operation: HostOperation) -> None:
+    def _start(self, operation: Operation) -> None:
+        if isinstance(operation, CopyIn | CopyOut | PushWeights) or (
+            isinstance(operation, Run) and operation.visit.gpu
+        ):
+            self._in_flight[operation.op] = (operation, None)
+            self._start_on_gpu(operation)
+            return
         if isinstance(operation, Run):
             self._in_flight[operation.op] = (operation, None)
             started_s = time.monotonic()
             table = self._visitor(operation)
+            inputs = self._gpu.inputs(operation.visit.subgroup) if self._gpu is not None else None
             if table is None:
                 self._queue.post(operation.op, started_s=started_s, finished_s=time.monotonic())
+            elif inputs is not None and self._gpu is not None:
+                self._waiting[operation.op] = table
+                self._gpu.device.report(inputs, self._queue, operation.op)
             else:
                 self._kernel.submit(operation.op, table)
             return
@@ -194,6 +219,25 @@ class LiveExecutor:
             tier.read(request)
         else:
             tier.write(request)
+
+    def _start_on_gpu(self, operation: CopyIn | CopyOut | PushWeights | Run) -> None:
+        gpu, due_s = self._gpu, self._due_s[operation.op]
+        if gpu is None:
+            raise InternalError(f"{operation} needs a GPU, and this executor has none")
+        match operation:
+            case CopyIn():
+                gpu.copy_in(operation, self._state_address(operation), due_s)
+            case Run():
+                gpu.run(operation, self._visitor(operation), due_s)
+            case CopyOut():
+                gpu.copy_out(operation, self._state_address(operation), due_s)
+            case PushWeights():
+                gpu.push(operation, due_s)
+
+    def _state_address(self, operation: CopyIn | CopyOut) -> int:
+        if operation.slot is None:
+            return self._source().resident_address(operation.subgroup)
+        return self.slot_address(operation.slot)
 
     def _tier(self, path: int) -> Tier:
         return self._tiers[path] if path < len(self._tiers) else self.others[path]
@@ -232,19 +276,39 @@ class LiveExecutor:
             completion = Completion(*record)
             if completion.op == REQUEST:
                 self.requests += 1
+            elif completion.op in self._waiting and completion.error == 0:
+                self._kernel.submit(completion.op, self._waiting.pop(completion.op))
             elif completion.op != WAKE:
                 events.append(self._report(completion))
         return events
 
+    def take_timed(self) -> None:
+        """Add what the GPU's lanes have done to the timeline."""
+        if self._gpu is not None:
+            self._gpu.take_timed(self._add_timed)
+
+    def _add_timed(self, timed: Timed) -> None:
+        label = f"subgroup {timed.subgroup}"
+        times = timed.began.time_s(), timed.ended.time_s()
+        self.timeline.append(Interval(timed.lane, label, *times, timed.nbytes, timed.due_s))
+
     def _report(self, completion: Completion) -> Event:
         operation, request = self._in_flight.pop(completion.op)
         due_s = self._due_s.pop(completion.op)
+        if completion.op in self._waiting or isinstance(operation, CopyIn | CopyOut | PushWeights):
+            self._waiting.pop(completion.op, None)
+            if completion.error == 0:
+                return Done(completion.op)
+            failed = TierError("copy", tier="gpu", path="d2h", detail="the GPU has failed; see the log")
+            return Failed(completion.op, failed)
         if isinstance(operation, Sync | Commit):
             if completion.error == 0:
                 return Done(completion.op)
             if isinstance(operation, Commit):
                 return Failed(completion.op, self._source().commit_error())
             return Failed(completion.op, self._tier_error("sync", completion, None, self._tier(operation.path)))
+        if isinstance(operation, Run) and operation.visit.gpu:
+            return Done(completion.op)  # its time is known when the GPU has come to it
         if isinstance(operation, Run):
             lane, subgroup = "cpu", operation.visit.subgroup
             nbytes = self._plan.layout.subgroups[subgroup].state_bytes if self._plan else 0
@@ -265,19 +329,19 @@ class LiveExecutor:
         verb = "read" if isinstance(operation, ReadTile | CopyTile) else "write"
         return Failed(completion.op, self._tier_error(verb, completion, request, tier))
 
-    def _stalled(self, operation: HostOperation, request: TileRequest | None) -> TierError:
+    def _stalled(self, operation: Operation, request: TileRequest | None) -> TierError:
         verb = type(operation).__name__
         tier = None
         if isinstance(operation, Sync):
             tier = self._tier(operation.path)
-        elif not isinstance(operation, Run | Commit):
+        elif isinstance(operation, ReadTile | WriteTile | SaveTile | CopyTile):
             tier = self._tier(operation.record.location.path)
         # Only some tiers wait for anything but their device.
         reasons = [why() for tier in self._tiers if (why := getattr(tier, "waiting_for", None)) is not None]
         return TierError(
             verb,
-            tier=tier.name if tier is not None else "host",
-            path=tier.path if tier is not None else "cpu",
+            tier=tier.name if tier is not None else "gpu" if isinstance(operation, CopyOut) else "host",
+            path=tier.path if tier is not None else "d2h" if isinstance(operation, CopyOut) else "cpu",
             offset=request.offset if request else None,
             detail="; ".join([f"no answer for {self._stall_s:.0f} s", *filter(None, reasons)]),
         )

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ from offload.checkpoint.saves import Exchange, Saves, Snapshot
 from offload.checkpoint.stores import leftover_bytes
 from offload.config import OffloadConfig, PathConfig
 from offload.engine.executor import REQUEST, Interval, LiveExecutor
+from offload.engine.gpu import GpuLanes
+from offload.engine.gradients import BLOCK_BYTES, GpuGradients
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import (
@@ -75,7 +77,16 @@ from offload.layout import (
     Subgroup,
     extend_layout,
 )
-from offload.measure import HISTORY, lane_totals, observe, quick_probe, session_rates, tune_depth, typical
+from offload.measure import (
+    HISTORY,
+    lane_totals,
+    observe,
+    probe_device,
+    quick_probe,
+    session_rates,
+    tune_depth,
+    typical,
+)
 from offload.plan import (
     Budgets,
     PathBudget,
@@ -86,7 +97,18 @@ from offload.plan import (
     make_plan,
     visit_order,
 )
-from offload.protocols import NORM_BLOCK_NUMEL, Completion, DtypeCode, Tier, TileId, TileRequest
+from offload.plan.budget import GPU_STAGING_SLOTS, WEIGHT_SLOTS
+from offload.protocols import (
+    NORM_BLOCK_NUMEL,
+    Completion,
+    Device,
+    DtypeCode,
+    Mark,
+    SegmentFlag,
+    Tier,
+    TileId,
+    TileRequest,
+)
 from offload.tiers import Turns, check_directories, free_bytes, innermost, open_tier, tier_error
 from offload.tiers.file import DEFAULT_EXTENT_BYTES
 
@@ -112,6 +134,10 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> t
     return torch.frombuffer((ctypes.c_char * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
+GPU_USE = 0.9
+"""How much of a GPU's free memory is taken at most: whatever else works there needs some, too."""
+
+
 class Engine:
     """Optimizer state of one rank, wherever it lives, and its update.
 
@@ -122,17 +148,30 @@ class Engine:
         parameters: Name, size, weight dtype and group of each parameter.
         config: Tiers and budgets.
         gradient_slots: Whether the engine provides memory for gradients (`gradient_slot`).
+        device: The GPU on which weights and gradients lie: what is bound are its addresses then. The engine provides
+            host memory for the gradients that it needs there itself, and closes the device. None for the CPU.
 
     Raises:
-        ConfigError: If a path cannot be used; raised before any file is touched.
+        ConfigError: If a path cannot be used, or a GPU is to be used and none is given; raised before any file is
+            touched.
         InfeasiblePlanError: If the state does not fit into the tiers.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], config: OffloadConfig | None = None, *, gradient_slots: bool = False
+        self,
+        parameters: Sequence[Parameter],
+        config: OffloadConfig | None = None,
+        *,
+        gradient_slots: bool = False,
+        device: Device | None = None,
     ) -> None:
         self.config = config or OffloadConfig()
-        self._core = _Core(tuple(parameters), self.config, gradient_slots)
+        try:
+            self._core = _Core(tuple(parameters), self.config, gradient_slots, device)
+        except BaseException:
+            if device is not None:
+                device.close()
+            raise
         # The engine thread holds the core and never this object, so an engine that is forgotten is closed.
         self._finalizer = weakref.finalize(self, self._core.close)
 
@@ -159,6 +198,7 @@ class Engine:
 
     def timeline(self) -> list[Interval]:
         """Return what the lanes did in the last step and since, in the order in which it ended."""
+        self._core.executor.take_timed()
         return list(self._core.executor.timeline)
 
     def metrics(self) -> dict[str, float]:
@@ -196,15 +236,30 @@ class Engine:
         """
         return self._core.gradient_slot(self._core.position(parameter))
 
-    def gradient_arrived(self, parameter: int | str, address: int, dtype: DtypeCode) -> None:
-        """Take in a parameter's whole (accumulated) gradient: gather its norm and, with slots, copy it there.
+    def gradient_arrived(self, parameter: int | str, address: int, dtype: DtypeCode) -> Mark | None:
+        """Take in a parameter's gradient: gather its norm and, with slots, copy it there.
+
+        On the CPU it is the whole gradient, whatever was accumulated. On a GPU it is that of one backward pass, to be
+        added to those that arrived since the last step or `forget_gradients`.
 
         Args:
             parameter: Which one.
             address: Where the gradient lies; if that is its slot, nothing is copied.
             dtype: Its element type; widened where the slot is float32.
+
+        Returns:
+            On a GPU, the mark after which the gradient is not read any more. The first one of a parameter of which
+            `keeps_gradient` is true is read, and added to, until the step has returned.
         """
-        self._core.gradient_arrived(self._core.position(parameter), address, dtype)
+        return self._core.gradient_arrived(self._core.position(parameter), address, dtype)
+
+    def keeps_gradient(self, parameter: int | str) -> bool:
+        """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
+        return self._core.keeps_gradient(self._core.position(parameter))
+
+    def forget_gradients(self) -> None:
+        """Forget all gradients that arrived on a GPU: those that arrive next are the first."""
+        self._core.forget_gradients()
 
     def bind_gradient(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
         """Say where a parameter's gradient lies for the next norm and step.
@@ -372,10 +427,26 @@ class _Request:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Where a visit finds what it works on, in host memory."""
+
+    address: int
+    """Of the subgroup's state."""
+    weights_address: int | None
+    """Of an image of its weights; None where they lie in host memory themselves."""
+
+
 class _Core:
     """What the engine thread works with. Construction succeeds whole or leaves nothing behind."""
 
-    def __init__(self, parameters: tuple[Parameter, ...], config: OffloadConfig, gradient_slots: bool) -> None:
+    def __init__(
+        self,
+        parameters: tuple[Parameter, ...],
+        config: OffloadConfig,
+        gradient_slots: bool,
+        device: Device | None = None,
+    ) -> None:
         self.config = config
         self.broken: BaseException | None = None
         self.tables = Tables()
@@ -390,7 +461,13 @@ class _Core:
         self._staging: Arena | None = None
         self._residents: dict[int, int] = {}
         self._saves: Saves | None = None
-        self._has_slots = gradient_slots
+        self._gpu: GpuLanes | None = None
+        self._gradients: GpuGradients | None = None
+        self._host_gradients: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._step_gradients = self._host_gradients
+        self._wide: list[torch.Tensor] = []
+        self._bounce: Arena | None = None
+        self._has_slots = gradient_slots or device is not None
         self._slots: list[torch.Tensor] = []
         self._blocks: list[npt.NDArray[np.float64]] = []
         self._gathered: list[bool] = []
@@ -398,12 +475,16 @@ class _Core:
         self._kernel: CpuUpdateKernel | None = None
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._step_number = self._version = self._sweeps = 0
-        self._step_s = 0.0
+        self._step_s = self._step_started_s = 0.0
         paths = config.path_configs
         check_directories([path.path for path in paths])
         known = session_rates(str(config.rates), [path.path for path in paths], self._threads)
-        if known is not None:
+        if known is not None and device is None:
             known = dataclasses.replace(known, gpu=None)  # no lane of this session is on one
+        elif known is not None and known.gpu is None:
+            known = None
+        if device is None:
+            _refuse_gpu(config)
         numel = sum(parameter.numel for parameter in parameters)
         staging = None if config.staging_memory is None else int(config.staging_memory)
         self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging)
@@ -411,8 +492,11 @@ class _Core:
         striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
         layout = extend_layout(Layout((), ()), parameters, self._subgroup_numel, self._tile_bytes)
-        budgets = self._first_budgets(layout)
-        self.plan = make_plan(layout, budgets) if known is None else choose_plan(layout, budgets, known)
+        budgets = self._first_budgets(layout, device)
+        if known is None:
+            self.plan = make_plan(layout, budgets)
+        else:
+            self.plan = choose_plan(layout, budgets, known, config.placement)
         log.info("%s", self.plan)
         if paths and not self.plan.has_room_for_checkpoints:
             log.warning(
@@ -431,6 +515,9 @@ class _Core:
             for path in paths:
                 self._tiers.append(self._open_tier(path, store, path.depth))
             self._kernel = CpuUpdateKernel(queue, self._threads)
+            if device is not None:
+                self._gpu = GpuLanes(device, queue)
+                self._gradients = GpuGradients(self._gpu, self._kernel)
             self.executor = LiveExecutor(
                 self._tiers,
                 self._kernel,
@@ -438,6 +525,7 @@ class _Core:
                 self._tier_error,
                 verify=config.checksum,
                 stall_s=config.stall_timeout_s,
+                gpu=self._gpu,
             )
             self._adopt(self.plan, Layout((), ()))
             address = self._staging.address if self._staging else 0
@@ -445,6 +533,14 @@ class _Core:
                 if path.depth is None:
                     _tune_depth(tier, queue, self._staging)
             self.rates = known or quick_probe(self._kernel, self._tiers, queue, address, self.plan)
+            if self._gpu is not None and known is None:
+                self.rates = dataclasses.replace(self.rates, gpu=probe_device(self._gpu, self.plan))
+                self.plan = choose_plan(layout, budgets, self.rates, config.placement, kept=self.plan)
+                self._adopt_staging(self.plan)
+                log.info("%s", self.plan)
+            if self._gpu is not None:
+                self.plan = self._adopt_gpu(self.plan, Layout((), ()))
+            self._adopt_gradients(self.plan, Layout((), ()))
             self._seen: list[Rates] = [self.rates]
             shares = self.plan.shares(self.rates)
             limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
@@ -455,7 +551,7 @@ class _Core:
                 [(path.path, store) for path in paths],
                 self.executor.others,
                 self._residents.__getitem__,
-                self._gather_masters,
+                self._gather_tile,
                 keep=config.checkpoints,
                 checksum=config.checksum,
             )
@@ -483,7 +579,7 @@ class _Core:
             used_bytes=used_bytes,
         )
 
-    def _first_budgets(self, layout: Layout) -> Budgets:
+    def _first_budgets(self, layout: Layout, device: Device | None) -> Budgets:
         config = self.config
         host, staging = config.host_memory, config.staging_memory
         if host is None:
@@ -495,7 +591,16 @@ class _Core:
             paths.append(PathBudget(path.path, offered, path.share or 1.0))
         invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")
         gradients = sum(self._slot_bytes(parameter) for parameter in layout.parameters)
+        gpu_bytes = gpu_staging_bytes = 0
+        if device is not None:
+            left = int(device.free_bytes() * GPU_USE)
+            if config.placement != "cpu":
+                gpu_staging_bytes = min(GPU_STAGING_SLOTS * max(layout.subgroup_bytes, default=0), left)
+            gpu_bytes = left - gpu_staging_bytes if config.gpu_memory == "auto" else int(config.gpu_memory)
         return Budgets(
+            gpu_bytes=gpu_bytes,
+            gpu_staging_bytes=gpu_staging_bytes,
+            weights_on_gpu=device is not None,
             host_bytes=int(host),
             staging_bytes=None if staging is None else int(staging),
             paths=tuple(paths),
@@ -516,19 +621,24 @@ class _Core:
         return numel * TORCH_DTYPES[self._slot_dtype(parameter)].itemsize
 
     def _arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
-        arena = Arena(nbytes, inherit=inherit)
+        arena = Arena(nbytes, inherit=inherit) if self._gpu is None else self._gpu.arena(nbytes, inherit=inherit)
         self._arenas.append(arena)
         return arena
 
     def _adopt(self, plan: Plan, before: Layout) -> None:
-        """Allocate memory for what `plan` adds to the layout `before`; nothing is in flight."""
-        parameters = plan.layout.parameters[len(before.parameters) :]
-        added = [s for s in plan.layout.subgroups[len(before.subgroups) :] if plan.resident[s.index]]
+        """Allocate host memory for the state that `plan` adds to the layout `before`; nothing is in flight."""
+        subgroups = plan.layout.subgroups[len(before.subgroups) :]
+        added = [s for s in subgroups if plan.resident[s.index] and not plan.at_home_on_gpu(s.index)]
         if added:
             address = self._arena(sum(subgroup.state_bytes for subgroup in added)).address
             for subgroup in added:
                 self._residents[subgroup.index] = address
                 address += subgroup.state_bytes
+        self._adopt_staging(plan)
+        self.tables.extend(plan.layout)
+
+    def _adopt_staging(self, plan: Plan) -> None:
+        """Have staging slots as `plan` says; nothing is in flight."""
         if plan.staging_slots and (self._staging is None or plan.staging_bytes > self._staging.nbytes):
             staging, old = self._arena(plan.staging_bytes), self._staging
             for tier in self._tiers:  # before the old memory goes away
@@ -539,23 +649,63 @@ class _Core:
                     source = self.executor.slot_address(slot)
                     ctypes.memmove(staging.address + slot * plan.slot_bytes, source, nbytes)
                 self._arenas.remove(old)
-                old.close()
+                if self._gpu is None:
+                    old.close()
+                else:
+                    self._gpu.give_back(old)
             self._staging = staging
         self.executor.bind(plan, self._staging.address if self._staging else 0)
-        slots = sum(self._slot_bytes(parameter) for parameter in parameters)
+
+    def _adopt_gpu(self, plan: Plan, before: Layout) -> Plan:
+        """Take memory for what `plan` adds on the GPU and for it; return the plan with its gradients' bytes."""
+        gpu = self._gpu
+        invariant(gpu is not None, "a plan for a GPU without one")
+        if gpu is None:
+            return plan
+        weights = self._arena(WEIGHT_SLOTS * plan.weight_slot_bytes).address if plan.weight_slot_bytes else 0
+        gpu.adopt(plan, before, weights)
+        homes = [s.state_bytes for s in plan.layout.subgroups if plan.at_home_on_gpu(s.index)]
+        if homes and (self._bounce is None or self._bounce.nbytes < max(homes)):
+            self._bounce = self._arena(max(homes))
+        used = [p for number, p in enumerate(plan.layout.parameters) if self._uses_cpu(plan, number)]
+        gradients = sum(self._slot_bytes(parameter) for parameter in used)
+        plan = dataclasses.replace(plan, budgets=dataclasses.replace(plan.budgets, gradient_bytes=gradients))
+        self.executor.bind(plan, self._staging.address if self._staging else 0)
+        return plan
+
+    def _uses_cpu(self, plan: Plan, position: int) -> bool:
+        return any(not plan.updates_on_gpu(subgroup) for subgroup, _ in plan.layout.places[position])
+
+    def _adopt_gradients(self, plan: Plan, before: Layout) -> None:
+        """Allocate memory for the gradients of the parameters that `plan` adds."""
+        first = len(before.parameters)
+        parameters = plan.layout.parameters[first:]
+        wanted = [self._gpu is None or self._uses_cpu(plan, first + n) for n in range(len(parameters))]
+        slots = sum(self._slot_bytes(parameter) for parameter, here in zip(parameters, wanted, strict=True) if here)
         # A forked child may look at .grad, so gradients are inherited as torch's own are.
-        arena = self._arena(slots, inherit=True) if slots else None
+        arena = self._arena(slots, inherit=self._gpu is None) if slots else None
         offset = 0
-        for parameter in parameters:
+        for parameter, here in zip(parameters, wanted, strict=True):
             dtype = TORCH_DTYPES[self._slot_dtype(parameter)]
-            if arena is not None and parameter.numel:
+            if arena is not None and parameter.numel and here:
                 self._slots.append(arena.tensor(offset, parameter.numel, dtype))
+                offset += self._slot_bytes(parameter)
             else:
                 self._slots.append(torch.empty(0, dtype=dtype))
-            offset += self._slot_bytes(parameter)
-            self._blocks.append(np.zeros(-(-parameter.numel // NORM_BLOCK_NUMEL), np.float64))
             self._gathered.append(False)
-        self.tables.extend(plan.layout)
+        counts = [-(-parameter.numel // NORM_BLOCK_NUMEL) for parameter in parameters]
+        if self._gradients is None:
+            self._blocks += [np.zeros(count, np.float64) for count in counts]
+            return
+        region = self._arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None
+        stays = [
+            any(plan.updates_on_gpu(subgroup) for subgroup, _ in plan.layout.places[first + n])
+            for n in range(len(parameters))
+        ]
+        self._gradients.add([p.numel for p in parameters], self._slots[first:], stays, region)
+        self._blocks += [found.blocks for found in self._gradients.positions[first:]]
+        slots_at = [slot.data_ptr() if slot.numel() else 0 for slot in self._slots[first:]]
+        self._host_gradients = np.concatenate([self._host_gradients, np.array(slots_at, np.uint64)])
 
     def add(self, parameters: tuple[Parameter, ...]) -> None:
         """See `Engine.add`."""
@@ -565,17 +715,28 @@ class _Core:
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
+
+        def place(layout: Layout) -> Plan:
+            if self._gpu is None:
+                return make_plan(layout, budgets, kept=before)
+            kept = [*before.on_gpu] or [False] * len(before.layout.subgroups)
+            fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before)
+            copied = [fresh.updates_on_gpu(subgroup) for subgroup in range(len(layout.subgroups))]
+            # What is there stays where it is: memory for its gradients has been given out by that.
+            return make_plan(layout, budgets, kept=before, copied=[*kept, *copied[len(kept) :]])
+
         try:
-            plan = make_plan(layout, budgets, kept=before)
+            plan = place(layout)
         except InfeasiblePlanError:
             # Larger slots may be the reason, as those there are in use: cut the new state to their size.
             most = before.slot_bytes // (len(STATE_NAMES) * STATE_ITEM_BYTES)
             if most >= self._subgroup_numel or not before.staging_slots:
                 raise
             layout = extend_layout(before.layout, parameters, most, self._tile_bytes)
-            plan = make_plan(layout, budgets, kept=before)
+            plan = place(layout)
 
         def extend() -> None:
+            nonlocal plan
             pump(self.machine, self.executor, lambda m: m.in_flight == 0 or m.broken is not None)
             if self.machine.broken is not None:
                 raise self.machine.broken
@@ -584,6 +745,9 @@ class _Core:
                 offers = {path.name: path.available_bytes for path in plan.budgets.paths}
                 raise InfeasiblePlanError("the added state", plan.storage_bytes, offers, "free space or add a path")
             self._adopt(plan, before.layout)
+            if self._gpu is not None:
+                plan = self._adopt_gpu(plan, before.layout)
+            self._adopt_gradients(plan, before.layout)
             self.machine.index.allow(plan.slot_counts)
             self.machine.extend(plan)
             self.plan = plan
@@ -691,9 +855,13 @@ class _Core:
         self.check_usable()
         request = _Request(begin, applied)
         self._next = request
+        if self._gpu is not None:
+            self._gpu.follow_caller()
         self._queue.exchange(REQUEST, self._reply)
         if request.error is not None:
             raise request.error
+        if self._gpu is not None:
+            self._gpu.lead_caller()
 
     def _sweep(
         self,
@@ -727,6 +895,7 @@ class _Core:
         order = visit_order(subgroups, self.machine.slots)
         if is_step:
             visits = update_visits(self.plan, order)
+            self._bring_gradients(visits)
         else:
             visits = tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
         return Sweep(self._sweeps, self._version, visits)
@@ -761,15 +930,29 @@ class _Core:
             raise ConfigError("gradient_slots", False, "make the engine with gradient_slots=True")
         return self._slots[position]
 
-    def gradient_arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
+    def keeps_gradient(self, position: int) -> bool:
+        """See `Engine.keeps_gradient`."""
+        return self._gradients is not None and self._gradients.positions[position].stays
+
+    def forget_gradients(self) -> None:
+        """See `Engine.forget_gradients`."""
+        if self._gradients is not None:
+            self._gradients.forget()
+
+    def gradient_arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:
         """See `Engine.gradient_arrived`."""
         self.check_usable()
+        if self._gradients is not None:
+            mark = self._gradients.arrived(position, address, dtype)
+            self.bind_gradient(position, self._gradients.positions[position].kept, dtype, True)
+            return mark
         slot = self._slots[position]
         kept, kept_dtype = address, dtype
         if self._has_slots and slot.numel():
             kept, kept_dtype = slot.data_ptr(), self._slot_dtype(self.plan.layout.parameters[position])
         self._gather(position, address, dtype, kept, kept_dtype)
         self.bind_gradient(position, kept, kept_dtype, True)
+        return None
 
     def _gather(self, position: int, address: int, dtype: DtypeCode, kept: int, kept_dtype: DtypeCode) -> None:
         numel = self.plan.layout.parameters[position].numel
@@ -812,6 +995,13 @@ class _Core:
         """See `Engine.gradient_norm_sq`."""
         self.check_usable()
         total = 0.0
+        if self._gradients is not None:
+            for position in positions:
+                if not self._gathered[position]:
+                    address, dtype = self.tables.gradients[position], self.tables.gradient_dtypes[position]
+                    self._gradients.gather(position, int(address), DtypeCode(dtype))
+            self._gradients.settle()
+            return sum(sum_in_order(self._blocks[position]) for position in positions)
         for position in positions:
             address, dtype = int(self.tables.gradients[position]), DtypeCode(self.tables.gradient_dtypes[position])
             if not (self._gathered[position] and self._is_as_gathered(position, address, dtype)):
@@ -842,13 +1032,20 @@ class _Core:
             subgroups = tables.begin_step(groups, scale, clip, active)
 
             def update(run: Run) -> npt.NDArray[Any]:
-                table = tables.fill(run.visit.subgroup, self._address(run), fresh=run.fresh, update=True)
+                if self._gpu is None:
+                    table = tables.fill(run.visit.subgroup, self._address(run), fresh=run.fresh, update=True)
+                elif run.visit.gpu:
+                    address = self._gpu.state_address(run)
+                    table = tables.fill(run.visit.subgroup, address, fresh=run.fresh, update=True)
+                else:
+                    table = self._fill_for_push(self._gpu, run)
                 tables.changed(run.visit.subgroup)
                 return table
 
             def applied() -> None:
                 tables.steps[active] += 1
                 self._step_number += 1
+                self._step_started_s = started_s
                 self._step_s = time.monotonic() - started_s
 
             try:
@@ -861,16 +1058,107 @@ class _Core:
                 last = self._saves.last_folder if self._saves is not None else None
                 raise StepAbortedError(self._step_number + 1, error, self.machine.moved, last) from error
 
-    def _make_whole(self, run: Run) -> None:
+    def _bring_gradients(self, visits: Sequence[Visit]) -> None:
+        """Let the runs of a step find their gradients: those in host memory that the CPU will use."""
+        gpu, gradients = self._gpu, self._gradients
+        if gpu is None or gradients is None:
+            return
+        gpu.forget_inputs()
+        gradients.finish_additions()
+        self._wide.clear()
+        self._step_gradients = addresses = self._host_gradients.copy()
+        for visit in visits:
+            copies, marks = [], []
+            for segment in self.plan.layout.subgroups[visit.subgroup].segments:
+                position = segment.parameter
+                if not self.tables.is_active(position) or not segment.numel:
+                    continue
+                mark = gradients.positions[position].mark
+                if mark is not None:  # it arrived during backward
+                    marks.append(mark)
+                elif not visit.gpu:
+                    item = TORCH_DTYPES[DtypeCode(self.tables.gradient_dtypes[position])].itemsize
+                    slot = self._slots[position]
+                    if item > slot.element_size() and addresses[position] == self._host_gradients[position]:
+                        self._wide.append(torch.empty(slot.numel()))  # an fp32 gradient of a 16-bit weight
+                        addresses[position] = self._wide[-1].data_ptr()
+                    start, nbytes = segment.start * item, segment.numel * item
+                    source = int(self.tables.gradients[position]) + start
+                    copies.append((int(addresses[position]) + start, source, nbytes))
+            gpu.bring(visit, marks, copies)
+
+    def _fill_for_push(self, gpu: GpuLanes, run: Run) -> npt.NDArray[Any]:
+        """Return the table of a run on the CPU that makes weights for the GPU."""
+        subgroup = run.visit.subgroup
+        image = gpu.weight_slot(subgroup)
+        table = self.tables.fill(
+            subgroup,
+            self._address(run),
+            fresh=run.fresh,
+            update=True,
+            weights_address=image,
+            gradients=self._step_gradients,
+        )
+        copies = self.tables.weight_copies(subgroup, image)
+        active = (table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
+        is_master = self.plan.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
+        read = active if is_master else (table["flags"] & np.uint32(SegmentFlag.LOAD_MASTER)) != 0
+        if read.any():
+            gpu.fetch([(host, there, nbytes) for there, host, nbytes in copies[read].tolist()], follows=False)
+        gpu.will_push(subgroup, copies[active])
+        return table
+
+    @contextlib.contextmanager
+    def _on_host(self, run: Run) -> Iterator[_View]:
+        """Let a visit work in host memory, wherever state and weights lie; what it changes goes back."""
+        gpu, subgroup = self._gpu, run.visit.subgroup
+        if gpu is None:
+            yield _View(self._address(run), None)
+            return
+        nbytes = self.plan.layout.subgroups[subgroup].state_bytes
+        at_home = self.plan.at_home_on_gpu(subgroup)
+        if at_home and self._bounce is not None:
+            address = self._bounce.address
+            if not run.fresh and not run.visit.overwrites:
+                gpu.fetch([(address, gpu.home(subgroup), nbytes)])
+        else:
+            address = self._address(run)
+        image = gpu.weight_slot(subgroup)
+        copies = self.tables.weight_copies(subgroup, image)
+        gpu.fetch([(host, there, nbytes) for there, host, nbytes in copies.tolist()])
+        yield _View(address, image)
+        if not run.visit.changes:
+            gpu.drop(subgroup)
+            return
+        gpu.will_push(subgroup, copies)
+        gpu.push_now(subgroup)
+        if at_home:
+            gpu.store([(gpu.home(subgroup), address, nbytes)])
+
+    def _make_whole(self, run: Run, view: _View) -> None:
         """Fill memory that is undefined, and masters that are to be taken from their weights, before it is read."""
         subgroup = run.visit.subgroup
         if (run.fresh or self.tables.needs_reload(subgroup)) and self._kernel is not None:
-            self._kernel.run(self.tables.fill(subgroup, self._address(run), fresh=run.fresh, update=False))
+            self._kernel.run(
+                self.tables.fill(
+                    subgroup, view.address, fresh=run.fresh, update=False, weights_address=view.weights_address
+                )
+            )
 
-    def _pieces(self, run: Run) -> list[tuple[Segment, dict[str, torch.Tensor]]]:
+    def _weight(self, subgroup: int, segment: Segment, view: _View) -> torch.Tensor:
+        """Return a segment's weight in host memory."""
+        dtype = self.plan.layout.subgroups[subgroup].dtype
+        item = TORCH_DTYPES[dtype].itemsize
+        if view.weights_address is None:
+            address = int(self.tables.weights[segment.parameter]) + segment.start * item
+        else:
+            address = view.weights_address + segment.offset * item
+        return tensor_at(address, segment.numel, TORCH_DTYPES[dtype])
+
+    def _pieces(self, run: Run, view: _View) -> list[tuple[Segment, dict[str, torch.Tensor]]]:
         """Return each segment of a subgroup in memory with views of its state tensors."""
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
-        address = self._address(run)
+        address = view.address
         pieces = []
         for segment in subgroup.segments:
             views = {
@@ -880,8 +1168,7 @@ class _Core:
                 for number, name in enumerate(subgroup.tensors)
             }
             if "master" not in views:
-                weight = int(self.tables.weights[segment.parameter])
-                views["master"] = tensor_at(weight + segment.start * STATE_ITEM_BYTES, segment.numel)
+                views["master"] = self._weight(subgroup.index, segment, view)
             pieces.append((segment, views))
         return pieces
 
@@ -899,12 +1186,13 @@ class _Core:
             }
 
             def read(run: Run) -> None:
-                self._make_whole(run)
-                for segment, views in self._pieces(run):
-                    if segment.parameter in found:
-                        for name in STATE_NAMES:
-                            target = found[segment.parameter][name]
-                            target[segment.start : segment.start + segment.numel] = views[name]
+                with self._on_host(run) as view:
+                    self._make_whole(run, view)
+                    for segment, views in self._pieces(run, view):
+                        if segment.parameter in found:
+                            for name in STATE_NAMES:
+                                target = found[segment.parameter][name]
+                                target[segment.start : segment.start + segment.numel] = views[name]
 
             self._sweep(self._subgroups_of(positions), read, changes=False)
             return [found[position] for position in positions]
@@ -922,11 +1210,12 @@ class _Core:
                         raise ConfigError(f"{name} of {parameter.name}", tensor.numel(), allowed)
 
             def write(run: Run) -> None:
-                self._make_whole(run)
-                self.tables.changed(run.visit.subgroup)
-                for segment, views in self._pieces(run):
-                    for name, tensor in values.get(segment.parameter, {}).items():
-                        views[name].copy_(tensor.reshape(-1)[segment.start : segment.start + segment.numel])
+                with self._on_host(run) as view:
+                    self._make_whole(run, view)
+                    self.tables.changed(run.visit.subgroup)
+                    for segment, views in self._pieces(run, view):
+                        for name, tensor in values.get(segment.parameter, {}).items():
+                            views[name].copy_(tensor.reshape(-1)[segment.start : segment.start + segment.numel])
 
             def applied() -> None:
                 for position, step in steps.items():
@@ -936,9 +1225,14 @@ class _Core:
 
     # Checkpoints
 
-    def _gather_masters(self, tile: TileId, address: int) -> None:
-        """Copy the masters that a weight tile stands for to `address`; padding is zero."""
+    def _gather_tile(self, tile: TileId, address: int) -> None:
+        """Copy a tile of state on the GPU to `address`, or the masters that a weight tile is; padding is zero."""
         subgroup = self.plan.layout.subgroups[tile.subgroup]
+        gpu = self._gpu
+        if gpu is not None and tile.tensor < len(subgroup.tensors):
+            offset, nbytes = next((offset, nbytes) for found, offset, nbytes in subgroup.tiles if found == tile)
+            gpu.fetch([(address, gpu.home(tile.subgroup) + offset, nbytes)])
+            return
         first = tile.tile * subgroup.tile_numel
         nbytes = next(nbytes for found, _, nbytes in subgroup.weight_tiles if found == tile)
         last = first + nbytes // STATE_ITEM_BYTES
@@ -948,7 +1242,11 @@ class _Core:
             if begin < end:
                 weight = int(self.tables.weights[segment.parameter])
                 source = weight + (segment.start + begin - segment.offset) * STATE_ITEM_BYTES
-                ctypes.memmove(address + (begin - first) * STATE_ITEM_BYTES, source, (end - begin) * STATE_ITEM_BYTES)
+                target, nbytes = address + (begin - first) * STATE_ITEM_BYTES, (end - begin) * STATE_ITEM_BYTES
+                if gpu is None:
+                    ctypes.memmove(target, source, nbytes)
+                else:
+                    gpu.fetch([(target, source, nbytes)])
 
     def save(
         self,
@@ -991,8 +1289,9 @@ class _Core:
             if unmade:
 
                 def make(run: Run) -> None:
-                    self._make_whole(run)
-                    self.tables.changed(run.visit.subgroup)
+                    with self._on_host(run) as view:
+                        self._make_whole(run, view)
+                        self.tables.changed(run.visit.subgroup)
 
                 self._sweep(unmade, make, changes=True)
             wholes = pieces if pieces is not None else [Piece(0, p.numel) for p in layout.parameters]
@@ -1079,32 +1378,8 @@ class _Core:
             self.check_usable()
 
             def restore(run: Run) -> None:
-                parts = self._pieces(run)
-                checkpoint.read(
-                    [
-                        Range(
-                            there[segment.parameter],
-                            name,
-                            wholes[segment.parameter].start + segment.start,
-                            views[name].numpy(),
-                        )
-                        for segment, views in parts
-                        for name in STATE_NAMES
-                        if checkpoint.has(there[segment.parameter], name)
-                    ]
-                )
-                for segment, views in parts:
-                    if not checkpoint.has(there[segment.parameter], "master"):
-                        dtype = TORCH_DTYPES[parameters[segment.parameter].dtype]
-                        address = int(self.tables.weights[segment.parameter]) + segment.start * dtype.itemsize
-                        views["master"].copy_(tensor_at(address, segment.numel, dtype))
-                self.tables.changed(run.visit.subgroup)
-                for segment, views in parts:
-                    parameter = parameters[segment.parameter]
-                    if parameter.dtype is not DtypeCode.FLOAT32:
-                        dtype = TORCH_DTYPES[parameter.dtype]
-                        address = int(self.tables.weights[segment.parameter]) + segment.start * dtype.itemsize
-                        tensor_at(address, segment.numel, dtype).copy_(round_weight(views["master"], dtype))
+                with self._on_host(run) as view:
+                    self._restore(run, view, checkpoint, there, wholes)
 
             def applied() -> None:
                 self.tables.steps[:] = [checkpoint.step_of(name) for name in there]
@@ -1180,24 +1455,59 @@ class _Core:
         self, checkpoint: Checkpoint, subgroup: Subgroup, names: Sequence[str], pieces: Sequence[Piece]
     ) -> None:
         """Make the weights of a subgroup from the masters that a checkpoint has."""
+        gpu, number = self._gpu, subgroup.index
+        view = _View(0, gpu.weight_slot(number) if gpu is not None else None)
         ranges, weights = [], []
         for segment in subgroup.segments:
-            dtype = TORCH_DTYPES[subgroup.dtype]
-            address = int(self.tables.weights[segment.parameter]) + segment.start * dtype.itemsize
-            weight = tensor_at(address, segment.numel, dtype)
-            master = weight if dtype is torch.float32 else torch.empty(segment.numel)
+            weight = self._weight(number, segment, view)
+            master = weight if weight.dtype is torch.float32 else torch.empty(segment.numel)
             start = pieces[segment.parameter].start + segment.start
             ranges.append(Range(names[segment.parameter], "master", start, master.numpy()))
             weights.append((weight, master))
-        checkpoint.read(ranges)
+        try:
+            checkpoint.read(ranges)
+        finally:
+            if gpu is not None:
+                gpu.drop(number)
         for weight, master in weights:
             if weight is not master:
                 weight.copy_(round_weight(master, weight.dtype))
+        if gpu is not None and view.weights_address is not None:
+            gpu.store(self.tables.weight_copies(number, view.weights_address).tolist())
+
+    def _restore(
+        self, run: Run, view: _View, checkpoint: StateSource, there: Sequence[str], wholes: Sequence[Piece]
+    ) -> None:
+        """Take a subgroup's state, and the weights that follow from it, from a checkpoint."""
+        subgroup = run.visit.subgroup
+        parts = self._pieces(run, view)
+        checkpoint.read(
+            [
+                Range(
+                    there[segment.parameter],
+                    name,
+                    wholes[segment.parameter].start + segment.start,
+                    views[name].numpy(),
+                )
+                for segment, views in parts
+                for name in STATE_NAMES
+                if checkpoint.has(there[segment.parameter], name)
+            ]
+        )
+        for segment, views in parts:
+            if not checkpoint.has(there[segment.parameter], "master"):
+                views["master"].copy_(self._weight(subgroup, segment, view))
+        self.tables.changed(subgroup)
+        if self.plan.layout.subgroups[subgroup].dtype is not DtypeCode.FLOAT32:
+            for segment, views in parts:
+                weight = self._weight(subgroup, segment, view)
+                weight.copy_(round_weight(views["master"], weight.dtype))
 
     # Figures
 
     def _learn(self) -> None:
         """Take the rates from what the last step did, and let the spread of tiles follow them."""
+        self.executor.take_timed()
         if self._step_number > 1:  # the first step reads nothing, and touches memory for the first time
             self._seen = [*self._seen[1 - HISTORY :], observe(self.rates, self.executor.timeline)]
             self.rates = typical(self._seen)
@@ -1216,13 +1526,23 @@ class _Core:
             "streamed_bytes": plan.streamed_bytes,
             "resident_share": plan.resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
         }
+        if self._gpu is not None:
+            found["gpu_bytes"] = plan.gpu_bytes
+        self.executor.take_timed()
+        # A step returns when the GPU knows what to do; it has ended when new weights are there.
+        ends_s = [i.finished_s for i in self.executor.timeline if i.lane in ("gpu", "h2d")]
+        found["step_s"] = max([self._step_s, *(end_s - self._step_started_s for end_s in ends_s)])
         totals = lane_totals(list(self.executor.timeline))
-        lanes = ["cpu", *(f"{verb}:{path}" for path in range(len(self._tiers)) for verb in ("read", "write"))]
+        lanes = [
+            "cpu",
+            *(("gpu", "h2d", "d2h") if self._gpu is not None else ()),
+            *(f"{verb}:{path}" for path in range(len(self._tiers)) for verb in ("read", "write")),
+        ]
         for lane in lanes:
             nbytes, busy_s = totals.get(lane, (0, 0.0))
             found[f"lane/{lane}/busy_s"] = busy_s
             found[f"lane/{lane}/bytes"] = nbytes
-            if lane != "cpu":
+            if ":" in lane:
                 verb, path = lane.split(":")
                 found[f"path/{path}/{verb}_bytes"] = nbytes
         for number, live_bytes in enumerate(self.machine.index.live_bytes()):
@@ -1276,6 +1596,20 @@ class _Core:
                 ends.callback(tier.close)
             if self._kernel is not None:
                 ends.callback(self._kernel.close)
+            if self._gradients is not None:
+                ends.callback(self._gradients.close)
+            if self._gpu is not None:
+                ends.callback(self._gpu.close)
+
+
+def _refuse_gpu(config: OffloadConfig) -> None:
+    """Raise `ConfigError` if a GPU is asked for where there is none."""
+    if config.gpu_memory not in ("auto", 0):
+        raise ConfigError("gpu_memory", config.gpu_memory, "use 0: the weights are not on a GPU")
+    if config.placement not in ("auto", "cpu", 0):
+        raise ConfigError("placement", config.placement, 'use "cpu": the weights are not on a GPU')
+    if not config.keep_grads:
+        raise ConfigError("keep_grads", False, "use true: gradients that are not on a GPU lie in their slots anyway")
 
 
 def _tune_depth(tier: Tier, queue: CompletionQueue, staging: Arena | None) -> None:

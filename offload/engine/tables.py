@@ -123,7 +123,20 @@ class Tables:
                 wanted[subgroup] = True
         return tuple(np.flatnonzero(wanted).tolist())
 
-    def fill(self, subgroup: int, address: int, *, fresh: bool, update: bool) -> npt.NDArray[Any]:
+    def is_active(self, parameter: int) -> bool:
+        """Return whether a parameter is updated in the step that was begun last."""
+        return bool(self._flags[parameter])
+
+    def fill(
+        self,
+        subgroup: int,
+        address: int,
+        *,
+        fresh: bool,
+        update: bool,
+        weights_address: int | None = None,
+        gradients: npt.NDArray[np.uint64] | None = None,
+    ) -> npt.NDArray[Any]:
         """Return the table of one subgroup.
 
         Args:
@@ -131,6 +144,9 @@ class Tables:
             address: Where its state lies in memory.
             fresh: Whether that memory is undefined, so that all segments start from the weight and zeros.
             update: Whether active segments are updated; otherwise the state is only made whole.
+            weights_address: Where an image of the subgroup's weights lies, padding included, that takes their place;
+                None for the weights themselves.
+            gradients: Address of each parameter's gradient in place of `gradients`.
         """
         layout = self._layout.subgroups[subgroup]
         table = self._templates[subgroup].copy()
@@ -138,7 +154,10 @@ class Tables:
         item = np.uint64(STATE_ITEM_BYTES)
         for number, name in enumerate(layout.tensors):
             table[name] = np.uint64(address + number * layout.tensor_bytes) + offset * item
-        weights = self.weights[parameter] + start * ITEM_BYTES[int(layout.dtype)]
+        if weights_address is None:
+            weights = self.weights[parameter] + start * ITEM_BYTES[int(layout.dtype)]
+        else:
+            weights = np.uint64(weights_address) + offset * ITEM_BYTES[int(layout.dtype)]
         flags = self._flags[parameter] if update else np.zeros(len(parameter), np.uint32)
         if fresh:
             flags |= np.uint32(SegmentFlag.ZERO_MOMENTS)
@@ -150,12 +169,23 @@ class Tables:
             flags |= np.where(reload, np.uint32(SegmentFlag.LOAD_MASTER), np.uint32(0))
         if update:
             dtypes = self.gradient_dtypes[parameter]
-            table["gradient"] = self.gradients[parameter] + start * ITEM_BYTES[dtypes]
+            table["gradient"] = (self.gradients if gradients is None else gradients)[parameter] + start * ITEM_BYTES[
+                dtypes
+            ]
             table["gradient_dtype"] = dtypes
             for column, name in enumerate(SCALAR_FIELDS):
                 table[name] = self._scalars[parameter, column]
         table["flags"] = flags
         return table
+
+    def weight_copies(self, subgroup: int, image_address: int) -> npt.NDArray[np.uint64]:
+        """Return (address of the weight, address in an image of the subgroup's weights, bytes) of each segment."""
+        layout = self._layout.subgroups[subgroup]
+        parameter, start, offset = self._columns[subgroup]
+        item = ITEM_BYTES[int(layout.dtype)]
+        numel = self._templates[subgroup]["numel"]
+        columns = (self.weights[parameter] + start * item, np.uint64(image_address) + offset * item, numel * item)
+        return np.stack(columns, axis=1)
 
     def changed(self, subgroup: int) -> None:
         """The state of a subgroup was made whole and is kept: masters that were to be reloaded have been."""

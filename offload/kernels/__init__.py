@@ -1,4 +1,4 @@
-"""Update kernels: the definition (`reference`) and what runs it fast on the CPU."""
+"""Update kernels: the definition (`reference`) and what runs it fast on the CPU and on a GPU."""
 
 from offload.kernels.cpu import (
     CpuUpdateKernel,
@@ -8,11 +8,13 @@ from offload.kernels.cpu import (
     norm_sq,
     sum_in_order,
 )
+from offload.kernels.gpu import GpuUpdateKernel
 from offload.kernels.reference import DTYPE_CODES, Scalars, scalars
 
 __all__ = [
     "DTYPE_CODES",
     "CpuUpdateKernel",
+    "GpuUpdateKernel",
     "Scalars",
     "StreamVariant",
     "blocks_numel",

@@ -237,6 +237,11 @@ def gradient_blocks(gradient: torch.Tensor) -> npt.NDArray[np.float64]:
     return x.reshape(-1)
 
 
+def accumulate(slot: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient to what its slot holds: one addition in fp32, rounded to the slot's dtype, as torch does it."""
+    slot.copy_(round_weight(slot.to(torch.float32) + gradient.to(torch.float32), slot.dtype))
+
+
 def sum_in_order(values: npt.NDArray[np.float64]) -> float:
     """Add float64 values one after the other, starting from 0.0 (numpy's sum and Python's add otherwise)."""
     total = 0.0

@@ -1,5 +1,6 @@
 """`torch.optim.Optimizer` classes whose state is offloaded."""
 
 from offload.optim.adam import Adam, AdamW
+from offload.optim.scaler import GradScaler
 
-__all__ = ["Adam", "AdamW"]
+__all__ = ["Adam", "AdamW", "GradScaler"]

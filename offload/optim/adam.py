@@ -17,6 +17,7 @@ import threading
 import uuid
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, ClassVar, overload
@@ -31,9 +32,10 @@ from offload.config import OffloadConfig
 from offload.engine.executor import Interval
 from offload.engine.session import TORCH_DTYPES, Engine
 from offload.engine.tables import GroupScalars
-from offload.errors import CheckpointError, ConfigError
+from offload.errors import CheckpointError, ConfigError, invariant
 from offload.layout import Parameter
 from offload.plan import Plan, Rates, estimate
+from offload.protocols import Device, Mark
 from offload.sim import Explanation, Prediction, carry_on, compare, predict
 
 log = logging.getLogger("offload")
@@ -122,6 +124,11 @@ class OffloadedAdam(torch.optim.Optimizer):
         offload: OffloadConfig | Mapping[str, Any] | None = None,
     ) -> None:
         self._engine: Engine | None = None
+        self._device: Device | None = None
+        self._closed = False
+        self._departed: dict[int, torch.Tensor | None] = {}
+        self._in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
+        self._loss_scale = 1.0
         self._positions: dict[torch.Tensor, int] = {}
         self._views: list[torch.Tensor] = []
         self._gradient_seen: list[int] = []
@@ -146,9 +153,39 @@ class OffloadedAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
         self._world, rank = _world()
-        config = (offload or OffloadConfig()).for_rank(rank) if self._world > 1 else offload
+        config = offload or OffloadConfig()
+        self._config = config.for_rank(rank) if self._world > 1 else config
+        self._device = self._find_device([p for group in self.param_groups for p in group["params"]])
+        if self._device is None or config.gpu_memory != "auto":
+            self._open(self._config)
+        elif not config.keep_grads and self._world > 1:
+            raise _cannot_leave(self._world)
+        else:
+            self._widen_gradients(chain.from_iterable(group["params"] for group in self.param_groups))
+
+    def _open_after_backward(self) -> None:
+        """Open the engine, if it was left until now: it is known now what backward leaves free."""
+        if self._engine is None and self._device is not None and not self._closed:
+            self._open(self._config)
+
+    def _find_device(self, parameters: list[torch.Tensor]) -> Device | None:
+        """Return the GPU that all weights lie on; None for the CPU."""
+        devices = {parameter.device for parameter in parameters}
+        if len(devices) > 1:
+            found = ", ".join(sorted(map(str, devices)))
+            raise ConfigError("params", found, "have all weights on one device, or an optimizer for each")
+        if devices and next(iter(devices)).type == "cuda":
+            from offload.engine.cuda import CudaDevice
+
+            return CudaDevice(next(iter(devices)))
+        return None
+
+    def _open(self, config: OffloadConfig) -> None:
+        if not config.keep_grads and self._world > 1:
+            raise _cannot_leave(self._world)
         wanted = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self._engine = Engine(self._describe(wanted), config, gradient_slots=self._world == 1)
+        slots = self._world == 1 and self._device is None
+        self._engine = Engine(self._describe(wanted), config, gradient_slots=slots, device=self._device)
         self._attach(wanted)
 
     # Parameters
@@ -157,8 +194,13 @@ class OffloadedAdam(torch.optim.Optimizer):
     def engine(self) -> Engine:
         """The engine under this optimizer."""
         if self._engine is None:
-            raise ConfigError("optimizer", "under construction", "use it after its constructor has returned")
-        return self._engine
+            if self._device is None or self._closed:
+                raise ConfigError("optimizer", "not open", "use it between its constructor and close()")
+            # Before the first backward pass nobody knows what it will leave free.
+            log.info("no state is at home on the GPU, as it is asked for before the first step")
+            self._open(dataclasses.replace(self._config, gpu_memory=0))
+        invariant(self._engine is not None, "an optimizer without an engine")
+        return self._engine  # type: ignore[return-value]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch documents it; its state joins what is offloaded.
@@ -186,6 +228,13 @@ class OffloadedAdam(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def _widen_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let autograd accumulate in float32, if that is wanted."""
+        if self._config.gradient_dtype == "float32" and (self._world == 1 or self._device is not None):
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad_dtype = torch.float32
+
     def _name(self, parameter: torch.Tensor) -> str:
         for number, group in enumerate(self.param_groups):
             for position, candidate in enumerate(group["params"]):
@@ -205,6 +254,7 @@ class OffloadedAdam(torch.optim.Optimizer):
 
     def _attach(self, wanted: list[torch.Tensor]) -> None:
         owner = weakref.ref(self)
+        self._widen_gradients(wanted)
         for parameter in wanted:
             position = len(self._positions)
             self._positions[parameter] = position
@@ -213,22 +263,27 @@ class OffloadedAdam(torch.optim.Optimizer):
             self._gradient_seen.append(-1)
             self._arrivals.append(0)
             self.engine.bind_weight(position, parameter.data_ptr())
-            if self._world == 1:
+            if self._device is not None:
+                if not self._config.keep_grads:
+                    self._handles.append(_on_arrival(parameter, _ArrivalHook(owner, position)))
+            elif self._world == 1:
                 slot = self.engine.gradient_slot(position)
                 self._views.append(slot.as_strided(parameter.size(), parameter.stride()))
-                if self.engine.config.gradient_dtype == "float32":
-                    parameter.grad_dtype = torch.float32  # autograd then accumulates in it
                 self._handles.append(_on_arrival(parameter, _ArrivalHook(owner, position)))
 
     # Gradients
 
     def _arrived(self, parameter: torch.Tensor, position: int) -> None:
         """A gradient has been accumulated: gather its norm while it is in cache, and keep it in its slot."""
-        gradient, view = parameter.grad, self._views[position]
+        gradient = parameter.grad
         if gradient is None or self.engine.broken is not None:
             return
         _check_gradient(gradient, parameter, self._name)
         self._arrivals[position] += 1
+        if self._device is not None:
+            self._depart(parameter, position, gradient)
+            return
+        view = self._views[position]
         if gradient.data_ptr() == view.data_ptr() and gradient.dtype == view.dtype:
             # Accumulated onto what was clipped, unless somebody changed (zeroed, say) the gradient in between.
             if position in self._clipped and view._version == self._gradient_seen[position] + 1:
@@ -247,6 +302,29 @@ class OffloadedAdam(torch.optim.Optimizer):
             parameter.grad = view
         self._gradient_seen[position] = view._version
 
+    def _depart(self, parameter: torch.Tensor, position: int, gradient: torch.Tensor) -> None:
+        """Let a gradient leave the GPU, or at least `.grad`."""
+        if gradient.requires_grad:
+            return  # part of a graph: it stays until the step
+        if position in self._clipped:
+            self._accumulated_after_clip = True
+        if gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        mark = self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+        parameter.grad = None
+        while self._in_transit and self._in_transit[0][0].reached():
+            self._in_transit.popleft()
+        if mark is not None:
+            self._in_transit.append((mark, gradient))  # its memory is free when the copy has been made
+        if position not in self._departed:
+            self._departed[position] = gradient if self.engine.keeps_gradient(position) else None
+
+    def _forget_departed(self) -> None:
+        if self._departed:
+            self.engine.forget_gradients()
+            self._departed.clear()
+        self._in_transit.clear()
+
     def _bind_gradients(self) -> list[int]:
         """Tell the engine where gradients lie; return the positions of the parameters that have one."""
         active = []
@@ -264,13 +342,19 @@ class OffloadedAdam(torch.optim.Optimizer):
         reduced = _world()[0] > 1  # collectives leave no trace in a tensor's version
         for parameter, position in self._positions.items():
             gradient = parameter.grad
+            if gradient is not None and position in self._departed:
+                self._depart(parameter, position, gradient.detach())
+                gradient = None
             if gradient is None:
+                if position in self._departed:
+                    active.append(position)
                 continue
             _check_gradient(gradient, parameter, self._name)
             self._kept.append(gradient)
             gathered = (
                 not reduced
                 and self._world == 1
+                and self._device is None
                 and gradient.data_ptr() == self._views[position].data_ptr()
                 and gradient._version == self._gradient_seen[position]
             )
@@ -298,13 +382,18 @@ class OffloadedAdam(torch.optim.Optimizer):
             )
         for parameter, position in self._positions.items():
             clipped = self._clipped.get(position)
-            same = clipped is None or (clipped[0]() is parameter.grad and clipped[1] == self._arrivals[position])
-            if not same or (clipped is None and parameter.grad is not None):
+            gradient = self._gradient_of(parameter, position)
+            same = clipped is None or (clipped[0]() is gradient and clipped[1] == self._arrivals[position])
+            if not same or (clipped is None and gradient is not None):
                 self._forget_clip()
                 return
 
+    def _gradient_of(self, parameter: torch.Tensor, position: int) -> torch.Tensor | None:
+        """Return what stands for a parameter's gradient, which may have left."""
+        return parameter if position in self._departed else parameter.grad
+
     def _forget_clip(self) -> None:
-        self._clip = 1.0
+        self._clip = self._loss_scale = 1.0
         self._clipped = {}
         self._accumulated_after_clip = False
 
@@ -327,23 +416,25 @@ class OffloadedAdam(torch.optim.Optimizer):
         if not isinstance(max_norm, int | float | torch.Tensor) or not float(max_norm) >= 0:
             raise ConfigError("max_norm", max_norm, "give a number >= 0")
         with self._lock:
+            self._open_after_backward()
             active = self._bind_gradients()
-            norm = math.sqrt(self.engine.gradient_norm_sq(active)) * self._clip
+            norm = math.sqrt(self.engine.gradient_norm_sq(active)) / abs(self._loss_scale) * self._clip
             if error_if_nonfinite and not math.isfinite(norm):
                 raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
             self._norm = norm
             if not norm <= max_norm:  # a norm that is NaN makes the factor NaN, as torch's does
                 self._clip *= min(1.0, float(max_norm) / (norm + CLIP_EPS)) if not math.isnan(norm) else math.nan
             self._clipped = {
-                position: (weakref.ref(parameter.grad), self._arrivals[position])
+                position: (weakref.ref(gradient), self._arrivals[position])
                 for parameter, position in self._positions.items()
-                if parameter.grad is not None
+                if (gradient := self._gradient_of(parameter, position)) is not None
             }
             return torch.tensor(norm, dtype=torch.float64)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, as torch documents it."""
+        """Reset gradients, as torch documents it; those that have left, too."""
         self._forget_clip()
+        self._forget_departed()
         super().zero_grad(set_to_none)
 
     # Work
@@ -402,6 +493,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
+        self._open_after_backward()
         self._check_weights()
         for group in self.param_groups:
             _check_hyperparameters(group)
@@ -419,15 +511,31 @@ class OffloadedAdam(torch.optim.Optimizer):
             for group in self.param_groups
         ]
         try:
-            self.engine.step(groups, clip=self._clip, active=active)
+            self.engine.step(groups, scale=self._loss_scale, clip=self._clip, active=active)
         finally:
             self._forget_clip()
+            self._forget_departed()
             self._kept.clear()
             wanted = set(active)
             updated = [parameter for parameter, position in self._positions.items() if position in wanted]
             increment_version(updated)
             for parameter in updated:
                 self._weight_seen[self._positions[parameter]] = parameter.data_ptr(), parameter._version
+
+    def unscale(self, scale: float) -> bool:
+        """Have the next step divide gradients by `scale`, without a pass over them; for `offload.GradScaler`.
+
+        Args:
+            scale: What the loss was multiplied by.
+
+        Returns:
+            Whether all gradients are finite.
+        """
+        with self._lock:
+            self._open_after_backward()
+            finite = math.isfinite(self.engine.gradient_norm_sq(self._bind_gradients()))
+            self._loss_scale = scale
+            return finite
 
     def refresh_masters(self) -> None:
         """Read all masters anew from the weights; for writes that torch's version counter does not see."""
@@ -800,12 +908,15 @@ class OffloadedAdam(torch.optim.Optimizer):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for parameter in self._positions:
+        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
             if parameter.grad_dtype not in (None, parameter.dtype):
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype
+        self._closed = True
         if self._engine is not None:
             self._engine.close()
+        elif self._device is not None:
+            self._device.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError("optimizer", type(self).__name__, "copy or save optimizer.state_dict() instead")
@@ -860,6 +971,10 @@ class Adam(OffloadedAdam):
     """
 
     decoupled = False
+
+
+def _cannot_leave(world: int) -> ConfigError:
+    return ConfigError("keep_grads", False, f"use true: {world} processes reduce gradients after they have arrived")
 
 
 def _is_plain(value: object) -> bool:
@@ -932,8 +1047,8 @@ def _check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise ConfigError(name, parameter.layout, "use dense parameters")
     if parameter.dtype not in DTYPE_CODES:
         raise ConfigError(name, parameter.dtype, "use bfloat16, float16 or float32 weights")
-    if parameter.device.type != "cpu":
-        raise ConfigError(name, parameter.device, "keep weights on the CPU; other devices are not supported yet")
+    if parameter.device.type not in ("cpu", "cuda"):
+        raise ConfigError(name, parameter.device, "keep weights on the CPU or on a CUDA (or ROCm) device")
     if parameter.numel() and not _is_dense(parameter):
         raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous weight (weight.contiguous())")
 

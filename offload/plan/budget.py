@@ -20,6 +20,9 @@ DEFAULT_STAGING_SLOTS = 4
 GPU_STAGING_SLOTS = 4
 """On the GPU: one coming in, one being updated, one going out, and one to spare."""
 
+WEIGHT_SLOTS = 4
+"""In host memory, for new weights on their way to the GPU: two being made, one being pushed, and one to spare."""
+
 LEAST_SLOT_BYTES = 3 * SECTOR_BYTES
 """The smallest subgroup with all three tensors fits every staging slot, so that parameters can be added later."""
 
@@ -156,6 +159,12 @@ class Plan:
         sizes = enumerate(self.layout.subgroup_bytes)
         return max((nbytes for n, nbytes in sizes if not self.at_home_on_gpu(n)), default=0) if self.gpu_slots else 0
 
+    @cached_property
+    def weight_slot_bytes(self) -> int:
+        """Bytes of host memory in which one subgroup's new weights are made for the GPU; 0 if they are not there."""
+        sizes = (subgroup.weight_bytes for subgroup in self.layout.subgroups)
+        return max(sizes, default=0) if self.weights_on_gpu else 0
+
     @property
     def state_bytes(self) -> int:
         """Bytes of all state."""
@@ -247,7 +256,8 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Host memory that the session will use, all told."""
-        return self.resident_bytes + self.staging_bytes + self.budgets.gradient_bytes + self.overhead_bytes
+        weights = WEIGHT_SLOTS * self.weight_slot_bytes
+        return self.resident_bytes + self.staging_bytes + self.budgets.gradient_bytes + weights + self.overhead_bytes
 
     def __str__(self) -> str:
         subgroups = self.layout.subgroups
@@ -269,6 +279,9 @@ class Plan:
         lines.append(
             f"               {format_bytes(self.budgets.gradient_bytes):>10}  gradients (in place of torch's own)"
         )
+        if self.weights_on_gpu:
+            weights = format_bytes(WEIGHT_SLOTS * self.weight_slot_bytes)
+            lines.append(f"               {weights:>10}  new weights on their way to the GPU")
         lines.append(f"               {format_bytes(self.overhead_bytes):>10}  tables, threads and other overhead")
         lines.append(f"               {format_bytes(self.host_bytes):>10}  in all")
         if self.staging_slots:

@@ -3,6 +3,7 @@
 from offload.engine.executor import Interval
 from offload.sim.checker import CheckedExecutor
 from offload.sim.data import SimData, SimStore, StoredTile, mix
+from offload.sim.device import HazardError, SimulatedDevice
 from offload.sim.executor import Disorder, SimExecutor
 from offload.sim.explanation import Explanation, LaneSeconds, carry_on, compare, explain
 from offload.sim.faults import (
@@ -28,6 +29,7 @@ __all__ = [
     "Explanation",
     "FailOperation",
     "Fault",
+    "HazardError",
     "Interval",
     "LaneSeconds",
     "MisdirectedWrite",
@@ -38,6 +40,7 @@ __all__ = [
     "SimExecutor",
     "SimStore",
     "SimulatedCrash",
+    "SimulatedDevice",
     "SlowLane",
     "StoredTile",
     "StuckOperation",

@@ -35,10 +35,11 @@ def make(parameters: Any = None, **settings: Any) -> None:
         ({"paths": [3]}, "paths"),
         ({"gradient_dtype": "half"}, "gradient_dtype"),
         ({"placement": "tpu"}, "placement"),
-        ({"placement": "gpu"}, "placement"),
-        ({"gpu_memory": "1GiB"}, "gpu_memory"),
+        ({"placement": 1.5}, "placement"),
+        ({"placement": True}, "placement"),
+        ({"gpu_memory": "1 gig"}, "gpu_memory"),
         ({"io_backend": "magic"}, "io_backend"),
-        ({"keep_grads": False}, "keep_grads"),
+        ({"keep_grads": "no"}, "keep_grads"),
         ({"checkpoints_kept": -1}, "checkpoints_kept"),
         ({"checksum": "yes"}, "checksum"),
     ],
@@ -46,6 +47,20 @@ def make(parameters: Any = None, **settings: Any) -> None:
 def test_config_errors_name_the_field(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(offload.ConfigError, match=words):
         offload.OffloadConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"placement": "gpu"}, "placement"),
+        ({"placement": 0.5}, "placement"),
+        ({"gpu_memory": "1GiB"}, "gpu_memory"),
+        ({"keep_grads": False}, "keep_grads"),
+    ],
+)
+def test_a_gpu_is_asked_for_where_weights_are_on_the_cpu(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(offload.ConfigError, match=f"{field}.*not on a GPU"):
+        offload.AdamW([torch.nn.Parameter(torch.zeros(1))], offload=offload.OffloadConfig(**settings))
 
 
 def test_unknown_keys() -> None:

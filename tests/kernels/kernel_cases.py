@@ -57,25 +57,37 @@ def values(seed: int, numel: int, dtype: torch.dtype, kind: str) -> torch.Tensor
 class Placed:
     """A copy of a tensor's bytes at a chosen offset from a 256-byte boundary, between guard bytes."""
 
+    device = "cpu"
+    """Where all copies are made."""
+
+    unaligned = True
+    """Whether an offset that is no multiple of the element's size is used as it is, or rounded down to one."""
+
     def __init__(self, tensor: torch.Tensor, offset: int = 0, memory: np.ndarray | None = None) -> None:
         self.dtype = tensor.dtype
         self._nbytes = tensor.numel() * tensor.element_size()
-        self._raw = np.empty(self._nbytes + 1024, np.uint8) if memory is None else memory[: self._nbytes + 1024]
-        self._raw[:] = GUARD
-        self._start = 256 + (-self._raw.ctypes.data % 256) + offset
-        self._inside[:] = tensor.contiguous().view(torch.uint8).numpy()
-        self.address = self._raw.ctypes.data + self._start
+        needed = self._nbytes + 1024
+        if memory is None:
+            self._raw = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        else:
+            self._raw = torch.from_numpy(memory[:needed])
+        self._raw.fill_(GUARD)
+        if not self.unaligned:
+            offset -= offset % self.dtype.itemsize
+        self._start = 256 + (-self._raw.data_ptr() % 256) + offset
+        self._inside.copy_(tensor.contiguous().view(torch.uint8))
+        self.address = self._raw.data_ptr() + self._start
 
     @property
-    def _inside(self) -> np.ndarray:
+    def _inside(self) -> torch.Tensor:
         return self._raw[self._start : self._start + self._nbytes]
 
     def tensor(self) -> torch.Tensor:
-        """Return a copy of what is there now, having checked the guards."""
-        outside = np.concatenate([self._raw[: self._start], self._raw[self._start + self._nbytes :]])
-        assert np.all(outside == GUARD), "written out of bounds"
+        """Return a copy, on the CPU, of what is there now, having checked the guards."""
+        outside = torch.cat([self._raw[: self._start], self._raw[self._start + self._nbytes :]])
+        assert torch.all(outside == GUARD), "written out of bounds"
         tensor = torch.empty(self._nbytes // self.dtype.itemsize, dtype=self.dtype)
-        tensor.view(torch.uint8).numpy()[:] = self._inside
+        tensor.view(torch.uint8).copy_(self._inside)
         return tensor
 
 

@@ -24,17 +24,18 @@ def kernel(request):
 
 
 def blocks_of(kernel, source: Placed, numel: int, destination: Placed | None = None) -> np.ndarray:
-    blocks = np.full(blocks_numel(numel) + 1, -7.0)
+    blocks = torch.full((blocks_numel(numel) + 1,), -7.0, dtype=torch.float64, device=Placed.device)
     kernel.gradient_blocks(
         source.address,
         DTYPE_CODES[source.dtype],
         numel,
-        blocks.ctypes.data,
+        blocks.data_ptr(),
         destination.address if destination else 0,
         DTYPE_CODES[destination.dtype] if destination else DtypeCode.NONE,
     )
-    assert blocks[-1] == -7.0, "one block too many was written"
-    return blocks[:-1]
+    found = blocks.cpu().numpy()
+    assert found[-1] == -7.0, "one block too many was written"
+    return found[:-1]
 
 
 def check(kernel, gradient: torch.Tensor, source_offset: int, copy: str, destination_offset: int) -> None:

@@ -116,7 +116,7 @@ def _interval(began_s: float, ended_s: float, nbytes: int = 0, lane: str = "cpu"
 
 
 def test_overlapping_operations_get_tracks_of_their_own() -> None:
-    assert report._tracks([_interval(0, 2), _interval(1, 3), _interval(2, 4), _interval(2.5, 5)]) == [0, 1, 0, 2]
+    assert report.tracks([_interval(0, 2), _interval(1, 3), _interval(2, 4), _interval(2.5, 5)]) == [0, 1, 0, 2]
 
 
 def test_busy_time_counts_overlaps_once() -> None:
@@ -126,7 +126,7 @@ def test_busy_time_counts_overlaps_once() -> None:
 
 def test_lanes_are_drawn_in_the_order_of_the_data_and_by_number() -> None:
     lanes = ["write:0", "read:10", "other", "read:2", "cpu"]
-    assert sorted(lanes, key=report._lane_key) == ["cpu", "read:2", "read:10", "write:0", "other"]
+    assert sorted(lanes, key=report.lane_order) == ["cpu", "read:2", "read:10", "write:0", "other"]
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def test_a_run_leaves_its_files_and_prints_plan_and_table(
         "summary.json",
         "loss.png",
         "lanes.png",
+        "timeline.json",
     }
     assert [line["step"] for line in _lines(tmp_path / "run/metrics.jsonl")] == [1, 2, 3]
     summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))

@@ -1,0 +1,286 @@
+"""The contenders of `bench/gpu.py`'s training section: each in a process of its own, on the same model and batches.
+
+A contender is started with `python _gpu_runs.py NAME SPECIFICATION` and prints one line of JSON. What keeps one from
+running, a package that is missing or memory that is not there, is its answer too.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+OURS = ("offload-host", "offload-disk")
+PEERS = ("torchao", "deepspeed-zero3", "deepspeed-twinflow", "deepspeed-superoffload")
+CONTENDERS = ("in-memory", *OURS, *PEERS)
+
+ABOUT = {
+    "in-memory": "no offload: torch.optim.AdamW(fused=True) on fp32 masters, weights cast from them",
+    "offload-host": "ours, state at home in host memory",
+    "offload-disk": "ours, state at home on disk",
+    "torchao": "CPUOffloadOptimizer; its masters are the bf16 weights and its moments are bf16",
+    "deepspeed-zero3": "ZeRO-3, offload_optimizer on the CPU, pinned",
+    "deepspeed-twinflow": "the same with ratio 0.5: half of the updates on the GPU",
+    "deepspeed-superoffload": "the same with super_offload",
+}
+
+
+class NotRun(Exception):
+    """A contender that cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Specification:
+    """What all contenders do.
+
+    Attributes:
+        params: Parameters of the model, about.
+        batch, seq: Sequences of an iteration, and their tokens.
+        warm_up, iterations: Iterations before the first that counts, and those that do.
+        device: "cuda" or "cpu".
+        folder: Where state on disk goes.
+    """
+
+    params: float
+    batch: int
+    seq: int
+    warm_up: int
+    iterations: int
+    device: str
+    folder: str
+
+
+Step = Callable[[], None]
+
+
+@dataclass
+class Contender:
+    """What differs between contenders: how a loss becomes gradients, and gradients new weights.
+
+    Attributes:
+        model: What computes the loss.
+        backward: Takes the loss.
+        step: Updates the weights and forgets the gradients.
+        close: At the end.
+        details: What it says of itself, once it has run.
+    """
+
+    model: Any
+    backward: Callable[[torch.Tensor], None]
+    step: Step
+    close: Callable[[], None] = lambda: None
+    details: Callable[[], dict[str, float]] = dict
+
+
+def peak_host_bytes() -> int:
+    """Return the most memory that this process has occupied so far."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def in_memory(model: Any, spec: Specification) -> Contender:
+    weights = list(model.parameters())
+    masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
+    optimizer = torch.optim.AdamW(masters, fused=True, **SETTINGS)
+
+    @torch.no_grad()
+    def step() -> None:
+        for master, weight in zip(masters, weights, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+        optimizer.step()
+        for master, weight in zip(masters, weights, strict=True):
+            weight.copy_(master)
+            master.grad = None
+
+    return Contender(model, torch.Tensor.backward, step)
+
+
+def offloaded(model: Any, spec: Specification, **config: Any) -> Contender:
+    import offload
+
+    if spec.device != "cpu":
+        config["keep_grads"] = False
+    try:
+        optimizer = offload.AdamW(model.parameters(), offload=offload.OffloadConfig(**config), **SETTINGS)
+    except offload.ConfigError as error:
+        raise NotRun(f"offload.AdamW: {error}") from error
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def details() -> dict[str, float]:
+        found = optimizer.metrics()
+        names = ("step_s", "predicted_step_s", "resident_share")
+        kept = {name: found[name] for name in names if name in found}
+        plan = optimizer.plan.plan
+        return kept | {"gpu_share": gpu_share(plan), "planned_host_bytes": plan.host_bytes}
+
+    return Contender(model, torch.Tensor.backward, step, optimizer.close, details)
+
+
+def gpu_share(plan: Any) -> float:
+    """Return the share of a plan's elements that the GPU updates."""
+    subgroups = plan.layout.subgroups
+    total = sum(subgroup.numel for subgroup in subgroups)
+    return sum(s.numel for s in subgroups if plan.updates_on_gpu(s.index)) / total if total else 0.0
+
+
+def torchao(model: Any, spec: Specification) -> Contender:
+    try:
+        from torchao.optim import CPUOffloadOptimizer
+    except ImportError as error:
+        raise NotRun(f"torchao: {error}") from error
+    if spec.device == "cpu":
+        raise NotRun("torchao: its CPUOffloadOptimizer needs a GPU")
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Contender(model, torch.Tensor.backward, step)
+
+
+def deepspeed(model: Any, spec: Specification, **kind: Any) -> Contender:
+    try:
+        import deepspeed as package
+    except ImportError as error:
+        raise NotRun(f"deepspeed: {error}") from error
+    if spec.device == "cpu":
+        raise NotRun("deepspeed: compared on a GPU only, where its offload is meant to run")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(one)
+    settings = {
+        "train_batch_size": spec.batch,
+        "train_micro_batch_size_per_gpu": spec.batch,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {**SETTINGS, "betas": list(SETTINGS["betas"])}},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True, **kind},
+        },
+        "steps_per_print": 10**9,
+    }
+    engine, *_ = package.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    return Contender(engine, engine.backward, engine.step, engine.destroy)
+
+
+MAKERS: dict[str, Callable[[Any, Specification], Contender]] = {
+    "in-memory": in_memory,
+    "offload-host": offloaded,
+    "offload-disk": lambda model, spec: offloaded(
+        model, spec, host_memory=0, paths=[tempfile.mkdtemp(dir=spec.folder)]
+    ),
+    "torchao": torchao,
+    "deepspeed-zero3": deepspeed,
+    "deepspeed-twinflow": lambda model, spec: deepspeed(model, spec, ratio=0.5),
+    "deepspeed-superoffload": lambda model, spec: deepspeed(model, spec, super_offload=True),
+}
+
+
+def train(name: str, spec: Specification) -> dict[str, Any]:
+    """Run one contender; return losses, times, memory and a digest of the weights."""
+    from offload.cli.model import build_model, choose_shape
+    from offload.cli.text import VOCABULARY
+
+    shape = choose_shape(int(spec.params))
+    model = build_model(shape, seq=spec.seq, dtype=torch.bfloat16, device=spec.device, seed=0)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    weights = dict(model.named_parameters())
+    if spec.device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    contender = MAKERS[name](model, spec)
+    losses, ends_s = [], []
+    for number in range(spec.warm_up + spec.iterations):
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(VOCABULARY, (spec.batch, spec.seq), generator=generator).to(spec.device)
+        loss = contender.model(input_ids=tokens, labels=tokens).loss
+        contender.backward(loss)
+        contender.step()
+        losses.append(float(loss.detach()))  # waits for all that the next forward pass would wait for
+        if number + 1 >= spec.warm_up:
+            ends_s.append(time.perf_counter())
+    found: dict[str, Any] = {
+        "parameters": numel,
+        "losses": losses,
+        "iteration_s": [after - before for before, after in itertools.pairwise(ends_s)],
+        "peak_gpu_bytes": 0 if spec.device == "cpu" else torch.cuda.max_memory_allocated(),
+        "peak_gpu_reserved_bytes": 0 if spec.device == "cpu" else torch.cuda.max_memory_reserved(),
+        "peak_host_bytes": peak_host_bytes(),
+        "details": contender.details(),
+    }
+    if not name.startswith("deepspeed"):  # ZeRO-3 leaves no weights in the model between steps
+        found["weights"] = digest(weights.values())
+    contender.close()
+    return found
+
+
+@torch.no_grad()
+def digest(tensors: Any) -> str:
+    """Return a checksum of 16-bit tensors, made where they lie."""
+    total = 0
+    for number, tensor in enumerate(tensors):
+        for first in range(0, tensor.numel(), 1 << 24):
+            bits = tensor.reshape(-1)[first : first + (1 << 24)].view(torch.int16).to(torch.int64)
+            place = torch.arange(first, first + bits.numel(), device=bits.device)
+            total = (31 * total + number + int((bits * (2 * place + 1)).sum())) % (1 << 64)
+    return f"{total:016x}"
+
+
+def run(name: str, spec: Specification, limit_s: float) -> dict[str, Any]:
+    """Run a contender in a process of its own; what it cannot do is under "not_run"."""
+    command = [sys.executable, str(Path(__file__).resolve()), name, json.dumps(asdict(spec))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment)
+    except subprocess.TimeoutExpired:
+        return {"not_run": f"not done after {limit_s:.0f} s"}
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        return {"not_run": f"failed with status {done.returncode}: {said[-1] if said else 'without a word'}"}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def iteration_s(found: dict[str, Any]) -> float:
+    """Return the median iteration of a run."""
+    return statistics.median(found["iteration_s"])
+
+
+def main() -> None:
+    """Be one contender."""
+    name, spec = sys.argv[1], Specification(**json.loads(sys.argv[2]))
+    try:
+        found = train(name, spec)
+    except NotRun as error:
+        found = {"not_run": str(error)}
+    except torch.OutOfMemoryError as error:
+        gc.collect()
+        found = {"not_run": f"does not fit: {str(error).splitlines()[0]}"}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

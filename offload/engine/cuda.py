@@ -1,0 +1,230 @@
+"""A CUDA (or ROCm) device as torch sees it: streams, events, memory and copies behind `offload.protocols.Device`.
+
+Every lane is a non-blocking stream of its own. Marks are CUDA events with timing, whose waits sleep. Device memory is
+torch's own, so that it shows in torch's figures and what is given back is used again. Addresses become tensors
+without a copy, so torch chooses the driver's calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from offload.errors import OffloadError
+from offload.kernels.gpu import GpuUpdateKernel
+from offload.protocols import ERROR_DEVICE, DeviceLane, DtypeCode, Mark, Queue
+
+log = logging.getLogger("offload")
+
+cuda: Any = torch.cuda
+
+_PORTABLE = 1  # cudaHostRegisterPortable
+
+
+class _Event:
+    """A mark: an event that has been recorded."""
+
+    def __init__(self, device: CudaDevice, event: Any, number: int) -> None:
+        self.device = device
+        self.event = event
+        self.number = number
+
+    def reached(self) -> bool:
+        with _refusals(self.device.name):
+            return bool(self.event.query())
+
+    def wait(self) -> None:
+        with _refusals(self.device.name):
+            self.event.synchronize()
+
+    def time_s(self) -> float:
+        with _refusals(self.device.name):
+            return self.device.time_of(self.event)
+
+
+class _Memory:
+    """Bytes of a device, as torch takes them without a copy."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
+
+
+class CudaDevice:
+    """A `offload.protocols.Device`.
+
+    Args:
+        device: Which one; None for the current.
+
+    Raises:
+        OffloadError: torch sees no such device, or its kernels cannot be used.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._kernel = GpuUpdateKernel(device)
+        self.device = self._kernel.device
+        self.name = f"{self.device} ({cuda.get_device_name(self.device)})"
+        self._numbers = itertools.count()
+        self._memory: dict[int, torch.Tensor] = {}
+        self._pending: list[tuple[_Event, Queue, int]] = []
+        self._some = threading.Condition()
+        self._closed = False
+        with _refusals(self.name), cuda.device(self.device):
+            lanes = (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS)
+            self._streams = {lane: cuda.Stream(self.device) for lane in lanes}
+            self._base = cuda.Event(enable_timing=True)
+            self._base.record(self._streams[DeviceLane.UPDATE])
+            self._base.synchronize()
+        self._base_s = time.monotonic()
+        self._thread = threading.Thread(target=self._post_reports, name="offload-gpu", daemon=True)
+        self._thread.start()
+
+    def time_of(self, event: Any) -> float:
+        """Return when an event happened, on the monotonic clock."""
+        return self._base_s + float(self._base.elapsed_time(event)) / 1e3
+
+    # Memory
+
+    def free_bytes(self) -> int:
+        """See `Device.free_bytes`."""
+        with _refusals(self.name):
+            return int(cuda.mem_get_info(self.device)[0])
+
+    def allocate(self, nbytes: int) -> int:
+        """See `Device.allocate`."""
+        with _refusals(self.name):
+            tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            # The allocator orders its memory by the stream that asked for it; our lanes are others.
+            cuda.current_stream(self.device).synchronize()
+        self._memory[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    def release(self, address: int) -> None:
+        """See `Device.release`."""
+        del self._memory[address]
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """See `Device.pin`."""
+        with _refusals(self.name), cuda.device(self.device):
+            refused = int(cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        if refused:
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self.device)  # takes the error away, which the next kernel would be blamed for
+            raise OffloadError(f"{self.name}: {nbytes} bytes of host memory cannot be pinned (CUDA error {refused})")
+
+    def unpin(self, address: int) -> None:
+        """See `Device.unpin`."""
+        with contextlib.suppress(OffloadError), _refusals(self.name), cuda.device(self.device):
+            cuda.cudart().cudaHostUnregister(address)
+
+    # Order
+
+    def _stream(self, lane: DeviceLane) -> Any:
+        return cuda.current_stream(self.device) if lane is DeviceLane.CALLER else self._streams[lane]
+
+    def mark(self, lane: DeviceLane) -> Mark:
+        """See `Device.mark`."""
+        with _refusals(self.name):
+            event = cuda.Event(enable_timing=True, blocking=True)
+            event.record(self._stream(lane))
+        return _Event(self, event, next(self._numbers))
+
+    def follow(self, lane: DeviceLane, mark: Mark) -> None:
+        """See `Device.follow`."""
+        if isinstance(mark, _Event):
+            with _refusals(self.name):
+                self._stream(lane).wait_event(mark.event)
+
+    def report(self, mark: Mark, queue: Queue, op: int) -> None:
+        """See `Device.report`."""
+        if isinstance(mark, _Event):
+            with self._some:
+                self._pending.append((mark, queue, op))
+                self._some.notify()
+
+    def _post_reports(self) -> None:
+        while True:
+            with self._some:
+                while not self._pending and not self._closed:
+                    self._some.wait()
+                if not self._pending:
+                    return
+                # What was recorded first on a lane is reached first.
+                chosen = min(self._pending, key=lambda pending: pending[0].number)
+                self._pending.remove(chosen)
+            mark, queue, op = chosen
+            try:
+                mark.wait()
+                now_s = mark.time_s()
+                queue.post(op, started_s=now_s, finished_s=now_s)
+            except OffloadError as error:
+                log.error("%s", error)
+                now_s = time.monotonic()
+                queue.post(op, error=ERROR_DEVICE, started_s=now_s, finished_s=now_s)
+
+    # Work
+
+    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
+        """See `Device.copy`; lane `H2D` copies to the device, all others from it."""
+        if not nbytes:
+            return
+        here, there = (source, target) if lane is DeviceLane.H2D else (target, source)
+        with _refusals(self.name), cuda.device(self.device), cuda.stream(self._stream(lane)):
+            on_device = torch.as_tensor(_Memory(there, nbytes), device=self.device)
+            on_host = torch.frombuffer((ctypes.c_char * nbytes).from_address(here), dtype=torch.uint8)
+            if lane is DeviceLane.H2D:
+                on_device.copy_(on_host, non_blocking=True)
+            else:
+                on_host.copy_(on_device, non_blocking=True)
+
+    def update(self, table: npt.NDArray[Any]) -> None:
+        """See `Device.update`."""
+        with _refusals(self.name), cuda.stream(self._streams[DeviceLane.UPDATE]):
+            self._kernel.update(table)
+
+    def gradient_blocks(
+        self,
+        lane: DeviceLane,
+        source: int,
+        dtype: DtypeCode,
+        numel: int,
+        blocks: int,
+        target: int = 0,
+        target_dtype: DtypeCode = DtypeCode.NONE,
+        accumulate: bool = False,
+    ) -> None:
+        """See `Device.gradient_blocks`."""
+        with _refusals(self.name), cuda.stream(self._stream(lane)):
+            self._kernel.gather(source, dtype, numel, blocks, target, target_dtype, accumulate=accumulate)
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        if self._closed:
+            return
+        with contextlib.suppress(OffloadError), _refusals(self.name):
+            for stream in self._streams.values():
+                stream.synchronize()
+        with self._some:
+            self._closed = True
+            self._some.notify()
+        self._thread.join()
+        self._memory.clear()
+
+
+@contextlib.contextmanager
+def _refusals(name: str) -> Iterator[None]:
+    """Turn what torch raises for a device into an `OffloadError`."""
+    try:
+        yield
+    except OffloadError:
+        raise
+    except RuntimeError as error:
+        raise OffloadError(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error

@@ -1,0 +1,326 @@
+"""What a session has on a GPU, and what it puts on the GPU's lanes.
+
+The machine decides; this turns its decisions into work on lanes, orders lanes that depend on each other, and knows
+every address. Copies to the GPU and updates there count as done for the machine once they are on their lanes: what
+follows from them is put on lanes too, behind marks, so no thread has to wake up in between and a step ends when the
+GPU knows all that it has to do. What host memory waits for counts as done when it is: copies out of the GPU.
+
+All methods belong to the engine thread, but for those of `GpuLanes` that say otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.engine.machine import CopyIn, CopyOut, PushWeights, Run, Visit
+from offload.engine.memory import Arena
+from offload.errors import InternalError, OffloadError
+from offload.layout import Layout
+from offload.plan.budget import WEIGHT_SLOTS, Plan
+from offload.protocols import Device, DeviceLane, DtypeCode, Mark, Queue
+
+log = logging.getLogger("offload")
+
+ITEM_BYTES = {DtypeCode.BFLOAT16: 2, DtypeCode.FLOAT16: 2, DtypeCode.FLOAT32: 4}
+
+GpuOperation = CopyIn | CopyOut | PushWeights | Run
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An operation on a lane of the GPU, for timelines."""
+
+    lane: str
+    subgroup: int
+    nbytes: int
+    due_s: float
+    began: Mark
+    ended: Mark
+
+
+@dataclass(slots=True)
+class _WeightSlot:
+    """A piece of host memory in which a subgroup's weights are made before they go to the GPU."""
+
+    address: int
+    subgroup: int | None = None
+    pushed: Mark | None = None
+
+
+class GpuLanes:
+    """Homes, staging slots and lanes of one session on a device.
+
+    Args:
+        device: The GPU.
+        queue: What operations report to.
+    """
+
+    def __init__(self, device: Device, queue: Queue) -> None:
+        self.device = device
+        self.timed: list[Timed] = []
+        """What has been put on lanes since it was last taken, in that order."""
+        self._queue = queue
+        self._plan: Plan | None = None
+        self._homes: dict[int, int] = {}
+        self._slots_address = 0
+        self._slots_bytes = 0
+        self._ready: dict[int, Mark] = {}
+        self._updated: dict[int, Mark] = {}
+        self._left: dict[int, Mark] = {}
+        self._weights: list[_WeightSlot] = []
+        self._weights_of: dict[int, tuple[_WeightSlot, npt.NDArray[Any]]] = {}
+        self._inputs: dict[int, tuple[Mark, ...]] = {}
+        self._pinned: set[int] = set()
+        self._told_unpinned = False
+
+    # Memory
+
+    def adopt(self, plan: Plan, before: Layout, weight_slots: int) -> None:
+        """Take device memory for what `plan` adds; nothing is in flight.
+
+        Args:
+            plan: The new plan.
+            before: The layout of the one before.
+            weight_slots: Host memory for `WEIGHT_SLOTS` subgroups' weights; 0 where weights are not on the device.
+        """
+        subgroups = plan.layout.subgroups[len(before.subgroups) :]
+        added = [subgroup for subgroup in subgroups if plan.at_home_on_gpu(subgroup.index)]
+        if added:
+            address = self.device.allocate(sum(subgroup.state_bytes for subgroup in added))
+            for subgroup in added:
+                self._homes[subgroup.index] = address
+                address += subgroup.state_bytes
+        slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
+        if slots_bytes > self._slots_bytes:
+            self.wait()
+            if self._slots_address:
+                self.device.release(self._slots_address)
+            self._slots_address, self._slots_bytes = self.device.allocate(slots_bytes), slots_bytes
+        self._plan = plan
+        if weight_slots:
+            size = plan.weight_slot_bytes
+            self._weights = [_WeightSlot(weight_slots + number * size) for number in range(WEIGHT_SLOTS)]
+
+    def state_address(self, run: Run) -> int:
+        """Return where the state of a run on the GPU lies there."""
+        return self.home(run.visit.subgroup) if run.gpu_slot is None else self._slot(run.gpu_slot)
+
+    def home(self, subgroup: int) -> int:
+        """Return where the state of a subgroup at home on the GPU lies."""
+        return self._homes[subgroup]
+
+    def _slot(self, gpu_slot: int) -> int:
+        if self._plan is None:
+            raise InternalError("a GPU's staging slot is used before there is a plan")
+        return self._slots_address + gpu_slot * self._plan.gpu_slot_bytes
+
+    def _state_bytes(self, subgroup: int) -> int:
+        return self._plan.layout.subgroups[subgroup].state_bytes if self._plan is not None else 0
+
+    def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
+        """Return host memory that the device reaches by itself, where the system allows that."""
+        arena = Arena(nbytes, inherit=inherit)
+        try:
+            self.device.pin(arena.address, nbytes)
+            self._pinned.add(arena.address)
+        except OffloadError as error:
+            if not self._told_unpinned:
+                self._told_unpinned = True
+                log.warning(
+                    "host memory cannot be pinned, so copies to and from the GPU are slower: %s (ulimit -l says how "
+                    "much memory a process may lock; said once)",
+                    error,
+                )
+        return arena
+
+    def give_back(self, arena: Arena) -> None:
+        """Return memory that `arena` gave, which no work uses any more."""
+        if arena.address in self._pinned:
+            self._pinned.remove(arena.address)
+            self.device.unpin(arena.address)
+        arena.close()
+
+    # Around the caller's work; on the caller's thread
+
+    def follow_caller(self) -> None:
+        """Let all lanes wait for what the caller has asked of the device so far."""
+        mark = self.device.mark(DeviceLane.CALLER)
+        for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE):
+            self.device.follow(lane, mark)
+
+    def lead_caller(self) -> None:
+        """Let what the caller asks of the device from now on wait for new weights and state."""
+        for lane in (DeviceLane.UPDATE, DeviceLane.H2D):
+            self.device.follow(DeviceLane.CALLER, self.device.mark(lane))
+
+    def wait(self) -> None:
+        """Wait until all that is on the lanes has been done; any thread."""
+        for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS):
+            self.device.mark(lane).wait()
+
+    # Operations
+
+    def copy_in(self, operation: CopyIn, host_address: int, due_s: float) -> None:
+        """Copy a subgroup's state to the device."""
+        slot, nbytes = operation.gpu_slot, self._state_bytes(operation.subgroup)
+        for mark in (self._updated.get(slot), self._left.get(slot)):  # whoever had the slot before
+            if mark is not None:
+                self.device.follow(DeviceLane.H2D, mark)
+        began = self.device.mark(DeviceLane.H2D)
+        self.device.copy(DeviceLane.H2D, self._slot(slot), host_address, nbytes)
+        self._ready[slot] = self.device.mark(DeviceLane.H2D)
+        self.timed.append(Timed("h2d", operation.subgroup, nbytes, due_s, began, self._ready[slot]))
+        self._post(operation.op)
+
+    def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
+        """Update a subgroup on the device."""
+        subgroup = operation.visit.subgroup
+        copied = self._ready.pop(operation.gpu_slot, None) if operation.gpu_slot is not None else None
+        if copied is not None:  # fresh state was not
+            self.device.follow(DeviceLane.UPDATE, copied)
+        for mark in self._inputs.get(subgroup, ()):
+            self.device.follow(DeviceLane.UPDATE, mark)
+        began = self.device.mark(DeviceLane.UPDATE)
+        if table is not None:
+            self.device.update(table)
+        ended = self.device.mark(DeviceLane.UPDATE)
+        if operation.gpu_slot is not None:
+            self._updated[operation.gpu_slot] = ended
+        self.timed.append(Timed("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended))
+        self._post(operation.op)
+
+    def copy_out(self, operation: CopyOut, host_address: int, due_s: float) -> None:
+        """Copy a subgroup's state back; reports when it is whole in host memory."""
+        slot, nbytes = operation.gpu_slot, self._state_bytes(operation.subgroup)
+        self.device.follow(DeviceLane.D2H, self._updated[slot])
+        began = self.device.mark(DeviceLane.D2H)
+        self.device.copy(DeviceLane.D2H, host_address, self._slot(slot), nbytes)
+        self._left[slot] = self.device.mark(DeviceLane.D2H)
+        self.timed.append(Timed("d2h", operation.subgroup, nbytes, due_s, began, self._left[slot]))
+        self.device.report(self._left[slot], self._queue, operation.op)
+
+    def _post(self, op: int) -> None:
+        now_s = time.monotonic()
+        self._queue.post(op, started_s=now_s, finished_s=now_s)
+
+    # Weights that the CPU makes
+
+    def weight_slot(self, subgroup: int) -> int:
+        """Return host memory for a subgroup's new weights, until they have been pushed or dropped."""
+        free = [slot for slot in self._weights if slot.subgroup is None]
+        if not free:
+            raise InternalError("all weight slots are in use (this is a bug in offload, please report it)")
+        slot = next((slot for slot in free if slot.pushed is None or slot.pushed.reached()), free[0])
+        if slot.pushed is not None:
+            slot.pushed.wait()
+        slot.subgroup, slot.pushed = subgroup, None
+        self._weights_of[subgroup] = slot, np.zeros((0, 3), np.uint64)
+        return slot.address
+
+    def will_push(self, subgroup: int, copies: npt.NDArray[Any]) -> None:
+        """Say what to push when a subgroup's weights are made: rows of (device address, host address, bytes)."""
+        self._weights_of[subgroup] = self._weights_of[subgroup][0], copies
+
+    def push(self, operation: PushWeights, due_s: float) -> None:
+        """Send a subgroup's new weights to the device."""
+        slot, copies = self._weights_of.pop(operation.subgroup)
+        began = self.device.mark(DeviceLane.H2D)
+        self._copy_all(DeviceLane.H2D, copies)
+        slot.subgroup, slot.pushed = None, self.device.mark(DeviceLane.H2D)
+        self.timed.append(Timed("h2d", operation.subgroup, int(copies[:, 2].sum()), due_s, began, slot.pushed))
+        self._post(operation.op)
+
+    def push_now(self, subgroup: int) -> None:
+        """Send a subgroup's weights to the device and wait until they are there."""
+        slot, copies = self._weights_of.pop(subgroup)
+        self._copy_all(DeviceLane.H2D, copies)
+        self.device.mark(DeviceLane.H2D).wait()
+        slot.subgroup = None
+
+    def drop(self, subgroup: int) -> None:
+        """Give a weight slot back whose weights have not changed."""
+        slot, _ = self._weights_of.pop(subgroup)
+        slot.subgroup = None
+
+    def _copy_all(self, lane: DeviceLane, copies: npt.NDArray[Any]) -> None:
+        for target, source, nbytes in copies.tolist():
+            self.device.copy(lane, target, source, nbytes)
+
+    # Gradients that the CPU needs
+
+    def bring(self, visit: Visit, marks: Sequence[Mark], copies: Sequence[tuple[int, int, int]]) -> None:
+        """Let a visit's run wait for its gradients.
+
+        Args:
+            visit: Which one.
+            marks: Those after which gradients that arrived during backward are where they are used.
+            copies: What has still to be fetched: rows of (host address, device address, bytes).
+        """
+        if visit.gpu:
+            self._inputs[visit.subgroup] = tuple(marks)
+        elif marks or copies:
+            for mark in marks:
+                self.device.follow(DeviceLane.D2H, mark)
+            for target, source, nbytes in copies:
+                self.device.copy(DeviceLane.D2H, target, source, nbytes)
+            self._inputs[visit.subgroup] = (self.device.mark(DeviceLane.D2H),)
+
+    def inputs(self, subgroup: int) -> Mark | None:
+        """Return what a run on the CPU has to wait for; None if that is there."""
+        return next((mark for mark in self._inputs.get(subgroup, ()) if not mark.reached()), None)
+
+    def forget_inputs(self) -> None:
+        """A step has ended: what it waited for says nothing about the next."""
+        self._inputs.clear()
+
+    # At once, for all that is not a step
+
+    def fetch(self, copies: Sequence[tuple[int, int, int]], *, follows: bool = True) -> None:
+        """Copy from the device and wait: rows of (host address, device address, bytes).
+
+        Args:
+            copies: What.
+            follows: Whether that comes after all that has been put on lanes; else only after what the caller did.
+        """
+        for lane in (DeviceLane.UPDATE, DeviceLane.H2D) if follows else ():
+            self.device.follow(DeviceLane.D2H, self.device.mark(lane))
+        for target, source, nbytes in copies:
+            self.device.copy(DeviceLane.D2H, target, source, nbytes)
+        self.device.mark(DeviceLane.D2H).wait()
+
+    def store(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy to the device, behind all that is on its lanes, and wait: rows of (device, host address, bytes)."""
+        for lane in (DeviceLane.UPDATE, DeviceLane.D2H):
+            self.device.follow(DeviceLane.H2D, self.device.mark(lane))
+        for target, source, nbytes in copies:
+            self.device.copy(DeviceLane.H2D, target, source, nbytes)
+        mark = self.device.mark(DeviceLane.H2D)
+        self.device.follow(DeviceLane.UPDATE, mark)
+        mark.wait()
+
+    def take_timed(self, add: Callable[[Timed], None]) -> None:
+        """Hand over all operations that have ended."""
+        left = []
+        for timed in self.timed:
+            if timed.ended.reached():
+                add(timed)
+            else:
+                left.append(timed)
+        self.timed = left
+
+    def close(self) -> None:
+        """Wait for the lanes, and give back the device's memory and its hold on host memory."""
+        with contextlib.suppress(OffloadError):  # a device that has failed finishes nothing
+            self.wait()
+        for address in sorted(self._pinned):
+            self.device.unpin(address)
+        self._pinned.clear()
+        self.device.close()

@@ -1,0 +1,212 @@
+"""The GPU's update kernel: what `CpuUpdateKernel` does, on a CUDA device, enqueued on the caller's stream.
+
+Invariants: bit for bit what `offload.kernels.reference` defines; see `offload.kernels.triton_kernels` for what fixes
+each rounding. State, gradient and weight are read and written once, in their own dtypes, where they lie.
+Not done here: owning the memory that addresses point at, events, waiting.
+
+Triton comes with torch's CUDA builds and is imported when a kernel is made. Without a GPU, device "cpu" runs the same
+kernels through Triton's interpreter, if `TRITON_INTERPRET=1` was in the environment before Triton was imported: for
+tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from offload.errors import ConfigError, invariant
+from offload.kernels.cpu import blocks_numel
+from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+_native: Any = import_module("offload._native")
+
+BLOCK_NUMEL = 1024
+"""Elements that one program of the update works on."""
+
+UPDATE_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+GATHER_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+"""How the kernels are compiled: without fused multiply-add, which rounds once where the definition rounds twice."""
+
+_ITEM_BYTES = np.array([4, 2, 2, 4], np.uint64)  # by dtype code; no weight of its own is fp32
+_TOUCHING = int(SegmentFlag.ACTIVE | SegmentFlag.LOAD_MASTER | SegmentFlag.ZERO_MOMENTS)
+
+
+class GpuUpdateKernel:
+    """Enqueues updates and the gathering of gradients on one CUDA device.
+
+    Every call returns when its work is enqueued on the calling thread's current stream of the device. What is in
+    flight at once, on several streams, must not share memory. Any thread may call. The first call with a new
+    combination of dtypes compiles for about a second (Triton keeps the result on disk).
+
+    Args:
+        device: A CUDA device, None for the current one; or "cpu" for Triton's interpreter.
+
+    Raises:
+        ConfigError: There is no such device, or no Triton.
+    """
+
+    def __init__(self, device: torch.device | str | int | None = None) -> None:
+        chosen = torch.device("cuda" if device is None else device)
+        if chosen.type not in ("cuda", "cpu"):
+            raise ConfigError("device", str(chosen), "use a CUDA device")
+        if chosen.type == "cuda":
+            if not torch.cuda.is_available():
+                raise ConfigError("device", str(chosen), "torch sees no CUDA device")
+            count = torch.cuda.device_count()
+            index = torch.cuda.current_device() if chosen.index is None else chosen.index
+            if not 0 <= index < count:
+                raise ConfigError("device", str(chosen), f"torch sees {count} CUDA devices")
+            chosen = torch.device("cuda", index)
+        try:
+            self._kernels: Any = import_module("offload.kernels.triton_kernels")
+        except ImportError as error:
+            advice = f"install triton, which comes with torch's CUDA builds ({error})"
+            raise ConfigError("device", str(chosen), advice) from error
+        compiled = isinstance(self._kernels.update, self._kernels.triton.JITFunction)
+        if compiled is not (chosen.type == "cuda"):
+            wanted = "unset" if chosen.type == "cuda" else "set to 1"
+            raise ConfigError("device", str(chosen), f"TRITON_INTERPRET must be {wanted} before Triton is imported")
+        self.device = chosen
+        """Where the memory lies that tables and addresses point at."""
+
+    def update(self, table: npt.NDArray[Any]) -> None:
+        """Enqueue the update of the segments of `table`, a launch for each combination of dtypes.
+
+        The table is copied before this returns; the memory that it points at must live until the stream has come to
+        the update's end. Fastest where addresses are multiples of four elements.
+
+        Args:
+            table: dtype `SEGMENT_DTYPE`, shape [segments], contiguous, in host memory, with addresses of this device,
+                each a multiple of its element's size. Segments must not overlap.
+
+        Raises:
+            InternalError: The table cannot be right. Nothing was enqueued.
+        """
+        invariant(table.dtype == SEGMENT_DTYPE, f"a segment table has dtype {table.dtype}, not SEGMENT_DTYPE")
+        invariant(
+            table.ndim == 1 and table.flags.c_contiguous,
+            f"a segment table of shape {table.shape} is not one contiguous row of segments",
+        )
+        problem = _native.check_table(table.ctypes.data, table.size)
+        invariant(not problem, problem)
+        touched = np.flatnonzero((table["numel"] > 0) & (table["flags"] & _TOUCHING != 0))
+        if not touched.size:
+            return
+        used = table[touched]
+        active = used["flags"] & int(SegmentFlag.ACTIVE) != 0
+        gradients = np.where(active, used["gradient_dtype"], int(DtypeCode.NONE))
+        weights = np.where(used["weight"] != 0, used["weight_dtype"], int(DtypeCode.NONE))
+        odd = touched[active & (used["gradient"] % _ITEM_BYTES[gradients] != 0)]
+        invariant(not odd.size, f"segment {odd[:1].tolist()}: gradient is not aligned to its elements")
+
+        aligned = used["weight"] % (4 * _ITEM_BYTES[weights]) == 0
+        aligned &= ~active | (used["gradient"] % (4 * _ITEM_BYTES[gradients]) == 0)
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            aligned &= used[name] % 16 == 0
+        group = (gradients * 4 + weights) * 2 + aligned
+        order = np.argsort(group, kind="stable")
+        blocks = -(-used["numel"][order].astype(np.int64) // BLOCK_NUMEL)
+        ends = np.cumsum(blocks)
+        row_words = touched.size * SEGMENT_DTYPE.itemsize // 8
+        words = np.empty(row_words + int(ends[-1]), np.int64)
+        words[:row_words] = used.view(np.int64)
+        pieces = words[row_words:].view(np.int32).reshape(-1, 2)
+        pieces[:, 0] = np.repeat(order, blocks)
+        pieces[:, 1] = np.arange(ends[-1]) - np.repeat(ends - blocks, blocks)
+        programs = np.bincount(group[order], weights=blocks).astype(np.int64)
+
+        with self._current():
+            there = self._upload(words)
+            first = 0
+            for key in np.flatnonzero(programs).tolist():
+                count = int(programs[key])
+                self._kernels.update[(count,)](
+                    there[:row_words],
+                    there[row_words:].view(torch.int32),
+                    first,
+                    GRADIENT=key // 8,
+                    WEIGHT=key // 2 % 4,
+                    ALIGNED=bool(key % 2),
+                    BLOCK=BLOCK_NUMEL,
+                    **UPDATE_OPTIONS,
+                )
+                first += count
+
+    def gather(
+        self,
+        source_address: int,
+        source_dtype: DtypeCode,
+        numel: int,
+        blocks_address: int,
+        destination_address: int = 0,
+        destination_dtype: DtypeCode = DtypeCode.NONE,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """Enqueue the sums of squares of a gradient's blocks, and its copy into or addition to a slot, in one pass.
+
+        A block's sum is not finite exactly if one of its elements is not, so the sums are the overflow flag too.
+        Added in order on the host (`offload.kernels.norm_sq`), they are the norm.
+
+        Args:
+            source_address: Address of the gradient on this device, a multiple of its element's size.
+            source_dtype: Its element type.
+            numel: Its elements.
+            blocks_address: Address of float64, shape [ceil(numel / NORM_BLOCK_NUMEL)].
+            destination_address: The slot, 0 for none. Must not overlap the source, unless it is the source.
+            destination_dtype: The source's dtype, or FLOAT32 to widen.
+            accumulate: Add to what the slot holds (`reference.accumulate`); the sums are those of the result.
+
+        Raises:
+            InternalError: The arguments cannot be right. Nothing was enqueued.
+        """
+        source_code, slot_code = int(source_dtype), int(destination_dtype)
+        problem = _native.check_gradient_blocks(
+            source_address, source_code, numel, blocks_address, destination_address, slot_code
+        )
+        invariant(not problem, problem)
+        in_place = destination_address == source_address
+        invariant(
+            not accumulate or (destination_address != 0 and not in_place),
+            "a gradient is accumulated into a slot of its own",
+        )
+        if numel == 0:
+            return
+        if destination_address == 0 or in_place:
+            destination_address, slot_code = 0, int(DtypeCode.NONE)
+        item_bytes, slot_bytes = int(_ITEM_BYTES[source_code]), int(_ITEM_BYTES[slot_code])
+        invariant(source_address % item_bytes == 0, "source is not aligned to its elements")
+        invariant(destination_address % slot_bytes == 0, "destination is not aligned to its elements")
+        with self._current():
+            self._kernels.gather[(blocks_numel(numel),)](
+                source_address,
+                numel,
+                blocks_address,
+                destination_address,
+                SOURCE=source_code,
+                DESTINATION=slot_code,
+                ACCUMULATE=accumulate,
+                ALIGNED=source_address % (4 * item_bytes) == 0 and destination_address % (4 * slot_bytes) == 0,
+                **GATHER_OPTIONS,
+            )
+
+    def _current(self) -> contextlib.AbstractContextManager[Any]:
+        """Launch on this device; numpy, under the interpreter, is to keep quiet about infinities."""
+        if self.device.type == "cuda":
+            return torch.cuda.device(self.device)
+        return np.errstate(all="ignore")
+
+    def _upload(self, words: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return a copy on the device, enqueued on the current stream like all that reads it."""
+        if self.device.type == "cpu":
+            return torch.from_numpy(words)
+        pinned = torch.empty(words.size, dtype=torch.int64, pin_memory=True)
+        pinned.numpy()[:] = words
+        return pinned.to(self.device, non_blocking=True)  # torch keeps both until the stream is done with them

@@ -1,0 +1,267 @@
+"""The GPU's update and gathering of gradients, in Triton. Import it only to run on a GPU (or interpreted).
+
+What fixes each rounding, on NVIDIA (the tests read the PTX for it; the interpreter runs numpy, which rounds each
+operation on its own):
+
+    `*`, `+`, `-`       `enable_fp_fusion=False` at the launch. LLVM then writes `mul.rn`, `add.rn` and `sub.rn`
+                        (`.f32`, or `.f32x2` on Blackwell), whose explicit rounding forbids contraction, and ptxas
+                        gets `--fmad=false` besides. Without it, it writes `fma.rn` and bare `mul` and `add`.
+    division            `tl.div_rn`: `div.rn.f32`. A plain `/` is `div.full.f32`, which is 2 ulp off.
+    square root         `tl.sqrt_rn`: `sqrt.rn.f32`. `tl.sqrt` is `sqrt.approx`.
+    subnormals          No instruction here has `.ftz`. Triton sets it for functions of libdevice only; none is used.
+    16 bits to fp32     Exact. bf16 is shifted as an integer, fp16 is `cvt.f32.f16`.
+    fp32 to bf16        Integer arithmetic, as in the reference.
+    fp32 to fp16        `cvt.rn.f16.f32` (or its pair form `cvt.rn.f16x2.f32`): to nearest even, subnormals kept,
+                        overflow to infinity.
+    fp16 additions      A sum of two in fp32, rounded to fp16, is what `add.rn.f16` gives at once (24 bits are at
+                        least twice 11 and 2 more), and LLVM may write that.
+    sums of squares     float64. Squares are exact. Every addition of the tree is a reduction over an axis of two
+                        elements, of which there is only one order up to commutation, whatever layout is chosen.
+
+Invariants: addresses come as integers and are cast to pointers, so that one launch serves tensors that know nothing
+of each other. Nothing is read or written outside a segment. Every element is read and written once.
+Not done here: checking anything; see `offload.kernels.gpu`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, DtypeCode, SegmentFlag
+
+SEGMENT_OFFSETS = {name: field[1] for name, field in (SEGMENT_DTYPE.fields or {}).items()}
+
+
+def _word(field: str, bytes_each: int) -> tl.constexpr:
+    """Return where a field of the segment table begins, counted in words of its size."""
+    return tl.constexpr(SEGMENT_OFFSETS[field] // bytes_each)
+
+
+NONE = tl.constexpr(int(DtypeCode.NONE))
+BFLOAT16 = tl.constexpr(int(DtypeCode.BFLOAT16))
+FLOAT16 = tl.constexpr(int(DtypeCode.FLOAT16))
+DECOUPLED_DECAY = tl.constexpr(int(SegmentFlag.DECOUPLED_DECAY))
+LOAD_MASTER = tl.constexpr(int(SegmentFlag.LOAD_MASTER))
+ZERO_MOMENTS = tl.constexpr(int(SegmentFlag.ZERO_MOMENTS))
+NORM_BLOCK, NORM_LEVELS = tl.constexpr(NORM_BLOCK_NUMEL), tl.constexpr(NORM_BLOCK_NUMEL.bit_length() - 1)
+ROW_WORDS = tl.constexpr(SEGMENT_DTYPE.itemsize // 8)
+MASTER, EXP_AVG, EXP_AVG_SQ = _word("master", 8), _word("exp_avg", 8), _word("exp_avg_sq", 8)
+GRADIENT_ADDRESS, WEIGHT_ADDRESS, NUMEL = _word("gradient", 8), _word("weight", 8), _word("numel", 8)
+FLAGS, GRAD_SCALE, INV_BIAS2_SQRT = _word("flags", 4), _word("grad_scale", 4), _word("inv_bias2_sqrt", 4)
+BETA1, ONE_MINUS_BETA1 = _word("beta1", 4), _word("one_minus_beta1", 4)
+BETA2, ONE_MINUS_BETA2 = _word("beta2", 4), _word("one_minus_beta2", 4)
+EPS, STEP_SIZE, DECAY = _word("eps", 4), _word("step_size", 4), _word("decay", 4)
+
+
+@triton.jit
+def pointers(address, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers to elements `start` to `start + BLOCK` of the tensor at `address`; bf16 as its bits."""
+    if DTYPE == BFLOAT16:
+        first = (address + start * 2).to(tl.pointer_type(tl.uint16))
+        if ALIGNED:
+            first = tl.multiple_of(first, 8)
+    elif DTYPE == FLOAT16:
+        first = (address + start * 2).to(tl.pointer_type(tl.float16))
+        if ALIGNED:
+            first = tl.multiple_of(first, 8)
+    else:
+        first = (address + start * 4).to(tl.pointer_type(tl.float32))
+        if ALIGNED:
+            first = tl.multiple_of(first, 16)
+    return first + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def read(at, room, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """Load a block, zeros from element `room` on. Without a mask, where FULL, it is as wide as memory allows."""
+    if FULL:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=tl.arange(0, BLOCK) < room, other=0)
+
+
+@triton.jit
+def write(at, values, room, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """Store a block up to element `room`."""
+    if FULL:
+        tl.store(at, values)
+    else:
+        tl.store(at, values, mask=tl.arange(0, BLOCK) < room)
+
+
+@triton.jit
+def widen(values, DTYPE: tl.constexpr):
+    """Return loaded values as fp32, exactly."""
+    if DTYPE == BFLOAT16:
+        return (values.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return values.to(tl.float32)
+
+
+@triton.jit
+def narrow(values, DTYPE: tl.constexpr):
+    """Round fp32 to nearest even, as it is stored."""
+    if DTYPE == BFLOAT16:
+        bits = values.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(values != values, 0x7FC0, rounded).to(tl.uint16)
+    elif DTYPE == FLOAT16:
+        return values.to(tl.float16)
+    else:
+        return values
+
+
+@triton.jit
+def update_block(
+    row,
+    start,
+    room,
+    GRADIENT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Do to one block of a segment what `offload.kernels.reference.update` does, in the same order."""
+    words = row.to(tl.pointer_type(tl.int32))
+    scalars = row.to(tl.pointer_type(tl.float32))
+    flags = tl.load(words + FLAGS)
+    master = pointers(tl.load(row + MASTER), start, BLOCK, 0, ALIGNED)
+    exp_avg = pointers(tl.load(row + EXP_AVG), start, BLOCK, 0, ALIGNED)
+    exp_avg_sq = pointers(tl.load(row + EXP_AVG_SQ), start, BLOCK, 0, ALIGNED)
+    weight = pointers(tl.load(row + WEIGHT_ADDRESS), start, BLOCK, WEIGHT, ALIGNED)
+
+    if GRADIENT == NONE:
+        if WEIGHT != NONE and (flags & LOAD_MASTER) != 0:
+            write(master, widen(read(weight, room, BLOCK, FULL), WEIGHT), room, BLOCK, FULL)
+        if (flags & ZERO_MOMENTS) != 0:
+            zeros = tl.full([BLOCK], 0.0, tl.float32)
+            write(exp_avg, zeros, room, BLOCK, FULL)
+            write(exp_avg_sq, zeros, room, BLOCK, FULL)
+    else:
+        gradient = pointers(tl.load(row + GRADIENT_ADDRESS), start, BLOCK, GRADIENT, ALIGNED)
+        decay = tl.load(scalars + DECAY)
+        decoupled = (flags & DECOUPLED_DECAY) != 0
+        g = widen(read(gradient, room, BLOCK, FULL), GRADIENT) * tl.load(scalars + GRAD_SCALE)
+        if WEIGHT != NONE and (flags & LOAD_MASTER) != 0:
+            p = widen(read(weight, room, BLOCK, FULL), WEIGHT)
+        else:
+            p = read(master, room, BLOCK, FULL)
+        if (flags & ZERO_MOMENTS) != 0:
+            m = tl.full([BLOCK], 0.0, tl.float32)
+            v = tl.full([BLOCK], 0.0, tl.float32)
+        else:
+            m = read(exp_avg, room, BLOCK, FULL)
+            v = read(exp_avg_sq, room, BLOCK, FULL)
+        decayed = p * decay
+        if decoupled:
+            p = decayed
+        else:
+            g = tl.where(decay != 0.0, g + decayed, g)
+        m = m * tl.load(scalars + BETA1) + g * tl.load(scalars + ONE_MINUS_BETA1)
+        v = v * tl.load(scalars + BETA2) + (g * g) * tl.load(scalars + ONE_MINUS_BETA2)
+        denominator = tl.sqrt_rn(v) * tl.load(scalars + INV_BIAS2_SQRT) + tl.load(scalars + EPS)
+        p = p - tl.div_rn(m, denominator) * tl.load(scalars + STEP_SIZE)
+        write(master, p, room, BLOCK, FULL)
+        write(exp_avg, m, room, BLOCK, FULL)
+        write(exp_avg_sq, v, room, BLOCK, FULL)
+        if WEIGHT != NONE:
+            write(weight, narrow(p, WEIGHT), room, BLOCK, FULL)
+
+
+@triton.jit(do_not_specialize=["first"])
+def update(
+    table,
+    pieces,
+    first,
+    GRADIENT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Update one block of one segment.
+
+    Args:
+        table: int64: the segment table, its addresses being of this device.
+        pieces: int32, shape [programs, 2]: the row of the segment, and which of its blocks.
+        first: Row of `pieces` that the first program takes.
+        GRADIENT: Dtype code of the gradients; NONE for segments that are not active.
+        WEIGHT: Dtype code of the weights; NONE where they are the masters.
+        ALIGNED: Whether every address is a multiple of 16.
+        BLOCK: Elements of a block.
+    """
+    piece = pieces + 2 * (first + tl.program_id(0))
+    row = table + tl.load(piece).to(tl.int64) * ROW_WORDS
+    start = tl.load(piece + 1).to(tl.int64) * BLOCK
+    room = tl.load(row + NUMEL) - start
+    if room >= BLOCK:
+        update_block(row, start, room, GRADIENT, WEIGHT, ALIGNED, BLOCK, True)
+    else:
+        update_block(row, start, room, GRADIENT, WEIGHT, ALIGNED, BLOCK, False)
+
+
+@triton.jit
+def gather_block(
+    source,
+    room,
+    start,
+    blocks,
+    destination,
+    SOURCE: tl.constexpr,
+    DESTINATION: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Copy or add one block of the norm and write its sum of squares."""
+    found = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), room, NORM_BLOCK, FULL)
+    values = widen(found, SOURCE)
+    if DESTINATION != NONE:
+        kept = pointers(destination, start, NORM_BLOCK, DESTINATION, ALIGNED)
+        if ACCUMULATE:
+            total = widen(read(kept, room, NORM_BLOCK, FULL), DESTINATION) + values
+            rounded = narrow(total, DESTINATION)
+            write(kept, rounded, room, NORM_BLOCK, FULL)
+            values = widen(rounded, DESTINATION)
+        elif DESTINATION == SOURCE:
+            write(kept, found, room, NORM_BLOCK, FULL)
+        else:
+            write(kept, values, room, NORM_BLOCK, FULL)
+    x = values.to(tl.float64)
+    x = x * x
+    for level in tl.static_range(NORM_LEVELS):
+        x = tl.sum(tl.reshape(x, [2, NORM_BLOCK >> (level + 1)]), axis=0)
+    tl.store(blocks + tl.arange(0, 1), x)
+
+
+@triton.jit(do_not_specialize=["source", "numel", "destination"])
+def gather(
+    source,
+    numel,
+    blocks,
+    destination,
+    SOURCE: tl.constexpr,
+    DESTINATION: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Copy or add a gradient and write its blocks' sums of squares, one block a program.
+
+    Args:
+        source: Address of the gradient.
+        numel: Its elements.
+        blocks: Address of float64, one for each block.
+        destination: Address of the slot.
+        SOURCE: Dtype code of the gradient.
+        DESTINATION: Dtype code of the slot: the gradient's, or FLOAT32; NONE for no slot.
+        ACCUMULATE: Whether the slot's values are added to; the sums are then those of the rounded result.
+        ALIGNED: Whether both addresses are multiples of 16.
+    """
+    start = tl.program_id(0).to(tl.int64) * NORM_BLOCK
+    room = numel - start
+    sums = (blocks + tl.program_id(0).to(tl.int64) * 8).to(tl.pointer_type(tl.float64))
+    if room >= NORM_BLOCK:
+        gather_block(source, room, start, sums, destination, SOURCE, DESTINATION, ACCUMULATE, ALIGNED, True)
+    else:
+        gather_block(source, room, start, sums, destination, SOURCE, DESTINATION, ACCUMULATE, ALIGNED, False)

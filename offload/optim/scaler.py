@@ -1,0 +1,40 @@
+"""`GradScaler`: torch's, without its passes over gradients where the optimizer is ours."""
+
+from __future__ import annotations
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+from offload.optim.adam import OffloadedAdam
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` whose `unscale_` and overflow check cost this package's optimizers no pass over memory.
+
+    Gradients keep their scale: the update divides by it, and whether one is not finite follows from their norm, which
+    is gathered as they arrive. So it works where gradients have left the GPU (`keep_grads=False`). With any other
+    optimizer it is torch's own. `optimizer.clip_grad_norm_` after `unscale_` is of unscaled gradients.
+
+    Arguments are those of `torch.amp.GradScaler`.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `torch.amp.GradScaler.unscale_`.
+
+        Raises:
+            RuntimeError: It was called already since the last `update`, or after `step`.
+        """
+        if not self._enabled or not isinstance(optimizer, OffloadedAdam):
+            super().unscale_(optimizer)
+            return
+        self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        finite = optimizer.unscale(self.get_scale())
+        scale = self._scale
+        device = scale.device if scale is not None else torch.device("cpu")
+        state["found_inf_per_device"] = {device: torch.full((), float(not finite), device=device)}
+        state["stage"] = OptState.UNSCALED

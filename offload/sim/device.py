@@ -1,0 +1,429 @@
+"""A GPU that is not there: its lanes, marks and memory, in this process, for tests of whoever drives one.
+
+Work is done later than it is asked for: by one thread a lane, after random delays and at given rates, or, `lazy`,
+only when somebody waits for it, which is as late as a device may be. So whoever uses a result without having waited
+for it finds something else. Beyond that, every piece of work is compared with all that is still open: two that touch
+the same memory, one of them writing, must be ordered by a lane, by `follow`, or by the host having waited in between
+(vector clocks). Else `HazardError` is raised, whether or not it went well this time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.errors import InternalError, OffloadError
+from offload.kernels import CpuUpdateKernel
+from offload.protocols import ERROR_DEVICE, SEGMENT_DTYPE, DeviceLane, DtypeCode, Mark, Queue, SegmentFlag
+
+LANES = (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS)
+ALIGNMENT = 256
+POISON = 0xA5
+"""What new device memory is filled with."""
+
+ITEM_BYTES = (0, 2, 2, 4)
+TORCH_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
+
+Span = tuple[int, int, bool]
+"""First address, address after the last, and whether it is written."""
+
+
+class HazardError(InternalError):
+    """Two pieces of work touch the same memory in no order."""
+
+
+@dataclass(eq=False)
+class _Work:
+    """One piece of work; a mark is one that does nothing."""
+
+    device: SimulatedDevice
+    lane: DeviceLane
+    number: int
+    label: str
+    act: Callable[[], None]
+    spans: tuple[Span, ...]
+    nbytes: int
+    clock: dict[DeviceLane, int]
+    requires: list[_Work]
+    done: threading.Event = field(default_factory=threading.Event)
+    at_s: float = 0.0
+
+    def reached(self) -> bool:
+        if not self.done.is_set():
+            return False
+        self.device.observe(self)
+        return True
+
+    def wait(self) -> None:
+        self.device.finish(self)
+        self.device.observe(self)
+        self.device.check()
+
+    def time_s(self) -> float:
+        return self.at_s
+
+
+class _Now:
+    """The mark of what the calling thread has done: it works at once."""
+
+    def reached(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+    def time_s(self) -> float:
+        return time.monotonic()
+
+
+class SimulatedDevice:
+    """A `offload.protocols.Device` of memory and threads.
+
+    The calling thread stands for the caller's stream: what it does happens at once, and `follow(CALLER, ...)` waits.
+    Or, without `caller_is_host`, forward and backward are put on a lane by `caller_work`.
+
+    Args:
+        memory_bytes: Size of its memory.
+        seed: Of the delays.
+        lazy: Whether work is done only when somebody waits for it.
+        delay_s: Longest delay before a piece of work, on threads of its own.
+        bytes_per_s: Rate of copies and updates; None for as fast as it goes.
+        fail_at: Number of the piece of work (marks not counted) that makes the device fail; None for never.
+        pins: Whether host memory can be pinned.
+        caller_is_host: Whether the calling thread stands for the caller's stream. Else that is a lane like others.
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int = 1 << 30,
+        *,
+        seed: int = 0,
+        lazy: bool = False,
+        delay_s: float = 0.0,
+        bytes_per_s: float | None = None,
+        fail_at: int | None = None,
+        pins: bool = True,
+        caller_is_host: bool = True,
+    ) -> None:
+        self.name = "simulated GPU"
+        self.pinned: dict[int, int] = {}
+        """Host memory that is pinned now: address and bytes."""
+        self.done = 0
+        """Pieces of work that have been done, marks not counted."""
+        self._memory_bytes = memory_bytes
+        self._random = random.Random(seed)
+        self._lazy = lazy
+        self._delay_s = delay_s
+        self._bytes_per_s = bytes_per_s
+        self._fail_at = fail_at
+        self._pins = pins
+        self._caller_is_host = caller_is_host
+        lanes = LANES if caller_is_host else tuple(DeviceLane)
+        self._memory: dict[int, npt.NDArray[np.uint8]] = {}
+        self._kernel = CpuUpdateKernel(threads=1)
+        self._lock = threading.RLock()
+        self._doing = threading.RLock()
+        self._queues: dict[DeviceLane, deque[_Work]] = {lane: deque() for lane in lanes}
+        self._clocks: dict[DeviceLane, dict[DeviceLane, int]] = {lane: {} for lane in lanes}
+        self._following: dict[DeviceLane, list[_Work]] = {lane: [] for lane in lanes}
+        self._host_clock: dict[DeviceLane, int] = {}
+        self._open: list[_Work] = []
+        self._failure: OffloadError | None = None
+        self._acting = 0
+        self._closed = False
+        self._some = threading.Condition(self._lock)
+        self._reports: deque[tuple[_Work | _Now, Queue, int]] = deque()
+        self._threads = [threading.Thread(target=self._post_reports, name="sim-device-reports", daemon=True)]
+        if not lazy:
+            self._threads += [
+                threading.Thread(
+                    target=self._serve, args=(lane,), name=f"sim-device-{lane.name.lower()}", daemon=True
+                )
+                for lane in lanes
+            ]
+        for thread in self._threads:
+            thread.start()
+
+    # Memory
+
+    def free_bytes(self) -> int:
+        """See `Device.free_bytes`."""
+        return self._memory_bytes - sum(block.nbytes for block in self._memory.values())
+
+    def allocate(self, nbytes: int) -> int:
+        """See `Device.allocate`."""
+        with self._lock:
+            if nbytes > self.free_bytes():
+                raise OffloadError(f"{self.name}: no memory for {nbytes} bytes; {self.free_bytes()} are free")
+            block = np.full(nbytes + ALIGNMENT, POISON, np.uint8)
+            skip = -block.ctypes.data % ALIGNMENT
+            address: int = block.ctypes.data + skip
+            self._memory[address] = block[skip : skip + nbytes]
+            return address
+
+    def release(self, address: int) -> None:
+        """See `Device.release`."""
+        with self._lock:
+            block = self._memory[address]
+            if self._failure is None:  # else nothing is done any more
+                self.host_access(address, block.nbytes, writes=True)
+            del self._memory[address]
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """See `Device.pin`."""
+        if not self._pins:
+            raise OffloadError(f"{self.name}: {nbytes} bytes cannot be locked")
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        """See `Device.unpin`."""
+        nbytes = self.pinned.pop(address)
+        if self._failure is None:
+            self.host_access(address, nbytes, writes=True)
+
+    # Order
+
+    def mark(self, lane: DeviceLane) -> Mark:
+        """See `Device.mark`."""
+        if lane is DeviceLane.CALLER and self._caller_is_host:
+            return _Now()
+        return self._put(lane, "mark", lambda: None, (), 0)
+
+    def follow(self, lane: DeviceLane, mark: Mark) -> None:
+        """See `Device.follow`."""
+        if lane is DeviceLane.CALLER and self._caller_is_host:
+            mark.wait()
+        elif isinstance(mark, _Work):
+            with self._lock:
+                self._following[lane].append(mark)
+
+    def report(self, mark: Mark, queue: Queue, op: int) -> None:
+        """See `Device.report`."""
+        with self._lock:
+            if isinstance(mark, _Work | _Now):
+                self._reports.append((mark, queue, op))
+            self._some.notify_all()
+
+    def host_access(self, address: int, nbytes: int, *, writes: bool) -> None:
+        """Say that the host touches memory now.
+
+        Raises:
+            HazardError: Work that nobody has waited for touches it, too.
+        """
+        with self._lock:
+            self._compare("the host", ((address, address + nbytes, writes),), self._host_clock)
+
+    def _compare(self, label: str, spans: Iterable[Span], clock: dict[DeviceLane, int]) -> None:
+        for work in self._open:
+            if clock.get(work.lane, -1) >= work.number:
+                continue
+            for begin, end, writes in spans:
+                for other_begin, other_end, other_writes in work.spans:
+                    if begin < other_end and other_begin < end and (writes or other_writes):
+                        raise HazardError(
+                            f"{label} and {work.label} (number {work.number} on {work.lane.name}) touch the same "
+                            f"{min(end, other_end) - max(begin, other_begin)} bytes in no order"
+                        )
+
+    def observe(self, work: _Work) -> None:
+        """Take note that the host knows that a piece of work, and what came before it, has been done."""
+        with self._lock:
+            _merge(self._host_clock, {**work.clock, work.lane: work.number})
+            self._open = [w for w in self._open if self._host_clock.get(w.lane, -1) < w.number]
+
+    # Work
+
+    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
+        """See `Device.copy`."""
+        if nbytes:
+            spans = ((source, source + nbytes, False), (target, target + nbytes, True))
+            self._put(
+                lane, f"a copy of {nbytes} bytes", lambda: ctypes.memmove(target, source, nbytes), spans, nbytes
+            )
+
+    def update(self, table: npt.NDArray[Any]) -> None:
+        """See `Device.update`."""
+        rows = np.array(table, SEGMENT_DTYPE)
+        spans: list[Span] = []
+        for row in rows:
+            numel, active = int(row["numel"]), bool(row["flags"] & int(SegmentFlag.ACTIVE))
+            if not numel:
+                continue
+            columns = [(row[name], 4, True) for name in ("master", "exp_avg", "exp_avg_sq")]
+            columns.append((row["weight"], ITEM_BYTES[row["weight_dtype"]], True))
+            columns.append((row["gradient"] if active else 0, ITEM_BYTES[row["gradient_dtype"]], False))
+            spans += [(int(at), int(at) + numel * item, writes) for at, item, writes in columns if at]
+        nbytes = 12 * int(rows["numel"].sum())
+        self._put(DeviceLane.UPDATE, "an update", lambda: self._kernel.run(rows), tuple(spans), nbytes)
+
+    def gradient_blocks(
+        self,
+        lane: DeviceLane,
+        source: int,
+        dtype: DtypeCode,
+        numel: int,
+        blocks: int,
+        target: int = 0,
+        target_dtype: DtypeCode = DtypeCode.NONE,
+        accumulate: bool = False,
+    ) -> None:
+        """See `Device.gradient_blocks`."""
+        if not numel:
+            return
+
+        def act() -> None:
+            if accumulate:
+                into = _tensor(target, numel, target_dtype)
+                into.add_(_tensor(source, numel, dtype))
+                self._kernel.gradient_blocks(target, target_dtype, numel, blocks)
+            else:
+                self._kernel.gradient_blocks(source, dtype, numel, blocks, target, target_dtype)
+
+        count = -(-numel // 4096)
+        spans: tuple[Span, ...] = (
+            (source, source + numel * ITEM_BYTES[dtype], False),
+            (blocks, blocks + 8 * count, True),
+        )
+        if target:
+            spans += ((target, target + numel * ITEM_BYTES[target_dtype], True),)
+        self._put(lane, "a gradient", act, spans, numel * ITEM_BYTES[dtype])
+
+    def caller_work(self, label: str, act: Callable[[], Any], spans: Iterable[Span]) -> None:
+        """Put work on the caller's lane: a piece of forward or backward that touches `spans`."""
+        self._put(DeviceLane.CALLER, label, act, tuple(spans), 0)
+
+    def _put(
+        self, lane: DeviceLane, label: str, act: Callable[[], Any], spans: tuple[Span, ...], nbytes: int
+    ) -> _Work:
+        with self._lock:
+            self.check()
+            if self._closed:
+                raise OffloadError(f"{self.name} is closed")
+            requires, self._following[lane] = self._following[lane], []
+            clock = self._clocks[lane]
+            for other in requires:
+                _merge(clock, {**other.clock, other.lane: other.number})
+            _merge(clock, self._host_clock)
+            number = clock.get(lane, -1) + 1
+            self._compare(label, spans, clock)
+            clock[lane] = number
+            work = _Work(self, lane, number, label, act, spans, nbytes, dict(clock), requires)
+            self._queues[lane].append(work)
+            if spans:
+                self._open.append(work)
+            self._some.notify_all()
+            return work
+
+    def _serve(self, lane: DeviceLane) -> None:
+        while True:
+            with self._some:
+                while not self._queues[lane] and not self._closed:
+                    self._some.wait()
+                if not self._queues[lane]:
+                    return
+                work = self._queues[lane][0]
+                delay_s = self._random.random() * self._delay_s if work.spans else 0.0
+            for other in work.requires:
+                other.done.wait()
+            if self._bytes_per_s:
+                delay_s += work.nbytes / self._bytes_per_s
+            if delay_s:
+                time.sleep(delay_s)
+            with self._lock:
+                self._queues[lane].popleft()
+            self._do(work)
+
+    def finish(self, work: _Work) -> None:
+        """Return when a piece of work has been done; do it, if nobody else does."""
+        if not self._lazy:
+            work.done.wait()
+            return
+        with self._doing:
+            while not work.done.is_set():
+                first = self._queues[work.lane][0]
+                for other in first.requires:
+                    self.finish(other)
+                with self._lock:
+                    self._queues[work.lane].popleft()
+                self._do(first)
+
+    def _do(self, work: _Work) -> None:
+        with self._lock:
+            if work.spans and self._failure is None:
+                self.done += 1
+                if self._fail_at is not None and self.done > self._fail_at:
+                    self._failure = OffloadError(f"{self.name} has failed in {work.label}")
+            acts = self._failure is None
+            self._acting += acts
+        if acts:
+            try:
+                work.act()
+            except OffloadError as error:
+                self._failure = error
+            with self._some:
+                self._acting -= 1
+                self._some.notify_all()
+        work.at_s = time.monotonic()
+        work.done.set()
+
+    def _post_reports(self) -> None:
+        while True:
+            with self._some:
+                while not self._reports and not self._closed:
+                    self._some.wait()
+                if not self._reports:
+                    return
+                mark, queue, op = self._reports.popleft()
+            error = 0
+            if isinstance(mark, _Work):
+                self.finish(mark)
+                self.observe(mark)
+                error = ERROR_DEVICE if self._failure is not None else 0
+            queue.post(op, error=error, started_s=mark.time_s(), finished_s=mark.time_s())
+
+    def check(self) -> None:
+        """Raise what made the device fail, if anything has; from then on it touches no memory."""
+        if self._failure is not None:
+            with self._some:
+                while self._acting:
+                    self._some.wait()
+            raise self._failure
+
+    def close(self) -> None:
+        """See `Device.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            left = [work for queue in self._queues.values() for work in queue]
+        for work in left:
+            self.finish(work)
+        with self._some:
+            self._closed = True
+            self._some.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._kernel.close()
+        self._memory.clear()
+
+
+def _merge(clock: dict[DeviceLane, int], other: dict[DeviceLane, int]) -> None:
+    for lane, number in other.items():
+        clock[lane] = max(clock.get(lane, -1), number)
+
+
+def _tensor(address: int, numel: int, dtype: DtypeCode) -> torch.Tensor:
+    found = TORCH_DTYPES[dtype]
+    if found is None:
+        raise InternalError("a gradient without a dtype")
+    memory = (ctypes.c_char * (numel * found.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=found)

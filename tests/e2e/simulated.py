@@ -1,0 +1,67 @@
+"""The optimizers over a simulated GPU, with everything that the host does to memory compared with its lanes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import offload
+from offload.protocols import SegmentFlag
+from offload.sim import SimulatedDevice
+
+
+class OnDevice(offload.AdamW):
+    """`AdamW` whose weights, in host memory, count as lying on a device."""
+
+    next_device: SimulatedDevice | None = None
+
+    def __init__(self, *arguments: Any, device: SimulatedDevice, **options: Any) -> None:
+        OnDevice.next_device = device
+        super().__init__(*arguments, **options)
+
+    def _find_device(self, parameters: list[torch.Tensor]) -> SimulatedDevice | None:
+        return OnDevice.next_device
+
+    def _open(self, config: offload.OffloadConfig) -> None:
+        super()._open(config)
+        watch(self.engine, self._device)  # type: ignore[arg-type]
+
+
+class OnDeviceAdam(OnDevice):
+    """The same with Adam's weight decay."""
+
+    decoupled = False
+
+
+def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
+    """Tell the device of all that the host's lanes do to memory from now on."""
+    core = engine._core
+
+    def submit(op: int, table: Any, plain: Any = core._kernel.submit) -> None:  # type: ignore[union-attr]
+        for row in np.atleast_1d(table):
+            numel = int(row["numel"])
+            if not numel:
+                continue
+            for name in ("master", "exp_avg", "exp_avg_sq"):
+                device.host_access(int(row[name]), 4 * numel, writes=True)
+            if row["flags"] & int(SegmentFlag.ACTIVE):
+                item = 4 if row["gradient_dtype"] == 3 else 2
+                device.host_access(int(row["gradient"]), item * numel, writes=False)
+                if row["weight"]:
+                    device.host_access(int(row["weight"]), 2 * numel, writes=True)
+        plain(op, table)
+
+    core._kernel.submit = submit  # type: ignore[union-attr, method-assign]
+    for tier in core._tiers:
+
+        def read(request: Any, plain: Any = tier.read) -> None:
+            device.host_access(request.address, request.nbytes, writes=True)
+            plain(request)
+
+        def write(request: Any, plain: Any = tier.write) -> None:
+            device.host_access(request.address, request.nbytes, writes=False)
+            plain(request)
+
+        tier.read, tier.write = read, write  # type: ignore[method-assign]

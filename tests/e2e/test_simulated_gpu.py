@@ -1,0 +1,485 @@
+"""A session over a simulated GPU: the same bits wherever updates run, whenever the device gets round to its work."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from mirror import Mirror, same_bits
+from simulated import OnDevice, OnDeviceAdam
+from test_exact import GROUPS, make_groups
+
+import offload
+from offload.engine.gpu import GpuLanes
+from offload.engine.gradients import GpuGradients
+from offload.protocols import DeviceLane
+from offload.sim import HazardError, SimulatedDevice
+
+
+@settings(max_examples=80, deadline=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+@given(
+    specs=GROUPS,
+    decoupled=st.booleans(),
+    subgroup_numel=st.sampled_from([1024, 2048, 5000]),
+    host_share=st.floats(0, 1),
+    gpu_share=st.one_of(st.none(), st.floats(0, 1)),
+    placement=st.one_of(st.sampled_from(["auto", "cpu", "gpu"]), st.floats(0, 1)),
+    keep_grads=st.booleans(),
+    gradient_dtype=st.sampled_from(["parameter", "float32"]),
+    passes=st.integers(1, 3),
+    lazy=st.booleans(),
+    pins=st.booleans(),
+    clip=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+    steps=st.integers(1, 4),
+)
+def test_engine_equals_reference_whatever_the_gpu_does(
+    specs: list[dict[str, Any]],
+    decoupled: bool,
+    subgroup_numel: int,
+    host_share: float,
+    gpu_share: float | None,
+    placement: str | float,
+    keep_grads: bool,
+    gradient_dtype: str,
+    passes: int,
+    lazy: bool,
+    pins: bool,
+    clip: bool,
+    seed: int,
+    steps: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    groups = make_groups(specs, generator)
+    mirror = Mirror(groups, decoupled=decoupled)
+    numel = sum(p.numel() for group in groups for p in group["params"])
+    slots_bytes = 12 * subgroup_numel * 4
+    room = int(12 * numel * (gpu_share or 0.3)) + 2 * slots_bytes + (1 << 20)
+    device = SimulatedDevice(room, seed=seed, lazy=lazy, delay_s=0.0 if lazy else 2e-4, pins=pins)
+    with tempfile.TemporaryDirectory() as folder:
+        config = offload.OffloadConfig(
+            host_memory=int(12 * numel * host_share),
+            gpu_memory="auto" if gpu_share is None else int(12 * numel * gpu_share),
+            paths=[folder],
+            subgroup_numel=subgroup_numel,
+            placement=placement,
+            keep_grads=keep_grads,
+            gradient_dtype=gradient_dtype,
+            threads=1,
+        )
+        kind = OnDevice if decoupled else OnDeviceAdam
+        with kind(groups, device=device, offload=config) as optimizer:
+            for _ in range(steps):
+                gradients = [[None] * len(group["params"]) for group in groups]
+                used = [(n, i) for n, group in enumerate(groups) for i in range(len(group["params"]))]
+                used = [place for place in used if torch.rand((), generator=generator) >= 0.2]
+                for _ in range(passes):
+                    for which in torch.randperm(len(used), generator=generator).tolist():  # arrive in any order
+                        number, index = used[which]
+                        parameter = groups[number]["params"][index]
+                        drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                        torch.autograd.backward([parameter], [drawn.clone()])
+                        drawn = drawn.float() if gradient_dtype == "float32" else drawn
+                        before = gradients[number][index]
+                        gradients[number][index] = drawn if before is None else before + drawn
+                factor = 1.0
+                if clip:
+                    norm = float(optimizer.clip_grad_norm_(0.5))
+                    assert norm == mirror.norm(gradients)
+                    factor = min(1.0, 0.5 / (norm + 1e-6))
+                optimizer.step()
+                optimizer.zero_grad()
+                mirror.step(gradients, factor)
+            for number, group in enumerate(groups):
+                for index, parameter in enumerate(group["params"]):
+                    assert same_bits(parameter.detach(), mirror.weights[number][index])
+                    state = optimizer.state_for(parameter)
+                    assert same_bits(state["master"], mirror.masters[number][index])
+                    assert same_bits(state["exp_avg"], mirror.moments[number][index][0])
+                    assert same_bits(state["exp_avg_sq"], mirror.moments[number][index][1])
+        assert not list(Path(folder).iterdir())
+        assert not device.pinned
+
+
+SIZES = ((70, 40), (3000,), (17,), (2500,))
+
+
+def weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES]
+
+
+def backward(parameters: list[torch.nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    gradients = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in parameters]
+    torch.autograd.backward(parameters, gradients)
+
+
+def config(folder: Path, **changes: Any) -> offload.OffloadConfig:
+    chosen = {
+        "host_memory": 60_000,
+        "gpu_memory": 40_000,
+        "paths": [folder],
+        "subgroup_numel": 1024,
+        "placement": 0.5,
+    }
+    return offload.OffloadConfig(**{**chosen, "threads": 1, **changes})
+
+
+def train(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], steps: range, clip: bool = True) -> None:
+    for step in steps:
+        backward(parameters, step)
+        if clip:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def states(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    found = [p.detach().clone() for p in parameters]
+    for parameter in parameters:
+        found += optimizer.state_for(parameter).values()
+    return found
+
+
+def on_cpu(steps: range, dtype: torch.dtype = torch.bfloat16, clip: bool = True) -> list[torch.Tensor]:
+    parameters = weights(dtype=dtype)
+    with offload.AdamW(parameters) as optimizer:
+        train(optimizer, parameters, steps, clip)
+        return states(optimizer, parameters)
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(same_bits(a, b) for a, b in zip(left, right, strict=True))
+
+
+def _forget(lanes: GpuLanes, wanted: DeviceLane, when: str) -> None:
+    """Let `lanes` put no wait on a lane while a method runs."""
+    plain, device = getattr(lanes, when), lanes.device
+    follow = device.follow
+
+    def forgetful(*arguments: Any) -> Any:
+        device.follow = lambda lane, mark: None if lane is wanted else follow(lane, mark)  # type: ignore[method-assign]
+        try:
+            return plain(*arguments)
+        finally:
+            device.follow = follow  # type: ignore[method-assign]
+
+    setattr(lanes, when, forgetful)
+
+
+PLANTED: dict[str, Callable[[GpuLanes, GpuGradients], None]] = {
+    "an update does not wait for the copy to the GPU": lambda lanes, _: _forget(lanes, DeviceLane.UPDATE, "run"),
+    "a copy back does not wait for the update": lambda lanes, _: _forget(lanes, DeviceLane.D2H, "copy_out"),
+    "the caller does not wait for new weights": lambda lanes, _: setattr(lanes, "lead_caller", lambda: None),
+    "the CPU does not wait for its gradients": lambda lanes, _: setattr(lanes, "inputs", lambda subgroup: None),
+    "a weight slot is used again while it is pushed": lambda lanes, _: setattr(
+        lanes, "weight_slot", lambda subgroup, plain=lanes.weight_slot: _without_wait(lanes, subgroup, plain)
+    ),
+    "host memory is taken as whole before it has been copied back": lambda lanes, _: setattr(
+        lanes.device, "report", lambda mark, queue, op: queue.post(op)
+    ),
+    "gradients are added before they have arrived": lambda _, gradients: setattr(
+        gradients, "_add_first", lambda: _added_at_once(gradients)
+    ),
+}
+
+
+def _without_wait(lanes: GpuLanes, subgroup: int, plain: Callable[[int], int]) -> int:
+    for slot in lanes._weights:
+        slot.pushed = None
+    return plain(subgroup)
+
+
+def _added_at_once(gradients: GpuGradients) -> None:
+    passing = gradients._passing.pop(0)
+    found = gradients.positions[passing.position]
+    size = passing.buffer.numel() * passing.buffer.element_size()
+    gradients.lanes.device.host_access(passing.buffer.data_ptr(), size, writes=False)  # type: ignore[attr-defined]
+    found.slot.add_(passing.buffer)
+    found.added = True
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_forgotten_wait_is_found(bug: str, tmp_path: Path) -> None:
+    """Every order that lanes need is one whose absence these tests notice."""
+    parameters = weights()
+    expected = on_cpu(range(3))
+    settings = config(tmp_path, keep_grads="added" not in bug, gpu_memory=0)
+    optimizer = OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=settings)
+    core = optimizer.engine._core
+    assert core._gpu is not None
+    assert core._gradients is not None
+    PLANTED[bug](core._gpu, core._gradients)
+    try:
+        for step in range(3):
+            if "added" in bug:
+                torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
+            train(optimizer, parameters, range(step, step + 1))
+        found = states(optimizer, parameters)
+    except offload.OffloadError as error:
+        caused = [error, error.__cause__, error.__context__]
+        assert any(isinstance(cause, HazardError) for cause in caused)
+        return
+    finally:
+        with contextlib.suppress(offload.OffloadError):
+            optimizer.close()
+    assert not same(found, expected)
+
+
+def span(tensor: torch.Tensor, *, writes: bool) -> tuple[int, int, bool]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), writes
+
+
+def train_behind(
+    optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], device: SimulatedDevice, steps: range, clip: bool
+) -> list[list[torch.Tensor]]:
+    """Train with forward and backward on the caller's lane; return the weights that each forward pass found."""
+    seen: list[list[torch.Tensor]] = []
+    kept: list[torch.Tensor] = []  # a GPU's allocator gives memory to others in the order of the caller's stream
+    for step in steps:
+        found: list[torch.Tensor] = []
+        for parameter in parameters:
+            device.caller_work(
+                "forward",
+                lambda p=parameter, into=found: into.append(p.detach().clone()),
+                [span(parameter, writes=False)],
+            )
+        seen.append(found)
+        generator = torch.Generator().manual_seed(1000 + step)
+        for parameter in parameters:
+            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            kept.append(torch.full_like(parameter, torch.nan))
+            parameter.grad = kept[-1]
+            device.caller_work(
+                "backward",
+                lambda into=kept[-1], value=gradient: into.copy_(value),
+                [span(kept[-1], writes=True)],
+            )
+            if not optimizer.engine.config.keep_grads:
+                optimizer._arrived(parameter, optimizer._positions[parameter])
+        if clip:  # which waits for the gradients
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    device.mark(DeviceLane.CALLER).wait()
+    device.mark(DeviceLane.UPDATE).wait()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "keep_grads", "clip"),
+    [
+        *itertools.product([None, "lead_caller"], [False, True], [False, True]),
+        # Clipping waits for the gradients, and those that leave have been waited for.
+        ("follow_caller", True, False),
+    ],
+)
+def test_the_order_of_a_step_and_of_forward_and_backward(
+    tmp_path: Path, forgotten: str | None, keep_grads: bool, clip: bool
+) -> None:
+    """With both on lanes, nothing but marks says what comes first."""
+    parameters = weights()
+    device = SimulatedDevice(lazy=True, caller_is_host=False)
+    settings = config(tmp_path, keep_grads=keep_grads)
+    optimizer = OnDevice(parameters, device=device, offload=settings)
+    if forgotten is None:
+        with optimizer:
+            seen = train_behind(optimizer, parameters, device, range(4), clip)
+            assert same(seen[3], on_cpu(range(3), clip=clip)[: len(parameters)])
+            assert same(states(optimizer, parameters), on_cpu(range(4), clip=clip))
+        return
+    lanes = optimizer.engine._core._gpu
+    setattr(lanes, forgotten, lambda: None)
+    with pytest.raises(offload.OffloadError) as raised, optimizer:
+        train_behind(optimizer, parameters, device, range(4), clip)
+    assert any(isinstance(cause, HazardError) for cause in (raised.value, raised.value.__cause__))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_checkpoints_go_from_the_gpu_and_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    parameters = weights(dtype=dtype)
+    with OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=config(store)) as optimizer:
+        train(optimizer, parameters, range(3))
+        optimizer.save_checkpoint(tmp_path / "checkpoint", copy=True)
+        train(optimizer, parameters, range(3, 5))  # while it is written
+        optimizer.wait_checkpoint()
+        assert same(states(optimizer, parameters), on_cpu(range(5), dtype))
+    for share in (0.0, 1.0):
+        again = weights(seed=5, dtype=dtype)
+        settings = config(store, placement=share, gpu_memory=int(60_000 * share))
+        with OnDevice(again, device=SimulatedDevice(lazy=True), offload=settings) as optimizer:
+            optimizer.load_checkpoint(tmp_path / "checkpoint")
+            assert same(states(optimizer, again), on_cpu(range(3), dtype))
+            train(optimizer, again, range(3, 5))
+            assert same(states(optimizer, again), on_cpu(range(5), dtype))
+    there = weights(seed=5, dtype=dtype)
+    with offload.AdamW(there) as optimizer:
+        optimizer.load_checkpoint(tmp_path / "checkpoint")
+        train(optimizer, there, range(3, 5))
+        assert same(states(optimizer, there), on_cpu(range(5), dtype))
+
+
+def test_state_dicts_and_added_groups(tmp_path: Path) -> None:
+    parameters = weights()
+    with OnDevice(parameters[:2], device=SimulatedDevice(lazy=True), offload=config(tmp_path)) as optimizer:
+        optimizer.add_param_group({"params": parameters[2:]})
+        train(optimizer, parameters, range(2))
+        saved = optimizer.state_dict()
+        torch.nn.init.zeros_(parameters[1])
+        train(optimizer, parameters, range(2, 4))
+        found = states(optimizer, parameters)
+    again = weights()
+    twins = weights()
+    with offload.AdamW(twins) as optimizer:
+        train(optimizer, twins, range(2))
+        for twin, parameter in zip(twins, again, strict=True):
+            parameter.data.copy_(twin.data)
+    with offload.AdamW([{"params": again[:2]}, {"params": again[2:]}]) as optimizer:
+        optimizer.load_state_dict(saved)
+        torch.nn.init.zeros_(again[1])
+        train(optimizer, again, range(2, 4))
+        assert same(states(optimizer, again), found)
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_loss_scaling(tmp_path: Path, keep_grads: bool) -> None:
+    """`offload.GradScaler` scales, clips and skips as torch's does over fp32 copies of the gradients."""
+    parameters, twins = weights(dtype=torch.float16), weights(dtype=torch.float16)
+    ours = offload.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    device = SimulatedDevice(lazy=True)
+    settings = config(tmp_path, keep_grads=keep_grads, gradient_dtype="float32")
+    # Powers of two scale without rounding, so torch's unscaled gradients are exactly ours.
+    twin_config = offload.OffloadConfig(gradient_dtype="float32")
+    with (
+        OnDevice(parameters, device=device, offload=settings) as optimizer,
+        offload.AdamW(twins, offload=twin_config) as twin,
+    ):
+        for step in range(6):
+            for who, scaler, owner in ((parameters, ours, optimizer), (twins, theirs, twin)):
+                generator = torch.Generator().manual_seed(step)
+                gradients = [torch.randn(p.shape, generator=generator).half() for p in who]
+                if step == 3:
+                    gradients[1][7] = torch.inf
+                scale = scaler.scale(torch.ones(())).item()
+                torch.autograd.backward(who, [(g.float() * scale / 1024).half() for g in gradients])
+                scaler.unscale_(owner)
+                owner.clip_grad_norm_(0.01)
+                scaler.step(owner)
+                scaler.update()
+                owner.zero_grad()
+            assert ours.state_dict() == theirs.state_dict()
+        assert same(states(optimizer, parameters), states(twin, twins))
+        backward(parameters, 0)
+        ours.scale(torch.ones(()))
+        ours.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match="already been called"):
+            ours.unscale_(optimizer)
+
+
+def test_gradients_leave_during_backward(tmp_path: Path) -> None:
+    parameters = weights()
+    settings = config(tmp_path, keep_grads=False, placement="cpu", gpu_memory=0)
+    with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
+        backward(parameters, 0)
+        assert all(parameter.grad is None for parameter in parameters)
+        held = [weakref.ref(gradient) for _, gradient in optimizer._in_transit]
+        optimizer.step()
+        assert all(reference() is None for reference in held)
+        # Torch's own scaler finds no gradients and says so; a step without any changes nothing.
+        before = states(optimizer, parameters)
+        optimizer.step()
+        assert same(before, states(optimizer, parameters))
+        backward(parameters, 1)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(AssertionError, match="No inf checks"):
+            scaler.step(optimizer)
+
+
+def test_more_gradient_after_clipping_is_refused(tmp_path: Path) -> None:
+    parameters = weights()
+    settings = config(tmp_path, keep_grads=False)
+    with OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=settings) as optimizer:
+        backward(parameters, 0)
+        optimizer.clip_grad_norm_(1.0)
+        backward(parameters, 1)
+        with pytest.raises(offload.ConfigError, match="after the last backward"):
+            optimizer.step()
+        optimizer.zero_grad()
+        train(optimizer, parameters, range(1))
+        assert same(states(optimizer, parameters), on_cpu(range(1)))
+
+
+@pytest.mark.parametrize("fail_at", [3, 30, 60, 90])
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_a_gpu_that_fails_breaks_the_session(tmp_path: Path, fail_at: int, keep_grads: bool) -> None:
+    parameters = weights()
+    device = SimulatedDevice(fail_at=fail_at)
+
+    def run() -> None:
+        with OnDevice(parameters, device=device, offload=config(tmp_path, keep_grads=keep_grads)) as optimizer:
+            train(optimizer, parameters, range(20))
+
+    with pytest.raises(offload.OffloadError, match=r"simulated GPU has failed|the GPU has failed"):
+        run()
+    assert not device.pinned
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_on_the_gpu(tmp_path: Path) -> None:
+    parameters = weights()
+    with pytest.raises(offload.OffloadError, match=r"no memory for|gpu_memory"):
+        OnDevice(parameters, device=SimulatedDevice(50_000), offload=config(tmp_path, gpu_memory=10**6))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_free_after_backward_is_used(tmp_path: Path) -> None:
+    parameters = weights()
+    with OnDevice(
+        parameters, device=SimulatedDevice(1 << 20), offload=config(tmp_path, gpu_memory="auto")
+    ) as optimizer:
+        assert optimizer._engine is None
+        train(optimizer, parameters, range(3))
+        assert optimizer.engine.plan.gpu_bytes == optimizer.engine.plan.state_bytes
+        assert same(states(optimizer, parameters), on_cpu(range(3)))
+    with OnDevice(
+        parameters, device=SimulatedDevice(1 << 20), offload=config(tmp_path, gpu_memory="auto")
+    ) as optimizer:
+        assert "GPU" in str(optimizer.plan)  # before the first step: nobody knows what backward will take
+        assert optimizer.engine.plan.gpu_bytes == 0
+
+
+def test_what_the_lanes_did_is_reported(tmp_path: Path) -> None:
+    parameters = weights()
+    device = SimulatedDevice(bytes_per_s=1e9)
+    with OnDevice(parameters, device=device, offload=config(tmp_path, gpu_memory=0)) as optimizer:
+        train(optimizer, parameters, range(3))
+        found, plan = optimizer.metrics(), optimizer.engine.plan
+        copied = sum(s.state_bytes for s in plan.layout.subgroups if plan.updates_on_gpu(s.index))
+        pushed = 2 * sum(s.numel for s in plan.layout.subgroups if not plan.updates_on_gpu(s.index))
+        optimizer.state_for(parameters[0])
+        device.mark(DeviceLane.D2H).wait()
+        found = optimizer.metrics()
+        assert found["lane/gpu/bytes"] == copied == found["lane/d2h/bytes"]
+        assert copied < found["lane/h2d/bytes"] <= copied + pushed
+        assert {i.lane for i in optimizer.timeline()} >= {"cpu", "gpu", "h2d", "d2h", "read:0", "write:0"}
+        assert "h2d" in str(optimizer.explain())
+
+
+def test_weights_on_two_devices_are_refused() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3, device="meta"))]
+    with pytest.raises(offload.ConfigError, match=r"one device|CUDA"):
+        offload.AdamW(parameters)

@@ -1,0 +1,81 @@
+"""Compiles the GPU's kernels, for which no GPU is needed, and prints what each came to: one line of JSON for each."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from offload.kernels import triton_kernels
+from offload.kernels.gpu import BLOCK_NUMEL, GATHER_OPTIONS, UPDATE_OPTIONS
+from offload.protocols import DtypeCode
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+OPERATION = re.compile(r"\s+(?:/\*[0-9a-f]{4,}\*/\s+)?(?:@!?%?\w+\s+)?([a-zA-Z][\w.:]*)")
+
+
+def operations(text: str) -> Counter[str]:
+    """Count the operations of PTX, or of cuobjdump's SASS."""
+    return Counter(match[1] for line in text.splitlines() if (match := OPERATION.match(line)))
+
+
+def compiled(kernel: str, capability: int, types: dict[str, str], constants: dict[str, Any], **changed: Any) -> None:
+    function = getattr(triton_kernels, kernel)
+    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
+    divisible = [["tt.divisibility", 16]]
+    pointers = {(number,): divisible for number, name in enumerate(function.arg_names) if "*" in signature[name]}
+    source = ASTSource(function, signature=signature, constexprs=constants, attrs=pointers)
+    options = {"update": UPDATE_OPTIONS, "gather": GATHER_OPTIONS}[kernel] | changed
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    sass = ""
+    if CUOBJDUMP.exists():
+        cubin = Path(os.environ["TRITON_CACHE_DIR"]) / "kernel.cubin"
+        cubin.write_bytes(done.asm["cubin"])
+        command = [str(CUOBJDUMP), "-sass", str(cubin)]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    line = {
+        "kernel": kernel,
+        "constants": constants,
+        "changed": changed,
+        "ptx": operations(done.asm["ptx"]),
+        "sass": operations(sass),
+    }
+    print(json.dumps(line), flush=True)
+
+
+def main() -> None:
+    capability = int(sys.argv[1])
+    tables = {"table": "*i64", "pieces": "*i32", "first": "i32"}
+    none, bfloat16, float16, float32 = (int(code) for code in DtypeCode)
+    combinations = [*itertools.product((none, bfloat16, float16, float32), (none, bfloat16, float16), (True,))]
+    for gradient, weight, aligned in [*combinations, (bfloat16, bfloat16, False), (float16, float16, False)]:
+        constants = {"GRADIENT": gradient, "WEIGHT": weight, "ALIGNED": aligned, "BLOCK": BLOCK_NUMEL}
+        compiled("update", capability, tables, constants)
+    compiled("update", capability, tables, constants, enable_fp_fusion=True)
+    addresses = {"source": "i64", "numel": "i64", "blocks": "i64", "destination": "i64"}
+    for source, destination, add, aligned in (
+        (bfloat16, bfloat16, True, True),
+        (bfloat16, float32, True, True),
+        (float16, float16, True, True),
+        (float16, float32, False, False),
+        (float32, float32, True, True),
+        (float32, none, False, False),
+    ):
+        constants = {"SOURCE": source, "DESTINATION": destination, "ACCUMULATE": add, "ALIGNED": aligned}
+        compiled("gather", capability, addresses, constants)
+    compiled("gather", capability, addresses, constants, enable_fp_fusion=True)
+
+
+main()

@@ -1,0 +1,227 @@
+"""The GPU's kernels: the suite of the CPU's, and what is theirs alone.
+
+In Triton's interpreter where there is no GPU, compiled on a real one with `-m gpu`. Tests that are imported here are
+collected here too, and get this module's `kernel`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import DTYPES, SIZES, Case, Placed, same_bits, values
+from test_gradient_blocks import (  # noqa: F401
+    test_a_block_is_not_finite_exactly_if_an_element_is_not,
+    test_a_copy_onto_itself_is_no_copy,
+    test_anything_anywhere,
+    test_wrong_arguments_are_refused,
+)
+from test_gradient_blocks import test_sizes as test_sizes_of_gradients  # noqa: F401
+from test_update_kernel import (  # noqa: F401
+    OTHERS,
+    UPDATES,
+    run_and_check,
+    test_any_alignment,
+    test_any_table,
+    test_every_sixteen_bit_gradient_and_weight,
+    test_flags,
+    test_rounding_of_the_weight,
+    test_sizes,
+    test_subnormals_survive,
+    test_unread_fields_may_be_null,
+    test_untouched_without_flags,
+    test_wrong_tables_are_refused,
+)
+
+from offload.errors import ConfigError, InternalError
+from offload.kernels import GpuUpdateKernel, blocks_numel, norm_sq, reference
+from offload.kernels.gpu import BLOCK_NUMEL
+from offload.kernels.reference import DTYPE_CODES
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, DtypeCode
+
+pytest.importorskip("triton", reason="Triton is not installed")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Synchronous:
+    """The kernel under the names that the CPU's has, waiting for every call."""
+
+    def __init__(self, device: str) -> None:
+        self.kernel = GpuUpdateKernel(device)
+
+    def run(self, table: np.ndarray) -> None:
+        self.kernel.update(table)
+        self._wait()
+
+    def gradient_blocks(self, *arguments: int, accumulate: bool = False) -> None:
+        self.kernel.gather(*arguments, accumulate=accumulate)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.kernel.device.type == "cuda":
+            torch.cuda.synchronize(self.kernel.device)
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel(request):
+    if request.param == "interpreter" and not INTERPRETED:
+        pytest.skip("there is a GPU; set TRITON_INTERPRET=1 to run the interpreter instead")
+    if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
+        pytest.skip("no CUDA device, or TRITON_INTERPRET is set")
+    device = "cuda" if request.param == "cuda" else "cpu"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Placed, "device", device)
+        patch.setattr(Placed, "unaligned", False)
+        yield Synchronous(device)
+
+
+def test_one_table_of_everything(kernel):
+    """Large segments among many tiny ones, some of them inactive, in every combination of dtypes and alignments."""
+    flags = [*UPDATES, *OTHERS]
+    cases = [
+        Case.make(
+            i % 23,
+            seed=i,
+            flags=flags[i % len(flags)],
+            kind="wild" if i % 3 else "plain",
+            gradient_dtype=DTYPES[i % 3],
+            weight_dtype=(*DTYPES[:2], None)[i // 3 % 3],
+            offsets=(4 * (i % 2), 0, 4 * (i % 5), 2 * (i % 7), 2 * (i % 3)),
+        )
+        for i in range(300)
+    ]
+    for numel in (BLOCK_NUMEL - 1, BLOCK_NUMEL, BLOCK_NUMEL + 1, 5 * BLOCK_NUMEL):
+        cases.insert(numel % 200, Case.make(numel, seed=numel, offsets=(4, 4, 4, 2, 2)))
+        cases.insert(numel % 100, Case.make(numel, seed=numel, gradient_dtype=torch.float32))
+    run_and_check(kernel, cases)
+
+
+@pytest.mark.parametrize("slot_dtype", ["same", "float32"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["plain", "wild"])
+def test_accumulation(kernel, dtype, slot_dtype, kind):
+    """Three micro-steps into one slot: the same bits as torch's own additions, and the norm of what is there."""
+    wanted_dtype = torch.float32 if slot_dtype == "float32" else dtype
+    for numel in (*SIZES, 3 * NORM_BLOCK_NUMEL):
+        gradients = [values(10 * numel + i, numel, dtype, kind) for i in range(3)]
+        slot = Placed(torch.zeros(numel, dtype=wanted_dtype), 8 * (numel % 5))
+        expected = gradients[0].to(wanted_dtype, copy=True)
+        for number, gradient in enumerate(gradients):
+            if number:
+                reference.accumulate(expected, gradient)
+            source = Placed(gradient, 4 * (numel % 3))
+            found = accumulated(kernel, source, numel, slot, add=number > 0)
+            kept = slot.tensor()
+            assert same_bits(kept, expected)
+            sums = reference.gradient_blocks(kept)
+            finite = np.isfinite(sums)
+            assert np.array_equal(finite, np.isfinite(found))
+            assert np.array_equal(found[finite], sums[finite])
+            assert same_bits(source.tensor(), gradient)
+        assert norm_sq([found[finite]]) == reference.norm_sq([sums[finite]])
+        if kind == "plain":
+            torchs = gradients[0].to(wanted_dtype, copy=True)
+            for gradient in gradients[1:]:
+                torchs += gradient
+            assert same_bits(kept, torchs), "the reference is not what torch does"
+
+
+def accumulated(kernel, source: Placed, numel: int, slot: Placed, *, add: bool) -> np.ndarray:
+    blocks = torch.zeros(blocks_numel(numel), dtype=torch.float64, device=Placed.device)
+    kernel.gradient_blocks(
+        source.address,
+        DTYPE_CODES[source.dtype],
+        numel,
+        blocks.data_ptr(),
+        slot.address,
+        DTYPE_CODES[slot.dtype],
+        accumulate=add,
+    )
+    return blocks.cpu().numpy()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_every_sixteen_bit_value_accumulates(kernel, dtype, wide):
+    gradient = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    start = values(7, 2**16, torch.float32 if wide else dtype, "wild")
+    slot = Placed(start)
+    accumulated(kernel, Placed(gradient), gradient.numel(), slot, add=True)
+    reference.accumulate(start, gradient)
+    assert same_bits(slot.tensor(), start)
+
+
+def test_large_and_small_gradients_in_many_calls(kernel):
+    """Block sums land side by side, as a session keeps them for all parameters."""
+    sizes = [1, 5000, NORM_BLOCK_NUMEL, 3]
+    starts = np.cumsum([0, *map(blocks_numel, sizes)])
+    blocks = torch.full((int(starts[-1]),), -7.0, dtype=torch.float64, device=Placed.device)
+    gradients = [values(n, n, torch.float16, "plain") for n in sizes]
+    placed = [Placed(gradient) for gradient in gradients]
+    for source, start in zip(placed, starts, strict=False):
+        numel = source.tensor().numel()
+        kernel.gradient_blocks(source.address, DtypeCode.FLOAT16, numel, blocks.data_ptr() + 8 * int(start))
+    expected = np.concatenate([reference.gradient_blocks(gradient) for gradient in gradients])
+    assert np.array_equal(blocks.cpu().numpy(), expected)
+
+
+def test_what_a_gpu_cannot_read_is_refused(kernel):
+    case = Case.make(10)
+    row = case.row()
+    row["gradient"] += 1
+    with pytest.raises(InternalError, match="gradient is not aligned"):
+        kernel.run(row)
+    with pytest.raises(InternalError, match="dtype"):
+        kernel.run(np.zeros(4, np.float32))
+    with pytest.raises(InternalError, match="contiguous"):
+        kernel.run(np.zeros(4, SEGMENT_DTYPE)[::2])
+    gradient = Placed(values(0, 10, torch.float32, "plain"))
+    blocks = torch.zeros(1, dtype=torch.float64, device=Placed.device)
+    for source, slot, add, message in (
+        (gradient.address + 2, 0, False, "source is not aligned"),
+        (gradient.address, gradient.address + 62, False, "destination is not aligned"),
+        (gradient.address, 0, True, "a slot of its own"),
+        (gradient.address, gradient.address, True, "a slot of its own"),
+    ):
+        slot_dtype = DtypeCode.FLOAT32 if slot else DtypeCode.NONE
+        with pytest.raises(InternalError, match=message):
+            kernel.gradient_blocks(source, DtypeCode.FLOAT32, 10, blocks.data_ptr(), slot, slot_dtype, accumulate=add)
+    assert same_bits(gradient.tensor(), values(0, 10, torch.float32, "plain"))
+    assert not blocks.any()
+
+
+def test_wrong_devices_are_refused():
+    with pytest.raises(ConfigError, match="CUDA device"):
+        GpuUpdateKernel("meta")
+    with pytest.raises(ConfigError, match="CUDA device"):
+        GpuUpdateKernel(f"cuda:{torch.cuda.device_count()}")
+    if not INTERPRETED:
+        with pytest.raises(ConfigError, match="TRITON_INTERPRET"):
+            GpuUpdateKernel("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="no CUDA device, or TRITON_INTERPRET is set")
+def test_work_is_on_the_current_stream():
+    """Behind what the stream is busy with, and done when an event recorded after it is."""
+    kernel = GpuUpdateKernel()
+    stream = torch.cuda.Stream()
+    cases = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Placed, "device", "cuda")
+        for numel, flags in itertools.product((10, 100_000), UPDATES):
+            cases.append(Case.make(numel, seed=numel, flags=flags))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)
+            for case in cases:
+                kernel.update(case.row())
+            done = torch.cuda.Event()
+            done.record()
+        assert not done.query(), "the update did not wait for its stream"
+        done.synchronize()
+        for case in cases:
+            case.check()

@@ -1,0 +1,82 @@
+"""What the GPU's kernels are compiled to, read without a GPU: nothing may round otherwise than the reference."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+
+# All that may touch a floating-point value: correctly rounded, exact, or a comparison.
+ROUNDED = {"add.rn", "sub.rn", "mul.rn", "div.rn", "sqrt.rn", "cvt.rn.f16", "cvt.rn.f16x2"}
+EXACT = {"cvt.f32", "cvt.f64", "setp.nan", "setp.neu", "selp", "mov", "neg"}
+FLOATS = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"}
+
+# Per element and in this order of frequency: g*scale, p*decay, m*beta1, g*(1-beta1), v*beta2, g*g, *(1-beta2),
+# root*inv_bias2_sqrt, quotient*step_size; g+decayed, m's and v's sums, +eps; p-change; one quotient; one root.
+UPDATE = {"mul.rn.f32": 9, "add.rn.f32": 4, "sub.rn.f32": 1, "div.rn.f32": 1, "sqrt.rn.f32": 1}
+
+
+CAPABILITIES = [pytest.param(80, marks=pytest.mark.full), 90, pytest.param(100, marks=pytest.mark.full)]
+
+
+@pytest.fixture(scope="module", params=CAPABILITIES)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(SCRIPT), str(request.param)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def wrongly_rounded(ptx: dict[str, int]) -> set[str]:
+    """Return the operations on floating-point values that are neither correctly rounded nor exact."""
+    floats = {name for name in ptx if FLOATS & set(name.split(".")[1:])}
+    return {name for name in floats if name.rsplit(".", 1)[0] not in ROUNDED | EXACT}
+
+
+@pytest.mark.slow
+def test_every_operation_is_rounded_as_the_reference_rounds_it(compiled):
+    ours = [line for line in compiled if not line["changed"]]
+    assert len(ours) > 15
+    for line in ours:
+        ptx, sass = line["ptx"], line["sass"]
+        assert not wrongly_rounded(ptx), line["constants"]
+        assert not [name for name in ptx if any(part in name for part in ("fma", "ftz", "approx", "full"))]
+        if line["kernel"] == "update":
+            elements = ptx.get("div.rn.f32", 0)
+            assert (elements > 0) is (line["constants"]["GRADIENT"] != 0)
+            counts = {name: ptx.get(name, 0) + 2 * ptx.get(f"{name}x2", 0) for name in UPDATE}
+            assert counts == {name: per_element * elements for name, per_element in UPDATE.items()}
+            if sass:  # ptxas has fused nothing either (what it makes of a quotient and a root is its own affair)
+                assert sass.get("FMUL", 0) + 2 * sass.get("FMUL2", 0) == counts["mul.rn.f32"]
+                sums = sass.get("FADD", 0) + 2 * sass.get("FADD2", 0)
+                assert sums == counts["add.rn.f32"] + counts["sub.rn.f32"]
+        else:
+            assert ptx["mul.rn.f64"] > 0
+            assert not sass or (sass["DMUL"], sass.get("DFMA", 0)) == (ptx["mul.rn.f64"], 0)
+
+
+@pytest.mark.slow
+def test_fusion_would_be_seen(compiled):
+    controls = [line for line in compiled if line["changed"]]
+    assert {line["kernel"] for line in controls} == {"update", "gather"}
+    for line in controls:
+        assert wrongly_rounded(line["ptx"]) or any("fma" in name for name in line["ptx"])
+
+
+@pytest.mark.slow
+def test_aligned_tensors_are_read_and_written_four_elements_at_a_time(compiled):
+    for line in compiled:
+        if line["kernel"] == "update" and line["constants"]["GRADIENT"] != 0:
+            wide = line["constants"]["ALIGNED"]
+            assert (line["ptx"].get("st.global.v4.b32", 0) > 0) is wide, line["constants"]

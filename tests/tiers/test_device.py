@@ -1,0 +1,198 @@
+"""What every `offload.protocols.Device` does: the simulated one here, a real one with `-m gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from offload._native import CompletionQueue
+from offload.engine.memory import Arena
+from offload.errors import OffloadError
+from offload.kernels import CpuUpdateKernel
+from offload.protocols import SEGMENT_DTYPE, Device, DeviceLane, DtypeCode, SegmentFlag
+from offload.sim import SimulatedDevice
+
+LANES = [DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS]
+
+
+@pytest.fixture(params=["eager", "lazy", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    made: Device
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("torch sees no CUDA device")
+        from offload.engine.cuda import CudaDevice
+
+        made = CudaDevice()
+    else:
+        made = SimulatedDevice(1 << 26, lazy=request.param == "lazy", delay_s=1e-3)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def host() -> Iterator[Arena]:
+    arena = Arena(1 << 22)
+    yield arena
+    arena.close()
+
+
+def fetch(device: Device, arena: Arena, address: int, nbytes: int, offset: int) -> bytes:
+    device.copy(DeviceLane.D2H, arena.address + offset, address, nbytes)
+    device.mark(DeviceLane.D2H).wait()
+    return arena.numpy(offset, nbytes, np.uint8).tobytes()
+
+
+def send(device: Device, arena: Arena, values: np.ndarray, offset: int) -> int:
+    """Copy values to new memory of the device, through the arena."""
+    raw = values.view(np.uint8).reshape(-1)
+    arena.numpy(offset, raw.size, np.uint8)[:] = raw
+    address = device.allocate(raw.size)
+    device.copy(DeviceLane.H2D, address, arena.address + offset, raw.size)
+    device.mark(DeviceLane.H2D).wait()
+    return address
+
+
+def test_bytes_go_there_and_back(device: Device, host: Arena) -> None:
+    for nbytes in (1, 4096, 1_000_003):
+        values = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+        address = send(device, host, values, 0)
+        assert fetch(device, host, address, nbytes, 1 << 21) == values.tobytes()
+        device.release(address)
+    device.copy(DeviceLane.H2D, address, host.address, 0)
+    assert device.mark(DeviceLane.H2D).wait() is None
+
+
+def test_pinned_memory_works_as_any_other(device: Device, host: Arena) -> None:
+    device.pin(host.address, host.nbytes)
+    values = np.arange(1 << 18, dtype=np.uint32)
+    address = send(device, host, values, 0)
+    assert fetch(device, host, address, values.nbytes, 1 << 21) == values.tobytes()
+    device.unpin(host.address)
+
+
+def test_a_lane_that_follows_another_finds_its_work_done(device: Device, host: Arena) -> None:
+    size = 1 << 20
+    memory = device.allocate(size)
+    source, target = host.numpy(0, size, np.uint8), host.numpy(size, size, np.uint8)
+    for turn in range(1, 20):
+        source[:] = turn
+        device.copy(DeviceLane.H2D, memory, host.address, size)
+        device.follow(DeviceLane.D2H, device.mark(DeviceLane.H2D))
+        device.copy(DeviceLane.D2H, host.address + size, memory, size)
+        mark = device.mark(DeviceLane.D2H)
+        device.follow(DeviceLane.H2D, mark)
+        mark.wait()
+        assert mark.reached()
+        assert (target == turn).all()
+
+
+def test_marks_are_reported_once_each_and_in_order(device: Device, host: Arena) -> None:
+    queue = CompletionQueue()
+    memory = device.allocate(1 << 20)
+    for op in range(10, 30):
+        device.copy(DeviceLane.D2H, host.address, memory, 1 << 16)
+        device.report(device.mark(DeviceLane.D2H), queue, op)
+    seen: list[tuple[int, int, int, float, float, int]] = []
+    while len(seen) < 20:
+        seen += queue.wait(10.0)
+    assert [record[0] for record in seen] == list(range(10, 30))
+    assert [record[1] for record in seen] == [0] * 20
+    times = [record[4] for record in seen]
+    assert times == sorted(times)
+    assert queue.wait(0.01) == []
+
+
+def test_times_grow(device: Device, host: Arena) -> None:
+    memory = device.allocate(1 << 20)
+    marks = [device.mark(DeviceLane.H2D)]
+    for _ in range(3):
+        device.copy(DeviceLane.H2D, memory, host.address, 1 << 20)
+        marks.append(device.mark(DeviceLane.H2D))
+    marks[-1].wait()
+    times = [mark.time_s() for mark in marks]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("weight", [DtypeCode.BFLOAT16, DtypeCode.FLOAT16, DtypeCode.FLOAT32])
+def test_an_update_gives_the_bits_of_the_cpu(device: Device, host: Arena, weight: DtypeCode) -> None:
+    numel = 5000
+    generator = np.random.default_rng(3)
+    item = np.uint16 if weight is not DtypeCode.FLOAT32 else np.float32
+    state = [generator.standard_normal(numel, np.float32) for _ in range(2)]
+    state.append(np.abs(generator.standard_normal(numel, np.float32)))
+    dtype = {DtypeCode.BFLOAT16: torch.bfloat16, DtypeCode.FLOAT16: torch.float16}.get(weight, torch.float32)
+    drawn = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
+    gradient = drawn.view(torch.int16).numpy().view(np.uint16) if item is np.uint16 else drawn.numpy()
+    weights = np.zeros(numel, item)
+    table = np.zeros(1, SEGMENT_DTYPE)
+    table["numel"] = numel
+    table["flags"] = int(SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY)
+    table["gradient_dtype"] = int(weight)
+    table["weight_dtype"] = int(weight if item is np.uint16 else DtypeCode.NONE)
+    scalars = {"grad_scale": 0.7, "beta1": 0.9, "one_minus_beta1": 0.1, "beta2": 0.95, "one_minus_beta2": 0.05}
+    for name, value in {**scalars, "inv_bias2_sqrt": 1.3, "eps": 1e-8, "step_size": 0.01, "decay": 0.99}.items():
+        table[name] = value
+    tensors = {"master": state[0], "exp_avg": state[1], "exp_avg_sq": state[2], "gradient": gradient}
+    if item is np.uint16:
+        tensors["weight"] = weights
+    there = {name: send(device, host, values, 0) for name, values in tensors.items()}
+    for name, address in there.items():
+        table[name] = address
+    device.update(table)
+    device.follow(DeviceLane.D2H, device.mark(DeviceLane.UPDATE))
+    found = {
+        name: fetch(device, host, there[name], values.nbytes, 0)
+        for name, values in tensors.items()
+        if name != "gradient"
+    }
+    for name, values in tensors.items():
+        table[name] = values.ctypes.data
+    with CpuUpdateKernel(threads=1) as kernel:
+        kernel.run(table)
+    assert found == {name: values.tobytes() for name, values in tensors.items() if name != "gradient"}
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [DtypeCode.BFLOAT16, DtypeCode.FLOAT16, DtypeCode.FLOAT32])
+def test_gradients_are_summed_and_added_as_on_the_cpu(
+    device: Device, host: Arena, dtype: DtypeCode, accumulate: bool
+) -> None:
+    numel = 9001
+    kind = {DtypeCode.BFLOAT16: torch.bfloat16, DtypeCode.FLOAT16: torch.float16}.get(dtype, torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    new, old = (torch.randn(numel, generator=generator).to(kind) for _ in range(2))
+    if dtype is not DtypeCode.FLOAT32:
+        raw = [tensor.view(torch.int16).numpy() for tensor in (new, old)]
+    else:
+        raw = [new.numpy(), old.numpy()]
+    source, target = (send(device, host, values, 0) for values in raw)
+    blocks = device.allocate(3 * 8)
+    device.gradient_blocks(DeviceLane.GRADIENTS, source, dtype, numel, blocks, target, dtype, accumulate)
+    device.follow(DeviceLane.D2H, device.mark(DeviceLane.GRADIENTS))
+    sums = np.frombuffer(fetch(device, host, blocks, 24, 0), np.float64)
+    result = fetch(device, host, target, raw[0].nbytes, 0)
+    wanted = (old + new if accumulate else new).contiguous()
+    expected = np.zeros(3)
+    with CpuUpdateKernel(threads=1) as kernel:
+        kernel.gradient_blocks(wanted.data_ptr(), dtype, numel, expected.ctypes.data)
+    assert result == wanted.view(torch.uint8).numpy().tobytes()
+    assert sums.tobytes() == expected.tobytes()
+
+
+def test_memory_is_counted_and_refused(device: Device) -> None:
+    before = device.free_bytes()
+    with pytest.raises(OffloadError, match=device.name.split()[0]):
+        device.allocate(before * 4 + (1 << 40))
+    address = device.allocate(1 << 22)
+    assert address % 256 == 0
+    assert device.free_bytes() <= before
+    device.release(address)
+
+
+def test_closing_twice(device: Device) -> None:
+    device.close()
+    device.close()
