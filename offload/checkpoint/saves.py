@@ -218,8 +218,8 @@ class Saves:
 
     def forget(self, pending: Pending) -> None:
         """Close what was made for a save that was not handed over; one that was is left alone."""
-        if pending not in (self.pending, self.last) and pending.sink is not None:
-            self._others.pop(pending.save.sink if pending.save.sink is not None else -1, None)
+        if pending is not self.pending and pending is not self.last and pending.sink is not None:
+            self._others.pop(len(self.stores), None)
             pending.sink[1].close()
 
     def _make_buffers(self, layout: Layout) -> None:
@@ -426,7 +426,7 @@ class Saves:
             trial = deepcopy(index)
             for number, (_, tier, pinned) in owned.tiers.items():
                 end = used_bytes(pinned)
-                adopted.limits[number] = end + tier.free_bytes()
+                adopted.limits[number] = end + min(index.limit_bytes(number), tier.free_bytes())
                 counts = Counter(record.location for one in pinned for record in one.records.values())
                 trial.take_up(number, adopted.limits[number], counts)
             if not trial.fits():

@@ -221,6 +221,10 @@ class TileIndex:
         """Return whether all slots that the plan reckons with have room."""
         return self._spare_bytes(self._unmade) >= 0
 
+    def limit_bytes(self, path: int) -> int:
+        """Return how far a store may grow."""
+        return self._stores[path].limit_bytes
+
     def is_empty(self, path: int) -> bool:
         """Return whether a store has no slots yet."""
         return self._stores[path].end == 0
