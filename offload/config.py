@@ -135,7 +135,8 @@ class OffloadConfig:
         threads: CPU threads of the update. None: as many as this process may use.
         gradient_dtype: "parameter" (gradients in the weight's dtype) or "float32".
         keep_grads: Whether gradients on a GPU stay in `.grad` until the step. If not, they leave during backward, and
-            `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own.
+            `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own; to drop them without a
+            step, call `optimizer.zero_grad()`, as `model.zero_grad()` does not find them.
         checksum: Whether tiles on storage carry a checksum that is verified on every read.
         checkpoints_kept: How many checkpoints' slots stay reserved on the paths. The plan makes sure that there is
             room for them and for the next one. None: 1, or as there is room: without it, saving raises.

@@ -29,26 +29,34 @@ cuda: Any = torch.cuda
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 
+REBASE_S = 10.0
+"""How old the event may be from which marks are timed: CUDA gives a float of milliseconds, which has steps of half a
+microsecond after ten seconds and of eight milliseconds after a day, and its clock drifts from the host's."""
+
 
 class _Event:
     """A mark: an event that has been recorded."""
 
-    def __init__(self, device: CudaDevice, event: Any, number: int) -> None:
+    def __init__(self, device: CudaDevice, event: Any, number: int, base: tuple[Any, float]) -> None:
         self.device = device
         self.event = event
         self.number = number
+        self.base = base
+
+    # With the device set: what a new thread asks first would else make a context on device 0, of half a gigabyte.
 
     def reached(self) -> bool:
-        with _refusals(self.device.name):
+        with _refusals(self.device.name), cuda.device(self.device.device):
             return bool(self.event.query())
 
     def wait(self) -> None:
-        with _refusals(self.device.name):
+        with _refusals(self.device.name), cuda.device(self.device.device):
             self.event.synchronize()
 
     def time_s(self) -> float:
         with _refusals(self.device.name):
-            return self.device.time_of(self.event)
+            base, base_s = self.base
+            return base_s + float(base.elapsed_time(self.event)) / 1e3
 
 
 class _Memory:
@@ -80,16 +88,18 @@ class CudaDevice:
         with _refusals(self.name), cuda.device(self.device):
             lanes = (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS)
             self._streams = {lane: cuda.Stream(self.device) for lane in lanes}
-            self._base = cuda.Event(enable_timing=True)
-            self._base.record(self._streams[DeviceLane.UPDATE])
-            self._base.synchronize()
-        self._base_s = time.monotonic()
+            self._clock = cuda.Stream(self.device)
+            self._base = self._now()
         self._thread = threading.Thread(target=self._post_reports, name="offload-gpu", daemon=True)
         self._thread.start()
 
-    def time_of(self, event: Any) -> float:
-        """Return when an event happened, on the monotonic clock."""
-        return self._base_s + float(self._base.elapsed_time(event)) / 1e3
+    def _now(self) -> tuple[Any, float]:
+        """Return an event that happens now, on a stream with nothing else on it, and the monotonic clock's time."""
+        with cuda.device(self.device):
+            event = cuda.Event(enable_timing=True)
+            event.record(self._clock)
+            event.synchronize()
+            return event, time.monotonic()
 
     # Memory
 
@@ -133,9 +143,12 @@ class CudaDevice:
     def mark(self, lane: DeviceLane) -> Mark:
         """See `Device.mark`."""
         with _refusals(self.name):
+            if time.monotonic() - self._base[1] > REBASE_S:
+                self._base = self._now()
+            base = self._base  # recorded before the mark, so no time since it is negative
             event = cuda.Event(enable_timing=True, blocking=True)
             event.record(self._stream(lane))
-        return _Event(self, event, next(self._numbers))
+        return _Event(self, event, next(self._numbers), base)
 
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """See `Device.follow`."""
@@ -215,7 +228,8 @@ class CudaDevice:
         with self._some:
             self._closed = True
             self._some.notify()
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # the garbage collector may run on it
+            self._thread.join()
         self._memory.clear()
 
 

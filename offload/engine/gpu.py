@@ -89,21 +89,30 @@ class GpuLanes:
         Args:
             plan: The new plan.
             before: The layout of the one before.
-            weight_slots: Host memory for `WEIGHT_SLOTS` subgroups' weights; 0 where weights are not on the device.
+            weight_slots: Host memory for `WEIGHT_SLOTS` subgroups' weights; 0 for what there is.
+
+        Raises:
+            OffloadError: The device has no room; nothing has changed then.
         """
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
         added = [subgroup for subgroup in subgroups if plan.at_home_on_gpu(subgroup.index)]
-        if added:
-            address = self.device.allocate(sum(subgroup.state_bytes for subgroup in added))
-            for subgroup in added:
-                self._homes[subgroup.index] = address
-                address += subgroup.state_bytes
         slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
-        if slots_bytes > self._slots_bytes:
+        # All memory before anything changes: a device that has no room for it goes on with what it has.
+        homes = self.device.allocate(sum(subgroup.state_bytes for subgroup in added)) if added else 0
+        try:
+            slots = self.device.allocate(slots_bytes) if slots_bytes > self._slots_bytes else 0
+        except OffloadError:
+            if homes:
+                self.device.release(homes)
+            raise
+        for subgroup in added:
+            self._homes[subgroup.index] = homes
+            homes += subgroup.state_bytes
+        if slots:
             self.wait()
             if self._slots_address:
                 self.device.release(self._slots_address)
-            self._slots_address, self._slots_bytes = self.device.allocate(slots_bytes), slots_bytes
+            self._slots_address, self._slots_bytes = slots, slots_bytes
         self._plan = plan
         if weight_slots:
             size = plan.weight_slot_bytes

@@ -75,6 +75,7 @@ class GpuGradients:
     _regions: list[_Region] = field(default_factory=list)
     _passing: list[_Passing] = field(default_factory=list)
     _buffers: Arena | None = None
+    _largest: int = 0
     _taken: int = 0
 
     def add(self, numels: list[int], slots: list[torch.Tensor], stay: list[bool], region: Arena | None) -> None:
@@ -95,6 +96,7 @@ class GpuGradients:
         for numel, slot, stays in zip(numels, slots, stay, strict=True):
             count = -(-numel // NORM_BLOCK_NUMEL)
             blocks = region.numpy(offset, count, np.float64) if region is not None else np.zeros(0)
+            self._largest = max(self._largest, slot.numel() * slot.element_size())
             self.positions.append(_Parameter(numel, slot, stays, blocks, device + offset))
             offset += count * BLOCK_BYTES
 
@@ -151,8 +153,7 @@ class GpuGradients:
             )
 
     def _buffer(self, found: _Parameter) -> torch.Tensor:
-        largest = max((p.slot.numel() * p.slot.element_size() for p in self.positions), default=0)
-        size = -(-largest // 4096) * 4096
+        size = -(-self._largest // 4096) * 4096
         if self._buffers is None or self._buffers.nbytes < PASSING * size:
             self.finish_additions()
             self._close_buffers()

@@ -112,7 +112,7 @@ class Arena:
 
         invariant(offset % dtype.itemsize == 0, f"a tensor of {dtype} at byte {offset}")
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         # By way of numpy, whose array holds the buffer open; torch.frombuffer does not, and close() could
         # then pull the memory from under the tensor.
         return torch.from_numpy(self.numpy(offset, numel * dtype.itemsize, np.uint8)).view(dtype)

@@ -38,7 +38,7 @@ from offload.checkpoint.stores import leftover_bytes
 from offload.config import OffloadConfig, PathConfig
 from offload.engine.executor import REQUEST, Interval, LiveExecutor
 from offload.engine.gpu import GpuLanes
-from offload.engine.gradients import BLOCK_BYTES, GpuGradients
+from offload.engine.gradients import BLOCK_BYTES, PASSING, GpuGradients
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import (
@@ -130,7 +130,7 @@ LEAST_TILE_BYTES = 1 << 20
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return a flat tensor over memory that somebody else owns and keeps alive."""
     if numel == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer((ctypes.c_char * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
@@ -204,8 +204,9 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict.
 
-        Keys: `step`, `step_s`, `state_bytes`, `resident_bytes`, `streamed_bytes`, `resident_share`; for each lane
-        (`cpu`, `read:<path>`, `write:<path>`) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path
+        Keys: `step`, `step_s`, `state_bytes`, `resident_bytes`, `streamed_bytes`, `resident_share`, and `gpu_bytes`
+        with a GPU; for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`, `h2d`, `d2h` with a GPU)
+        `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path
         `path/<number>/read_bytes`, `path/<number>/write_bytes` and `path/<number>/live_bytes` (what lies there now).
         """
         return self._core.metrics()
@@ -467,6 +468,7 @@ class _Core:
         self._step_gradients = self._host_gradients
         self._wide: list[torch.Tensor] = []
         self._bounce: Arena | None = None
+        self._weights: Arena | None = None
         self._has_slots = gradient_slots or device is not None
         self._slots: list[torch.Tensor] = []
         self._blocks: list[npt.NDArray[np.float64]] = []
@@ -590,7 +592,7 @@ class _Core:
             offered = free if path.max_bytes is None else min(free, path.max_bytes)
             paths.append(PathBudget(path.path, offered, path.share or 1.0))
         invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")
-        gradients = sum(self._slot_bytes(parameter) for parameter in layout.parameters)
+        gradients = self._gradient_bytes(layout.parameters, on_gpu=device is not None)
         gpu_bytes = gpu_staging_bytes = 0
         if device is not None:
             left = int(device.free_bytes() * GPU_USE)
@@ -620,10 +622,23 @@ class _Core:
         numel = -(-parameter.numel // SEGMENT_ALIGN_NUMEL) * SEGMENT_ALIGN_NUMEL
         return numel * TORCH_DTYPES[self._slot_dtype(parameter)].itemsize
 
+    def _gradient_bytes(self, parameters: Sequence[Parameter], *, on_gpu: bool) -> int:
+        """Return the host memory for the gradients of these parameters, those that pass to be added included."""
+        sizes = [self._slot_bytes(parameter) for parameter in parameters]
+        return sum(sizes) + (PASSING * max(sizes, default=0) if on_gpu and not self.config.keep_grads else 0)
+
     def _arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
         arena = Arena(nbytes, inherit=inherit) if self._gpu is None else self._gpu.arena(nbytes, inherit=inherit)
         self._arenas.append(arena)
         return arena
+
+    def _give_back(self, arena: Arena | None) -> None:
+        if arena is not None:
+            self._arenas.remove(arena)
+            if self._gpu is None:
+                arena.close()
+            else:
+                self._gpu.give_back(arena)
 
     def _adopt(self, plan: Plan, before: Layout) -> None:
         """Allocate host memory for the state that `plan` adds to the layout `before`; nothing is in flight."""
@@ -648,11 +663,7 @@ class _Core:
                     nbytes = plan.layout.subgroups[subgroup_index].state_bytes
                     source = self.executor.slot_address(slot)
                     ctypes.memmove(staging.address + slot * plan.slot_bytes, source, nbytes)
-                self._arenas.remove(old)
-                if self._gpu is None:
-                    old.close()
-                else:
-                    self._gpu.give_back(old)
+                self._give_back(old)
             self._staging = staging
         self.executor.bind(plan, self._staging.address if self._staging else 0)
 
@@ -662,13 +673,23 @@ class _Core:
         invariant(gpu is not None, "a plan for a GPU without one")
         if gpu is None:
             return plan
-        weights = self._arena(WEIGHT_SLOTS * plan.weight_slot_bytes).address if plan.weight_slot_bytes else 0
-        gpu.adopt(plan, before, weights)
-        homes = [s.state_bytes for s in plan.layout.subgroups if plan.at_home_on_gpu(s.index)]
-        if homes and (self._bounce is None or self._bounce.nbytes < max(homes)):
-            self._bounce = self._arena(max(homes))
+        nbytes, weights, old = WEIGHT_SLOTS * plan.weight_slot_bytes, None, self._weights
+        if nbytes > (old.nbytes if old is not None else 0):
+            weights = self._arena(nbytes)
+        try:
+            gpu.adopt(plan, before, weights.address if weights is not None else 0)
+        except OffloadError:
+            self._give_back(weights)
+            raise
+        if weights is not None:
+            gpu.wait()  # for what is being pushed
+            self._give_back(old)
+            self._weights = weights
+        if plan.bounce_bytes > (self._bounce.nbytes if self._bounce is not None else 0):
+            self._give_back(self._bounce)
+            self._bounce = self._arena(plan.bounce_bytes)
         used = [p for number, p in enumerate(plan.layout.parameters) if self._uses_cpu(plan, number)]
-        gradients = sum(self._slot_bytes(parameter) for parameter in used)
+        gradients = self._gradient_bytes(used, on_gpu=True)
         plan = dataclasses.replace(plan, budgets=dataclasses.replace(plan.budgets, gradient_bytes=gradients))
         self.executor.bind(plan, self._staging.address if self._staging else 0)
         return plan
@@ -691,7 +712,7 @@ class _Core:
                 self._slots.append(arena.tensor(offset, parameter.numel, dtype))
                 offset += self._slot_bytes(parameter)
             else:
-                self._slots.append(torch.empty(0, dtype=dtype))
+                self._slots.append(torch.empty(0, dtype=dtype, device="cpu"))
             self._gathered.append(False)
         counts = [-(-parameter.numel // NORM_BLOCK_NUMEL) for parameter in parameters]
         if self._gradients is None:
@@ -711,8 +732,14 @@ class _Core:
         """See `Engine.add`."""
         before = self.plan
         layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
-        gradients = sum(self._slot_bytes(parameter) for parameter in layout.parameters)
+        gradients = self._gradient_bytes(layout.parameters, on_gpu=self._gpu is not None)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
+        if self._gpu is not None and self.config.placement != "cpu":
+            room = int(self._gpu.device.free_bytes() * GPU_USE)
+            staging = max(
+                budgets.gpu_staging_bytes, min(GPU_STAGING_SLOTS * max(layout.subgroup_bytes, default=0), room)
+            )
+            budgets = dataclasses.replace(budgets, gpu_staging_bytes=staging)
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
 
@@ -744,9 +771,9 @@ class _Core:
                 # The paths have strayed from the plan, each as it was fast, and hold slots of other sizes now.
                 offers = {path.name: path.available_bytes for path in plan.budgets.paths}
                 raise InfeasiblePlanError("the added state", plan.storage_bytes, offers, "free space or add a path")
-            self._adopt(plan, before.layout)
-            if self._gpu is not None:
+            if self._gpu is not None:  # which may refuse; nothing has changed then
                 plan = self._adopt_gpu(plan, before.layout)
+            self._adopt(plan, before.layout)
             self._adopt_gradients(plan, before.layout)
             self.machine.index.allow(plan.slot_counts)
             self.machine.extend(plan)
@@ -857,9 +884,15 @@ class _Core:
         self._next = request
         if self._gpu is not None:
             self._gpu.follow_caller()
-        self._queue.exchange(REQUEST, self._reply)
-        if request.error is not None:
-            raise request.error
+        try:
+            self._queue.exchange(REQUEST, self._reply)
+            if request.error is not None:
+                raise request.error
+        except BaseException:  # whatever came of it, weights may be on their way
+            if self._gpu is not None:
+                with contextlib.suppress(OffloadError):
+                    self._gpu.lead_caller()
+            raise
         if self._gpu is not None:
             self._gpu.lead_caller()
 
@@ -900,6 +933,11 @@ class _Core:
             visits = tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
         return Sweep(self._sweeps, self._version, visits)
 
+    @property
+    def _is_usable(self) -> bool:
+        unusable = self._closed or self.broken or self.machine.broken
+        return not unusable and os.getpid() == self._pid
+
     def check_usable(self) -> None:
         """Raise `SessionBrokenError` unless this process can use the session."""
         if os.getpid() != self._pid:
@@ -936,7 +974,7 @@ class _Core:
 
     def forget_gradients(self) -> None:
         """See `Engine.forget_gradients`."""
-        if self._gradients is not None:
+        if self._gradients is not None and self._is_usable:
             self._gradients.forget()
 
     def gradient_arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:
@@ -1182,7 +1220,8 @@ class _Core:
         with self._lock:
             numels = {position: self.plan.layout.parameters[position].numel for position in positions}
             found = {
-                position: {name: torch.empty(numel) for name in STATE_NAMES} for position, numel in numels.items()
+                position: {name: torch.empty(numel, device="cpu") for name in STATE_NAMES}
+                for position, numel in numels.items()
             }
 
             def read(run: Run) -> None:

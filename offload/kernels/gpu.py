@@ -207,6 +207,6 @@ class GpuUpdateKernel:
         """Return a copy on the device, enqueued on the current stream like all that reads it."""
         if self.device.type == "cpu":
             return torch.from_numpy(words)
-        pinned = torch.empty(words.size, dtype=torch.int64, pin_memory=True)
+        pinned = torch.empty(words.size, dtype=torch.int64, device="cpu", pin_memory=True)
         pinned.numpy()[:] = words
         return pinned.to(self.device, non_blocking=True)  # torch keeps both until the stream is done with them

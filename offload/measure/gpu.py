@@ -6,6 +6,11 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
+from offload.kernels import GpuUpdateKernel
+from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
+
 COPY_BYTES = 64 << 20
 COPIES = 8
 COPIES_BESIDE = 128
@@ -27,7 +32,7 @@ def gpu_probe(update: Callable[[], float]) -> GpuProbe | None:
 class GpuProbe:
     """Copies between pinned host memory and the GPU, each way alone and both at once, and updates on it.
 
-    The update is torch's fused AdamW on fp32 tensors, which moves as many bytes an element (28) as the engine's.
+    The update is the engine's own, with 16-bit gradients and weights.
 
     Attributes:
         memory_bytes: Size of the GPU's memory.
@@ -42,14 +47,25 @@ class GpuProbe:
         self._streams: dict[str, Any] = {way: self._torch.cuda.Stream() for way in ("h2d", "d2h")}
         self._pairs: dict[str, tuple[Any, Any]] = {}
         for way in self._streams:
-            host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+            host = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
             self._pairs[way] = (device, host) if way == "h2d" else (host, device)
         free_bytes, _ = torch.cuda.mem_get_info()
-        self._numel = min(UPDATE_NUMEL, free_bytes // 64)
-        self._parameter = torch.nn.Parameter(torch.ones(self._numel, device="cuda"))
-        self._parameter.grad = torch.full_like(self._parameter, 1e-3)
-        self._optimizer = torch.optim.AdamW([self._parameter], lr=1e-4, fused=True)
+        self._numel = min(UPDATE_NUMEL, free_bytes // 64) // 1024 * 1024
+        self._kernel = GpuUpdateKernel()
+        self._state = torch.zeros(3, self._numel, device="cuda")
+        self._halves = torch.zeros(2, self._numel, dtype=torch.bfloat16, device="cuda")
+        self._table = np.zeros(1, SEGMENT_DTYPE)
+        for number, name in enumerate(("master", "exp_avg", "exp_avg_sq")):
+            self._table[name] = self._state[number].data_ptr()
+        for number, name in enumerate(("gradient", "weight")):
+            self._table[name] = self._halves[number].data_ptr()
+            self._table[f"{name}_dtype"] = int(DtypeCode.BFLOAT16)
+        self._table["numel"] = self._numel
+        self._table["flags"] = int(SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY)
+        for name in ("beta1", "beta2", "eps"):
+            self._table[name] = 0.5
+        self._kernel.update(self._table)  # compiles
 
     def samples(self) -> Iterator[tuple[str, Callable[[], Mapping[str, float]]]]:
         """Return what to measure once a round."""
@@ -106,7 +122,7 @@ class GpuProbe:
         self._torch.cuda.synchronize()
         begun.record()
         for _ in range(COPIES):
-            self._optimizer.step()
+            self._kernel.update(self._table)
         ended.record()
         self._torch.cuda.synchronize()
         return COPIES * self._numel * STATE_BYTES * 1e3 / float(begun.elapsed_time(ended))

@@ -125,6 +125,8 @@ class OffloadedAdam(torch.optim.Optimizer):
     ) -> None:
         self._engine: Engine | None = None
         self._device: Device | None = None
+        self._place: torch.device | None = None
+        self._unopened: Any = None
         self._closed = False
         self._departed: dict[int, torch.Tensor | None] = {}
         self._in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
@@ -155,12 +157,15 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._world, rank = _world()
         config = offload or OffloadConfig()
         self._config = config.for_rank(rank) if self._world > 1 else config
+        self._place = self.param_groups[0]["params"][0].device if self.param_groups[0]["params"] else None
         self._device = self._find_device([p for group in self.param_groups for p in group["params"]])
         if self._device is None or config.gpu_memory != "auto":
             self._open(self._config)
         elif not config.keep_grads and self._world > 1:
+            self._device.close()
             raise _cannot_leave(self._world)
         else:
+            self._unopened = weakref.finalize(self, self._device.close)
             self._widen_gradients(chain.from_iterable(group["params"] for group in self.param_groups))
 
     def _open_after_backward(self) -> None:
@@ -182,10 +187,19 @@ class OffloadedAdam(torch.optim.Optimizer):
 
     def _open(self, config: OffloadConfig) -> None:
         if not config.keep_grads and self._world > 1:
+            if self._device is not None:
+                self._device.close()
             raise _cannot_leave(self._world)
         wanted = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         slots = self._world == 1 and self._device is None
-        self._engine = Engine(self._describe(wanted), config, gradient_slots=slots, device=self._device)
+        described = self._describe(wanted)
+        if self._unopened is not None:
+            self._unopened.detach()
+        self._closed = True  # if this fails, the device has been closed
+        self._engine = Engine(described, config, gradient_slots=slots, device=self._device)
+        self._closed = False
+        # Frozen ones, too: torch takes no other dtype for a gradient that is there.
+        self._widen_gradients(chain.from_iterable(group["params"] for group in self.param_groups))
         self._attach(wanted)
 
     # Parameters
@@ -219,11 +233,13 @@ class OffloadedAdam(torch.optim.Optimizer):
                 f"param_groups[{len(self.param_groups) - 1}].params[{n}]" for n in range(len(group["params"]))
             ]
             for name, parameter in zip(names, group["params"], strict=True):
-                _check_parameter(parameter, str(name))
+                _check_parameter(parameter, str(name), self._place)
             if self._engine is not None:
                 wanted = [parameter for parameter in group["params"] if parameter.requires_grad]
                 self._engine.add(self._describe(wanted))
                 self._attach(wanted)
+            if self._place is not None:  # else the constructor does it for all
+                self._widen_gradients(group["params"])
         except Exception:
             self.param_groups.pop()
             raise
@@ -250,6 +266,8 @@ class OffloadedAdam(torch.optim.Optimizer):
             for position, parameter in enumerate(group["params"]):
                 name = str(names[position]) if names else f"param_groups[{number}].params[{position}]"
                 groups[parameter] = number, name
+        for parameter in wanted:
+            _check_parameter(parameter, groups[parameter][1], self._place)
         return [Parameter(groups[p][1], p.numel(), DTYPE_CODES[p.dtype], groups[p][0]) for p in wanted]
 
     def _attach(self, wanted: list[torch.Tensor]) -> None:
@@ -319,7 +337,8 @@ class OffloadedAdam(torch.optim.Optimizer):
         if position not in self._departed:
             self._departed[position] = gradient if self.engine.keeps_gradient(position) else None
 
-    def _forget_departed(self) -> None:
+    def forget_departed(self) -> None:
+        """Forget gradients that have left the GPU: those that arrive next are the first; for `offload.GradScaler`."""
         if self._departed:
             self.engine.forget_gradients()
             self._departed.clear()
@@ -429,12 +448,12 @@ class OffloadedAdam(torch.optim.Optimizer):
                 for parameter, position in self._positions.items()
                 if (gradient := self._gradient_of(parameter, position)) is not None
             }
-            return torch.tensor(norm, dtype=torch.float64)
+            return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, as torch documents it; those that have left, too."""
         self._forget_clip()
-        self._forget_departed()
+        self.forget_departed()
         super().zero_grad(set_to_none)
 
     # Work
@@ -453,7 +472,7 @@ class OffloadedAdam(torch.optim.Optimizer):
                 raise ConfigError(
                     known.name, found, "make a new optimizer after changing a weight's dtype, shape or memory format"
                 )
-            _check_parameter(parameter, known.name)
+            _check_parameter(parameter, known.name, self._place)
             self.engine.bind_weight(position, address)
             self.engine.reload_master(position)
             self._weight_seen[position] = address, version
@@ -514,7 +533,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             self.engine.step(groups, scale=self._loss_scale, clip=self._clip, active=active)
         finally:
             self._forget_clip()
-            self._forget_departed()
+            self.forget_departed()
             self._kept.clear()
             wanted = set(active)
             updated = [parameter for parameter, position in self._positions.items() if position in wanted]
@@ -561,7 +580,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             self._check_weights()
             states = self.engine.read_state(positions) if positions else []
         for parameter, position, state in zip(parameters, positions, states, strict=True):
-            entry = {"step": torch.tensor(float(self.engine.step_count(position)))}
+            entry = {"step": torch.tensor(float(self.engine.step_count(position)), device="cpu")}
             for name in ("exp_avg", "exp_avg_sq", "master"):
                 entry[name] = state[name].as_strided(parameter.size(), parameter.stride())
             found.append(entry)
@@ -612,7 +631,8 @@ class OffloadedAdam(torch.optim.Optimizer):
             values[position], steps[position] = _checked_state(key, entry, parameter)
         for parameter, position in self._positions.items():
             if position not in values and self.engine.step_count(position):  # never updated, says the state dict
-                values[position] = {name: torch.zeros(parameter.numel()) for name in ("exp_avg", "exp_avg_sq")}
+                zeros = torch.zeros(parameter.numel(), device="cpu")
+                values[position] = {"exp_avg": zeros, "exp_avg_sq": zeros}
                 steps[position] = 0
         with self._lock:
             self._check_weights()
@@ -913,10 +933,14 @@ class OffloadedAdam(torch.optim.Optimizer):
                 parameter.grad = None
                 parameter.grad_dtype = parameter.dtype
         self._closed = True
+        if self._unopened is not None:
+            self._unopened.detach()
         if self._engine is not None:
             self._engine.close()
         elif self._device is not None:
             self._device.close()
+        for held in (self._departed, self._in_transit, self._kept):  # the lanes have ended
+            held.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError("optimizer", type(self).__name__, "copy or save optimizer.state_dict() instead")
@@ -933,7 +957,7 @@ class AdamW(OffloadedAdam):
 
     Args:
         params: Parameters, groups of parameters, or named parameters, as for `torch.optim.AdamW`. Weights are bf16,
-            fp16 or fp32, dense, on the CPU.
+            fp16 or fp32, dense, all on the CPU or all on one CUDA (or ROCm) device.
         lr: Learning rate.
         betas: Decay rates of the two moments.
         eps: Added to the square root of the second moment.
@@ -1037,7 +1061,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _check_parameter(parameter: torch.Tensor, name: str) -> None:
+def _check_parameter(parameter: torch.Tensor, name: str, place: torch.device | None = None) -> None:
     with contextlib.suppress(ImportError):
         from torch.distributed.tensor import DTensor
 
@@ -1049,6 +1073,8 @@ def _check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise ConfigError(name, parameter.dtype, "use bfloat16, float16 or float32 weights")
     if parameter.device.type not in ("cpu", "cuda"):
         raise ConfigError(name, parameter.device, "keep weights on the CPU or on a CUDA (or ROCm) device")
+    if place is not None and parameter.device != place:
+        raise ConfigError(name, parameter.device, f"have all weights on {place}, or make a new optimizer")
     if parameter.numel() and not _is_dense(parameter):
         raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous weight (weight.contiguous())")
 
@@ -1079,7 +1105,7 @@ def _checked_state(
         if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ConfigError(f"state_dict {key}.{name}", found, f"it must be a tensor of {tuple(parameter.shape)}")
-        flat = torch.empty_strided(parameter.size(), parameter.stride()).copy_(tensor)
+        flat = torch.empty_strided(parameter.size(), parameter.stride(), device="cpu").copy_(tensor)
         tensors[name] = flat.as_strided((parameter.numel(),), (1,))
     return tensors, int(step)
 

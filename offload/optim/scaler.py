@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.amp.grad_scaler import OptState
 
@@ -13,7 +15,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Gradients keep their scale: the update divides by it, and whether one is not finite follows from their norm, which
     is gathered as they arrive. So it works where gradients have left the GPU (`keep_grads=False`). With any other
-    optimizer it is torch's own. `optimizer.clip_grad_norm_` after `unscale_` is of unscaled gradients.
+    optimizer it is torch's own. `optimizer.clip_grad_norm_` after `unscale_` is of unscaled gradients. When a step is
+    skipped, gradients that have left the GPU are forgotten, as `model.zero_grad()` would not find them.
 
     Arguments are those of `torch.amp.GradScaler`.
     """
@@ -38,3 +41,11 @@ class GradScaler(torch.amp.GradScaler):
         device = scale.device if scale is not None else torch.device("cpu")
         state["found_inf_per_device"] = {device: torch.full((), float(not finite), device=device)}
         state["stage"] = OptState.UNSCALED
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        if isinstance(optimizer, OffloadedAdam):
+            optimizer.forget_departed()  # after a step there are none
+        return returned

@@ -165,6 +165,11 @@ class Plan:
         sizes = (subgroup.weight_bytes for subgroup in self.layout.subgroups)
         return max(sizes, default=0) if self.weights_on_gpu else 0
 
+    @cached_property
+    def bounce_bytes(self) -> int:
+        """Bytes of host memory in which state at home on the GPU is read and replaced, a subgroup at a time."""
+        return max(itertools.compress(self.layout.subgroup_bytes, self.gpu_home), default=0)
+
     @property
     def state_bytes(self) -> int:
         """Bytes of all state."""
@@ -256,8 +261,8 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Host memory that the session will use, all told."""
-        weights = WEIGHT_SLOTS * self.weight_slot_bytes
-        return self.resident_bytes + self.staging_bytes + self.budgets.gradient_bytes + weights + self.overhead_bytes
+        passing = WEIGHT_SLOTS * self.weight_slot_bytes + self.bounce_bytes
+        return self.resident_bytes + self.staging_bytes + self.budgets.gradient_bytes + passing + self.overhead_bytes
 
     def __str__(self) -> str:
         subgroups = self.layout.subgroups
@@ -282,6 +287,10 @@ class Plan:
         if self.weights_on_gpu:
             weights = format_bytes(WEIGHT_SLOTS * self.weight_slot_bytes)
             lines.append(f"               {weights:>10}  new weights on their way to the GPU")
+        if self.bounce_bytes:
+            lines.append(
+                f"               {format_bytes(self.bounce_bytes):>10}  state at home on the GPU, while it is read"
+            )
         lines.append(f"               {format_bytes(self.overhead_bytes):>10}  tables, threads and other overhead")
         lines.append(f"               {format_bytes(self.host_bytes):>10}  in all")
         if self.staging_slots:

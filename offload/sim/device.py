@@ -411,7 +411,8 @@ class SimulatedDevice:
             self._closed = True
             self._some.notify_all()
         for thread in self._threads:
-            thread.join()
+            if thread is not threading.current_thread():  # the garbage collector may run on it
+                thread.join()
         self._kernel.close()
         self._memory.clear()
 

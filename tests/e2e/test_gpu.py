@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ def _needs_a_gpu() -> None:
 
 
 def weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = [torch.randn(size, generator=generator, device="cpu").to(dtype) for size in SIZES]
     return [torch.nn.Parameter(tensor.to(device)) for tensor in drawn]
 
 
 def gradients(seed: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 + seed)
-    return [torch.randn(size, generator=generator).to(dtype) for size in SIZES]
+    generator = torch.Generator("cpu").manual_seed(1000 + seed)
+    return [torch.randn(size, generator=generator, device="cpu").to(dtype) for size in SIZES]
 
 
 def config(folder: Path, **changes: Any) -> offload.OffloadConfig:
@@ -128,7 +129,7 @@ def _losses(folder: Path, placement: str | float, *, keep_grads: bool) -> list[f
     model = torch.nn.Sequential(torch.nn.Embedding(512, 256), layer, torch.nn.Linear(256, 512)).cuda().bfloat16()
     settings = config(folder, placement=placement, keep_grads=keep_grads, gpu_memory=0)
     losses = []
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     with offload.AdamW(model.parameters(), lr=1e-3, offload=settings) as optimizer:
         for _ in range(20):
             tokens = torch.randint(512, (8, 33), generator=generator).cuda()
@@ -199,3 +200,30 @@ def test_memory_that_cannot_be_pinned(tmp_path: Path, caplog: pytest.LogCaptureF
         assert torch.ones(3, device="cuda").sum().item() == 3  # the refusal is not blamed on the next kernel
     finally:
         device.close()
+
+
+def test_marks_tell_the_host_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from offload.engine import cuda
+    from offload.protocols import DeviceLane
+
+    monkeypatch.setattr(cuda, "REBASE_S", 0.0)
+    device = cuda.CudaDevice()
+    try:
+        times = []
+        for _ in range(5):
+            before_s = time.monotonic()
+            mark = device.mark(DeviceLane.H2D)
+            mark.wait()
+            times.append(mark.time_s())
+            assert before_s - 1e-3 <= times[-1] <= time.monotonic() + 1e-3
+        assert times == sorted(times)
+    finally:
+        device.close()
+
+
+def test_a_default_device_is_not_where_the_host_works(tmp_path: Path) -> None:
+    with torch.device("cuda"):
+        parameters = weights()
+        with offload.AdamW(parameters, offload=config(tmp_path, keep_grads=False)) as optimizer:
+            train(optimizer, parameters, range(2), passes=2)
+            assert optimizer.state_for(parameters[0])["exp_avg"].device.type == "cpu"

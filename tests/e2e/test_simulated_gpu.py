@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import signal
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -180,7 +183,6 @@ def _forget(lanes: GpuLanes, wanted: DeviceLane, when: str) -> None:
 PLANTED: dict[str, Callable[[GpuLanes, GpuGradients], None]] = {
     "an update does not wait for the copy to the GPU": lambda lanes, _: _forget(lanes, DeviceLane.UPDATE, "run"),
     "a copy back does not wait for the update": lambda lanes, _: _forget(lanes, DeviceLane.D2H, "copy_out"),
-    "the caller does not wait for new weights": lambda lanes, _: setattr(lanes, "lead_caller", lambda: None),
     "the CPU does not wait for its gradients": lambda lanes, _: setattr(lanes, "inputs", lambda subgroup: None),
     "a weight slot is used again while it is pushed": lambda lanes, _: setattr(
         lanes, "weight_slot", lambda subgroup, plain=lanes.weight_slot: _without_wait(lanes, subgroup, plain)
@@ -389,6 +391,26 @@ def test_loss_scaling(tmp_path: Path, keep_grads: bool) -> None:
             ours.unscale_(optimizer)
 
 
+def test_a_skipped_step_forgets_gradients_that_have_left(tmp_path: Path) -> None:
+    """Whoever zeroes them through the model would add to them for ever."""
+    parameters = weights()
+    scaler = offload.GradScaler("cpu", init_scale=1.0, backoff_factor=1.0 - 2.0**-20)
+    with OnDevice(
+        parameters, device=SimulatedDevice(lazy=True), offload=config(tmp_path, keep_grads=False)
+    ) as optimizer:
+        scaler.scale(torch.ones(()))
+        torch.autograd.backward(parameters, [torch.full_like(p, torch.inf) for p in parameters])
+        scaler.step(optimizer)
+        scaler.update()
+        for parameter in parameters:
+            parameter.grad = None
+        backward(parameters, 0)
+        scaler.unscale_(optimizer)
+        assert torch.isfinite(optimizer.clip_grad_norm_(1.0))
+        scaler.step(optimizer)
+        assert optimizer.engine.step_count(0) == 1
+
+
 def test_gradients_leave_during_backward(tmp_path: Path) -> None:
     parameters = weights()
     settings = config(tmp_path, keep_grads=False, placement="cpu", gpu_memory=0)
@@ -483,3 +505,178 @@ def test_weights_on_two_devices_are_refused() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3, device="meta"))]
     with pytest.raises(offload.ConfigError, match=r"one device|CUDA"):
         offload.AdamW(parameters)
+
+
+def test_a_step_that_is_interrupted_still_comes_before_the_next_forward(tmp_path: Path) -> None:
+    parameters = weights()
+    device = SimulatedDevice(lazy=True, caller_is_host=False)
+    settings = config(tmp_path, gpu_memory=0)
+    with OnDevice(parameters, device=device, offload=settings) as optimizer:
+        train_behind(optimizer, parameters, device, range(2), clip=False)
+        plain = optimizer.engine._core._kernel.submit  # type: ignore[union-attr]
+
+        def interrupt(op: int, table: Any) -> None:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+            plain(op, table)
+
+        optimizer.engine._core._kernel.submit = interrupt  # type: ignore[union-attr, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            train_behind(optimizer, parameters, device, range(2, 3), clip=False)
+        optimizer.engine._core._kernel.submit = plain  # type: ignore[union-attr, method-assign]
+        optimizer.zero_grad()
+        train_behind(optimizer, parameters, device, range(3, 4), clip=False)
+        assert same(states(optimizer, parameters), on_cpu(range(4), clip=False))
+
+
+def test_a_gpu_without_room_for_more_goes_on_with_what_it_has(tmp_path: Path) -> None:
+    def parameter(numel: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.linspace(-1, 1, numel).bfloat16())
+
+    device = SimulatedDevice(1 << 20)
+    parameters = [parameter(4096), parameter(17)]
+    # The first is at home on the GPU; the second passes through slots there, which are too small for what is added.
+    settings = config(tmp_path, gpu_memory=60_000, subgroup_numel=4096, placement="gpu")
+    twins = [parameter(4096), parameter(17)]
+    with OnDevice(parameters, device=device, offload=settings) as optimizer, offload.AdamW(twins) as twin:
+        assert optimizer.engine.plan.gpu_slots
+        for step in range(3):
+            train(optimizer, parameters, range(step, step + 1))
+            train(twin, twins, range(step, step + 1))
+            if step == 1:
+                optimizer.engine._core._gpu.wait()  # type: ignore[union-attr]
+                device._memory_bytes -= device.free_bytes() - 60_000
+                with pytest.raises(offload.OffloadError, match="no memory for"):
+                    optimizer.add_param_group({"params": [parameter(600), parameter(5000)]})
+                assert device.free_bytes() == 60_000
+        assert same(states(optimizer, parameters), states(twin, twins))
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_a_step_that_the_gpu_fails_in_says_so(tmp_path: Path, keep_grads: bool) -> None:
+    parameters = weights()
+    device = SimulatedDevice()
+    optimizer = OnDevice(parameters, device=device, offload=config(tmp_path, keep_grads=keep_grads, placement="cpu"))
+    train(optimizer, parameters, range(2))
+    backward(parameters, 2)
+    optimizer.clip_grad_norm_(1.0)  # waits for the gradients
+    device._fail_at = device.done
+    with pytest.raises(offload.StepAbortedError, match="step 3 was aborted"):
+        optimizer.step()
+    optimizer.close()
+    optimizer.zero_grad()
+
+
+def test_gradients_that_have_left_are_forgotten_by_close(tmp_path: Path) -> None:
+    parameters = weights()
+    device = SimulatedDevice()
+    with OnDevice(parameters, device=device, offload=config(tmp_path, keep_grads=False)) as optimizer:
+        backward(parameters, 0)
+        held = [weakref.ref(gradient) for _, gradient in optimizer._in_transit]
+        assert held
+    assert all(reference() is None for reference in held)
+    optimizer.zero_grad()
+
+
+def test_a_device_is_closed_by_whoever_forgets_it(tmp_path: Path) -> None:
+    """Before the first step nothing is open but the device; the collector may run on the device's own thread."""
+    device = SimulatedDevice()
+    optimizer = OnDevice(weights(), device=device, offload=config(tmp_path, gpu_memory="auto"))
+    OnDevice.next_device = None
+    del optimizer
+    gc.collect()
+    with pytest.raises(offload.OffloadError, match="closed"):
+        device.mark(DeviceLane.H2D)
+
+    another, ended = SimulatedDevice(), threading.Event()
+    raised: list[BaseException] = []
+
+    class Closing:
+        def post(self, *arguments: Any, **named: Any) -> None:
+            try:
+                another.close()
+            except BaseException as error:
+                raised.append(error)
+            ended.set()
+
+    another.report(another.mark(DeviceLane.H2D), Closing(), 1)  # type: ignore[arg-type]
+    assert ended.wait(60)
+    assert not raised
+
+
+def test_what_cannot_be_opened_stays_closed(tmp_path: Path) -> None:
+    parameters = weights()
+    settings = config(tmp_path, gpu_memory="auto", host_memory=0, paths=[])
+    optimizer = OnDevice(parameters, device=SimulatedDevice(1000), offload=settings)
+    backward(parameters, 0)
+    with pytest.raises(offload.OffloadError, match=r"GPU|host_memory"):
+        optimizer.step()
+    with pytest.raises(offload.ConfigError, match="not open"):
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("gpu_memory", [0, "auto"])
+def test_wide_gradients_of_parameters_that_come_later(tmp_path: Path, gpu_memory: int | str) -> None:
+    parameters, twins = weights(), weights()
+    settings = config(tmp_path, gpu_memory=gpu_memory, gradient_dtype="float32", keep_grads=False)
+    optimizer = OnDevice(
+        [parameters[0].requires_grad_(False), parameters[1]], device=SimulatedDevice(), offload=settings
+    )
+    twin = offload.AdamW(
+        [twins[0].requires_grad_(False), twins[1]], offload=offload.OffloadConfig(gradient_dtype="float32")
+    )
+    with optimizer, twin:
+        for owner, mine in ((optimizer, parameters), (twin, twins)):
+            owner.add_param_group({"params": mine[2:]})
+            for step in range(3):
+                if step == 1:
+                    mine[0].requires_grad_()
+                for again in range(2):
+                    backward(mine[step == 0 :], 2 * step + again)
+                owner.step()
+                owner.zero_grad()
+        assert same(states(optimizer, parameters), states(twin, twins))
+
+
+def test_a_default_device_is_not_where_the_host_works(tmp_path: Path) -> None:
+    parameters = weights()
+    with torch.device("meta"), OnDevice(parameters, device=SimulatedDevice(), offload=config(tmp_path)) as optimizer:
+        drawn = [torch.full(p.shape, 0.5, dtype=p.dtype, device="cpu") for p in parameters]
+        torch.autograd.backward(parameters, drawn)
+        optimizer.step()
+        assert optimizer.state_for(parameters[0])["exp_avg"].device.type == "cpu"
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_the_plan_names_the_host_memory_that_is_used(tmp_path: Path, keep_grads: bool) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for numel in (400_000, 10_000)]
+    settings = config(
+        tmp_path, host_memory="2MB", gpu_memory="2MB", subgroup_numel=65536, placement=0.3, keep_grads=keep_grads
+    )
+    with OnDevice(parameters[1:], device=SimulatedDevice(), offload=settings) as optimizer:
+        for _ in range(3):
+            train(optimizer, parameters[1:], range(1))
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))]})
+        optimizer.add_param_group({"params": parameters[:1]})
+        for _ in range(3):
+            torch.autograd.backward(parameters, [torch.ones_like(p) for p in parameters])
+        optimizer.step()
+        optimizer.state_for(parameters[0])
+        core, plan = optimizer.engine._core, optimizer.engine.plan
+        arenas = [*core._arenas, core._gradients._buffers]  # type: ignore[union-attr]
+        used = sum(arena.nbytes for arena in arenas if arena is not None)
+        assert used <= plan.host_bytes - plan.overhead_bytes + 8 * -(-410_000 // 4096) + 65536  # block sums; rounding
+        assert used > 0.9 * (plan.host_bytes - plan.overhead_bytes)
+
+
+def test_weights_that_lie_elsewhere_are_refused() -> None:
+    """Their addresses would be taken for those of the other memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        elsewhere = torch.nn.Parameter(torch.zeros(3, device="cuda:0"))
+    with offload.AdamW(weights()) as optimizer:
+        with pytest.raises(offload.ConfigError, match="all weights on cpu"):
+            optimizer.add_param_group({"params": [elsewhere]})
+        train(optimizer, [p for group in optimizer.param_groups for p in group["params"]], range(1))
