@@ -82,11 +82,15 @@ class _StateView(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
         self._optimizer = optimizer
 
     def _updated(self) -> list[torch.Tensor]:
+        if self._optimizer._engine is None:  # before the first step; the engine need not be opened for that
+            return []
         engine, positions = self._optimizer.engine, self._optimizer._positions
         return [parameter for parameter, position in positions.items() if engine.step_count(position) > 0]
 
     def __contains__(self, parameter: object) -> bool:
         position = self._optimizer._positions.get(parameter) if isinstance(parameter, torch.Tensor) else None
+        if self._optimizer._engine is None:
+            return False
         return position is not None and self._optimizer.engine.step_count(position) > 0
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -474,6 +474,7 @@ def test_what_is_free_after_backward_is_used(tmp_path: Path) -> None:
     with OnDevice(
         parameters, device=SimulatedDevice(1 << 20), offload=config(tmp_path, gpu_memory="auto")
     ) as optimizer:
+        assert optimizer.state_dict()["state"] == {}
         assert optimizer._engine is None
         train(optimizer, parameters, range(3))
         assert optimizer.engine.plan.gpu_bytes == optimizer.engine.plan.state_bytes
