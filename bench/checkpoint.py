@@ -1,10 +1,12 @@
 """What a checkpoint costs: how long training stalls for it, and how many bytes it writes.
 
-A model is trained with none, half and all of its optimizer state resident. Every few iterations a checkpoint is
-started. Its stall is the time that the call takes, and what the iterations until its commit take longer than the
-median of those without one. It cannot be less than what of the resident bytes, at the rate at which they were
-written, exceeds forward and backward: that floor is taken off. Bytes are those written beyond what steps write
-anyway, as a share of the state. `torch.save` of the same state's `state_dict()` stands beside it, file synced.
+A model is trained with none, half and all of its optimizer state resident. Rounds of iterations with a checkpoint
+alternate with rounds of as many without, so that whatever else the machine does falls on both alike. The stall is the
+time of the call that starts a checkpoint, and what each iteration takes longer than the same one of the rounds before
+and after, as medians over all rounds; its parts (hand-over, forward and backward, update) are reported. It cannot be
+less than what of the resident bytes, at the rate at which they were written in this run, exceeds forward and
+backward: that floor is taken off. Bytes are those written beyond what rounds without a checkpoint write, as a share
+of the state. `torch.save` of the same state's `state_dict()` stands beside it, its file synced.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,129 +27,192 @@ from _common import Target, arguments, environment, progress, report
 import offload
 
 MOST_STALL = 0.05
+ROUND = 4
+"""Iterations of a round: more than a checkpoint takes."""
+
+WARM_UP = 3
+"""Checkpoints that are not measured: the first ones make the slots that later ones use again."""
+
+LEAST_ROUNDS = 5
+ROUNDS_S = 75.0
+"""A resident share is measured for so long, or for as many rounds as its size says, whichever is less."""
 
 
-def written_bytes(timeline: list[Any]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for interval in timeline:
-        found[interval.lane.partition(":")[0]] += interval.nbytes
-    return found
+@dataclass(frozen=True)
+class Size:
+    """Model, batch, and how many checkpoints are measured."""
+
+    width: int
+    layers: int
+    batch: int
+    rounds: int
 
 
-def save_rate(timeline: list[Any]) -> float:
-    """Return bytes a second at which a checkpoint was written, from its first tile to its last."""
-    saves = [interval for interval in timeline if interval.lane.startswith("save")]
-    if not saves:
-        return 0.0
-    span_s = max(i.finished_s for i in saves) - min(i.started_s for i in saves)
-    return sum(i.nbytes for i in saves) / span_s if span_s else 0.0
+@dataclass
+class Round:
+    """What a round took, iteration by iteration."""
+
+    handover_s: float = 0.0
+    forward_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+    lanes: list[Any] = field(default_factory=list)
+    first_update_s: float = 0.0
+    commit_s: float = 0.0
+    iterations_to_commit: int = 0
+
+    def nbytes(self, *verbs: str) -> int:
+        return sum(interval.nbytes for interval in self.lanes if interval.lane.partition(":")[0] in verbs)
+
+    def save_bytes_per_s(self) -> float | None:
+        """Return the rate at which the checkpoint was written while no update ran beside it."""
+        done = [i for i in self.lanes if i.lane.startswith("save") and i.finished_s <= self.first_update_s]
+        if not done:
+            return None
+        span_s = max(i.finished_s for i in done) - min(i.started_s for i in done)
+        return sum(i.nbytes for i in done) / span_s
 
 
-def measure(width: int, layers: int, batch: int, share: float, rounds: int, folder: Path) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).bfloat16()
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    path = folder / "path"
-    path.mkdir()
-    config = offload.OffloadConfig(host_memory=int(12.5 * numel * share), paths=[path])
-    plain: list[tuple[float, float]] = []  # seconds of iterations without a checkpoint, and of their step
-    stalls: list[float] = []
-    floors: list[float] = []
-    handovers: list[float] = []
-    extra_bytes: list[int] = []
-    with offload.AdamW(model.parameters(), lr=1e-4, offload=config) as optimizer:
-        plan = optimizer.plan.plan
+class Training:
+    """A model whose iterations are timed."""
 
-        def iterate(number: int) -> tuple[float, float, Counter[str], list[Any]]:
-            torch.manual_seed(number)
+    def __init__(self, size: Size, share: float, folder: Path) -> None:
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(size.width, size.width) for _ in range(size.layers))
+        self.model = torch.nn.Sequential(*layers).bfloat16()
+        self.batch = torch.randn(size.batch, size.width).bfloat16()
+        self.numel = sum(parameter.numel() for parameter in self.model.parameters())
+        path = folder / "path"
+        path.mkdir()
+        config = offload.OffloadConfig(host_memory=int(12.5 * self.numel * share), paths=[path])
+        self.optimizer = offload.AdamW(self.model.parameters(), lr=1e-4, offload=config)
+        self.folder = folder
+
+    def round(self, *, saves: bool) -> Round:
+        """Train for a round, with a checkpoint or without one."""
+        found = Round()
+        done = threading.Event()
+        began_s = time.perf_counter()
+        if saves:
+
+            def on_done(error: BaseException | None) -> None:
+                found.commit_s = time.perf_counter() - began_s
+                done.set()
+
+            self.optimizer.save_checkpoint(self.folder / "ck", on_done=on_done)
+            found.handover_s = time.perf_counter() - began_s
+        for _ in range(ROUND):
             started_s = time.perf_counter()
-            model(torch.randn(batch, width).bfloat16()).float().square().mean().backward()
-            before = list(optimizer.timeline())  # of the step before, and since
-            stepped_s = time.perf_counter()
-            optimizer.step()
-            optimizer.zero_grad()
-            ended_s = time.perf_counter()
-            return ended_s - started_s, ended_s - stepped_s, written_bytes(before), before
+            self.model(self.batch).float().square().mean().backward()
+            updated_s = time.perf_counter()
+            found.lanes += self.optimizer.timeline()  # of the update before, and since
+            found.first_update_s = found.first_update_s or updated_s
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            found.forward_s.append(updated_s - started_s)
+            found.update_s.append(time.perf_counter() - updated_s)
+            found.iterations_to_commit += saves and not done.is_set()
+        found.lanes += self.optimizer.timeline()
+        # What began before the round is the last one's, and what the last step has done was listed twice.
+        found.lanes = list(dict.fromkeys(i for i in found.lanes if i.started_s >= began_s))
+        if saves:
+            self.optimizer.wait_checkpoint()
+        return found
 
-        number = 0
-        for _ in range(3):
-            iterate(number)
-            number += 1
-        usual: Counter[str] = Counter()
-        for turn in range(rounds):
-            for _ in range(3):
-                iteration_s, step_s, usual, _ = iterate(number)
-                plain.append((iteration_s, step_s))
-                number += 1
-            done = threading.Event()
-            started_s = time.perf_counter()
-            optimizer.save_checkpoint(folder / "ck", on_done=lambda error, done=done: done.set())
-            handovers.append(time.perf_counter() - started_s)
-            seconds, moved, lanes = [], 0, []
-            while True:
-                iteration_s, step_s, written, timeline = iterate(number)
-                number += 1
-                seconds.append(iteration_s)
-                moved += written["write"] + written["save"] - usual["write"]
-                lanes += timeline
-                if done.is_set():
-                    break
-            optimizer.wait_checkpoint()
-            usual_s = statistics.median(whole for whole, _ in plain)
-            forward_backward_s = statistics.median(whole - step for whole, step in plain)
-            stalls.append((handovers[-1] + sum(seconds) - len(seconds) * usual_s) / usual_s)
-            rate = save_rate(lanes)
-            floors.append(max(0.0, plan.resident_bytes / rate - forward_backward_s) / usual_s if rate else 0.0)
-            extra_bytes.append(moved)
-            progress(f"  checkpoint {turn + 1}: stall {stalls[-1]:.2f}, floor {floors[-1]:.2f} of an iteration")
-        while number < rounds * 10:  # the same work, whenever checkpoints were through
-            iterate(number)
-            number += 1
-        state = optimizer.state_dict()
+    def torch_save_s(self) -> float:
+        """Return how long `torch.save` of the state takes, with its file synced."""
+        state = self.optimizer.state_dict()
         started_s = time.perf_counter()
-        with open(folder / "torch.pt", "wb") as file:
+        with open(self.folder / "torch.pt", "wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        torch_save_s = time.perf_counter() - started_s
-        digest = hashlib.sha256()
-        for parameter in model.parameters():
-            digest.update(parameter.detach().view(torch.int16).numpy().tobytes())
-        usual_s = statistics.median(whole for whole, _ in plain)
-        return {
-            "parameters": numel,
-            "state_bytes": plan.state_bytes,
-            "resident_bytes": plan.resident_bytes,
-            "staging_bytes": plan.staging_bytes,
-            "iteration_s": usual_s,
-            "forward_backward_s": statistics.median(whole - step for whole, step in plain),
-            "handover_s": statistics.median(handovers),
-            "stall": statistics.median(stalls),
-            "floor": statistics.median(floors),
-            "stalls": stalls,
-            "floors": floors,
-            "bytes_over_state": statistics.median(extra_bytes) / plan.state_bytes,
-            "bytes_over_memory": statistics.median(extra_bytes) / (plan.resident_bytes + plan.staging_bytes),
-            "torch_save": torch_save_s / usual_s,
-            "checksum": digest.hexdigest()[:16],
-        }
+        return time.perf_counter() - started_s
+
+    def digest(self) -> str:
+        """Return what tells these weights from others."""
+        found = hashlib.sha256()
+        for parameter in self.model.parameters():
+            found.update(parameter.detach().view(torch.int16).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+
+def longer_s(saving: list[Round], plain: list[Round], kind: str, number: int) -> float:
+    """Return what an iteration takes longer in rounds with a checkpoint than in those before and after them."""
+    return statistics.median(
+        getattr(one, kind)[number] - (getattr(before, kind)[number] + getattr(after, kind)[number]) / 2
+        for one, before, after in zip(saving, plain[:-1], plain[1:], strict=True)
+    )
+
+
+def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
+    training = Training(size, share, folder)
+    with training.optimizer as optimizer:
+        plan = optimizer.plan.plan
+        for _ in range(WARM_UP):
+            training.round(saves=True)
+        digest = training.digest()  # of as many iterations whatever the share, and however fast they are
+        plain: list[Round] = [training.round(saves=False)]
+        saving: list[Round] = []
+        until_s = time.perf_counter() + ROUNDS_S
+        while len(saving) < size.rounds and (len(saving) < LEAST_ROUNDS or time.perf_counter() < until_s):
+            saving.append(training.round(saves=True))
+            plain.append(training.round(saves=False))
+            progress(f"  checkpoint {len(saving)} of {size.rounds}: committed after {saving[-1].commit_s:.2f} s")
+        torch_save_s = training.torch_save_s()
+    forward_s = statistics.median(s for one in plain for s in one.forward_s)
+    update_s = statistics.median(s for one in plain for s in one.update_s)
+    usual_s = forward_s + update_s
+    rates = [rate for one in saving if (rate := one.save_bytes_per_s())]
+    rate = statistics.median(rates) if rates else None
+    floor_s = max(0.0, plan.resident_bytes / rate - forward_s) if rate else 0.0
+    # The iteration after the commit too: it may pay for what the checkpoint has left.
+    iterations = min(ROUND, max(one.iterations_to_commit for one in saving) + 1)
+    parts = {
+        "handover": statistics.median(one.handover_s for one in saving),
+        "forward_backward": sum(longer_s(saving, plain, "forward_s", n) for n in range(iterations)),
+        "update": sum(longer_s(saving, plain, "update_s", n) for n in range(iterations)),
+    }
+    moved = [statistics.median(one.nbytes("write", "save", "copy") for one in rounds) for rounds in (saving, plain)]
+    return {
+        "parameters": training.numel,
+        "state_bytes": plan.state_bytes,
+        "resident_bytes": plan.resident_bytes,
+        "staging_bytes": plan.staging_bytes,
+        "iteration_s": usual_s,
+        "forward_backward_s": forward_s,
+        "iteration_quartiles_s": statistics.quantiles(
+            [f + u for one in plain for f, u in zip(one.forward_s, one.update_s, strict=True)], n=4
+        ),
+        "save_bytes_per_s": rate,
+        "commit_s": statistics.median(one.commit_s for one in saving),
+        "iterations": iterations,
+        "stall": sum(parts.values()) / usual_s,
+        "stall_parts": {name: seconds / usual_s for name, seconds in parts.items()},
+        "floor": floor_s / usual_s,
+        "bytes_over_state": (moved[0] - moved[1]) / plan.state_bytes,
+        "bytes_over_memory": (moved[0] - moved[1]) / (plan.resident_bytes + plan.staging_bytes),
+        "torch_save": torch_save_s / usual_s,
+        "checkpoints": len(saving),
+        "checksum": digest,
+    }
 
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
     described = environment()
-    width, layers, batch, rounds = (512, 3, 8, 1) if args.smoke else (2048, 12, 512, 3)
+    size = Size(512, 3, 8, 2) if args.smoke else Size(2048, 12, 512, 15)
     results: dict[str, Any] = {}
     targets = []
     for share in (0.0, 0.5, 1.0):
         progress(f"resident share {share:.0%}")
         with tempfile.TemporaryDirectory(dir=os.environ.get("OFFLOAD_BENCH_DIR")) as folder:
-            found = measure(width, layers, batch, share, rounds, Path(folder))
+            found = measure(size, share, Path(folder))
         results[f"{share:.0%}"] = found
         beyond = max(0.0, found["stall"] - found["floor"])
+        parts = ", ".join(f"{name} {part:+.3f}" for name, part in found["stall_parts"].items())
         print(
-            f"{share:.0%} resident: stall {found['stall']:.3f} of an iteration ({found['floor']:.3f} unavoidable, "
-            f"hand-over {found['handover_s'] * 1e3:.1f} ms), {found['bytes_over_state']:.3f} of the state written; "
+            f"{share:.0%} resident: stall {found['stall']:.3f} of an iteration of {found['iteration_s']:.3f} s "
+            f"({parts}; {found['floor']:.3f} unavoidable), {found['bytes_over_state']:.3f} of the state written; "
             f"torch.save takes {found['torch_save']:.2f} iterations"
         )
         where = f"{share:.0%} resident"

@@ -138,7 +138,8 @@ class OffloadConfig:
             `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own; to drop them without a
             step, call `optimizer.zero_grad()`, as `model.zero_grad()` does not find them.
         checksum: Whether tiles on storage carry a checksum that is verified on every read.
-        checkpoints_kept: How many checkpoints' slots stay reserved on the paths.
+        checkpoints_kept: How many checkpoints' slots stay reserved on the paths. The plan makes sure that there is
+            room for them and for the next one. None: 1, or as there is room: without it, saving raises.
         io_backend: How directories are read and written: "io_uring" (an error where the system refuses it),
             "threads", "asyncio" (through aiofiles), or "auto": io_uring where it works, else threads, and asyncio on
             network file systems without O_DIRECT.
@@ -165,7 +166,7 @@ class OffloadConfig:
     gradient_dtype: str = "parameter"
     keep_grads: bool = True
     checksum: bool = True
-    checkpoints_kept: int = 1
+    checkpoints_kept: int | None = None
     io_backend: str = "auto"
     path_lock: str | int = "auto"
     stall_timeout_s: float = 300.0
@@ -183,13 +184,12 @@ class OffloadConfig:
         if isinstance(self.paths, str | os.PathLike | Mapping) or not isinstance(self.paths, Sequence):
             raise ConfigError("paths", self.paths, "give a list of directories")
         self._set("paths", tuple(PathConfig.parse(f"paths[{i}]", p) for i, p in enumerate(self.paths)))
-        for field, least in (("subgroup_numel", 1024), ("threads", 1)):
+        for field, least in (("subgroup_numel", 1024), ("threads", 1), ("checkpoints_kept", 0)):
             value = getattr(self, field)
             if value is not None:
                 _check_int(field, value, least)
         if self.threads is not None and self.threads > MAX_THREADS:
             raise ConfigError("threads", self.threads, f"use at most {MAX_THREADS}, and no more than there are CPUs")
-        _check_int("checkpoints_kept", self.checkpoints_kept, 0)
         _check_choice("gradient_dtype", self.gradient_dtype, ("parameter", "float32"))
         if not isinstance(self.checksum, bool):
             raise ConfigError("checksum", self.checksum, "use true or false")
@@ -219,6 +219,11 @@ class OffloadConfig:
 
     def _set(self, field: str, value: object) -> None:
         object.__setattr__(self, field, value)
+
+    @property
+    def checkpoints(self) -> int:
+        """How many checkpoints are kept on the paths."""
+        return 1 if self.checkpoints_kept is None else self.checkpoints_kept
 
     @property
     def path_configs(self) -> tuple[PathConfig, ...]:

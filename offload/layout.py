@@ -164,6 +164,19 @@ class Layout:
                 found[segment.parameter].append((subgroup.index, position))
         return tuple(tuple(items) for items in found)
 
+    def parameters_of(self, tile: TileId) -> str:
+        """Return the names of the parameters that have elements in a tile, for messages."""
+        subgroup = self.subgroups[tile.subgroup]
+        first = tile.tile * subgroup.tile_numel
+        last = first + subgroup.tile_numel
+        names = [
+            self.parameters[segment.parameter].name
+            for segment in subgroup.segments
+            if segment.offset < last and segment.offset + segment.numel > first
+        ]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"{subgroup.tensor_name(tile.tensor)} of {', '.join(names[:3]) or 'no parameter'}{more}"
+
     @cached_property
     def index_by_name(self) -> dict[str, int]:
         """Position of each parameter by name."""

@@ -169,6 +169,9 @@ void bind_files(nb::module_& module) {
       .def_prop_ro("direct", [](const SharedFile& self) { return self.file->direct(); }, "Whether the file is open with O_DIRECT.")
       .def_prop_ro("used_bytes", [](const SharedFile& self) { return self.file->used_bytes(); }, "End of the furthest slot that was ever written.")
       .def_prop_ro("allocated_bytes", [](const SharedFile& self) { return self.file->allocated_bytes(); }, "Bytes preallocated so far.")
+      .def("reserve", [](const SharedFile& self, std::uint64_t end) { return self.file->reserve(end); }, "end"_a,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Make sure that bytes up to end are allocated, and count them as used; return 0 or an errno.")
       .def("free_bytes", [](const SharedFile& self) { return self.file->free_bytes(); },
            "Bytes by which slots may still grow: the lesser of the file system's room and max_bytes.");
 

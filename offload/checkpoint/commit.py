@@ -62,7 +62,8 @@ class Kept:
         rank: This rank.
         stores: Path and uuid of the stores that it refers to.
         number: The machine's number of the save; None where the machine holds nothing for it.
-        locks: Locks of its stores, where another session has left them and this one has taken them over.
+        taken: Those of its stores that another session has left and this one has locked without writing to them,
+            each with the lock; they are deleted with their last checkpoint.
     """
 
     folder: str
@@ -70,7 +71,7 @@ class Kept:
     rank: int
     stores: tuple[tuple[str, uuid.UUID], ...]
     number: int | None
-    locks: tuple[int, ...] = ()
+    taken: tuple[tuple[str, uuid.UUID, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -189,11 +190,12 @@ class CommitJob:
                 return
             if not replaced:
                 release(kept, f"{self.folder.path} took its place")
+            locks = {(path, store): lock for path, store, lock in kept.taken}
             for path, store in kept.stores:
                 pins = unpin(store_folder(path, store), kept.id)
-                if kept.locks and not pins:
+                if (path, store) in locks and not pins:
                     delete_files(Path(path) / f"offload-{store}")
-            for lock in kept.locks:
+            for lock in locks.values():
                 release_lock(lock)
             self.released.append(kept)
         except CheckpointError as error:

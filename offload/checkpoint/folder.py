@@ -183,6 +183,24 @@ class BucketFolder:
         names = (key.removeprefix(self._prefix) for key in keys)
         return sorted(name for name in names if "/" not in name)
 
+    def walk(self) -> list[tuple[str, int]]:
+        """Return name and size of all objects below, sorted."""
+        try:
+            found = self._client.sizes(self._prefix)
+        except ObjectError as cause:
+            raise self._error("list", "", cause) from cause
+        return sorted((key.removeprefix(self._prefix), nbytes) for key, nbytes in found.items())
+
+    def delete_all(self) -> None:
+        """Delete all objects below; those that tell what the others are go last."""
+        try:
+            keys = self._client.list(self._prefix)
+            described = [key for key in keys if key.endswith(".json")]
+            self._client.delete([key for key in keys if key not in described])
+            self._client.delete(described)
+        except ObjectError as cause:
+            raise self._error("delete", "", cause) from cause
+
     def prepare(self) -> None:
         """See `Folder.prepare`."""
         name = f"{TEMPORARY}{uuid.uuid4().hex}"

@@ -113,17 +113,8 @@ class Manifest:
         return {tile: nbytes for subgroup in self.layout.subgroups for tile, _, nbytes in all_tiles(subgroup)}
 
     def parameters_of(self, tile: TileId) -> str:
-        """Return the names of the parameters that have elements in a tile, for messages."""
-        subgroup = self.layout.subgroups[tile.subgroup]
-        first = tile.tile * subgroup.tile_numel
-        last = first + subgroup.tile_numel
-        names = [
-            self.layout.parameters[segment.parameter].name
-            for segment in subgroup.segments
-            if segment.offset < last and segment.offset + segment.numel > first
-        ]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"{subgroup.tensor_name(tile.tensor)} of {', '.join(names[:3]) or 'no parameter'}{more}"
+        """See `Layout.parameters_of`."""
+        return self.layout.parameters_of(tile)
 
 
 def all_tiles(subgroup: Subgroup) -> tuple[tuple[TileId, int, int], ...]:

@@ -11,27 +11,62 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from offload._native import CompletionQueue
+from offload.checkpoint.adopt import Adopted, Pinned, Place, pinned_in, records_in, used_bytes
 from offload.checkpoint.commit import CommitJob, Kept
 from offload.checkpoint.folder import Folder
 from offload.checkpoint.manifest import Manifest, Piece, StoreRef, TileRef, extra_name
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import take_over
-from offload.engine.index import Record
+from offload.engine.index import Record, TileIndex
 from offload.engine.memory import Arena
 from offload.engine.saving import SAVE_DEPTH, Commit, Save, SaveTile
-from offload.errors import CheckpointError, invariant
+from offload.errors import CheckpointError, OffloadError, invariant
 from offload.layout import Layout
 from offload.protocols import Tier, TileId
-from offload.tiers import innermost, open_tier
+from offload.tiers import innermost, open_existing, open_tier
 from offload.tiers.places import release_lock
 from offload.tiers.remote import crc32c_of
 
 log = logging.getLogger("offload")
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """How a session writes on in a store that is there, instead of the new one that it has on the same path.
+
+    Attributes:
+        layout: What the session's state is cut into.
+        can: Whether nothing has been written to a path's new store yet.
+        open: Opens a store to be written to on a path of this number, whose first bytes are cut into slots already;
+            raises an `OffloadError` where it cannot be.
+        install: Puts it in the place of the new one, which goes.
+    """
+
+    layout: Layout
+    can: Callable[[int], bool]
+    open: Callable[[int, uuid.UUID, int], Tier]
+    install: Callable[[int, Tier], None]
+
+
+@dataclass(slots=True)
+class _Owned:
+    """Stores of ended sessions that this one has locked: some opened to be written to, by their path's number."""
+
+    tiers: dict[int, tuple[uuid.UUID, Tier, list[Pinned]]] = field(default_factory=dict)
+    taken: tuple[tuple[str, uuid.UUID, int], ...] = ()
+
+    def give_up(self) -> None:
+        for _, tier, _ in self.tiers.values():
+            tier.close()
+        for _, _, lock in self.taken:
+            release_lock(lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +83,7 @@ class Snapshot:
         id: The save's; the same on all ranks.
         rank: This rank.
         ranks: How many there are.
+        copy: Whether everything is copied to the folder.
     """
 
     layout: Layout
@@ -59,6 +95,7 @@ class Snapshot:
     id: str
     rank: int
     ranks: int
+    copy: bool
 
 
 @dataclass(slots=True)
@@ -121,7 +158,8 @@ class Saves:
         self.kept: list[Kept] = []
         """What is kept, oldest first."""
         self.stores = [(_absolute(path), store) for path, store in stores]
-        """Path and store of each path number; those that are read only come after the session's own."""
+        """Path and store of each path number; foreign ones, which are only read, come after the session's own."""
+        self._paths = len(stores)
         self._queue = queue
         self._others = others
         self._resident_address = resident_address
@@ -141,7 +179,6 @@ class Saves:
         folder: Folder,
         snapshot: Snapshot,
         *,
-        copy: bool,
         needs_buffers: bool,
         io_backend: str,
         on_done: Callable[[BaseException | None], None] | None,
@@ -154,6 +191,8 @@ class Saves:
             OffloadError: There is no memory for copy buffers.
         """
         folder.prepare()
+        empty = not snapshot.layout.parameters
+        copy = snapshot.copy and not empty
         if copy or needs_buffers:
             self._make_buffers(snapshot.layout)
         sink = None
@@ -174,8 +213,14 @@ class Saves:
                 ),
             )
             self._others[number] = sink[1]
-        save = Save(self._numbers, number if copy else None)
+        save = Save(self._numbers, number if copy else None, empty)
         return Pending(save, folder, snapshot, sink, on_done, time.monotonic())
+
+    def forget(self, pending: Pending) -> None:
+        """Close what was made for a save that was not handed over; one that was is left alone."""
+        if pending is not self.pending and pending is not self.last and pending.sink is not None:
+            self._others.pop(len(self.stores), None)
+            pending.sink[1].close()
 
     def _make_buffers(self, layout: Layout) -> None:
         most = max((nbytes for s in layout.subgroups for _, _, nbytes in s.tiles), default=4096)
@@ -207,6 +252,7 @@ class Saves:
         invariant(pending is not None and pending.save.number == operation.number, "a commit of no save")
         if pending is None:
             return
+        self._close_foreign()  # what was still there has been flushed for this save
         records = self._records
         thread = threading.Thread(
             target=self._run, args=(pending, records, operation.op), name="offload-commit", daemon=True
@@ -243,7 +289,7 @@ class Saves:
             gone = pending.job.released
             released = [kept.number for kept in gone if kept.number is not None]
             self.kept = [kept for kept in self.kept if kept not in gone]
-            if pending.sink is None:
+            if not pending.snapshot.copy:
                 own = pending.job.kept
                 own.number = pending.save.number
                 self.kept.append(own)
@@ -299,8 +345,12 @@ class Saves:
         )
         # A copy holds nothing, so it takes nobody's place; but what its folder held before does go.
         older = list(self.kept)
-        keep = self._keep if pending.sink is None else len(older) + 1
-        paths = [path for path, _ in self.stores if not path.startswith("s3://")] if pending.sink is None else []
+        keep = len(older) + 1 if snapshot.copy else self._keep
+        paths = (
+            [path for path, _ in self.stores[: self._paths] if not path.startswith("s3://")]
+            if not snapshot.copy
+            else []
+        )
         return CommitJob(pending.folder, manifest, extra, older, keep, paths=paths)
 
     # Resuming; on the caller's thread, with nothing pending
@@ -317,19 +367,122 @@ class Saves:
         stores = tuple((ref.path, ref.store) for ref in checkpoint.manifests[rank].stores if ref.path is not None)
         if not stores:
             return
-        locks = [take_over(path, store) for path, store in stores]
-        taken = tuple(lock for lock in locks if lock is not None)
-        if len(taken) < len(locks):
-            for lock in taken:
-                release_lock(lock)
-            log.info("%s stays with whoever uses its stores", checkpoint.path)
-            return
-        self.kept.append(Kept(checkpoint.path, checkpoint.id, rank, stores, None, taken))
+        owned = self._own(stores, checkpoint, None)
+        if owned is not None:
+            self.kept.append(Kept(checkpoint.path, checkpoint.id, rank, stores, None, owned.taken))
+
+    def _own(self, stores: Iterable[Place], checkpoint: Checkpoint, exchange: Exchange | None) -> _Owned | None:
+        """Lock stores that other sessions have left, opening those to be written to that can be; all, or none."""
+        owned = _Owned()
+        for path, store in stores:
+            number = next((n for n, (own, _) in enumerate(self.stores[: self._paths]) if own == path), None)
+            if exchange is not None and number is not None and number not in owned.tiers and exchange.can(number):
+                found = self._open(number, path, store, checkpoint, exchange)
+                if found is not None:
+                    owned.tiers[number] = found
+                    continue
+            lock = take_over(path, store)
+            if lock is None:
+                owned.give_up()
+                log.info("%s stays with whoever uses its stores", checkpoint.path)
+                return None
+            owned.taken += ((path, store, lock),)
+        return owned
+
+    def _open(
+        self, number: int, path: str, store: uuid.UUID, checkpoint: Checkpoint, exchange: Exchange
+    ) -> tuple[uuid.UUID, Tier, list[Pinned]] | None:
+        pinned = pinned_in(path, store, number, checkpoint, exchange.layout)
+        if pinned is None:
+            return None
+        try:
+            tier = exchange.open(number, store, used_bytes(pinned))
+        except OffloadError as error:
+            log.info("offload-%s on %s is only read: %s", store, path, error)
+            return None
+        if pinned_in(path, store, number, checkpoint, exchange.layout) != pinned:  # before it was locked
+            tier.close()
+            return None
+        return store, tier, pinned
+
+    def adopt(
+        self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, exchange: Exchange, rank: int
+    ) -> Adopted:
+        """Take over the stores of a checkpoint as far as can be; on the engine thread, with nothing in flight.
+
+        What another rank has saved for all is that rank's to take over; here it is only read.
+
+        Raises:
+            TierError: A store cannot be read; nothing has changed then.
+        """
+        self.last_folder = checkpoint.path
+        adopted = Adopted()
+        own = {place: number for number, place in enumerate(self.stores[: self._paths])}
+        named = {(ref.path, ref.store): None for ref in manifest.stores if ref.path is not None}
+        numbers = {place: own[place] for place in named if place in own}
+        others = [place for place in named if place not in own]
+        owned = self._own(others, checkpoint, exchange) if manifest.rank == rank else None
+        if owned is not None and owned.tiers:
+            trial = deepcopy(index)
+            for number, (_, tier, pinned) in owned.tiers.items():
+                end = used_bytes(pinned)
+                adopted.limits[number] = end + min(index.limit_bytes(number), tier.free_bytes())
+                counts = Counter(record.location for one in pinned for record in one.records.values())
+                trial.take_up(number, adopted.limits[number], counts)
+            if not trial.fits():
+                owned.give_up()
+                adopted.limits.clear()
+                owned = self._own(others, checkpoint, None)
+        tiers = owned.tiers if owned is not None else {}
+        numbers.update({(self.stores[number][0], store): number for number, (store, _, _) in tiers.items()})
+        foreign: dict[int, Tier] = {}
+        try:
+            for place in others:
+                if place not in numbers:
+                    number = numbers[place] = len(self.stores) + len(foreign)
+                    foreign[number] = open_existing(*place, self._queue, checksum=self._checksum)
+        except BaseException:
+            for tier in foreign.values():
+                tier.close()
+            if owned is not None:
+                owned.give_up()
+            raise
+        self.stores += [place for place in others if numbers[place] in foreign]
+        self._others.update(foreign)
+        for number, (store, tier, _) in tiers.items():
+            exchange.install(number, tier)
+            self.stores[number] = self.stores[number][0], store
+        adopted.records = records_in(manifest, numbers)
+        if owned is not None and others:
+            self._keep_on(checkpoint, manifest, owned, adopted)
+        return adopted
+
+    def _keep_on(self, checkpoint: Checkpoint, manifest: Manifest, owned: _Owned, adopted: Adopted) -> None:
+        """Hold what checkpoints name in stores that were taken over; older ones are released in their turn."""
+        by_id: dict[str, list[Pinned]] = {}
+        for one in sorted((one for _, _, found in owned.tiers.values() for one in found), key=lambda one: one.step):
+            by_id.setdefault(one.id, []).append(one)
+        ours = {(path, store) for path, store in self.stores[: self._paths]}
+        for id, found in by_id.items():
+            self._numbers += 1
+            adopted.held[self._numbers] = {tile: record for one in found for tile, record in one.records.items()}
+            stores = tuple((ref.path, ref.store) for ref in found[0].manifest.stores if ref.path is not None)
+            if id != checkpoint.id and found[0].step <= manifest.step and ours.issuperset(stores):
+                self.kept.append(Kept(found[0].folder, id, found[0].manifest.rank, stores, self._numbers))
+        number = next((n for n, id in zip(adopted.held, by_id, strict=True) if id == checkpoint.id), None)
+        stores = tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
+        self.kept.append(Kept(checkpoint.path, checkpoint.id, manifest.rank, stores, number, owned.taken))
+
+    def _close_foreign(self) -> None:
+        for number in [number for number in self._others if number < len(self.stores)]:
+            self._others.pop(number).close()
 
     def close(self) -> None:
         """Free memory and locks; nothing is pending."""
+        for number in list(self._others):
+            self._others.pop(number).close()
         for kept in self.kept:
-            for lock in kept.locks:
+            for _, _, lock in kept.taken:
                 release_lock(lock)
         self.kept.clear()
         if self._buffers is not None:

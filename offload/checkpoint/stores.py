@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import uuid
 from collections.abc import Collection, Sequence
@@ -27,6 +28,9 @@ from offload.tiers.places import (
     lock_holder,
     release_lock,
 )
+from offload.tiers.store import RECORD_NAME
+
+_log = logging.getLogger("offload")
 
 _STORE = re.compile(r"offload-([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})")
 
@@ -108,6 +112,7 @@ class Leftover:
         pins: Checkpoints that it is pinned by and that are where they were written.
         missing: Pins of checkpoints of which nobody knows: deleted, never committed, or moved.
         problem: Why it cannot be judged; "" if it can.
+        opened_by: In an object store, who has opened it and may use it still: nobody can tell. "" elsewhere.
     """
 
     path: str
@@ -117,6 +122,7 @@ class Leftover:
     pins: tuple[Pin, ...]
     missing: tuple[Pin, ...]
     problem: str = ""
+    opened_by: str = ""
 
     @property
     def is_free(self) -> bool:
@@ -128,12 +134,10 @@ def find_stores(path: str) -> list[Leftover]:
     """Return all stores on a path, those of ranks (`rank-<r>`) included, in order of their names.
 
     Raises:
-        ConfigError: `path` is not a directory that can be read.
+        ConfigError: `path` is not a directory that can be read, or not a bucket that can be used.
     """
     if path.startswith("s3://"):
-        raise ConfigError(
-            "PATH", path, "name a directory: who uses a store in a bucket cannot be known; delete its prefix by hand"
-        )
+        return _find_remote(path.rstrip("/"))
     root = Path(path)
     if not root.is_dir():
         raise ConfigError("PATH", path, "name a directory that exists")
@@ -146,23 +150,58 @@ def find_stores(path: str) -> list[Leftover]:
     return [_judge(entry) for entry in found if entry.is_dir()]
 
 
+def leftover_bytes(paths: Sequence[str]) -> int:
+    """Return what stores whose sessions have ended take on directories among `paths`."""
+    found = 0
+    for path in paths:
+        if path.startswith("s3://"):
+            continue
+        with contextlib.suppress(OSError):
+            for store in Path(path.removeprefix("file://")).iterdir():
+                if _STORE.fullmatch(store.name) and lock_holder(store) is None:
+                    found += sum(entry.stat().st_blocks * 512 for entry in store.iterdir())
+    return found
+
+
+def _find_remote(path: str) -> list[Leftover]:
+    found: dict[str, int] = {}
+    try:
+        for key, nbytes in BucketFolder(path).walk():
+            ranked = re.match(rf"((?:rank-\d+/)?{_STORE.pattern})/", key)
+            if ranked is not None:
+                found[ranked.group(1)] = found.get(ranked.group(1), 0) + nbytes
+    except CheckpointError as cause:
+        raise ConfigError("PATH", path, str(cause)) from cause
+    return [_judge_remote(f"{path}/{name}", nbytes) for name, nbytes in sorted(found.items())]
+
+
+def _judge_remote(path: str, nbytes: int) -> Leftover:
+    folder = open_folder(path)
+    try:
+        opened = json.loads(folder.read(RECORD_NAME) or b"{}")
+        who = f"process {opened.get('pid', '?')} on {opened.get('host', '?')}"
+        alive, missing = _split_pins(folder)
+    except (ValueError, AttributeError, CheckpointError) as cause:
+        return Leftover(path, nbytes, None, False, (), (), problem=str(cause))
+    return Leftover(path, nbytes, None, False, alive, missing, opened_by=who)
+
+
+def _split_pins(folder: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
+    """Return the pins whose checkpoints are where they were written, and those of which nobody can tell."""
+    held = [(pin, holds(pin.folder, pin.id)) for pin in read_pins(folder)]
+    return tuple(pin for pin, there in held if there), tuple(pin for pin, there in held if there is None)
+
+
 def _judge(store: Path) -> Leftover:
     nbytes = 0
     with contextlib.suppress(OSError):
         nbytes = sum(entry.stat().st_blocks * 512 for entry in store.iterdir())
-    alive: list[Pin] = []
-    missing: list[Pin] = []
     try:
         used_by, being_read = lock_holder(store), is_being_read(store)
-        for pin in read_pins(open_folder(str(store))):
-            held = holds(pin.folder, pin.id)
-            if held is None:
-                missing.append(pin)
-            elif held:
-                alive.append(pin)
+        alive, missing = _split_pins(open_folder(str(store)))
     except (OSError, CheckpointError) as cause:
         return Leftover(str(store), nbytes, None, False, (), (), problem=str(cause))
-    return Leftover(str(store), nbytes, used_by, being_read, tuple(alive), tuple(missing))
+    return Leftover(str(store), nbytes, used_by, being_read, alive, missing)
 
 
 def holds(folder: str, id: str) -> bool | None:
@@ -196,8 +235,16 @@ def remove(leftover: Leftover) -> bool:
     """Delete a store that nobody needs, holding its lock meanwhile; return whether it is gone.
 
     A store is left alone if somebody has taken it in the meantime, or if it has no lock file (it may just be in the
-    making, or on a file system without locks). Only files that stores are made of are deleted.
+    making, or on a file system without locks). Only files that stores are made of are deleted. In an object store
+    nothing tells whether somebody uses it: the caller says by this that nobody does.
     """
+    if leftover.path.startswith("s3://"):
+        try:
+            BucketFolder(leftover.path).delete_all()
+        except CheckpointError as error:
+            _log.warning("%s", error)
+            return False
+        return True
     store = Path(leftover.path)
     try:
         lock = hold_lock(store / LOCK_NAME, existing=True)

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from offload.config import format_bytes
+from offload.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
@@ -15,9 +16,21 @@ def add_parser(commands: Any) -> None:
         "gc",
         help="delete stores that killed sessions have left on a path",
         description="Delete stores (offload-<uuid>) that no process uses and no checkpoint needs. What checkpoints "
-        "refer to stays, and so does everything else in the directory.",
+        "refer to stays, and so does everything else there. Nobody can tell whether a process uses a store in a "
+        "bucket, so there a store is deleted only if --store names it.",
     )
-    parser.add_argument("path", nargs="+", metavar="PATH", help="directory that was given as a path to train with")
+    parser.add_argument(
+        "path",
+        nargs="+",
+        metavar="PATH",
+        help="directory or s3://bucket/prefix that was given as a path to train with",
+    )
+    parser.add_argument(
+        "--store",
+        action="append",
+        metavar="UUID",
+        help="look at this store alone (several times: at these); in a bucket this says that its session has ended",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     parser.add_argument(
         "--orphans",
@@ -36,11 +49,19 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status: 0, or 1 if a store that may go could not be deleted.
 
     Raises:
-        ConfigError: A path is not a directory.
+        ConfigError: A path is not a directory, or a bucket that can be used; or there is no such store.
     """
     from offload.checkpoint.stores import find_stores, remove
 
     found = [(path, store) for path in arguments.path for store in find_stores(path)]
+    if arguments.store is not None:
+        names = [store.path.rpartition("/offload-")[2] for _, store in found]
+        for name in arguments.store:
+            if name not in names:
+                raise ConfigError(
+                    "--store", name, f"name a store that is there: {', '.join(names) or 'there is none'}"
+                )
+        found = [row for row, name in zip(found, names, strict=True) if name in arguments.store]
     rows = []
     failed = False
     for path, store in found:
@@ -57,6 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"kept: belongs to {', '.join(pin.folder for pin in store.missing)}, where there is no checkpoint "
                 "now; --orphans deletes it"
             )
+        elif store.opened_by and arguments.store is None:
+            verdict = f"kept: {store.opened_by} has opened it and may use it; if it does not, --store deletes it"
         elif arguments.dry_run:
             verdict = "would be deleted"
         elif remove(store):

@@ -5,6 +5,8 @@ Invariants:
     it), or both; only free slots are written to;
   * a tile has at most one live slot;
   * a slot that is held is one beyond the plan, for training must go on without it: room for it is reserved before;
+  * a path number beyond the stores is that of a *foreign* store, which is only read: its slots are live at most, and
+    whoever it belongs to frees them;
   * there are never more slots of a size than the plan reckons with, so its bytes on storage are an upper bound;
     free slots on a path that is no longer written to do not count, so that other paths can take their place;
     after `reshare` a path may get more, where there is room beyond the plan.
@@ -13,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offload.errors import InternalError, invariant
@@ -59,23 +61,28 @@ class TileIndex:
     Args:
         stores: For each path, the bytes its store may grow to and its share of the tiles.
         slot_counts: For each payload size, the most slots there may be in all stores together.
+        checkpoint_bytes: What checkpoints may come to hold: room that no store grows into beyond the plan.
     """
 
-    def __init__(self, stores: Sequence[tuple[int, float]], slot_counts: Mapping[int, int]) -> None:
-        self._allowed = dict(slot_counts)
+    def __init__(
+        self, stores: Sequence[tuple[int, float]], slot_counts: Mapping[int, int], checkpoint_bytes: int = 0
+    ) -> None:
+        self._planned = dict(slot_counts)
         self._unmade = dict(slot_counts)
         self._stores = [_Store(limit, share) for limit, share in stores]
         self._drifting = False
         self._records: dict[TileId, Record] = {}
         self._claimed: set[Location] = set()
         self._held: dict[Location, int] = {}
+        self._checkpoint_bytes = checkpoint_bytes
+        self._held_bytes = 0
 
     def get(self, tile: TileId) -> Record | None:
         """Return where the newest version of `tile` lies, or None if it was never written."""
         return self._records.get(tile)
 
-    def claim(self, nbytes: int) -> Location | None:
-        """Reserve a free slot for a payload of `nbytes`, on the path whose turn it is.
+    def claim(self, nbytes: int, avoid: Collection[int] = ()) -> Location | None:
+        """Reserve a free slot for a payload of `nbytes`, on the path whose turn it is; on none of `avoid`.
 
         Turns are in proportion to shares and interleaved as evenly as can be, so that every subgroup is striped over
         all paths and its tiles arrive together (smooth weighted round robin).
@@ -87,6 +94,8 @@ class TileIndex:
         unmade = self._unmade.get(nbytes, 0)
         able: list[tuple[int, float]] = []
         for number, store in enumerate(self._stores):
+            if number in avoid:
+                continue
             if store.usable and store.free.get(nbytes):
                 able.append((number, 0.0))
             elif store.usable and store.end + whole <= store.limit_bytes:
@@ -147,17 +156,16 @@ class TileIndex:
         usable = any(store.usable for store in self._stores)
         if any(slot_counts.values()) and (not usable or self._spare_bytes(wanted) < 0):
             return False
-        self._change_allowed(slot_counts, 1)
+        self._change_unmade(slot_counts, 1)
         return True
 
     def give_back(self, slot_counts: Mapping[int, int]) -> None:
         """Take back a reserve that was not used."""
-        self._change_allowed(slot_counts, -1)
+        self._change_unmade(slot_counts, -1)
 
-    def _change_allowed(self, slot_counts: Mapping[int, int], sign: int) -> None:
+    def _change_unmade(self, slot_counts: Mapping[int, int], sign: int) -> None:
         for nbytes, count in slot_counts.items():
-            for counts in (self._allowed, self._unmade):
-                counts[nbytes] = counts.get(nbytes, 0) + sign * count
+            self._unmade[nbytes] = self._unmade.get(nbytes, 0) + sign * count
 
     def hold(self, location: Location) -> bool:
         """Keep a live, held or (once written) claimed slot for a checkpoint; return whether it uses up a reserve."""
@@ -165,7 +173,9 @@ class TileIndex:
             self._claimed.remove(location)
             self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES
         self._held[location] = self._held.get(location, 0) + 1
-        return self._held[location] == 1
+        first = self._held[location] == 1
+        self._held_bytes += (location.nbytes + SECTOR_BYTES) * first
+        return first
 
     def let_go(self, tile: TileId, location: Location) -> None:
         """End one `hold`; a slot that nothing names any more becomes free."""
@@ -174,10 +184,68 @@ class TileIndex:
         if self._held[location]:
             return
         del self._held[location]
-        self._change_allowed({location.nbytes: 1}, -1)
+        self._held_bytes -= location.nbytes + SECTOR_BYTES
+        self._change_unmade({location.nbytes: 1}, -1)
         record = self._records.get(tile)
         if record is None or record.location != location:
             self._free(location)
+
+    # Going on from a checkpoint where it lies
+
+    def take_up(self, path: int, limit_bytes: int, held: Mapping[Location, int]) -> None:
+        """Go on in a store that is there, instead of one that is still empty.
+
+        Args:
+            path: Its path's number.
+            limit_bytes: How far it may grow.
+            held: Slots in it that checkpoints name, and how many do. All between them is cut into free slots.
+        """
+        store = self._stores[path]
+        invariant(store.end == 0, "a store that is in use is exchanged")
+        store.limit_bytes = limit_bytes
+        sizes = sorted({*self._planned, *(location.nbytes for location in held)}, reverse=True)
+        for location in sorted(held, key=lambda location: location.offset):
+            invariant(location.offset >= store.end, f"two slots overlap at byte {location.offset} of path {path}")
+            for nbytes in sizes:
+                while store.end + nbytes + SECTOR_BYTES <= location.offset:
+                    store.free.setdefault(nbytes, []).append(store.end)
+                    store.end += nbytes + SECTOR_BYTES
+                    self._unmade[nbytes] = self._unmade.get(nbytes, 0) - 1
+            store.lost_bytes += location.offset - store.end
+            store.end = location.offset + location.nbytes + SECTOR_BYTES
+            self._held[location] = held[location]
+            self._held_bytes += location.nbytes + SECTOR_BYTES
+            self._unmade.setdefault(location.nbytes, 0)
+
+    def fits(self) -> bool:
+        """Return whether all slots that the plan reckons with have room."""
+        return self._spare_bytes(self._unmade) >= 0
+
+    def limit_bytes(self, path: int) -> int:
+        """Return how far a store may grow."""
+        return self._stores[path].limit_bytes
+
+    def is_empty(self, path: int) -> bool:
+        """Return whether a store has no slots yet."""
+        return self._stores[path].end == 0
+
+    def adopt(self, tile: TileId, record: Record) -> None:
+        """Make a slot that is held, or one of a foreign store, the newest version of `tile`."""
+        location, before = record.location, self._records.get(tile)
+        if not self._is_foreign(location):
+            invariant(location in self._held, f"{tile} is taken from a slot that no checkpoint holds")
+            self._stores[location.path].live_bytes += location.nbytes + SECTOR_BYTES
+        self._records[tile] = record
+        if before is not None:
+            self._release(before.location)
+
+    def _is_foreign(self, location: Location) -> bool:
+        return location.path >= len(self._stores)
+
+    def is_foreign(self, tile: TileId) -> bool:
+        """Return whether the newest version of a tile lies in a foreign store."""
+        record = self._records.get(tile)
+        return record is not None and self._is_foreign(record.location)
 
     def lose(self, location: Location) -> None:
         """Never use a claimed slot again: its file may have no room for it."""
@@ -196,8 +264,9 @@ class TileIndex:
         return sum(store.limit_bytes - store.end for store in usable) - sum(s * count for s, count in todo) - slack
 
     def _may_grow(self, whole: int) -> bool:
-        """Return whether a slot beyond the plan leaves room for all slots that the plan still reckons with."""
-        return self._drifting and self._spare_bytes(self._unmade) >= whole
+        """Return whether a slot beyond the plan leaves room for what the plan and checkpoints still reckon with."""
+        kept = max(0, self._checkpoint_bytes - self._held_bytes)
+        return self._drifting and self._spare_bytes(self._unmade) - kept >= whole
 
     def reshare(self, shares: Sequence[float]) -> None:
         """Spread tiles in other proportions from now on.
@@ -211,14 +280,13 @@ class TileIndex:
 
     def allow(self, slot_counts: Mapping[int, int]) -> None:
         """Reckon with more slots, as a plan for more subgroups does."""
-        made = {nbytes: -count for nbytes, count in self._unmade.items()}
         for nbytes, count in slot_counts.items():
-            self._unmade[nbytes] = count - self._allowed.get(nbytes, 0) - made.get(nbytes, 0)
-        self._allowed = dict(slot_counts)
+            self._unmade[nbytes] = self._unmade.get(nbytes, 0) + count - self._planned.get(nbytes, 0)
+        self._planned = dict(slot_counts)
 
     def has_room(self, slot_counts: Mapping[int, int]) -> bool:
         """Return whether all slots that a plan reckons with can still be made, as `allow` would promise."""
-        unmade = {n: count - self._allowed.get(n, 0) + self._unmade.get(n, 0) for n, count in slot_counts.items()}
+        unmade = {n: count - self._planned.get(n, 0) + self._unmade.get(n, 0) for n, count in slot_counts.items()}
         return self._spare_bytes(unmade) >= 0
 
     def retire(self, path: int) -> None:
@@ -230,6 +298,8 @@ class TileIndex:
                 self._unmade[nbytes] += len(offsets)
 
     def _release(self, location: Location) -> None:
+        if self._is_foreign(location):
+            return
         store = self._stores[location.path]
         store.live_bytes -= location.nbytes + SECTOR_BYTES
         if location not in self._held:
@@ -252,7 +322,8 @@ class TileIndex:
             InternalError: If one does not hold.
         """
         taken: dict[tuple[int, int], str] = {}
-        slots = [(record.location, str(tile)) for tile, record in self._records.items()]
+        named = [(record.location, str(tile)) for tile, record in self._records.items()]
+        slots = [(location, name) for location, name in named if not self._is_foreign(location)]
         slots += [(location, "claimed") for location in sorted(self._claimed, key=lambda x: (x.path, x.offset))]
         live = {location for location, _ in slots}
         slots += [(location, "held") for location in self._held if location not in live]

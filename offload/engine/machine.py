@@ -32,8 +32,8 @@ addresses (the executor knows them).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -184,6 +184,21 @@ class BeginSave:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeUp:
+    """Event: go on from what checkpoints hold on storage; with nothing in flight.
+
+    Attributes:
+        stores: Paths whose empty stores have been exchanged for ones that are there, and how far those may grow.
+        held: What checkpoints hold in these, by the numbers of saves.
+        records: The newest version from now on of every tile of some streamed subgroups, whatever they were before.
+    """
+
+    stores: Mapping[int, int]
+    held: Mapping[int, Mapping[TileId, Record]]
+    records: Mapping[TileId, Record]
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Event: let the slots of a finished save go."""
 
@@ -213,7 +228,7 @@ class Stop:
     error: OffloadError
 
 
-Event = Begin | BeginSave | Release | Done | Failed | Stop
+Event = Begin | BeginSave | TakeUp | Release | Done | Failed | Stop
 
 
 @dataclass(slots=True)
@@ -356,6 +371,8 @@ class Machine:
                     self._begin(sweep)
                 case BeginSave(save):
                     self._begin_save(save)
+                case TakeUp():
+                    self._take_up(event)
                 case Release(number):
                     self.saver.release(number)
                 case Done(op, checksum):
@@ -404,6 +421,7 @@ class Machine:
             state = self._states[subgroup]
             queue = self._unfetched if state is State.ABSENT else self._queue_of(visit)
             waits = state in (State.FETCHING, State.FLUSHING, State.BUSY) or self.saver.blocks(subgroup)
+            waits = waits or self.broken is not None  # then nobody is let on any more
             invariant(waits or subgroup in queue, f"subgroup {subgroup} is {state} and waits for nothing")
         for gpu_slot, owner in enumerate(self._gpu_owners):
             if owner is not None:
@@ -456,13 +474,32 @@ class Machine:
 
     def _begin_save(self, save: Save) -> None:
         invariant(self._sweep is None and State.BUSY not in self._states, "a save begins during a visit")
-        invariant(not any(self._fresh), "a save begins while there is fresh state")
+        invariant(save.empty or not any(self._fresh), "a save begins while there is fresh state")
         unsaved = dict.fromkeys([*self._dirty, *self._flushes])
         if self.broken is not None:
             self.saver.ended = save, self.broken
         elif self.saver.begin(save, self.plan, unsaved, self._versions):
-            for subgroup in list(self._dirty):
+            for subgroup in () if save.empty else list(self._dirty):
                 self._flush(subgroup, for_save=True)
+
+    def _take_up(self, event: TakeUp) -> None:
+        invariant(self.idle and not self._in_flight, "state is exchanged while it is in use")
+        for path, limit_bytes in event.stores.items():
+            held = Counter(r.location for records in event.held.values() for r in records.values())
+            self.index.take_up(path, limit_bytes, {x: n for x, n in held.items() if x.path == path})
+        invariant(self.index.fits(), "stores that were taken up have no room for the plan")
+        self.saver.held.update({number: dict(records) for number, records in event.held.items()})
+        for tile, record in event.records.items():
+            subgroup = tile.subgroup
+            invariant(
+                not self.plan.resident[subgroup], f"state of subgroup {subgroup} at home in memory is exchanged"
+            )
+            if subgroup in self._slots:
+                self._vacate(self._slots[subgroup])
+            self._dirty.pop(subgroup, None)
+            self._fresh[subgroup] = False
+            self._versions[subgroup] = record.step
+            self.index.adopt(tile, record)
 
     def _done(self, operation: Operation, checksum: int) -> bool:
         """Take in that an operation has ended well; return whether a subgroup's state has changed."""
@@ -570,8 +607,12 @@ class Machine:
             self.saver.landed(operation, 0, error)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
-            # Training can do without this flush, so the save is given up and the path is not.
-            self.index.lose(operation.record.location)
+            # Training can do without this flush, so the save may be given up and the path is not.
+            location = operation.record.location
+            self.index.lose(location)
+            where = operation.tile, operation.slot, operation.buffer_offset, location.nbytes
+            if self.saver.tries_again(operation, error) and self._write(*where, avoid=self.saver.avoided):
+                return
             self._flushes[operation.tile.subgroup].error = error
             self.saver.abort(error)
             self._flushed_tile(operation.tile.subgroup)
@@ -721,8 +762,8 @@ class Machine:
                 self._flushed_tile(subgroup)
                 return
 
-    def _write(self, tile: TileId, slot: int, offset: int, nbytes: int) -> bool:
-        location = self.index.claim(nbytes)
+    def _write(self, tile: TileId, slot: int, offset: int, nbytes: int, avoid: Collection[int] = ()) -> bool:
+        location = self.index.claim(nbytes, avoid)
         if location is None:
             return False
         record = Record(location, self._versions[tile.subgroup], 0)

@@ -8,6 +8,7 @@ copies everything into a store of its own instead and holds nothing in the end.
 Invariants:
   * a record is written down once its tile is whole on storage, and its slot is held from that moment on;
   * a path is synced after the last write to it; a checkpoint is committed after all its paths have been synced;
+  * a write that fails is tried once more, then on other paths; training goes on using the path;
   * a save that fails gives back all that it held and reserved, and leaves training as it was.
 
 Non-goals: what a commit does (the executor), which checkpoints are released and when (the session).
@@ -17,13 +18,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from offload.engine.index import Location, Record, TileIndex
-from offload.errors import CheckpointError, TierFullError, invariant
+from offload.errors import CheckpointError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
 from offload.protocols import SECTOR_BYTES, TileId
+
+if TYPE_CHECKING:
+    from offload.engine.machine import WriteTile
 
 SAVE_DEPTH = 4
 """Tiles that a save has on their way at once; also the number of copy buffers."""
@@ -36,10 +41,12 @@ class Save:
     Attributes:
         number: Identifies the save; grows.
         sink: Number of the path that takes a copy of everything, or None to hold slots where they are.
+        empty: Whether there is nothing to save: another rank has the same state and saves it.
     """
 
     number: int
     sink: int | None = None
+    empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,9 @@ class Saver:
         self._sink_end = 0
         self._synced = False
         self._unblocked: list[int] = []
+        self._tries: Counter[TileId] = Counter()
+        self.avoided: set[int] = set()
+        """Paths that the save under way writes to no more."""
 
     @property
     def weights_left(self) -> bool:
@@ -165,6 +175,18 @@ class Saver:
         """Return the subgroups that may be visited again since the last call."""
         unblocked, self._unblocked = self._unblocked, []
         return unblocked
+
+    def tries_again(self, operation: SaveTile | WriteTile, error: Exception) -> bool:
+        """Take in that a write for the save has failed; return whether it is to be issued again.
+
+        Another slot is taken in any case. A path that has no room, or fails for the second time, is avoided.
+        """
+        if self.save is None or self._error is not None or not isinstance(error, TierError):
+            return False
+        self._tries[operation.tile] += 1
+        if self._tries[operation.tile] > 1 or isinstance(error, TierFullError):
+            self.avoided.add(operation.record.location.path)
+        return self.save.sink is None or self._tries[operation.tile] == 1
 
     # The course of a save ---------------------------------------------------------------------------------------
 
@@ -192,9 +214,11 @@ class Saver:
         self._buffers = list(range(SAVE_DEPTH))
         self._sink_end = 0
         self._synced = False
+        self._tries.clear()
+        self.avoided.clear()
         counts: Counter[int] = Counter()
         pinned: list[tuple[TileId, Record]] = []
-        for subgroup in plan.layout.subgroups:
+        for subgroup in () if save.empty else plan.layout.subgroups:
             number = subgroup.index
             if plan.resident[number]:
                 on_gpu = plan.at_home_on_gpu(number)
@@ -339,7 +363,7 @@ class Saver:
 
     def _claim(self, nbytes: int) -> Location | None:
         if self.save is None or self.save.sink is None:
-            return self._index.claim(nbytes)
+            return self._index.claim(nbytes, self.avoided)
         location = Location(self.save.sink, self._sink_end, nbytes)
         self._sink_end += nbytes + SECTOR_BYTES
         return location
@@ -368,7 +392,8 @@ class Saver:
                 self.records.setdefault(operation.tile, operation.record)  # still held; dropped with the rest
                 self._buffers.append(operation.buffer)
         elif isinstance(operation, SaveTile):
-            self._saved(operation, item, checksum, error)
+            if self._saved(operation, item, checksum, error):
+                return
         elif isinstance(operation, Commit) and error is None:
             if self.save.sink is None:
                 self.held[self.save.number] = self.records
@@ -378,21 +403,29 @@ class Saver:
         if error is not None:
             self.abort(error)
 
-    def _saved(self, operation: SaveTile, item: _Item | None, checksum: int, error: Exception | None) -> None:
+    def _saved(self, operation: SaveTile, item: _Item | None, checksum: int, error: Exception | None) -> bool:
+        """Take in that a write has ended; return whether it failed and was issued again."""
         subgroup, location = operation.tile.subgroup, operation.record.location
+        sink = self.save is not None and self.save.sink is not None
+        if error is not None and not sink:
+            self._index.lose(location)
+        if error is not None and item is not None and self.tries_again(operation, error):
+            again = self._claim(location.nbytes)
+            if again is not None:
+                record = Record(again, operation.record.step, 0)
+                self._fly(lambda op: replace(operation, op=op, record=record), item)
+                return True
         if operation.buffer is not None:
             self._buffers.append(operation.buffer)
         if item is not None and item.home:
             self._left[subgroup] -= 1
             if not self._left[subgroup]:
                 self._unblock(subgroup)
-        sink = self.save is not None and self.save.sink is not None
         if error is None:
             if not sink and self._index.hold(location):
                 self._reserve[location.nbytes] -= 1
             self.records[operation.tile] = Record(location, operation.record.step, checksum)
-        elif not sink:
-            self._index.lose(location)
+        return False
 
     def _unblock(self, subgroup: int) -> None:
         del self._left[subgroup]

@@ -29,17 +29,30 @@ import numpy.typing as npt
 import torch
 
 from offload._native import CompletionQueue
+from offload.checkpoint.adopt import manifest_in_place
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import Piece
+from offload.checkpoint.manifest import Manifest, Piece
 from offload.checkpoint.reader import Checkpoint, Range, StateSource
-from offload.checkpoint.saves import Saves, Snapshot
+from offload.checkpoint.saves import Exchange, Saves, Snapshot
+from offload.checkpoint.stores import leftover_bytes
 from offload.config import OffloadConfig, PathConfig
 from offload.engine.executor import REQUEST, Interval, LiveExecutor
 from offload.engine.gpu import GpuLanes
 from offload.engine.gradients import BLOCK_BYTES, PASSING, GpuGradients
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, BeginSave, Machine, Release, Run, State, Sweep, Visit, update_visits
+from offload.engine.machine import (
+    Begin,
+    BeginSave,
+    Machine,
+    Release,
+    Run,
+    State,
+    Sweep,
+    TakeUp,
+    Visit,
+    update_visits,
+)
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.tables import GroupScalars, Tables
 from offload.errors import (
@@ -49,6 +62,7 @@ from offload.errors import (
     OffloadError,
     SessionBrokenError,
     StepAbortedError,
+    TierError,
     invariant,
 )
 from offload.kernels import CpuUpdateKernel, sum_in_order
@@ -60,6 +74,7 @@ from offload.layout import (
     Layout,
     Parameter,
     Segment,
+    Subgroup,
     extend_layout,
 )
 from offload.measure import (
@@ -85,12 +100,14 @@ from offload.plan import (
 from offload.plan.budget import GPU_STAGING_SLOTS, WEIGHT_SLOTS
 from offload.protocols import (
     NORM_BLOCK_NUMEL,
+    Completion,
     Device,
     DtypeCode,
     Mark,
     SegmentFlag,
     Tier,
     TileId,
+    TileRequest,
 )
 from offload.tiers import Turns, check_directories, free_bytes, innermost, open_tier, tier_error
 from offload.tiers.file import DEFAULT_EXTENT_BYTES
@@ -334,6 +351,7 @@ class Engine:
         id: str | None = None,
         rank: int = 0,
         ranks: int = 1,
+        replica: bool = False,
     ) -> None:
         """Start a checkpoint of the state as it is now; it is written while the caller goes on.
 
@@ -351,13 +369,16 @@ class Engine:
             id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
             rank: This rank.
             ranks: Number of ranks that save to the folder together.
+            replica: Whether rank 0 has the same state and saves it for this rank too; it writes `extra` alone then.
 
         Raises:
             CheckpointError: The folder cannot be used, or the paths have no room for a checkpoint; training may
                 go on.
             SessionBrokenError: The session cannot be used.
         """
-        self._core.save(path, metadata or {}, extra, pieces, copy, on_done, id or uuid.uuid4().hex, rank, ranks)
+        self._core.save(
+            path, metadata or {}, extra, pieces, copy, on_done, id or uuid.uuid4().hex, rank, ranks, replica
+        )
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.
@@ -378,6 +399,9 @@ class Engine:
         ranks: int = 1,
     ) -> None:
         """Replace all state, step counts and weights by what a checkpoint has for these parameters.
+
+        With the same subgroups, tiles and ranks streamed state is not copied: its slots are this session's from then
+        on where their session has ended and they lie on one of its paths, and are only read elsewhere.
 
         Args:
             checkpoint: An open one, or a file of another format; may be closed afterwards.
@@ -489,6 +513,12 @@ class _Core:
         else:
             self.plan = choose_plan(layout, budgets, known, config.placement)
         log.info("%s", self.plan)
+        if paths and not self.plan.has_room_for_checkpoints:
+            log.warning(
+                "the paths may have too little room for checkpoints: they take up to %d bytes beside the state; "
+                "save_checkpoint raises then",
+                self.plan.checkpoint_bytes,
+            )
         available = available_bytes()
         if self.plan.host_bytes > available:
             offers = {"host memory": available}
@@ -498,18 +528,7 @@ class _Core:
         try:
             store = uuid.uuid4()
             for path in paths:
-                opened = open_tier(
-                    path.path,
-                    store,
-                    queue,
-                    max_bytes=path.max_bytes,
-                    depth=path.depth,
-                    extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, self.plan.storage_bytes)),
-                    checksum=config.checksum,
-                    turns=_choose_turns(config, path),
-                    io_backend=config.io_backend,
-                )
-                self._tiers.append(opened)
+                self._tiers.append(self._open_tier(path, store, path.depth))
             self._kernel = CpuUpdateKernel(queue, self._threads)
             if device is not None:
                 self._gpu = GpuLanes(device, queue)
@@ -518,7 +537,7 @@ class _Core:
                 self._tiers,
                 self._kernel,
                 queue,
-                tier_error,
+                self._tier_error,
                 verify=config.checksum,
                 stall_s=config.stall_timeout_s,
                 gpu=self._gpu,
@@ -540,7 +559,7 @@ class _Core:
             self._seen: list[Rates] = [self.rates]
             shares = self.plan.shares(self.rates)
             limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
-            index = TileIndex(limits, self.plan.slot_counts)
+            index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
             self.machine = Machine(self.plan, index, log.warning)
             self._saves = self.executor.save_source = Saves(
                 queue,
@@ -548,7 +567,7 @@ class _Core:
                 self.executor.others,
                 self._residents.__getitem__,
                 self._gather_tile,
-                keep=config.checkpoints_kept,
+                keep=config.checkpoints,
                 checksum=config.checksum,
             )
         except BaseException:
@@ -558,6 +577,22 @@ class _Core:
         self._thread.start()
 
     # Set-up
+
+    def _open_tier(
+        self, path: PathConfig, store: uuid.UUID, depth: int | None, used_bytes: int | None = None
+    ) -> Tier:
+        return open_tier(
+            path.path,
+            store,
+            self._queue,
+            max_bytes=path.max_bytes,
+            depth=depth,
+            extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, self.plan.storage_bytes)),
+            checksum=self.config.checksum,
+            turns=_choose_turns(self.config, path),
+            io_backend=self.config.io_backend,
+            used_bytes=used_bytes,
+        )
 
     def _first_budgets(self, layout: Layout, device: Device | None) -> Budgets:
         config = self.config
@@ -586,6 +621,9 @@ class _Core:
             paths=tuple(paths),
             gradient_bytes=gradients,
             follow_rates=all(path.share is None for path in config.path_configs),
+            checkpoints=config.checkpoints,
+            checkpoints_required=bool(config.checkpoints_kept),
+            leftover_bytes=leftover_bytes([path.path for path in config.path_configs]),
         )
 
     def _slot_dtype(self, parameter: Parameter) -> DtypeCode:
@@ -757,6 +795,22 @@ class _Core:
         with self._lock:
             self._request(extend)
 
+    def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:
+        """Return the error of a failed completion; it names the parameters that a tile is of, and its file."""
+        error = tier_error(verb, completion, request, tier)
+        if request is None:
+            return error
+        place = getattr(innermost(tier), "store_path", None)
+        where = f" in {place}" if place is not None else ""
+        return type(error)(
+            error.operation,
+            tier=error.tier,
+            path=error.path,
+            offset=error.offset,
+            errno=error.errno,
+            detail=f"{self.plan.layout.parameters_of(request.tile)}{where}; {error.detail}",
+        )
+
     # The engine thread
 
     def _serve(self) -> None:
@@ -866,20 +920,31 @@ class _Core:
         applied: Callable[[], None] = lambda: None,
     ) -> None:
         def begin() -> Sweep:
-            if is_step:
-                self._learn()
-            self.executor.visit_with(visitor)
-            self._sweeps += 1
-            self._version += changes
-            order = visit_order(subgroups, self.machine.slots)
-            if is_step:
-                visits = update_visits(self.plan, order)
-                self._bring_gradients(visits)
-            else:
-                visits = tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
-            return Sweep(self._sweeps, self._version, visits)
+            return self._begin(subgroups, visitor, changes=changes, overwrites=overwrites, is_step=is_step)
 
         self._request(begin, applied)
+
+    def _begin(
+        self,
+        subgroups: Sequence[int],
+        visitor: Callable[[Run], npt.NDArray[Any] | None],
+        *,
+        changes: bool,
+        overwrites: bool = False,
+        is_step: bool = False,
+    ) -> Sweep:
+        if is_step:
+            self._learn()
+        self.executor.visit_with(visitor)
+        self._sweeps += 1
+        self._version += changes
+        order = visit_order(subgroups, self.machine.slots)
+        if is_step:
+            visits = update_visits(self.plan, order)
+            self._bring_gradients(visits)
+        else:
+            visits = tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
+        return Sweep(self._sweeps, self._version, visits)
 
     @property
     def _is_usable(self) -> bool:
@@ -1267,6 +1332,7 @@ class _Core:
         id: str,
         rank: int,
         ranks: int,
+        replica: bool,
     ) -> None:
         """See `Engine.save`."""
         self.check_usable()
@@ -1275,7 +1341,7 @@ class _Core:
             return
         folder = open_folder(path)
         copy = copy or not self._tiers
-        if not copy and not self.config.checkpoints_kept:
+        if not copy and not self.config.checkpoints:
             raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
         with self._lock:
             if saves.pending is not None:
@@ -1283,9 +1349,16 @@ class _Core:
                 saves.pending.done.wait()
             self.check_usable()
             layout = self.plan.layout
-            # State that is still to be taken from the weights is taken now, so that all of it is somewhere.
-            subgroups = range(len(layout.subgroups))
-            unmade = [s for s in subgroups if self.machine.is_fresh(s) or self.tables.needs_reload(s)]
+            saved = Layout((), ()) if replica else layout
+            # State that is still to be taken from the weights is taken now, so that all of it is somewhere; what lies
+            # in another session's store goes to ours, so that the checkpoint refers to no other.
+            unmade = [
+                subgroup.index
+                for subgroup in layout.subgroups
+                if (not replica and self.machine.is_fresh(subgroup.index))
+                or (not replica and self.tables.needs_reload(subgroup.index))
+                or any(self.machine.index.is_foreign(tile) for tile, _, _ in subgroup.tiles)
+            ]
             if unmade:
 
                 def make(run: Run) -> None:
@@ -1294,22 +1367,23 @@ class _Core:
                         self.tables.changed(run.visit.subgroup)
 
                 self._sweep(unmade, make, changes=True)
+            wholes = pieces if pieces is not None else [Piece(0, p.numel) for p in layout.parameters]
             snapshot = Snapshot(
-                layout=layout,
+                layout=saved,
                 step=self._step_number,
-                steps=tuple(self.tables.steps.tolist()),
-                pieces=tuple(pieces) if pieces is not None else tuple(Piece(0, p.numel) for p in layout.parameters),
+                steps=() if replica else tuple(self.tables.steps.tolist()),
+                pieces=() if replica else tuple(wholes),
                 metadata=metadata,
                 extra=extra,
                 id=id,
                 rank=rank,
                 ranks=ranks,
+                copy=copy,
             )
             pending = saves.prepare(
                 folder,
                 snapshot,
-                copy=copy,
-                needs_buffers=any(subgroup.weight_tiles for subgroup in layout.subgroups) or self.plan.uses_gpu,
+                needs_buffers=any(subgroup.weight_tiles for subgroup in saved.subgroups) or self.plan.uses_gpu,
                 io_backend=self.config.io_backend,
                 on_done=on_done,
             )
@@ -1326,7 +1400,10 @@ class _Core:
                     self._take_save()
                     raise error
 
-            self._request(begin)
+            try:
+                self._request(begin)
+            finally:
+                saves.forget(pending)
 
     def wait_checkpoint(self, timeout_s: float | None) -> None:
         """See `Engine.wait_checkpoint`."""
@@ -1381,22 +1458,95 @@ class _Core:
                 self.tables.steps[:] = [checkpoint.step_of(name) for name in there]
                 self._step_number = checkpoint.step
 
-            everything = range(len(self.plan.layout.subgroups))
-            # Versions go on from there: no two of a tile have the same number.
-            self._version = max(self._version, checkpoint.last_version)
+            layout, saves = self.plan.layout, self._saves
+            manifest = None
+            if isinstance(checkpoint, Checkpoint):
+                manifest = manifest_in_place(checkpoint, layout, there, wholes, rank, ranks)
+
+            def begin() -> Sweep:
+                pump(self.machine, self.executor, lambda m: m.in_flight == 0 or m.broken is not None)
+                self._take_save()
+                if self.machine.broken is not None:
+                    raise self.machine.broken
+                copied = [subgroup.index for subgroup in layout.subgroups]
+                # Versions go on from there: no two of a tile have the same number.
+                self._version = max(self._version, checkpoint.last_version)
+                if manifest is not None and isinstance(checkpoint, Checkpoint):
+                    copied = [number for number in copied if self.plan.resident[number]]
+                    self._adopt_state(checkpoint, manifest, there, wholes, rank)
+                return self._begin(copied, restore, changes=True, overwrites=True)
+
             try:
-                self._sweep(everything, restore, changes=True, overwrites=True, applied=applied)
+                self._request(begin, applied)
             except SessionBrokenError:
                 raise
             except OffloadError as error:
-                if error is self.machine.broken:
+                if error is (self.broken or self.machine.broken):
                     raise CheckpointError(
                         f"{error}. The state was partly replaced, so the session is broken: load another checkpoint "
                         "into a new optimizer"
                     ) from error
                 raise
-            if self._saves is not None and isinstance(checkpoint, Checkpoint):
-                self._saves.resumed(checkpoint, rank, ranks)
+            if saves is not None and manifest is None and isinstance(checkpoint, Checkpoint):
+                saves.resumed(checkpoint, rank, ranks)
+
+    def _adopt_state(
+        self, checkpoint: Checkpoint, manifest: Manifest, names: Sequence[str], pieces: Sequence[Piece], rank: int
+    ) -> None:
+        """Go on from a checkpoint where it lies, but for what is at home in memory; on the engine thread."""
+        saves, machine, layout = self._saves, self.machine, self.plan.layout
+        invariant(saves is not None, "a checkpoint is gone on from without a session")
+        if saves is None:
+            return
+        paths = self.config.path_configs
+
+        def install(number: int, tier: Tier) -> None:
+            if self._staging is not None:
+                tier.register_memory(self._staging.address, self._staging.nbytes)
+            self._tiers[number].close()
+            self._tiers[number] = tier
+
+        exchange = Exchange(
+            layout,
+            machine.index.is_empty,
+            lambda number, store, used: self._open_tier(paths[number], store, self._tiers[number].depth, used),
+            install,
+        )
+        adopted = saves.adopt(checkpoint, manifest, machine.index, exchange, rank)
+        streamed = [subgroup for subgroup in layout.subgroups if not self.plan.resident[subgroup.index]]
+        tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
+        machine.handle(TakeUp(adopted.limits, adopted.held, {tile: adopted.records[tile] for tile in tiles}))
+        try:
+            for subgroup in streamed:
+                self._derive_weights(checkpoint, subgroup, names, pieces)
+                self.tables.changed(subgroup.index)
+        except OffloadError as error:
+            self.broken = error
+            raise
+
+    def _derive_weights(
+        self, checkpoint: Checkpoint, subgroup: Subgroup, names: Sequence[str], pieces: Sequence[Piece]
+    ) -> None:
+        """Make the weights of a subgroup from the masters that a checkpoint has."""
+        gpu, number = self._gpu, subgroup.index
+        view = _View(0, gpu.weight_slot(number) if gpu is not None else None)
+        ranges, weights = [], []
+        for segment in subgroup.segments:
+            weight = self._weight(number, segment, view)
+            master = weight if weight.dtype is torch.float32 else torch.empty(segment.numel)
+            start = pieces[segment.parameter].start + segment.start
+            ranges.append(Range(names[segment.parameter], "master", start, master.numpy()))
+            weights.append((weight, master))
+        try:
+            checkpoint.read(ranges)
+        finally:
+            if gpu is not None:
+                gpu.drop(number)
+        for weight, master in weights:
+            if weight is not master:
+                weight.copy_(round_weight(master, weight.dtype))
+        if gpu is not None and view.weights_address is not None:
+            gpu.store(self.tables.weight_copies(number, view.weights_address).tolist())
 
     def _restore(
         self, run: Run, view: _View, checkpoint: StateSource, there: Sequence[str], wholes: Sequence[Piece]

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import uuid
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -46,6 +47,9 @@ NOT_LOADED = ("params", "param_names", "amsgrad", "foreach", "fused", "capturabl
 
 UNSHARED_REFERENCES = 3
 """References to a gradient view that nobody else holds: the list's, a local name's, and `getrefcount`'s own."""
+
+DIGEST_NUMEL = 1024
+"""Elements at the beginning of each weight by which ranks find out whether they have the same."""
 
 PREDICTION_DRIFT = 0.1
 """How far rates may move, by the closed form, before a step is simulated anew for `metrics`."""
@@ -689,11 +693,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         with self._lock:
             self._check_weights()
             world, rank = _world()
-            id = uuid.uuid4().hex
-            if world > 1:
-                ids = [id]
-                torch.distributed.broadcast_object_list(ids)
-                id = ids[0]
+            id, replica = self._agree_on_save(world, rank)
             self.engine.save(
                 path,
                 metadata={"optimizer": "AdamW" if self.decoupled else "Adam", "groups": self._saved_groups()},
@@ -707,7 +707,33 @@ class OffloadedAdam(torch.optim.Optimizer):
                 id=id,
                 rank=rank,
                 ranks=world,
+                replica=replica,
             )
+
+    def _agree_on_save(self, world: int, rank: int) -> tuple[str, bool]:
+        """Return the save's id, and whether rank 0 saves this rank's state too, since all have the same.
+
+        Raises:
+            CheckpointError: Ranks have other weights under the same names; raised on all of them.
+        """
+        id = uuid.uuid4().hex
+        if world == 1:
+            return id, False
+        beginnings = {}
+        for parameter, named in zip(self._positions, self.engine.plan.layout.parameters, strict=True):
+            beginning = parameter.detach().as_strided((parameter.numel(),), (1,))[:DIGEST_NUMEL].cpu()
+            beginnings[named.name] = zlib.crc32(beginning.view(torch.uint8).numpy().tobytes())
+        found: list[Any] = [None] * world
+        torch.distributed.all_gather_object(found, (id, beginnings))
+        first: dict[str, tuple[int, int]] = {}
+        for number, (_, theirs) in enumerate(found):
+            for name, digest in theirs.items():
+                if first.setdefault(name, (number, digest))[1] != digest:
+                    raise CheckpointError(
+                        f"ranks {first[name][0]} and {number} have different weights that are both called {name}: "
+                        "give every weight a name of its own, or save with `Engine.save` and its pieces"
+                    )
+        return found[0][0], rank > 0 and all(theirs == found[0][1] for _, theirs in found)
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.
@@ -724,8 +750,10 @@ class OffloadedAdam(torch.optim.Optimizer):
     ) -> Any:
         """Go on from a checkpoint: state, step counts, hyperparameters, and the weights, derived from their masters.
 
-        Tiers, budgets, subgroups, paths and ranks may be others than when it was written. Parameters are told by
-        their names, so either give names (`model.named_parameters()`) or the same parameters in the same order.
+        Tiers, budgets, subgroups, paths and ranks may be others than when it was written. With the same subgroups,
+        tiles and ranks nothing is copied: state that is not at home in memory stays in its slots. Parameters are
+        told by their names, so either give names (`model.named_parameters()`) or the same parameters in the same
+        order.
 
         Args:
             path: Its folder.
@@ -737,7 +765,8 @@ class OffloadedAdam(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: There is no checkpoint, or it is damaged or of another model. Nothing has changed then,
-                unless damage was found while the state was read, which breaks the session.
+                unless damage was found while the state was read, which breaks the session. State that stays where it
+                lies is read, and verified, when it is next used.
         """
         with self._lock, Checkpoint(path, verify=self.engine.config.checksum) as checkpoint:
             rank = _world()[1]

@@ -80,6 +80,10 @@ class Budgets:
         gpu_bytes: Bytes of GPU memory for state at home there.
         gpu_staging_bytes: Bytes of GPU memory through which other state passes that is updated there.
         weights_on_gpu: Whether the weights lie on the GPU, so that those updated on the CPU are pushed there.
+        checkpoints: How many checkpoints are kept on the paths.
+        checkpoints_required: Whether a plan without room for them is none.
+        leftover_bytes: What stores of ended sessions take on the paths. A session that resumes goes on in them, or
+            deletes them with its first checkpoint, so this is room for checkpoints.
     """
 
     host_bytes: int
@@ -90,6 +94,9 @@ class Budgets:
     gpu_bytes: int = 0
     gpu_staging_bytes: int = 0
     weights_on_gpu: bool = False
+    checkpoints: int = 0
+    checkpoints_required: bool = False
+    leftover_bytes: int = 0
 
     def shares(self, rates: Rates | None = None) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold; the sum is 1.
@@ -209,6 +216,27 @@ class Plan:
         """Most bytes the paths hold at once: every live tile with its header, and the versions in flight."""
         return sum((nbytes + SECTOR_BYTES) * count for nbytes, count in self.slot_counts.items())
 
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """Bytes that checkpoints may hold on the paths besides: all that are kept, and one that is being written.
+
+        Each may be of versions of its own: every tile with its header, those of masters that are weights included.
+        """
+        if not self.budgets.checkpoints or not self.budgets.paths:
+            return 0
+        whole = 0
+        for subgroup in self.layout.subgroups:
+            tensors = len(subgroup.tensors)
+            for nbytes, count in subgroup.tile_sizes:
+                whole += (nbytes + SECTOR_BYTES) * count * (tensors + ("master" not in subgroup.tensors)) // tensors
+        return (self.budgets.checkpoints + 1) * whole
+
+    @cached_property
+    def has_room_for_checkpoints(self) -> bool:
+        """Whether the paths have room for `checkpoint_bytes` beside the state."""
+        offered = sum(path.available_bytes for path in self.budgets.paths) + self.budgets.leftover_bytes
+        return self.storage_bytes + self.checkpoint_bytes <= offered
+
     def shares(self, rates: Rates) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold, by `Budgets.shares`; the sum is 1.
 
@@ -273,6 +301,11 @@ class Plan:
             for path, share in zip(self.budgets.paths, self.budgets.shares(), strict=True):
                 part = "by rate" if self.budgets.follow_rates else f"{share:.0%}"
                 lines.append(f"               {part:>10}  on {path.name}")
+        if self.checkpoint_bytes:
+            room = "" if self.has_room_for_checkpoints else ", which is more than there is"
+            title, size = "" if self.staging_slots else "storage", format_bytes(self.checkpoint_bytes)
+            kept = _checkpoints(self.budgets.checkpoints)
+            lines.append(f"  {title:<12} {size:>10}  at most for {kept} being written{room}")
         return "\n".join(lines)
 
     def _gpu_lines(self) -> list[str]:
@@ -285,6 +318,10 @@ class Plan:
             f"               {staging:>10}  staging, {self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}; "
             f"{copied} of the other subgroups are updated on the GPU",
         ]
+
+
+def _checkpoints(count: int) -> str:
+    return f"{count} checkpoint{'s' if count > 1 else ''} kept and one"
 
 
 def make_plan(
@@ -342,7 +379,7 @@ def make_plan(
     slot_bytes = max(streamed, default=0)
     slot_bytes = max(slot_bytes, LEAST_SLOT_BYTES)
     if not streamed:
-        return Plan(layout, tuple(resident), 0, 0, budgets, *device)
+        return _with_checkpoints(Plan(layout, tuple(resident), 0, 0, budgets, *device))
     offers = {
         **({"gpu_memory": budgets.gpu_bytes} if budgets.gpu_bytes else {}),
         "host_memory": budgets.host_bytes,
@@ -383,5 +420,22 @@ def make_plan(
             needed,
             offers,
             "raise host_memory, free space on a path, or add a path",
+        )
+    return _with_checkpoints(plan)
+
+
+def _with_checkpoints(plan: Plan) -> Plan:
+    """Return a plan if it has room for checkpoints, or need not have it."""
+    budgets = plan.budgets
+    if budgets.checkpoints_required and not plan.has_room_for_checkpoints:
+        offers = {path.name: path.available_bytes for path in budgets.paths}
+        if budgets.leftover_bytes:
+            offers["stores of ended sessions"] = budgets.leftover_bytes
+        raise InfeasiblePlanError(
+            f"storage ({plan.storage_bytes} bytes for state and versions in flight, {plan.checkpoint_bytes} for "
+            f"{_checkpoints(budgets.checkpoints)} being written)",
+            plan.storage_bytes + plan.checkpoint_bytes,
+            offers,
+            "free space on a path, add a path, or lower checkpoints_kept (0: only with copy=True)",
         )
     return plan

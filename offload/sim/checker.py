@@ -25,8 +25,9 @@ Rules:
  11. Weights are pushed once after each run on the CPU whose visit says so, and the visit ends with that.
 
  Checkpoints (the state is immutable from `BeginSave` until a visit, which is what makes them possible):
- 12. A save begins between sweeps, with no visit or copy on the GPU under way, and one at a time. Nothing more is
-     issued for it after one of its operations has failed.
+ 12. A save begins between sweeps, with no visit or copy on the GPU under way, and one at a time. A write for it that
+     has failed is issued again before anything else happens; else, and after any other failure, nothing more is
+     issued for it.
  13. A save writes a tile of the version at its begin, from its place, once, under the step of its change, to bytes
      that rule 7 allows (or to the store that takes copies). State at home in memory and masters that are weights are
      not visited before they have been written. What is copied is read from where the newest whole version lies.
@@ -34,6 +35,8 @@ Rules:
      its path began, and that sync has ended.
  15. What a save under way or a finished one names is in use (rule 7) until it is released. The bytes that this
      takes come on top of those of rule 8.
+ 16. State is exchanged for what lies on storage (`TakeUp`) with nothing in flight, between sweeps and saves. What is
+     taken up is in use like what was written, and what a store held before comes on top of the bytes of rule 8.
 
 Non-goals: whether an order is good, whether anything happens at all (a run that never ends breaks no rule).
 """
@@ -62,6 +65,7 @@ from offload.engine.machine import (
     Run,
     Stop,
     Sweep,
+    TakeUp,
     Visit,
     WriteTile,
 )
@@ -128,7 +132,8 @@ class _Save:
         dirty: Paths that have not been synced since the last write to them.
         syncing: Syncs in flight and their paths.
         unlanded: Writes in flight, by path.
-        failed: Whether an operation of it has failed.
+        again: Tiles whose write has just failed and was not issued again.
+        failed: Whether an operation of it has failed, for good.
     """
 
     save: Save
@@ -142,6 +147,7 @@ class _Save:
     dirty: set[int] = field(default_factory=set)
     syncing: dict[int, int] = field(default_factory=dict)
     unlanded: dict[int, int] = field(default_factory=dict)
+    again: dict[TileId, None] = field(default_factory=dict)
     failed: bool = False
 
 
@@ -243,6 +249,7 @@ class CheckedExecutor:
     def observe(self, event: Event) -> None:
         """Take in an event that reaches the machine on another way."""
         self._story.append(event)
+        self._settle_again()
         match event:
             case Begin(sweep):
                 self._begin(sweep)
@@ -254,6 +261,8 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
             case BeginSave(save):
                 self._begin_save(save)
+            case TakeUp():
+                self._take_up(event)
             case Release(number):
                 for _, record in self._kept.pop(number).values():
                     self._unhold(record.location)
@@ -268,6 +277,7 @@ class CheckedExecutor:
         Raises:
             InternalError: If it is said to have been committed and was not, or the other way round.
         """
+        self._settle_again()
         save, self._save = self._save, None
         if save is None:  # it was committed
             self._require(well, "14: a committed save is said to have failed")
@@ -333,7 +343,7 @@ class CheckedExecutor:
         self._require(run.fresh == (subgroup.version == 0), "3: a wrong word on whether the state is fresh")
         self._require(subgroup.run is None, "4: two visits at once on a subgroup")
         self._require(subgroup.copy is None, "10: a visit amid a copy")
-        save = self._save if self._save is not None and not self._save.failed else None
+        save = self._save if self._save is not None and not (self._save.failed or self._save.again) else None
         waits = save and (save.unwritten[run.visit.subgroup] or run.visit.subgroup in save.flushes)
         self._require(not waits, "13: a visit before the state has been saved")
         at_home = self._plan.at_home_on_gpu(run.visit.subgroup)
@@ -398,6 +408,40 @@ class CheckedExecutor:
         whole = sum(nbytes + SECTOR_BYTES for _, _, nbytes in tiles)
         self._saving_bytes = max(self._saving_bytes, (len(self._kept) + 1) * whole)
 
+    def _take_up(self, event: TakeUp) -> None:
+        self._require(not self._flying and not self._unended, "16: state is exchanged while it is in use")
+        self._require(self._save is None, "16: state is exchanged during a save")
+        for number, slot in [(n, s.slot) for n, s in enumerate(self._subgroups) if s.slot is not None]:
+            if any(tile.subgroup == number for tile in event.records):
+                self._owners[slot] = None
+                self._subgroups[number].slot = None
+        for number, records in event.held.items():
+            self._kept[number] = {}
+            for tile, record in records.items():
+                newest = event.records.get(TileId(tile.subgroup, 0, 0))
+                same = newest is not None and newest.step == record.step
+                version = self._subgroups[tile.subgroup].version + 1 if same else -2
+                self._kept[number][tile] = version, record
+                location = record.location
+                if location not in self._holds:
+                    extents = self._extents[location.path]
+                    start, stop = location.offset, location.offset + SECTOR_BYTES + location.nbytes
+                    self._require(not extents.overlaps(start, stop), "16: two tiles in one place are taken up")
+                    extents.take(start, stop)
+                    self._orphans[location] = None
+                self._hold(location)
+        self._lost_bytes += sum(self._extents[path].end for path in event.stores)
+        for number in sorted({tile.subgroup for tile in event.records}):
+            subgroup = self._subgroups[number]
+            self._leave(subgroup.stored)
+            subgroup.stored = {tile: event.records[tile] for tile in self._places[number]}
+            for record in subgroup.stored.values():
+                self._orphans.pop(record.location, None)
+            subgroup.version += 1
+            subgroup.stored_version = subgroup.version
+            subgroup.step = next(iter(subgroup.stored.values())).step
+            subgroup.held = set()
+
     def _name(self, save: _Save, tile: TileId, record: Record) -> None:
         """Take note that a tile of the save is whole on storage; with a sink it has still to be copied."""
         self._hold(record.location)
@@ -426,9 +470,9 @@ class CheckedExecutor:
                 self._require(save.copied.get(tile) == record, "13: a copy from a wrong place or version")
                 self._require(save.save.sink is not None, "13: a copy to nowhere")
             case SaveTile(tile=tile, record=record):
+                save.again.pop(tile, None)
                 self._issued_save_tile(save, operation)
                 path = record.location.path
-                save.dirty.add(path)
                 save.unlanded[path] = save.unlanded.get(path, 0) + 1
             case Sync(path=path):
                 self._require(not save.unlanded.get(path), "14: a sync before the writes to its path have ended")
@@ -488,6 +532,7 @@ class CheckedExecutor:
         match operation:
             case SaveTile(tile=tile, record=record):
                 save.unlanded[record.location.path] -= 1
+                save.dirty.add(record.location.path)
                 save.unwritten[tile.subgroup].discard(tile)
                 save.named[tile] = Record(record.location, record.step, checksum)
                 if record.location.path < len(self._extents):
@@ -507,12 +552,29 @@ class CheckedExecutor:
     def _failed_save(self, operation: SaveTile | CopyTile | Sync | Commit) -> None:
         if self._save is None:
             return
+        if not isinstance(operation, SaveTile):
+            self._save.failed = True
+            return
+        self._save.again[operation.tile] = None
+        self._save.unlanded[operation.record.location.path] -= 1
+        if operation.record.location.path < len(self._extents):
+            self._lose(operation.record.location)
+
+    def _settle_again(self) -> None:
+        """Take it that writes for a save that have failed and were not issued again by now will not be."""
+        if self._save is None or not self._save.again:
+            return
+        for tile in self._save.again:
+            self._save.unwritten[tile.subgroup].discard(tile)
+            if tile.subgroup in self._for_save and tile.subgroup not in self._given_up:
+                # Only the save needed it: it is given up, and the state is as unsaved as it was.
+                subgroup = self._subgroups[tile.subgroup]
+                self._leave(subgroup.arriving)
+                subgroup.arriving = {}
+                self._given_up[tile.subgroup] = None
+                self._end_given_up(tile.subgroup)
+        self._save.again.clear()
         self._save.failed = True
-        if isinstance(operation, SaveTile):
-            self._save.unlanded[operation.record.location.path] -= 1
-            self._save.unwritten[operation.tile.subgroup].discard(operation.tile)
-            if operation.record.location.path < len(self._extents):
-                self._lose(operation.record.location)
 
     def _lose(self, location: Location) -> None:
         self._extents[location.path].leave(location.offset)
@@ -566,6 +628,8 @@ class CheckedExecutor:
         subgroup = self._subgroups[write.tile.subgroup]
         location = write.record.location
         self._again.pop(write.tile, None)
+        if self._save is not None:
+            self._save.again.pop(write.tile, None)
         self._require(subgroup.slot == write.slot, "4: a write from a slot that is not its subgroup's")
         self._require(not subgroup.busy, "4: a write from a slot that a visit works on")
         self._require(not subgroup.reads, "4: a write from a slot that is being read into")
@@ -680,16 +744,10 @@ class CheckedExecutor:
                 self._lose(record.location)
                 self._end_given_up(tile.subgroup)
             case WriteTile(tile=tile, record=record) if tile.subgroup in self._for_save:
-                # Only the save needs it: it is given up, and the state is as unsaved as it was.
-                if self._save is not None:
-                    self._save.failed = True
-                subgroup = self._subgroups[tile.subgroup]
-                del subgroup.writes[tile]
+                del self._subgroups[tile.subgroup].writes[tile]
                 self._lose(record.location)
-                self._leave(subgroup.arriving)
-                subgroup.arriving = {}
-                self._given_up[tile.subgroup] = None
-                self._end_given_up(tile.subgroup)
+                if self._save is not None:
+                    self._save.again[tile] = None
             case WriteTile(tile=tile, record=record):
                 del self._subgroups[tile.subgroup].writes[tile]
                 self._extents[record.location.path].leave(record.location.offset)

@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from offload._native import CompletionQueue
-from offload.errors import ConfigError
+from offload.errors import ConfigError, TierError
 from offload.protocols import Tier
 from offload.tiers.asyncfile import AsyncFileTier, supports_direct
 from offload.tiers.common import SLOT_HEADER_BYTES, slot_bytes, tier_error
@@ -67,6 +67,7 @@ def open_tier(
     checksum: bool = True,
     turns: Turns | None = None,
     io_backend: str = "auto",
+    used_bytes: int | None = None,
 ) -> Tier:
     """Open a new store on a path, with the class that its scheme asks for.
 
@@ -82,13 +83,15 @@ def open_tier(
             is not so); None for no lock.
         io_backend: How directories are read and written: "io_uring", "threads", "asyncio", or "auto" for the first
             that works, with asyncio for network and parallel file systems without O_DIRECT.
+        used_bytes: Take over a store that is there and whose session has ended, the first `used_bytes` of which are
+            cut into slots already; with io_uring or threads only.
 
     Returns:
         The tier; the caller closes it.
 
     Raises:
         ConfigError: the path or the backend cannot be used; nothing has been created.
-        TierError: the store could not be created.
+        TierError: the store could not be created, or not taken over.
     """
     scheme, separator, rest = path.partition("://")
     if not separator:
@@ -96,6 +99,8 @@ def open_tier(
     more: dict[str, Any] = {} if depth is None else {"depth": depth}
     if scheme == "file":
         if io_backend == "asyncio" or (io_backend == "auto" and _wants_asyncio(rest)):
+            if used_bytes is not None:
+                raise _no_taking_over(path)
             if turns is not None:
                 _log.warning("path_lock has no effect on %s: asyncio takes no turns, other backends do", path)
             return AsyncFileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
@@ -109,8 +114,11 @@ def open_tier(
             checksum=checksum,
             io_backend=io_backend,
             turns=turns,
+            used_bytes=used_bytes,
         )
     if scheme == "s3" and separator:
+        if used_bytes is not None:
+            raise _no_taking_over(path)
         if turns is not None:
             _log.warning("path_lock has no effect on %s: requests to an object store take no turns", path)
         return RemoteTier(path, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
@@ -135,6 +143,11 @@ def open_existing(path: str, store: uuid.UUID, queue: CompletionQueue, *, checks
     if path.startswith("s3://"):
         return ExistingRemoteStore(path, store, queue, checksum=checksum)
     return ExistingStore(path.removeprefix("file://"), store, queue, checksum=checksum)
+
+
+def _no_taking_over(path: str) -> TierError:
+    detail = "stores are taken over on local file systems only"
+    return TierError("take over", tier="storage", path=path, detail=detail)
 
 
 def innermost(tier: Tier) -> Tier:

@@ -33,6 +33,9 @@ class ExistingStore(Owned):
         queue: Where completions go; must outlive the tier.
         checksum: Verify payload checksums.
 
+    Attributes:
+        store_path: The store's directory.
+
     Raises:
         TierError: There is no such store, or it cannot be read.
     """
@@ -43,7 +46,7 @@ class ExistingStore(Owned):
 
     def __init__(self, path: str, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool = True) -> None:
         super().__init__(path)
-        directory = Path(os.path.abspath(path)) / f"offload-{store}"
+        directory = self.store_path = Path(os.path.abspath(path)) / f"offload-{store}"
         self._queue = queue
         self._share: int | None = None
         with contextlib.ExitStack() as undo:

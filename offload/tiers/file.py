@@ -85,6 +85,8 @@ class FileTier(Owned):
         turns: Take turns on the path with other processes; None for no lock at all.
         io_backend: One of `IO_BACKENDS`.
         register_file: Register the file with io_uring where that is used; False to see what it gains.
+        used_bytes: Take over a store that is there and whose session has ended, the first `used_bytes` of which are
+            cut into slots already; `close` leaves it in place. None to make a new one.
 
     Attributes:
         io_backend: What that came to: "io_uring" or "threads".
@@ -115,21 +117,27 @@ class FileTier(Owned):
         turns: Turns | None = None,
         io_backend: str = "auto",
         register_file: bool = True,
+        used_bytes: int | None = None,
     ) -> None:
         super().__init__(os.fspath(path))
         self.io_backend = choose_io_backend(io_backend)
         self.depth = DEFAULT_DEPTHS[self.io_backend] if depth is None else depth
         check_limits(max_bytes, self.depth, piece_bytes)
         self.keep = keep
+        existing = used_bytes is not None
+        if existing:
+            self.kept = frozenset()
         with contextlib.ExitStack() as undo:
             try:
-                self._place = Store(self.path, store)
-                undo.callback(self._place.close)
+                self._place = Store(self.path, store, existing=existing)
+                undo.callback(self._place.close, keep=existing)
                 self.store_path, self.data_path = self._place.directory, self._place.data_path
-                descriptor, self.direct = _open_data(self.data_path, direct)
+                descriptor, self.direct = _open_data(self.data_path, direct, existing=existing)
                 self.cached = not self.direct
                 # Takes the descriptor over, whatever happens next.
                 self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, extent_bytes)
+                if used_bytes is not None and (error := self._file.reserve(used_bytes)):
+                    raise OSError(error, os.strerror(error))
                 kind = IoUring if self.io_backend == "io_uring" else IoThreads
                 self._engine: IoEngine = kind(queue, self.depth, piece_bytes, checksum)
                 undo.callback(self._engine.close)
@@ -236,9 +244,9 @@ class FileTier(Owned):
         self._place.close(keep=self.keep or self.kept is not None)
 
 
-def _open_data(path: Path, direct: bool) -> tuple[int, bool]:
-    """Create the data file; return its descriptor and whether it is open with O_DIRECT."""
-    buffered = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def _open_data(path: Path, direct: bool, *, existing: bool) -> tuple[int, bool]:
+    """Create (or open) the data file; return its descriptor and whether it is open with O_DIRECT."""
+    buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if existing else os.O_CREAT | os.O_EXCL), 0o600)
     if direct:
         # Some file systems refuse the flag at open, some at the first transfer.
         descriptor = -1
@@ -246,9 +254,10 @@ def _open_data(path: Path, direct: bool) -> tuple[int, bool]:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
             with mmap.mmap(-1, SECTOR_BYTES) as page:
                 page[:8] = b"aligned?"
-                written = os.pwritev(descriptor, [page], 0)
+                written = SECTOR_BYTES if existing else os.pwritev(descriptor, [page], 0)
                 if written == SECTOR_BYTES and os.preadv(descriptor, [page], 0) == SECTOR_BYTES:
-                    os.ftruncate(descriptor, 0)
+                    if not existing:
+                        os.ftruncate(descriptor, 0)
                     os.close(buffered)
                     return descriptor, True
         except OSError as cause:
@@ -258,5 +267,6 @@ def _open_data(path: Path, direct: bool) -> tuple[int, bool]:
             _log.info("%s: no O_DIRECT (%s), using the page cache", path, cause.strerror)
         if descriptor >= 0:
             os.close(descriptor)
-        os.ftruncate(buffered, 0)
+        if not existing:
+            os.ftruncate(buffered, 0)
     return buffered, False

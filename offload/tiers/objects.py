@@ -314,13 +314,17 @@ class S3Client:
 
     def list(self, prefix: str) -> list[str]:
         """See `ObjectClient.list`."""
-        keys: list[str] = []
+        return [*self.sizes(prefix)]
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Return all keys that begin with `prefix`, and the size of each object in bytes."""
+        found: dict[str, int] = {}
         more: dict[str, str] = {}
         while True:
             answer = self._ask(f"list {prefix}", "list_objects_v2", Prefix=prefix, **more)
-            keys += [str(found["Key"]) for found in answer.get("Contents", [])]
+            found.update((str(each["Key"]), int(each["Size"])) for each in answer.get("Contents", []))
             if not answer.get("IsTruncated"):
-                return keys
+                return found
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def head(self, key: str) -> int | None:

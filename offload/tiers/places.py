@@ -217,13 +217,13 @@ def lock_holder(store: str | os.PathLike[str]) -> int | None:
     return _holder(store, _OWNER_BYTE, lambda entry: entry.owned)
 
 
-def is_being_read(store: str | os.PathLike[str]) -> bool:
-    """Return whether some process reads what a store's checkpoints name; see `share_lock`.
+def is_being_read(store: str | os.PathLike[str], *, own: int = 0) -> bool:
+    """Return whether anybody reads what a store's checkpoints name, beyond `own` readers here; see `share_lock`.
 
     Raises:
         OSError: the lock file exists but cannot be opened.
     """
-    return _holder(store, _READERS_BYTE, lambda entry: entry.readers > 0) is not None
+    return _holder(store, _READERS_BYTE, lambda entry: entry.readers > own) is not None
 
 
 def _holder(store: str | os.PathLike[str], byte: int, here: Callable[[_LockFile], bool]) -> int | None:

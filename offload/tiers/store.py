@@ -33,6 +33,7 @@ class Store:
     Args:
         path: An existing, writable directory.
         store: The store's name.
+        existing: Take a store over whose session has ended; it is left in place whatever happens.
 
     Attributes:
         directory: The store's directory; does not depend on the working directory.
@@ -40,14 +41,18 @@ class Store:
 
     Raises:
         ConfigError: `path` is not such a directory.
-        OSError: The store could not be made; what had been made is gone again.
+        OSError: The store could not be made, and what had been made is gone again; or, with `existing`, it is not
+            there, in use, or on a file system without locks.
     """
 
-    def __init__(self, path: str, store: uuid.UUID) -> None:
+    def __init__(self, path: str, store: uuid.UUID, *, existing: bool = False) -> None:
         check_directory(path)
         self.directory = Path(os.path.abspath(path)) / f"offload-{store}"
         self.data_path = self.directory / DATA_NAME
         self._lock: int | None = None
+        if existing:
+            self._lock = hold_lock(self.directory / LOCK_NAME, existing=True)
+            return
         self.directory.mkdir(mode=0o700)
         try:
             self._take_lock(path)

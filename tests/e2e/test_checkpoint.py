@@ -191,13 +191,174 @@ def test_resuming_takes_the_checkpoint_over_and_releases_it_in_its_turn(tmp_path
         assert first.path in [store.path for store in find_stores(str(paths[0]))]
         run.optimizer.save_checkpoint(tmp_path / "two")
         run.optimizer.wait_checkpoint()
-        assert first.path not in [store.path for store in find_stores(str(paths[0]))]
+        (own,) = find_stores(str(paths[0]))  # it has become this session's
+        assert own.path == first.path
+        assert [pin.folder for pin in own.pins] == [str(tmp_path / "two")]
         state = run.state()
     with Run() as other:
         with pytest.raises(offload.CheckpointError, match="two took its place"):
             other.optimizer.load_checkpoint(tmp_path / "one")
         other.optimizer.load_checkpoint(tmp_path / "two")
         assert same(other.state(), state)
+
+
+def moved_bytes(run: Run) -> dict[str, int]:
+    """Return the bytes that lanes have moved in the last step and since."""
+    found: dict[str, int] = {}
+    for interval in run.optimizer.timeline():
+        found[interval.lane] = found.get(interval.lane, 0) + interval.nbytes
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("place", "more"),
+    [("streamed", {}), ("two paths", {"io_backend": "threads"}), ("half", {"path_lock": "on", "checksum": False})],
+)
+def test_resuming_copies_nothing_and_goes_on_in_the_same_stores(
+    tmp_path: Path, paths: list[Path], place: str, more: dict[str, Any], dtype: torch.dtype
+) -> None:
+    used = PLACES[place](paths)["paths"]
+    settings = {**PLACES[place](paths), "paths": [{"path": path, "share": 1} for path in used], **more}
+    with Run(dtype, **settings) as run:
+        run.train(3)
+        run.optimizer.save_checkpoint(tmp_path / "one")
+        run.train(2)
+        run.optimizer.wait_checkpoint()
+        at_end = run.state()
+        step_bytes = sum(nbytes for lane, nbytes in moved_bytes(run).items() if lane.startswith("write"))
+    stores = {store.path for path in used for store in find_stores(str(path))}
+    for life in range(4):  # the stores do not grow from life to life
+        with Run(dtype, seed=7 + life, **settings) as other:
+            other.optimizer.load_checkpoint(tmp_path / "one")
+            assert not [lane for lane in moved_bytes(other) if lane.startswith(("write", "save", "copy"))]
+            assert {store.path for path in used for store in find_stores(str(path))} == stores
+            other.step = 3
+            other.train(2)
+            assert same(other.state(), at_end)
+            written = sum(nbytes for lane, nbytes in moved_bytes(other).items() if lane.startswith("write"))
+            assert written <= 1.5 * step_bytes
+            plan = other.optimizer.engine.plan
+        found = sum((Path(store) / "tiles").stat().st_size for store in stores)
+        assert found <= plan.storage_bytes + plan.checkpoint_bytes
+
+
+@pytest.mark.parametrize("io_backend", ["auto", "asyncio"])
+def test_a_resume_elsewhere_reads_the_checkpoint_where_it_lies_until_it_saves(
+    tmp_path: Path, paths: list[Path], io_backend: str
+) -> None:
+    with Run(**PLACES["streamed"](paths)) as run:
+        run.train(3)
+        at_save = run.state()
+        run.optimizer.save_checkpoint(tmp_path / "one")
+        run.train(2)
+        run.optimizer.wait_checkpoint()
+        at_end = run.state()
+    (first,) = find_stores(str(paths[0]))
+    with Run(seed=1, host_memory=0, paths=paths[1:2], io_backend=io_backend) as other:
+        other.optimizer.load_checkpoint(tmp_path / "one")
+        assert not [lane for lane in moved_bytes(other) if lane.startswith(("write", "save", "copy"))]
+        assert same(other.state(), at_save)
+        (own,) = find_stores(str(paths[1]))
+        other.optimizer.save_checkpoint(tmp_path / "two")  # nothing has been updated: all of it is copied now
+        other.optimizer.wait_checkpoint()
+        assert not find_stores(str(paths[0])), "the checkpoint before was released, and its store not deleted"
+        other.step = 3
+        other.train(2)
+        assert same(other.state(), at_end)
+    assert not Path(first.path).exists()
+    assert [store.path for store in find_stores(str(paths[1]))] == [own.path]
+    with Run() as third:
+        third.optimizer.load_checkpoint(tmp_path / "two")
+        assert same(third.state(), at_save)
+
+
+def test_older_checkpoints_in_a_store_that_is_taken_over_are_kept_and_released_in_turn(
+    tmp_path: Path, paths: list[Path]
+) -> None:
+    settings = {**PLACES["streamed"](paths), "checkpoints_kept": 3}
+    states = []
+    with Run(**settings) as run:
+        for number in range(3):
+            run.train(2)
+            states.append(run.state())
+            run.optimizer.save_checkpoint(tmp_path / str(number))
+        run.optimizer.wait_checkpoint()
+    with Run(seed=1, **settings) as run:
+        run.optimizer.load_checkpoint(tmp_path / "1")  # not the newest: that one is nobody's to release
+        run.step = 4
+        for number in (3, 4, 5):
+            run.train(2)
+            if number == 3:
+                assert same(run.state(), states[2])
+            run.optimizer.save_checkpoint(tmp_path / str(number))
+        run.optimizer.wait_checkpoint()
+        run.train(2)
+    for number in (0, 1):
+        with Run() as other, pytest.raises(offload.CheckpointError, match="took its place"):
+            other.optimizer.load_checkpoint(tmp_path / str(number))
+    with Run(seed=2) as other:
+        other.optimizer.load_checkpoint(tmp_path / "2")
+        assert same(other.state(), states[2])
+        other.optimizer.load_checkpoint(tmp_path / "3")
+        assert same(other.state(), states[2])
+
+
+def test_parameters_that_are_added_beside_a_kept_checkpoint_have_room(tmp_path: Path, paths: list[Path]) -> None:
+    config = {"host_memory": 0, "staging_memory": 12 * 1024, "paths": [{"path": paths[0], "share": 1}]}
+    with Run(**config) as run:
+        run.train(2)
+        run.optimizer.save_checkpoint(tmp_path / "ck")
+        run.train(2)
+        run.optimizer.wait_checkpoint()
+        run.parameters.append(torch.nn.Parameter(torch.ones(3000).bfloat16()))
+        run.optimizer.add_param_group({"params": [("more", run.parameters[-1])]})
+        run.train(4)
+        run.optimizer.save_checkpoint(tmp_path / "ck")
+        run.train(4)
+        run.optimizer.engine._core.machine.check()
+
+
+def test_a_session_goes_back_to_its_own_checkpoint(tmp_path: Path, paths: list[Path]) -> None:
+    with Run(**PLACES["half"](paths)) as run:
+        run.train(2)
+        at_save = run.state()
+        run.optimizer.save_checkpoint(tmp_path / "ck")
+        run.train(3)
+        run.optimizer.wait_checkpoint()
+        later = run.state()
+        for _ in range(3):
+            run.optimizer.load_checkpoint(tmp_path / "ck")
+            assert same(run.state(), at_save)
+            run.step = 2
+            run.train(3)
+            assert same(run.state(), later)
+            run.optimizer.engine._core.machine.check()
+
+
+def test_a_store_whose_free_slots_nobody_knows_is_not_written_to(tmp_path: Path, paths: list[Path]) -> None:
+    """A checkpoint that it is pinned by was moved: it may still be wanted."""
+    with Run(**PLACES["streamed"](paths), checkpoints_kept=2) as run:
+        run.train(2)
+        state = run.state()
+        run.optimizer.save_checkpoint(tmp_path / "one")
+        run.train(2)
+        run.optimizer.save_checkpoint(tmp_path / "two")
+        run.optimizer.wait_checkpoint()
+        later = run.state()
+    (tmp_path / "one").rename(tmp_path / "moved")
+    (first,) = find_stores(str(paths[0]))
+    with Run(seed=1, **PLACES["streamed"](paths)) as other:
+        other.optimizer.load_checkpoint(tmp_path / "two")
+        assert len(find_stores(str(paths[0]))) == 2
+        assert same(other.state(), later)
+        other.train(4)
+        other.optimizer.save_checkpoint(tmp_path / "three")
+        other.train(2)
+    with Run(seed=2) as third:
+        third.optimizer.load_checkpoint(tmp_path / "moved")
+        assert same(third.state(), state)
+    assert first.path in [store.path for store in find_stores(str(paths[0]))]
 
 
 def test_two_resumes_of_one_checkpoint_do_not_disturb_each_other(tmp_path: Path, paths: list[Path]) -> None:
@@ -270,6 +431,24 @@ def test_without_room_the_checkpoint_is_refused_and_training_goes_on(tmp_path: P
         run.train(2)
         assert same(run.state(), expected)
     assert not list(paths[0].iterdir())
+
+
+def test_room_for_the_checkpoints_that_were_asked_for_is_planned(tmp_path: Path, paths: list[Path]) -> None:
+    state_bytes = 12 * sum(SIZES)
+    tight = {"host_memory": 0, "paths": [{"path": paths[0], "max_bytes": int(5 * state_bytes)}]}
+    with pytest.raises(offload.InfeasiblePlanError, match="1 checkpoint kept and one being written"):
+        Run(**tight, checkpoints_kept=1)
+    assert not list(paths[0].iterdir())
+    tight["paths"][0]["max_bytes"] = int(9 * state_bytes)
+    for _ in range(2):  # the second finds the first one's store there
+        with Run(**tight, checkpoints_kept=1) as run:
+            assert "1 checkpoint kept and one being written" in str(run.optimizer.plan)
+            if (tmp_path / "ck").exists():
+                run.optimizer.load_checkpoint(tmp_path / "ck")
+            for _ in range(4):
+                run.train(2)
+                run.optimizer.save_checkpoint(tmp_path / "ck")
+            run.optimizer.wait_checkpoint()
 
 
 def test_a_checkpoint_needs_no_write_for_what_lies_on_storage(tmp_path: Path, paths: list[Path]) -> None:

@@ -1,4 +1,4 @@
-"""What the README shows runs as it stands."""
+"""What the README and the pages in docs/ show runs as it stands."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = README + "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL))
 def test_python_blocks_run(block: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -48,7 +49,7 @@ def test_the_plan_prints_what_is_shown(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_scripts_and_files_that_it_names_are_there() -> None:
-    named = re.findall(r"`(?:python )?((?:bench|offload|tests)/[\w/]+\.py)`", README)
+    named = re.findall(r"`(?:python )?((?:bench|docs|offload|tests)/[\w/]+\.(?:py|md))`", PAGES)
     assert named
     assert [name for name in named if not (ROOT / name).is_file()] == []
 

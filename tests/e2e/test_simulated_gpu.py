@@ -307,14 +307,15 @@ def test_the_order_of_a_step_and_of_forward_and_backward(
     assert any(isinstance(cause, HazardError) for cause in (raised.value, raised.value.__cause__))
 
 
+@pytest.mark.parametrize("copy", [False, True], ids=["held", "copied"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_checkpoints_go_from_the_gpu_and_back(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_checkpoints_go_from_the_gpu_and_back(tmp_path: Path, dtype: torch.dtype, copy: bool) -> None:
     store = tmp_path / "store"
     store.mkdir()
     parameters = weights(dtype=dtype)
     with OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=config(store)) as optimizer:
         train(optimizer, parameters, range(3))
-        optimizer.save_checkpoint(tmp_path / "checkpoint", copy=True)
+        optimizer.save_checkpoint(tmp_path / "checkpoint", copy=copy)
         train(optimizer, parameters, range(3, 5))  # while it is written
         optimizer.wait_checkpoint()
         assert same(states(optimizer, parameters), on_cpu(range(5), dtype))

@@ -108,6 +108,9 @@ def live(root: Path, seed: int, expected: list[int], until: int) -> None:
         extra = optimizer.load_checkpoint(latest[1])
         step = extra["step"]
         (root / "resumed").write_text(str(step))
+        saves = optimizer.engine._core._saves
+        if any(kept.number is not None for kept in saves.kept):
+            (root / "adopted").touch()
     if fingerprint(parameters, optimizer) != expected[step]:
         print(f"life {seed}: resumed at step {step} with other bits", file=sys.stderr)
         os._exit(MISMATCH)
@@ -144,7 +147,8 @@ def torture(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) ->
     try:
         for life in range(kills + 1):
             last = life == kills
-            (root / "resumed").unlink(missing_ok=True)
+            for name in ("resumed", "adopted"):
+                (root / name).unlink(missing_ok=True)
             latest = newest(root)
             step = latest[0] if latest else 0
             until = min(step + 20, steps) if last else steps
@@ -156,7 +160,7 @@ def torture(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) ->
                     print(f"life {life}: {error!r}", file=sys.stderr)
                     os._exit(4)
             if not last:
-                time.sleep(rng.choice((0.1, 0.4, 0.8, 1.5)) * rng.random())
+                time.sleep(rng.choice((0.2, 1.0, 2.0, 3.0)) * rng.random())
                 os.kill(child, signal.SIGKILL)
             _, status = os.waitpid(child, 0)
             if last:
@@ -168,6 +172,7 @@ def torture(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) ->
             assert after is None or after[0] >= step, "the last checkpoint is older than it was"
             figures["kills"] += not last
             figures["resumed"] += (root / "resumed").exists()
+            figures["went on in the same store"] += (root / "adopted").exists()
             figures["with progress"] += after is not None and after[0] > step
             if not quiet and life % 10 == 9:
                 print(f"{life + 1} lives, at step {after[0] if after else 0}", flush=True)

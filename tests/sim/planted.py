@@ -269,10 +269,10 @@ class WaitsForEver(Machine):
 
 
 class IndexWithoutLimits(TileIndex):
-    def claim(self, nbytes):
+    def claim(self, nbytes, avoid=()):
         for store in self._stores:
             store.limit_bytes += 1 << 20
-        return super().claim(nbytes)
+        return super().claim(nbytes, avoid)
 
 
 class IndexThatForgetsToFree(TileIndex):
@@ -284,8 +284,8 @@ class IndexThatForgetsToFree(TileIndex):
 
 
 class IndexThatOverlaps(TileIndex):
-    def claim(self, nbytes):
-        location = super().claim(nbytes)
+    def claim(self, nbytes, avoid=()):
+        location = super().claim(nbytes, avoid)
         if location is not None and location.offset >= 4096:
             self._claimed.remove(location)
             location = Location(location.path, location.offset - 4096, nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,7 +12,7 @@ import swarm
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, BeginSave, Machine, Release, Run, State, Sweep, Visit
+from offload.engine.machine import Begin, BeginSave, Machine, Release, Run, State, Sweep, TakeUp, Visit
 from offload.engine.saving import Save
 from offload.errors import InternalError, OffloadError
 from offload.plan import Plan
@@ -126,7 +127,20 @@ def run_seed(seed: int, machine_type: type[Machine] = Machine, *, self_check: bo
         faults = (Crash(crash),)
     rates = swarm.random_rates(rng, plan)
     disorder = Disorder() if rng.random() < 0.3 else Disorder(rng.choice((0.0, 0.5, 5.0)), rng.randrange(1, 4), 0.0)
-    return Session(seed, plan, rates, faults, disorder, rng, machine_type, self_check).run(actions)
+    session = Session(seed, plan, rates, faults, disorder, rng, machine_type, self_check)
+    outcome = session.run(actions)
+    for life in range(rng.randrange(1, 3)):  # whatever happened: go on from the checkpoint that is left, if there is
+        actions = random_actions(rng)
+        faults = random_faults(rng, plan, actions)
+        following = Session(seed + life + 1, plan, rates, faults, disorder, rng, machine_type, self_check)
+        if not following.resume(session):
+            break
+        session = following
+        outcome.counts["resumed"] += 1
+        later = session.run(actions)
+        outcome.counts.update(later.counts)
+        outcome.counts["crashed later"] += later.how == "crashed"
+    return outcome
 
 
 class Session:
@@ -147,7 +161,51 @@ class Session:
         self.copies: list[int] = []
         self.keep = rng.choice((1, 1, 2))
         self.sweeps = self.saves = 0
+        self.filled: set[int] = set()
+        """Subgroups that have been visited, or taken up."""
         self.may_break = any(not isinstance(fault, SlowLane | Crash) for fault in faults)
+
+    def resume(self, before: Session) -> bool:
+        """Go on from the newest checkpoint that another session, which was killed, has left; False if there is none.
+
+        It goes on in the same stores, as the engine's session does when it takes them over.
+        """
+        sink = len(self.plan.budgets.paths)
+        committed = {
+            number: records
+            for number, records in sorted(before.data.committed.items())
+            if all(record.location.path < sink for record in records.values())
+        }
+        if not committed:
+            return False
+        before.data.crash(self.rng)  # of what was never synced nothing is promised
+        newest = max(committed)
+        streamed = [s for s in self.plan.layout.subgroups if not self.plan.resident[s.index]]
+        records = {tile: committed[newest][tile] for s in streamed for tile, _, _ in s.tiles}
+        limits = {n: path.available_bytes for n, path in enumerate(self.plan.budgets.paths)}
+        trial = deepcopy(self.machine.index)
+        for path in limits:
+            held = Counter(r.location for each in committed.values() for r in each.values())
+            trial.take_up(path, limits[path], {x: n for x, n in held.items() if x.path == path})
+        if not trial.fits():
+            return False
+        self.data.stores, self.data.committed = before.data.stores, dict(committed)
+        self.expected, self.kept = {n: before.expected[n] for n in committed}, list(committed)
+        self.saves, self.sweeps = before.saves, before.sweeps
+        event = TakeUp(limits, committed, records)
+        self.executor.observe(event)
+        self.machine.handle(event)
+        for subgroup in self.plan.layout.subgroups:
+            found = self.expected[newest]
+            if subgroup in streamed:
+                whole = b"".join(found[tile] for tile, _, _ in subgroup.tiles)
+                self.twin.states[subgroup.index] = np.frombuffer(whole, np.uint32).copy()
+            if subgroup.weight_tiles:
+                whole = b"".join(found[tile] for tile, _, _ in subgroup.weight_tiles)
+                for weights in (self.twin.weights, self.data.weights):
+                    weights[subgroup.index] = np.frombuffer(whole, np.uint32).copy()
+        self.filled = {subgroup.index for subgroup in streamed}
+        return True
 
     def run(self, actions: list[Action]) -> Outcome:
         try:
@@ -218,8 +276,10 @@ class Session:
         self.sweeps += 1
         count = len(self.plan.layout.subgroups)
         visits = swarm.random_sweep(self.rng, self.plan)
-        if self.sweeps == 1:  # nothing stays fresh
-            visits = tuple(Visit(s, gpu=self.plan.at_home_on_gpu(s)) for s in range(count))
+        unfilled = [s for s in range(count) if s not in self.filled]
+        if unfilled:  # nothing stays fresh
+            visits = tuple(Visit(s, gpu=self.plan.at_home_on_gpu(s)) for s in unfilled)
+            self.filled = set(range(count))
         # Its visits change weights that are masters: those have been saved by then.
         self.pump(lambda machine: not machine.saver.weights_left)
         if self.machine.broken is not None:

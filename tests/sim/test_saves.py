@@ -43,6 +43,8 @@ def test_checkpoints_hold_one_moment_whatever_happens(first: int) -> None:
     assert found["failed"] > 100
     assert found["crashed"] > 30
     assert found["broken"] > 3
+    assert found["resumed"] > 100
+    assert found["crashed later"] > 20
 
 
 @pytest.mark.full
@@ -200,6 +202,20 @@ class LetsGoBeforeTheCopy(Machine):
             self.index.let_go = lambda tile, location: None
 
 
+class TakesWhatIsHeldForFree(Machine):
+    def _take_up(self, event):
+        super()._take_up(event)
+        for location in list(self.index._held)[::3]:
+            self.index._stores[location.path].free.setdefault(location.nbytes, []).append(location.offset)
+
+
+class TakesUpAnotherVersion(Machine):
+    def _take_up(self, event):
+        super()._take_up(event)
+        for subgroup in {tile.subgroup for tile in event.records}:
+            self._versions[subgroup] -= 1  # what is written for the next checkpoint passes for older than it is
+
+
 PLANTED = [
     VisitsBeforeTheStateIsSaved,
     CommitsWithoutSync,
@@ -212,6 +228,8 @@ PLANTED = [
     SavesFromTheWrongPlace,
     WritesOverWhatIsHeld,
     LetsGoBeforeTheCopy,
+    TakesWhatIsHeldForFree,
+    TakesUpAnotherVersion,
 ]
 
 

@@ -118,6 +118,15 @@ def test_allowing_more_slots():
     stores.check()
 
 
+def test_slots_that_checkpoints_hold_are_none_of_the_plans():
+    stores = index(1 << 20, slots=2)
+    record = write(stores, TILE, 1)
+    assert stores.reserve({SECTOR_BYTES: 1})
+    stores.hold(record.location)
+    stores.allow({SECTOR_BYTES: 4})  # four slots besides the one that is held, one of them live for now
+    assert [stores.claim(SECTOR_BYTES) is None for _ in range(5)] == [False, False, False, False, True]
+
+
 def test_slots_that_nobody_claimed_are_refused():
     stores = index(1 << 20)
     location = Location(0, 0, SECTOR_BYTES)
@@ -178,3 +187,44 @@ def test_room_that_was_strayed_into_is_not_promised_again():
     more = {SECTOR_BYTES: 8, 2 * SECTOR_BYTES: 100}
     assert not stores.has_room(more)
     assert stores.has_room({SECTOR_BYTES: 8})
+
+
+def test_a_store_that_is_taken_up_is_cut_into_free_slots_between_those_that_are_held():
+    stores = TileIndex([(1 << 20, 1.0)], {SECTOR_BYTES: 4, 2 * SECTOR_BYTES: 2})
+    held = {Location(0, 3 * WHOLE, SECTOR_BYTES): 1, Location(0, 4 * WHOLE + 12 * SECTOR_BYTES, SECTOR_BYTES): 2}
+    stores.take_up(0, 40 * SECTOR_BYTES, held)
+    stores.check()
+    assert stores.fits()
+    # Six sectors in front are two large slots, twelve between are four; one larger slot less fits than there is.
+    large = [stores.claim(2 * SECTOR_BYTES) for _ in range(6)]
+    assert sorted(location.offset // SECTOR_BYTES for location in large) == [0, 3, 8, 11, 14, 17]
+    stores.adopt(TILE, Record(Location(0, 3 * WHOLE, SECTOR_BYTES), 5, 1))
+    assert stores.get(TILE).step == 5
+    write(stores, TILE, 6)
+    stores.check()
+    taken = stores.claim(SECTOR_BYTES)
+    assert taken.offset > max(location.offset for location in held), "a slot that is held was written to"
+    stores.let_go(TILE, Location(0, 3 * WHOLE, SECTOR_BYTES))
+    assert stores.claim(SECTOR_BYTES).offset == 3 * WHOLE
+    stores.check()
+
+
+def test_a_store_too_full_to_be_taken_up_says_so():
+    stores = TileIndex([(1 << 20, 1.0)], {SECTOR_BYTES: 4})
+    stores.take_up(0, 6 * WHOLE, {Location(0, 5 * WHOLE, SECTOR_BYTES): 1})
+    assert stores.fits()
+    full = TileIndex([(1 << 20, 1.0)], {SECTOR_BYTES: 4})
+    full.take_up(0, 4 * WHOLE, {Location(0, offset * WHOLE, SECTOR_BYTES): 1 for offset in range(3)})
+    assert not full.fits()
+
+
+def test_foreign_tiles_are_live_until_they_are_written_here():
+    stores = index(1 << 20, slots=4)
+    stores.adopt(TILE, Record(Location(7, 0, SECTOR_BYTES), 3, 1))
+    assert (stores.is_foreign(TILE), sum(stores.live_bytes())) == (True, 0)
+    stores.check()
+    write(stores, TILE, 4)
+    assert not stores.is_foreign(TILE)
+    stores.check()
+    with pytest.raises(InternalError, match="no checkpoint holds"):
+        stores.adopt(TILE, Record(Location(0, 99 * WHOLE, SECTOR_BYTES), 5, 1))

@@ -85,6 +85,35 @@ def test_room_on_storage_is_enough_to_the_byte():
         make_plan(layout_of(4), Budgets(0, SUBGROUP_BYTES, paths(needed - 1)))
 
 
+@pytest.mark.parametrize(("dtype", "tensors"), [(DtypeCode.BFLOAT16, 3), (DtypeCode.FLOAT32, 3)])
+def test_room_for_checkpoints_is_reserved_to_the_byte_and_named(dtype, tensors):
+    layout = build_layout([Parameter("p", 4 * 1024, dtype, 0)], 1024)
+    one = 4 * tensors * 2 * SECTOR_BYTES  # every tile of state and masters, a sector each, with its header
+    state = make_plan(layout, Budgets(0, SUBGROUP_BYTES, paths(1 << 30))).storage_bytes
+    needed = state + 3 * one  # two that are kept, and the next
+
+    def plan(limit: int, **more):
+        return make_plan(layout, Budgets(0, SUBGROUP_BYTES, paths(limit), checkpoints=2, **more))
+
+    assert plan(needed).checkpoint_bytes == 3 * one
+    assert plan(needed, checkpoints_required=True).has_room_for_checkpoints
+    assert "for 2 checkpoints kept and one being written\n" in f"{plan(needed)}\n"
+    assert not plan(needed - 1).has_room_for_checkpoints
+    assert "more than there is" in str(plan(needed - 1))
+    assert plan(needed - 1, checkpoints_required=True, leftover_bytes=1).has_room_for_checkpoints
+    with pytest.raises(InfeasiblePlanError, match="lower checkpoints_kept") as caught:
+        plan(needed - 1, checkpoints_required=True)
+    assert (caught.value.needed_bytes, caught.value.available_bytes) == (needed, {"/path0": needed - 1})
+    assert "2 checkpoints kept" in str(caught.value)
+
+
+def test_state_in_memory_needs_room_for_its_checkpoints_too():
+    budgets = Budgets(1 << 30, None, paths(5 * 3 * 2 * SECTOR_BYTES), checkpoints=1, checkpoints_required=True)
+    with pytest.raises(InfeasiblePlanError, match="1 checkpoint kept"):
+        make_plan(layout_of(5), budgets)
+    assert "storage" in str(make_plan(layout_of(2), budgets))
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     numels=st.lists(st.integers(1, 9000), min_size=1, max_size=8),
