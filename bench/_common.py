@@ -29,14 +29,25 @@ import torch
 import offload
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A script's folder comes first where modules are looked for, and `deepspeed` is not the script of that name.
+sys.path.sort(key=lambda folder: folder == str(ROOT / "bench"))
 HUGE_PAGE_BYTES = 2 << 20
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that every benchmark has; a script may add its own."""
+def arguments(description: str | None, *, path: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with the options that every benchmark has; a script may add its own.
+
+    Args:
+        description: What the benchmark is about.
+        path: Whether it writes to a disk, so that the user may choose which.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does it still run?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    if path:
+        where = "directory on the disk to measure (default: the temporary folder)"
+        parser.add_argument("--path", type=Path, metavar="DIRECTORY", help=where)
     return parser
 
 
