@@ -38,6 +38,7 @@ from _contest import (
 )
 
 from offload.cli.model import choose_shape
+from offload.cli.values import parse_count
 
 SUBGROUP_NUMEL = 10_000_000
 BUFFERS = {False: 4, True: 12}
@@ -144,8 +145,8 @@ GROUPS = {
     "disk": "DeepSpeed, state on disk",
     "standalone": "without DeepSpeed",
 }
-PARAMS = 130e6
-SMOKE_PARAMS = 3e5
+PARAMS = "130M"
+SMOKE_PARAMS = "300k"
 
 
 def targets_of(group: str, outcomes: Mapping[str, Outcome], tokens: int) -> list[Target]:
@@ -207,7 +208,7 @@ def aio_settings(common: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def main(question: str | None, defaults: Defaults) -> None:
     """Run the groups and report."""
     parser = arguments(question, path=True)
-    parser.add_argument("--params", type=float, default=PARAMS, help="parameters of the model (default: %(default)g)")
+    parser.add_argument("--params", default=PARAMS, help="parameters of the model, such as 25M (default: %(default)s)")
     parser.add_argument("--tokens", default=",".join(map(str, defaults.tokens)), help="tokens of a batch, each size")
     parser.add_argument("--groups", default=",".join(defaults.groups), help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--rounds", type=int, default=15, help="most rounds of a group")
@@ -226,7 +227,7 @@ def main(question: str | None, defaults: Defaults) -> None:
     described = environment()
     if args.smoke:
         sizes = [8, 16][-len(sizes) :]
-    shape = choose_shape(int(SMOKE_PARAMS if args.smoke else args.params))
+    shape = choose_shape(parse_count("--params", SMOKE_PARAMS if args.smoke else args.params))
     common: dict[str, Any] = {
         "shape": {"layers": shape.layers, "hidden": shape.hidden},
         "numel": shape.numel,
