@@ -53,7 +53,7 @@ class Contender:
         kind: One of `_worker.KINDS`, "bounds" or "aio".
         settings: What its optimizer or DeepSpeed is given. Each "{path}", at any depth, becomes a directory of its
             own.
-        host_memory: For ours: bytes for resident state, or the name of the contender whose peak is the limit.
+        equal_to: For ours: the contender of the group whose peak memory decides how much state is resident.
         left_out: Why it does not run; "" if it does.
     """
 
@@ -239,7 +239,11 @@ BOUNDS = "bounds"
 
 
 def run_group(
-    contenders: Sequence[Contender], schedule: Schedule, common: Mapping[str, Any], folder: Path, say: Callable[[str], None]
+    contenders: Sequence[Contender],
+    schedule: Schedule,
+    common: Mapping[str, Any],
+    folder: Path,
+    say: Callable[[str], None],
 ) -> tuple[dict[str, Outcome], list[dict[str, float]]]:
     """Run contenders against each other.
 
@@ -295,7 +299,7 @@ def run_group(
             if contender.equal_to and not contender.left_out:
                 limited = limit_memory(contender, outcomes, common["numel"])
                 if limited is None:
-                    outcomes[contender.name].failed = f"not run: {contender.equal_to} did not run"
+                    outcomes[contender.name].failed = f"not run: {contender.equal_to} did not"
                     continue
                 outcomes[contender.name].settings = limited.settings
                 launch([limited])
@@ -325,9 +329,10 @@ def limit_memory(contender: Contender, outcomes: Mapping[str, Outcome], numel: i
     What ours takes beside resident state is known from the one of the group that has none.
     """
     theirs, bare = outcomes[contender.equal_to], next(o for o in outcomes.values() if is_bare(o.settings))
-    if not theirs.peak_bytes or not bare.peak_bytes:
+    if theirs.failed or not theirs.peak_bytes or not bare.peak_bytes:
         return None
-    allowed = min(theirs.peak_bytes - bare.peak_bytes, round(1.05 * STATE_BYTES * numel))
+    # The peaks of two runs of the same thing differ by a few MiB.
+    allowed = min(theirs.peak_bytes - bare.peak_bytes - (16 << 20), round(1.05 * STATE_BYTES * numel))
     return replace(contender, settings=with_host_memory(contender.settings, max(0, allowed)))
 
 
@@ -487,12 +492,21 @@ def picture(file: Path, tables: Mapping[str, Mapping[str, Mapping[str, Any]]]) -
     drawn = {title: rows for title, rows in tables.items() if rows}
     heights = [1 + len(rows) for rows in drawn.values()]
     figure, all_axes = pyplot.subplots(
-        len(drawn), 1, figsize=(9, 0.34 * sum(heights) + 0.8), layout="constrained", squeeze=False, height_ratios=heights
+        len(drawn),
+        1,
+        figsize=(9, 0.34 * sum(heights) + 0.8),
+        layout="constrained",
+        squeeze=False,
+        height_ratios=heights,
     )
     for axes, (title, rows) in zip(all_axes[:, 0], drawn.items(), strict=True):
         names = list(rows)
         left = [0.0] * len(names)
-        parts = (("forward_s", "#9ecae1", "forward"), ("backward_s", "#4c78a8", "backward"), ("step_s", "#e4853a", "step"))
+        parts = (
+            ("forward_s", "#9ecae1", "forward"),
+            ("backward_s", "#4c78a8", "backward"),
+            ("step_s", "#e4853a", "step"),
+        )
         for key, colour, label in parts:
             widths = [rows[name][key] or 0.0 for name in names]
             axes.barh(names, widths, left=left, color=colour, label=label)

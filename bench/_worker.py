@@ -121,7 +121,8 @@ class DeepSpeed:
     """DeepSpeed's ZeRO-3, stock or with our backend."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        # As its launcher sets them; without the last it asks the system for the cores in every reduction.
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", LOCAL_SIZE="1")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
@@ -268,7 +269,9 @@ def kernel_io() -> dict[str, int]:
     """Return what the kernel says that this process has read and written on devices."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {
-        name: int(value) for name, value in (line.split(": ") for line in lines) if name in ("read_bytes", "write_bytes")
+        name: int(value)
+        for name, value in (line.split(": ") for line in lines)
+        if name in ("read_bytes", "write_bytes")
     }
 
 

@@ -134,14 +134,14 @@ def measure(width: int, layers: int, batch: int, share: float, rounds: int, fold
 
 
 def main() -> None:
-    args = arguments(__doc__).parse_args()
+    args = arguments(__doc__, path=True).parse_args()
     described = environment()
     width, layers, batch, rounds = (512, 3, 8, 1) if args.smoke else (2048, 12, 512, 3)
     results: dict[str, Any] = {}
     targets = []
     for share in (0.0, 0.5, 1.0):
         progress(f"resident share {share:.0%}")
-        with tempfile.TemporaryDirectory(dir=os.environ.get("OFFLOAD_BENCH_DIR")) as folder:
+        with tempfile.TemporaryDirectory(dir=args.path) as folder:
             found = measure(width, layers, batch, share, rounds, Path(folder))
         results[f"{share:.0%}"] = found
         beyond = max(0.0, found["stall"] - found["floor"])

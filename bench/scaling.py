@@ -133,7 +133,9 @@ def resident(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]
     if len(bound) > 2:
         found["line"] = fit([points[i].at for i in bound], [seconds[i] for i in bound])
     off = found["line"]["off"] if "line" in found else None
-    targets.append(Target.at_most("step over resident share: distance from a straight line", off, 0.05, "too few points"))
+    targets.append(
+        Target.at_most("step over resident share: distance from a straight line", off, 0.05, "too few points")
+    )
     return found
 
 
@@ -225,7 +227,10 @@ def ranks(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
         for pipe, process in opened:
             pipe.close()
             process.join(60)
-    points = [Point(1, count, numel, Configuration(0.0, (RATE,))), Point(2, 2 * count, numel, Configuration(0.0, (RATE,), slots=8))]
+    points = [
+        Point(1, count, numel, Configuration(0.0, (RATE,))),
+        Point(2, 2 * count, numel, Configuration(0.0, (RATE,), slots=8)),
+    ]
     medians = [statistics.median(seconds[at]) for at in (1, 2)]
     found = shown(points, medians, "ranks on one device")
     targets.append(Target.at_most("two ranks on one device, over twice one", medians[1] / medians[0] / 2, 1.05))
@@ -251,7 +256,9 @@ def picture(file: Path, results: dict[str, Any]) -> None:
 
     columns = min(3, len(results))
     rows = math.ceil(len(results) / columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(3.8 * columns, 3 * rows), layout="constrained", squeeze=False)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(3.8 * columns, 3 * rows), layout="constrained", squeeze=False
+    )
     for place, (name, found) in zip(axes.flat, results.items(), strict=False):
         place.plot(found["at"], found["step_s"], marker="o", color="#4878a8", label="measured")
         place.plot(found["at"], found["least_s"], linestyle="--", color="#888888", label="least possible")
@@ -267,8 +274,7 @@ def picture(file: Path, results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, path=True, sections=SECTIONS)
-    args = parser.parse_args()
+    args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
     logging.getLogger("offload").addFilter(lambda record: "on one device" not in record.getMessage())
     described = environment()
     results: dict[str, Any] = {}

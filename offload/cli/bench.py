@@ -35,7 +35,9 @@ def script() -> Path:
     for folder in (package.parent / "bench", package / "bench"):
         if (folder / "iteration.py").exists():
             return folder / "iteration.py"
-    raise ConfigError("bench/iteration.py", "not found", f"install offload with its benchmarks, or run it beside {package}")
+    raise ConfigError(
+        "bench/iteration.py", "not found", f"install offload with its benchmarks, or run it beside {package}"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
