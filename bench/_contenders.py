@@ -1,14 +1,13 @@
 """Who trains against whom in `bench/iteration.py` and `bench/deepspeed.py`, and how each is set up.
 
 Each is used as its own documentation says. DeepSpeed's subgroups and reduction buckets have 10 million elements (by
-default the whole model is one, which takes a gigabyte more and is slower, stock and ours alike); its NVMe offload runs
-with its pipelining off and on, with the settings of its aio that a sweep in the same run found fastest. Ours streams
-through `STAGING` bytes.
+default the whole model is one, which takes a gigabyte more and is slower, stock and ours alike); its NVMe offload
+runs with its pipelining off and on, with the settings of its aio that a sweep in the same run found fastest. Ours
+streams through `STAGING` bytes.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from _common import Target, arguments, environment, report
 from _contest import (
     BASELINE,
@@ -249,7 +247,7 @@ def main(question: str | None, defaults: Defaults) -> None:
     with work_folder(args.path) as folder:
         aio = aio_settings(common, folder) if "disk" in chosen and not args.smoke else {"best": {}}
         results["aio"] = aio
-        for number, group in enumerate(chosen):
+        for group in chosen:
             schedule = Schedule(
                 parts=tuple((size, 2 if args.smoke else 3 if size == min(sizes) else 2) for size in sizes),
                 rounds=1 if args.smoke else args.rounds,

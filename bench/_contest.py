@@ -1,8 +1,8 @@
 """Trainings side by side: one process per contender, driven round by round, and what is reported of them.
 
-Every contender trains the same model from the same seed on the same batches with the same hyperparameters. A group of
-them is alive at the same time; in a round each runs a few iterations of every batch size, one contender after another,
-beginning with another one each time. Ratios are taken within rounds; figures are medians over them.
+Every contender trains the same model from the same seed on the same batches with the same hyperparameters. A group
+of them is alive at the same time; in a round each runs a few iterations of every batch size, one contender after
+another, beginning with another one each time. Ratios are taken within rounds; figures are medians over them.
 
 The *exposed* step is what an iteration would save if the optimizer were free: iteration minus the median forward and
 backward of the group's contender that has no optimizer. (Not minus the contender's own backward: work that a
@@ -14,20 +14,18 @@ output, and the others go on.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import os
 import re
 import select
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,7 @@
 """ZeRO-3 with our backend beside stock: no offload, CPU offload, NVMe offload at its best settings.
 
-At two batch sizes: one so small that the step is most of an iteration, and one whose forward and backward take about as
-long as the step. What the tables mean is said in `bench/_contest.py`, how every contender is set up in
+At two batch sizes: one so small that the step is most of an iteration, and one whose forward and backward take about
+as long as the step. What the tables mean is said in `bench/_contest.py`, how every contender is set up in
 `bench/_contenders.py`.
 """
 

@@ -15,7 +15,6 @@ import tempfile
 import time
 import uuid
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np

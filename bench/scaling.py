@@ -8,8 +8,8 @@ time is the median. Beside each: the least possible, bytes over the rate of what
   parameters  0.5 to 32 million, nothing resident: a straight line through the origin, but for filling and draining
   resident    0 to 100% of the state in memory: a straight line down, until the update itself is longest
   paths       1, 2 and 3 paths of the same rate: bandwidths add up
-  lookahead   1 to 16 staging slots: flat from where reads, updates and writes can all be under way, and lower the more
-              of the state the slots are
+  lookahead   1 to 16 staging slots: flat from where reads, updates and writes can all be under way, and lower the
+              more of the state the slots are
   subgroup    the same state in 8 to 128 subgroups: flat, but for filling (few, large) and handling (many, small)
   ranks       1 and 2 processes, each with the same state, on one emulated device: twice the time for twice the bytes
 """
@@ -30,13 +30,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from _common import Target, arguments, cores, environment, progress, report
+from _common import Target, arguments, environment, progress, report
 from paths import MB, Throttles
-from planner import WARM_UP, Configuration, Model, Session, Size
+from planner import Configuration, Model, Session, Size
 
-from offload import Engine, OffloadConfig
 from offload._native import CompletionQueue
-from offload.engine import session
 from offload.plan import PathRates, Rates
 from offload.protocols import Tier
 from offload.tiers import SharedLanes, ThrottledTier, open_tier
