@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import multiprocessing
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+import pytest
 
 from offload.tiers import SharedLanes
 
-BOOKINGS = 2000
+PROCESSES, BOOKINGS = 3, 20_000
 
 
-def book(path: Path) -> list[float]:
+def book(pipe: Connection, path: Path) -> None:
     lanes = SharedLanes(path)
-    try:
-        return [lanes.book("read", 0.0, 1.0) for _ in range(BOOKINGS)]
-    finally:
-        lanes.close()
+    pipe.send("ready")
+    pipe.recv()  # so that all begin at once
+    pipe.send([lanes.book("read", 0.0, 1.0) for _ in range(BOOKINGS)])
+    lanes.close()
 
 
+@pytest.mark.slow
 def test_processes_take_turns_on_a_lane(tmp_path: Path) -> None:
-    path = tmp_path / "lanes"
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        ends = [end for part in pool.map(book, [path] * 3, chunksize=1) for end in part]
-    assert sorted(ends) == [float(second) for second in range(1, 3 * BOOKINGS + 1)]
+    context = multiprocessing.get_context("spawn")
+    pairs = [context.Pipe() for _ in range(PROCESSES)]
+    processes = [context.Process(target=book, args=(theirs, tmp_path / "lanes")) for _, theirs in pairs]
+    for process in processes:
+        process.start()
+    for ours, _ in pairs:
+        ours.recv()
+    for ours, _ in pairs:
+        ours.send("go")
+    ends = [end for ours, _ in pairs for end in ours.recv()]
+    for process in processes:
+        process.join()
+    assert sorted(ends) == [float(second) for second in range(1, PROCESSES * BOOKINGS + 1)]
 
 
 def test_lanes_are_apart_and_wait_for_what_comes_later(tmp_path: Path) -> None:
