@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import select
@@ -351,10 +352,11 @@ def check_losses(outcomes: Mapping[str, Outcome]) -> None:
     if len(trained) < 2:
         return
     length = min(len(o.losses) for o in trained)
-    usual = [statistics.median(o.losses[step] for o in trained) for step in range(length)]
+    finite = [[o.losses[step] for o in trained if math.isfinite(o.losses[step])] for step in range(length)]
+    usual = [statistics.median(losses) if losses else math.nan for losses in finite]
     for outcome in trained:
         stray = [abs(mine - theirs) / abs(theirs) for mine, theirs in zip(outcome.losses, usual, strict=False)]
-        worst = max(range(length), key=lambda step: stray[step] if stray[step] == stray[step] else float("inf"))
+        worst = max(range(length), key=lambda step: math.inf if math.isnan(stray[step]) else stray[step])
         if not stray[worst] <= STRAY and not outcome.failed:
             outcome.failed = (
                 f"diverges: its loss is {outcome.losses[worst]:.4f} in step {worst}, the median {usual[worst]:.4f}"

@@ -117,6 +117,23 @@ class Offloaded(Plain):
         self.optimizer.close()
 
 
+class TorchAO(Plain):
+    """torchao's CPUOffloadOptimizer: weights on the GPU, the optimizer's copies and state in host memory."""
+
+    has_optimizer = True
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        from torchao.optim import CPUOffloadOptimizer
+
+        super().__init__(request)
+        self.optimizer = CPUOffloadOptimizer(self.model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS)
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 class DeepSpeed:
     """DeepSpeed's ZeRO-3, stock or with our backend."""
 
@@ -176,6 +193,7 @@ class DeepSpeed:
 KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "plain": Plain,
     "torch": Torch,
+    "torchao": TorchAO,
     "offload": Offloaded,
     "deepspeed": DeepSpeed,
 }
