@@ -57,6 +57,7 @@ OURS_HALF = "ours in DeepSpeed, half in memory"
 OURS_DISK = "ours in DeepSpeed, nothing resident"
 FUSED = "torch AdamW, fused"
 ALONE_MEMORY = "ours, all in memory"
+ALONE_TWO_PATHS = "ours, nothing resident, two paths"
 
 ON_DISK = {"host_memory": 0, "staging_memory": STAGING, "paths": ["{path}"]}
 
@@ -124,7 +125,7 @@ def standalone_group(numel: int, smoke: bool, device: str) -> list[Contender]:
         Contender(ALONE_MEMORY, "offload"),
         Contender("ours, half in memory", "offload", {**ON_DISK, "host_memory": STATE_BYTES * numel // 2}),
         Contender("ours, nothing resident", "offload", ON_DISK),
-        Contender("ours, nothing resident, two paths", "offload", {**ON_DISK, "paths": ["{path}", "{path}"]}),
+        Contender(ALONE_TWO_PATHS, "offload", {**ON_DISK, "paths": ["{path}", "{path}"]}),
     ]
 
 
@@ -136,11 +137,13 @@ class Defaults:
         groups: Which groups run.
         tokens: Batch sizes; the last is the one whose forward and backward take about as long as a step.
         minutes: In which all of it is through.
+        smoke: Which groups run at smoke size.
     """
 
     groups: tuple[str, ...]
     tokens: tuple[int, ...]
     minutes: float
+    smoke: tuple[str, ...]
 
 
 GROUPS = {
@@ -148,6 +151,9 @@ GROUPS = {
     "disk": "DeepSpeed, state on disk",
     "standalone": "without DeepSpeed",
 }
+SMOKE = (BASELINE, FUSED, ALONE_MEMORY, ALONE_TWO_PATHS, STOCK_CPU, OURS_MEMORY, OURS_DISK)
+"""Contenders that run at smoke size: one of each kind."""
+
 PARAMS = "130M"
 SMOKE_PARAMS = "300k"
 
@@ -222,7 +228,7 @@ def main(question: str | None, defaults: Defaults) -> None:
     parser.add_argument("--minutes", type=float, default=defaults.minutes, help="in which all is through")
     parser.add_argument("--device", default="cpu", help="where the model lies (default: cpu)")
     args = parser.parse_args()
-    chosen = args.sections
+    chosen = [name for name in args.sections if not args.smoke or name in defaults.smoke]
     try:
         sizes = [int(size) for size in args.tokens.split(",")]
     except ValueError:
@@ -258,6 +264,8 @@ def main(question: str | None, defaults: Defaults) -> None:
                 "disk": lambda: disk_group(shape.numel, args.smoke, aio["best"]),
                 "standalone": lambda: standalone_group(shape.numel, args.smoke, args.device),
             }[group]()
+            if args.smoke:
+                field = [contender for contender in field if contender.name in SMOKE or contender.left_out]
             (folder / group).mkdir()
             outcomes, speeds = run_group(field, schedule, common, folder / group, print)
             base = outcomes[BASELINE]

@@ -10,4 +10,7 @@ from __future__ import annotations
 from _contenders import Defaults, main
 
 if __name__ == "__main__":
-    main(__doc__, Defaults(groups=("memory", "disk", "standalone"), tokens=(16, 128), minutes=11.0))
+    main(
+        __doc__,
+        Defaults(groups=("memory", "disk", "standalone"), tokens=(16, 128), minutes=11.0, smoke=("memory", "disk")),
+    )

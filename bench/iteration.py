@@ -10,4 +10,6 @@ from __future__ import annotations
 from _contenders import Defaults, main
 
 if __name__ == "__main__":
-    main(__doc__, Defaults(groups=("standalone", "memory", "disk"), tokens=(128,), minutes=9.0))
+    main(
+        __doc__, Defaults(groups=("standalone", "memory", "disk"), tokens=(128,), minutes=9.0, smoke=("standalone",))
+    )

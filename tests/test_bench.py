@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,15 @@ def test_smoke(script: str, tmp_path: Path) -> None:
     assert report["targets"]
     for target in report["targets"]:
         assert target.keys() >= {"name", "value", "target", "met"}
+
+
+def test_the_index_has_every_benchmark_and_its_links_lead_somewhere() -> None:
+    index = BENCH.parent / "docs" / "benchmarks.md"
+    text = index.read_text()
+    assert [script for script in SCRIPTS if f"bench/{script}`" not in text] == []
+    links = re.findall(r"\]\(([^)#]+)\)", text)
+    assert links
+    assert [link for link in links if not (index.parent / link).exists()] == []
 
 
 @pytest.mark.slow
