@@ -2,8 +2,7 @@
 
 Each is used as its own documentation says. DeepSpeed's subgroups and reduction buckets have 10 million elements (by
 default the whole model is one, which takes a gigabyte more and is slower, stock and ours alike); its NVMe offload
-runs with its pipelining off and on, with the settings of its aio that a sweep in the same run found fastest. Ours
-streams through `STAGING` bytes.
+runs with its pipelining off and on, with the settings of its aio that a sweep in the same run found fastest.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from offload.cli.model import choose_shape
 from offload.cli.values import parse_count
 
 SUBGROUP_NUMEL = 10_000_000
-STAGING = "96MiB"
 BUFFERS = {False: 4, True: 12}
 """DeepSpeed's buffer_count: its default; with pipelining the default fails an assertion, 12 works."""
 
@@ -59,7 +57,7 @@ FUSED = "torch AdamW, fused"
 ALONE_MEMORY = "ours, all in memory"
 ALONE_TWO_PATHS = "ours, nothing resident, two paths"
 
-ON_DISK = {"host_memory": 0, "staging_memory": STAGING, "paths": ["{path}"]}
+ON_DISK = {"host_memory": 0, "paths": ["{path}"]}
 
 NATIVE_SKIPPED = "left out of the smoke run: its native part takes minutes to build"
 
