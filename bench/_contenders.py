@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -232,6 +233,7 @@ def main(question: str | None, defaults: Defaults) -> None:
     except ValueError:
         parser.error(f"--tokens: {args.tokens!r} cannot be used; give numbers such as 16,128")
     described = environment()
+    ends_s = time.monotonic() + 60 * args.minutes
     if args.smoke:
         sizes = [8, 16][-len(sizes) :]
     shape = choose_shape(parse_count("--params", SMOKE_PARAMS if args.smoke else args.params))
@@ -250,12 +252,13 @@ def main(question: str | None, defaults: Defaults) -> None:
     with work_folder(args.path) as folder:
         aio = aio_settings(common, folder) if "disk" in chosen and not args.smoke else {"best": {}}
         results["aio"] = aio
-        for group in chosen:
+        for number, group in enumerate(chosen):
+            left = chosen[number:]
             schedule = Schedule(
                 parts=tuple((size, 2 if args.smoke else 3 if size == min(sizes) else 2) for size in sizes),
                 rounds=1 if args.smoke else args.rounds,
                 least=1 if args.smoke else 3,
-                seconds=60 * args.minutes * WEIGHTS[group] / sum(WEIGHTS[name] for name in chosen),
+                seconds=(ends_s - time.monotonic()) * WEIGHTS[group] / sum(WEIGHTS[name] for name in left),
             )
             field = {
                 "memory": lambda: memory_group(shape.numel, args.smoke),
@@ -292,4 +295,4 @@ def main(question: str | None, defaults: Defaults) -> None:
 
 
 WEIGHTS = {"memory": 1.0, "disk": 2.0, "standalone": 1.0}
-"""How the time is divided."""
+"""How the time that is left is divided."""
