@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 # DeepSpeed comes as sources that need torch to be there, and builds none of its native parts now.
 DEEPSPEED := deepspeed==0.19.8
 
-.PHONY: train test test-full lint clean
+.PHONY: train test test-full bench lint clean
 
 train: $(VENV)/.ready
 	$(BIN)/offload train $(ARGS)
@@ -21,6 +21,9 @@ test: $(VENV)/.ready lint
 
 test-full: $(VENV)/.ready lint
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.ready
+	$(BIN)/offload bench $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check offload integrations tests bench

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,42 @@ import torch
 import offload
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# A script's folder comes first where modules are looked for, and `deepspeed` is not the script of that name.
+sys.path.sort(key=lambda folder: folder == str(ROOT / "bench"))
 HUGE_PAGE_BYTES = 2 << 20
 
 
-def arguments(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options that every benchmark has; a script may add its own."""
+def arguments(
+    description: str | None, *, path: bool = False, picture: bool = False, sections: Collection[str] = ()
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that every benchmark has; a script may add its own.
+
+    Args:
+        description: What the benchmark is about.
+        path: Whether it writes to a disk, so that the user may choose which.
+        picture: Whether it can draw its results.
+        sections: Parts that can be run alone.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does it still run?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    if path:
+        where = "directory on the disk to measure (default: the temporary folder)"
+        parser.add_argument("--path", type=Path, metavar="DIRECTORY", help=where)
+    if picture:
+        parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the results there")
+    if sections:
+
+        def chosen(text: str) -> list[str]:
+            names = text.split(",")
+            unknown = [name for name in names if name not in sections]
+            if unknown:
+                raise argparse.ArgumentTypeError(f"{unknown[0]!r} cannot be used; there are {', '.join(sections)}")
+            return names
+
+        what = f"which to run, separated by commas (default: {','.join(sections)})"
+        parser.add_argument("--sections", type=chosen, default=list(sections), metavar="NAMES", help=what)
     return parser
 
 

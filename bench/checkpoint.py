@@ -198,14 +198,14 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = arguments(__doc__).parse_args()
+    args = arguments(__doc__, path=True).parse_args()
     described = environment()
     size = Size(512, 3, 8, 2) if args.smoke else Size(2048, 12, 512, 15)
     results: dict[str, Any] = {}
     targets = []
     for share in (0.0, 0.5, 1.0):
         progress(f"resident share {share:.0%}")
-        with tempfile.TemporaryDirectory(dir=os.environ.get("OFFLOAD_BENCH_DIR")) as folder:
+        with tempfile.TemporaryDirectory(dir=args.path) as folder:
             found = measure(size, share, Path(folder))
         results[f"{share:.0%}"] = found
         beyond = max(0.0, found["stall"] - found["floor"])

@@ -373,7 +373,7 @@ def section_predictions(args: argparse.Namespace) -> Found:
 
 def section_training(args: argparse.Namespace, device: torch.device | None, before: Found) -> Found:
     """Run the contenders that were asked for, as long as there is time; keep what others found before."""
-    with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+    with tempfile.TemporaryDirectory(dir=args.path) as folder:
         if args.smoke:
             spec = Specification(2e5, 2, 32, 1, 2, "cpu" if device is None else "cuda", folder)
         else:
@@ -554,7 +554,7 @@ def described() -> dict[str, Any]:
 
 
 def parsed() -> argparse.Namespace:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, path=True)
     parser.add_argument(
         "--section", action="append", choices=SECTIONS, help="only this one; may be given several times"
     )
@@ -571,7 +571,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--limit", type=float, default=440.0, help="seconds of section d, after which no more is begun"
     )
-    parser.add_argument("--directory", help="where state on disk goes")
     args = parser.parse_args()
     unknown = set(args.contenders) - set(CONTENDERS)
     if unknown:

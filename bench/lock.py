@@ -15,7 +15,6 @@ import tempfile
 import time
 import uuid
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,8 +88,7 @@ def worker(pipe: Connection, path: str, tile_bytes: int, tiles: int, turn_bytes:
 
 def main() -> None:
     """Measure and report."""
-    parser = arguments(__doc__)
-    parser.add_argument("--path", type=Path, default=None, help="directory on the device to measure")
+    parser = arguments(__doc__, path=True)
     parser.add_argument("--turn-mib", type=int, default=64, help="bytes of a turn")
     parser.add_argument("--depth", type=int, help="requests in flight of each direction (default: the tier's)")
     args = parser.parse_args()
@@ -98,7 +96,7 @@ def main() -> None:
     turn_bytes = 256 << 10 if args.smoke else args.turn_mib << 20
     tile_bytes, tiles, rounds = (64 << 10, 8, 2) if args.smoke else (4 << 20, 64, 9)
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(dir=args.path or ".") as folder:
+    with tempfile.TemporaryDirectory(dir=args.path) as folder:
         pipes = []
         for _ in range(2):
             ours, theirs = context.Pipe()

@@ -37,7 +37,7 @@ def child(role: str, layers: int, width: int, share: float, steps: int) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).bfloat16()
     numel = sum(parameter.numel() for parameter in model.parameters())
     found: dict[str, Any] = {"parameters": numel}
-    with tempfile.TemporaryDirectory(dir=os.environ.get("OFFLOAD_BENCH_DIR")) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         optimizer = None
         if role == "offload":
             import offload
@@ -67,9 +67,10 @@ def child(role: str, layers: int, width: int, share: float, steps: int) -> None:
     print(json.dumps(found))
 
 
-def run(role: str, layers: int, width: int, share: float, steps: int) -> dict[str, Any]:
+def run(role: str, layers: int, width: int, share: float, steps: int, path: Path | None) -> dict[str, Any]:
     command = [sys.executable, __file__, "--child", role, *map(str, (layers, width, share, steps))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    place = {"TMPDIR": str(path)} if path else {}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **place})
     if done.returncode:
         raise SystemExit(f"{role} failed:\n{done.stderr}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -81,16 +82,16 @@ def main() -> None:
         role, layers, width, share, steps = sys.argv[2:]
         child(role, int(layers), int(width), float(share), int(steps))
         return
-    args = arguments(__doc__).parse_args()
+    args = arguments(__doc__, path=True).parse_args()
     described = environment()
     layers, width = (3, 512) if args.smoke else (26, 2048)
     steps = 2 if args.smoke else 4
-    twin = run("twin", layers, width, 0.0, steps)
+    twin = run("twin", layers, width, 0.0, steps, args.path)
     results: dict[str, Any] = {"parameters": twin["parameters"], "twin": twin, "offload": {}}
     targets, checksums = [], []
     for share in (0.0, 0.5, 1.0):
         progress(f"resident share {share}")
-        found = run("offload", layers, width, share, steps)
+        found = run("offload", layers, width, share, steps, args.path)
         planned = sum(found["planned"].values())
         used = found["peak_bytes"] - twin["peak_bytes"]
         allowed = planned + max(TOLERANCE_SHARE * planned, TOLERANCE_BYTES)

@@ -547,20 +547,14 @@ def picture(file: Path, results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated (default: all)")
-    parser.add_argument("--directory", type=Path, help="where the paths are made (default: the temporary folder)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the results there")
-    args = parser.parse_args()
+    args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
     described = environment()
     results: dict[str, Any] = {}
     targets: list[Target] = []
-    for name in args.sections.split(","):
-        if name not in SECTIONS:
-            raise SystemExit(f"--sections: {name!r} cannot be used; there are {', '.join(SECTIONS)}")
+    for name in args.sections:
         print(f"{name}:")
         progress(name)
-        with tempfile.TemporaryDirectory(dir=args.directory) as folder:
+        with tempfile.TemporaryDirectory(dir=args.path) as folder:
             results[name] = SECTIONS[name](Path(folder), args.smoke, targets)
     checksum = results.get("sum", {}).get("1", {}).get("checksum", "none of the chosen sections computes")
     if args.picture:

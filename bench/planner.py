@@ -435,19 +435,13 @@ def _without_directories(probed: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated (default: all)")
-    parser.add_argument("--path", type=Path, help="where the paths are made (default: the temporary folder)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the results there")
-    args = parser.parse_args()
+    args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
     # That all paths lie on one device is why they are throttled.
     logging.getLogger("offload").addFilter(lambda record: "on one device" not in record.getMessage())
     described = environment()
     results: dict[str, Any] = {}
     targets: list[Target] = []
-    for name in args.sections.split(","):
-        if name not in SECTIONS:
-            raise SystemExit(f"--sections: {name!r} cannot be used; there are {', '.join(SECTIONS)}")
+    for name in args.sections:
         print(f"{name}:")
         with tempfile.TemporaryDirectory(dir=args.path) as folder:
             results[name] = SECTIONS[name](Path(folder), SMOKE if args.smoke else FULL, targets)

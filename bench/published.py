@@ -790,10 +790,9 @@ def picture(file: Path, held: Mapping[str, Sequence[Judged]]) -> None:
 
 def main() -> None:
     """Fit, predict and report."""
-    parser = arguments(__doc__)
+    parser = arguments(__doc__, picture=True)
     parser.add_argument("--fit", type=Path, default=TABLES, metavar="DIR", help="tables to fit on (default: ours)")
     parser.add_argument("--evaluate", type=Path, metavar="DIR", help="tables to predict, any subset of them")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the rows left out there")
     args = parser.parse_args()
     described = environment()
     try:

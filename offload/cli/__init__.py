@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from offload.cli import export, gc, plan, probe, settings, trace, verify
+from offload.cli import bench, export, gc, plan, probe, settings, trace, verify
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
 
@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_parser(commands)
     gc.add_parser(commands)
     trace.add_parser(commands)
+    bench.add_parser(commands)
     return parser
 
 
@@ -89,6 +90,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "export": export.run,
     "gc": gc.run,
     "trace": trace.run,
+    "bench": bench.run,
 }
 
 

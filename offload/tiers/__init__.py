@@ -19,7 +19,7 @@ from offload.tiers.memory import MemoryTier
 from offload.tiers.objects import ObjectClient, RetryPolicy, S3Client
 from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
-from offload.tiers.throttled import ThrottledTier
+from offload.tiers.throttled import SharedLanes, ThrottledTier
 from offload.tiers.turns import Turns
 
 _log = logging.getLogger("offload")
@@ -40,6 +40,7 @@ __all__ = [
     "RemoteTier",
     "RetryPolicy",
     "S3Client",
+    "SharedLanes",
     "ThrottledTier",
     "Turns",
     "check_directories",

@@ -1,0 +1,298 @@
+"""Who trains against whom in `bench/iteration.py` and `bench/deepspeed.py`, and how each is set up.
+
+Each is used as its own documentation says. DeepSpeed's subgroups and reduction buckets have 10 million elements (by
+default the whole model is one, which takes a gigabyte more and is slower, stock and ours alike); its NVMe offload
+runs with its pipelining off and on, with the settings of its aio that a sweep in the same run found fastest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from _common import Target, arguments, environment, report
+from _contest import (
+    BASELINE,
+    SPREAD,
+    STATE_BYTES,
+    Contender,
+    ContenderError,
+    Outcome,
+    Schedule,
+    Worker,
+    best,
+    markdown,
+    picture,
+    row,
+    run_group,
+    spread,
+    times_faster,
+    times_shorter,
+    work_folder,
+)
+
+from offload.cli.model import choose_shape
+from offload.cli.values import parse_count
+
+SUBGROUP_NUMEL = 10_000_000
+BUFFERS = {False: 4, True: 12}
+"""DeepSpeed's buffer_count: its default; with pipelining the default fails an assertion, 12 works."""
+
+STOCK_CPU = "DeepSpeed, CPU offload"
+STOCK_NVME = "DeepSpeed, NVMe offload"
+STOCK_PIPELINED = "DeepSpeed, NVMe offload, pipelined"
+EQUAL = {
+    STOCK_NVME: "ours in DeepSpeed, memory as NVMe offload",
+    STOCK_PIPELINED: "ours in DeepSpeed, memory as NVMe offload, pipelined",
+}
+OURS_MEMORY = "ours in DeepSpeed, all in memory"
+OURS_HALF = "ours in DeepSpeed, half in memory"
+OURS_DISK = "ours in DeepSpeed, nothing resident"
+FUSED = "torch AdamW, fused"
+ALONE_MEMORY = "ours, all in memory"
+ALONE_TWO_PATHS = "ours, nothing resident, two paths"
+
+ON_DISK = {"host_memory": 0, "paths": ["{path}"]}
+
+NATIVE_SKIPPED = "left out of the smoke run: its native part takes minutes to build"
+
+
+def deepspeed(name: str, settings: Mapping[str, Any], *, smoke: bool, left_out: str = "", **more: Any) -> Contender:
+    pieces = 100_000 if smoke else SUBGROUP_NUMEL
+    zero = {"stage": 3, "sub_group_size": pieces, "reduce_bucket_size": pieces, **settings.get("zero", {})}
+    rest = {key: value for key, value in settings.items() if key != "zero"}
+    return Contender(name, "deepspeed", {"zero_optimization": zero, **rest}, left_out=left_out, **more)
+
+
+def in_deepspeed(name: str, ours: Mapping[str, Any], *, smoke: bool, **more: Any) -> Contender:
+    settings = {"zero": {"offload_optimizer": {"device": "cpu"}}, "multi_tier_offload": dict(ours)}
+    return deepspeed(name, settings, smoke=smoke, **more)
+
+
+def deepspeed_baseline(smoke: bool) -> Contender:
+    return deepspeed(BASELINE, {"no_optimizer": True}, smoke=smoke)
+
+
+def memory_group(numel: int, smoke: bool) -> list[Contender]:
+    torch_adam = {"adam": {"torch_adam": True, "fused": True}}
+    stock: dict[str, Any] = {"zero": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}
+    if smoke:  # its own Adam is compiled at first use
+        stock |= {**torch_adam, "zero_force_ds_cpu_optimizer": False}
+    return [
+        deepspeed_baseline(smoke),
+        deepspeed("DeepSpeed, no offload", torch_adam, smoke=smoke),
+        deepspeed(STOCK_CPU, stock, smoke=smoke),
+        in_deepspeed(OURS_MEMORY, {}, smoke=smoke),
+        in_deepspeed(OURS_HALF, {**ON_DISK, "host_memory": STATE_BYTES * numel // 2}, smoke=smoke),
+    ]
+
+
+def disk_group(numel: int, smoke: bool, aio: Mapping[str, Any]) -> list[Contender]:
+    def stock(name: str, pipelined: bool) -> Contender:
+        place = {"device": "nvme", "nvme_path": "{path}", "buffer_count": BUFFERS[pipelined], "pin_memory": False}
+        place |= {"pipeline_read": pipelined, "pipeline_write": pipelined}
+        settings = {"zero": {"offload_optimizer": place}, "aio": dict(aio)}
+        return deepspeed(name, settings, smoke=smoke, left_out=NATIVE_SKIPPED if smoke else "")
+
+    return [
+        deepspeed_baseline(smoke),
+        stock(STOCK_NVME, False),
+        stock(STOCK_PIPELINED, True),
+        in_deepspeed(OURS_DISK, ON_DISK, smoke=smoke),
+        *(in_deepspeed(ours, ON_DISK, smoke=smoke, equal_to=stock) for stock, ours in EQUAL.items()),
+    ]
+
+
+def standalone_group(numel: int, smoke: bool, device: str) -> list[Contender]:
+    del smoke
+    without_torchao = ""
+    if device == "cpu":
+        without_torchao = "not run: it needs weights on a GPU"
+    elif importlib.util.find_spec("torchao") is None:
+        without_torchao = "not run: torchao is not installed"
+    return [
+        Contender(BASELINE, "plain"),
+        Contender(FUSED, "torch", {"fused": True}),
+        Contender("torch AdamW, foreach", "torch", {"foreach": True}),
+        Contender("torchao CPUOffloadOptimizer", "torchao", left_out=without_torchao),
+        Contender(ALONE_MEMORY, "offload"),
+        Contender("ours, half in memory", "offload", {**ON_DISK, "host_memory": STATE_BYTES * numel // 2}),
+        Contender("ours, nothing resident", "offload", ON_DISK),
+        Contender(ALONE_TWO_PATHS, "offload", {**ON_DISK, "paths": ["{path}", "{path}"]}),
+    ]
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a front door chooses.
+
+    Attributes:
+        groups: Which groups run.
+        tokens: Batch sizes; the last is the one whose forward and backward take about as long as a step.
+        minutes: In which all of it is through.
+        smoke: Which groups run at smoke size.
+    """
+
+    groups: tuple[str, ...]
+    tokens: tuple[int, ...]
+    minutes: float
+    smoke: tuple[str, ...]
+
+
+GROUPS = {
+    "memory": "DeepSpeed, state in memory",
+    "disk": "DeepSpeed, state on disk",
+    "standalone": "without DeepSpeed",
+}
+SMOKE = (BASELINE, FUSED, ALONE_MEMORY, ALONE_TWO_PATHS, STOCK_CPU, OURS_MEMORY, OURS_DISK)
+"""Contenders that run at smoke size: one of each kind."""
+
+PARAMS = "130M"
+SMOKE_PARAMS = "300k"
+
+
+def targets_of(group: str, outcomes: Mapping[str, Outcome], tokens: int) -> list[Target]:
+    """Return the group's promises at one batch size."""
+    found: list[Target] = []
+    base = outcomes[BASELINE]
+
+    def pair(mine: str, theirs: Outcome | None) -> tuple[Outcome, Outcome] | None:
+        ours = outcomes.get(mine)
+        if ours is None or theirs is None or not ours.iterations or not theirs.iterations:
+            return None
+        return None if ours.failed or theirs.failed else (ours, theirs)
+
+    def promise(mine: str, theirs: Outcome | None, iteration: float, exposed: float | None) -> None:
+        both = pair(mine, theirs)
+        what = f"{mine}, against {theirs.name if theirs else 'stock'}"
+        why = "one of them did not run"
+        faster = both and times_faster(*both, tokens)
+        found.append(Target.at_least(f"{what}: iterations, times as fast", faster or None, iteration, why))
+        if exposed is not None:
+            shorter = both and times_shorter(*both, base, tokens)
+            found.append(Target.at_least(f"{what}: exposed step, times shorter", shorter or None, exposed, why))
+        peak = both and both[0].peak_bytes / both[1].peak_bytes
+        found.append(Target.at_most(f"{what}: peak memory over theirs", peak or None, 1.0, why))
+
+    if group == "disk":
+        stock = best(outcomes, (STOCK_NVME, STOCK_PIPELINED), tokens)
+        for name, ours in EQUAL.items():
+            promise(ours, outcomes.get(name), 2.0, 4.0)
+        promise(OURS_DISK, stock, 1.4, 1.8)
+    elif group == "memory":
+        promise(OURS_MEMORY, outcomes.get(STOCK_CPU), 1.0, None)
+    else:
+        noise = spread(base.values("iteration_s", tokens))
+        promise(ALONE_MEMORY, outcomes.get(FUSED), 1.0 - noise, None)
+    same = same_losses([o for o in outcomes.values() if o.name.startswith("ours") and o.losses and not o.failed])
+    found.append(
+        Target.at_least(f"{GROUPS[group]}: ours have the same losses, bit for bit", same, 1.0, "ours did not run")
+    )
+    return found
+
+
+def same_losses(ours: Sequence[Outcome]) -> float | None:
+    if not ours:
+        return None
+    length = min(len(outcome.losses) for outcome in ours)
+    return float(all(outcome.losses[:length] == ours[0].losses[:length] for outcome in ours))
+
+
+def aio_settings(common: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return what the sweep of DeepSpeed's aio found."""
+    worker = Worker(Contender("aio", "aio", {"path": "{path}", "smoke": common["smoke"]}), common, folder)
+    try:
+        found: dict[str, Any] = worker.answer(900.0)  # its native part is compiled at first use
+        return found
+    except ContenderError as error:
+        return {"best": {}, "failed": str(error), "output": worker.output()}
+    finally:
+        worker.close()
+
+
+def main(question: str | None, defaults: Defaults) -> None:
+    """Run the groups and report."""
+    parser = arguments(question, path=True, picture=True, sections=defaults.groups)
+    parser.add_argument(
+        "--params", default=PARAMS, help="parameters of the model, such as 25M (default: %(default)s)"
+    )
+    parser.add_argument("--tokens", default=",".join(map(str, defaults.tokens)), help="tokens of a batch, each size")
+    parser.add_argument("--rounds", type=int, default=15, help="most rounds of a section")
+    parser.add_argument("--minutes", type=float, default=defaults.minutes, help="in which all is through")
+    parser.add_argument("--device", default="cpu", help="where the model lies (default: cpu)")
+    args = parser.parse_args()
+    chosen = [name for name in args.sections if not args.smoke or name in defaults.smoke]
+    try:
+        sizes = [int(size) for size in args.tokens.split(",")]
+    except ValueError:
+        parser.error(f"--tokens: {args.tokens!r} cannot be used; give numbers such as 16,128")
+    described = environment()
+    ends_s = time.monotonic() + 60 * args.minutes
+    if args.smoke:
+        sizes = [8, 16][-len(sizes) :]
+    shape = choose_shape(parse_count("--params", SMOKE_PARAMS if args.smoke else args.params))
+    common: dict[str, Any] = {
+        "shape": {"layers": shape.layers, "hidden": shape.hidden},
+        "numel": shape.numel,
+        "seq": max(sizes),
+        "device": args.device,
+        "smoke": args.smoke,
+    }
+    results: dict[str, Any] = {"model": {**common["shape"], "numel": shape.numel}, "tokens": sizes}
+    targets: list[Target] = []
+    tables: dict[str, dict[str, Any]] = {}
+    digest = hashlib.sha256()
+    print(f"model: {shape.numel:,} parameters, {shape.layers} layers of {shape.hidden}, bf16 weights, fp32 state")
+    with work_folder(args.path) as folder:
+        aio = aio_settings(common, folder) if "disk" in chosen and not args.smoke else {"best": {}}
+        results["aio"] = aio
+        for number, group in enumerate(chosen):
+            left = chosen[number:]
+            schedule = Schedule(
+                parts=tuple((size, 2 if args.smoke else 3 if size == min(sizes) else 2) for size in sizes),
+                rounds=1 if args.smoke else args.rounds,
+                least=1 if args.smoke else 3,
+                seconds=(ends_s - time.monotonic()) * WEIGHTS[group] / sum(WEIGHTS[name] for name in left),
+            )
+            field = {
+                "memory": lambda: memory_group(shape.numel, args.smoke),
+                "disk": lambda: disk_group(shape.numel, args.smoke, aio["best"]),
+                "standalone": lambda: standalone_group(shape.numel, args.smoke, args.device),
+            }[group]()
+            if args.smoke:
+                field = [contender for contender in field if contender.name in SMOKE or contender.left_out]
+            (folder / group).mkdir()
+            outcomes, speeds = run_group(field, schedule, common, folder / group, print)
+            base = outcomes[BASELINE]
+            found: dict[str, Any] = {"speeds": speeds, "contenders": {n: asdict(o) for n, o in outcomes.items()}}
+            results[group] = found
+            for tokens in sizes:
+                ran = {n: o for n, o in outcomes.items() if o.iterations and (not o.failed or n == BASELINE)}
+                rows = (
+                    {n: row(o, base, speeds, tokens, shape.numel) for n, o in ran.items()} if base.iterations else {}
+                )
+                title = f"{GROUPS[group]}, {tokens} tokens"
+                tables[title] = found[f"{tokens} tokens"] = rows
+                failed = {n: o.failed for n, o in outcomes.items() if o.failed}
+                print(f"\n### {title}, {len(speeds)} rounds\n\n{markdown(rows, failed)}\n", flush=True)
+            noise = max((spread(base.values("iteration_s", tokens)) for tokens in sizes), default=0.0)
+            if noise > SPREAD:
+                print(
+                    f"The machine was busy: iterations without an optimizer spread by {noise:.0%}; trust ratios only."
+                )
+            for outcome in outcomes.values():
+                digest.update(json.dumps([outcome.name, outcome.losses[:4]]).encode())
+            targets += targets_of(group, outcomes, sizes[-1])
+    if args.picture:
+        picture(args.picture, tables)
+    report(args, described, results, digest.hexdigest()[:16], targets)
+
+
+WEIGHTS = {"memory": 1.0, "disk": 2.0, "standalone": 1.0}
+"""How the time that is left is divided."""

@@ -1,0 +1,374 @@
+"""One contender in a process of its own: what `_contest.py` starts and talks to.
+
+Requests and answers are lines of JSON on standard input and output; whatever the contender prints goes to standard
+error, which is its log. The first request describes the contender (see `_contest.Contender`), the others are
+`{"run": [[tokens, first, count], ...]}`: so many iterations on batches of so many tokens, the first of that number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import cores
+from torch.nn.functional import cross_entropy
+
+SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+CLIP = 1.0
+SEED = 1234
+
+
+def build(request: dict[str, Any]) -> Any:
+    from offload.cli.model import Shape, build_model
+
+    shape = Shape(**request["shape"])
+    dtype = torch.bfloat16
+    return build_model(shape, seq=request["seq"], dtype=dtype, device=request["device"], seed=SEED)
+
+
+def batch(step: int, tokens: int, device: str) -> torch.Tensor:
+    """Return one window of `tokens` + 1 tokens that depends on the step alone; shape [1, tokens + 1]."""
+    generator = torch.Generator().manual_seed(step)
+    # Every third token follows from the one before it, so that there is something to learn.
+    window = torch.randint(0, 250, (1, tokens + 1), generator=generator)
+    window[:, 2::3] = (window[:, 1:-1:3] * 7 + 3) % 250
+    return window.to(device)
+
+
+def loss_of(logits: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits.float().reshape(-1, logits.shape[-1]), window[:, 1:].reshape(-1))
+
+
+class Plain:
+    """Forward and backward, and no optimizer: what an iteration would take if the optimizer were free."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.model = build(request)
+        self.engine: Any = None
+
+    def forward(self, window: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.model(input_ids=window[:, :-1]).logits, window)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    has_optimizer = False
+
+    def step(self) -> None:
+        self.model.zero_grad()
+
+    def close(self) -> None:
+        pass
+
+
+class Torch(Plain):
+    """torch.optim.AdamW over fp32 masters, as mixed precision without offloading does it.
+
+    The fp32 gradients are kept, so that nothing is allocated in a step.
+    """
+
+    has_optimizer = True
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        super().__init__(request)
+        self.weights = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.masters = [torch.nn.Parameter(weight.detach().float()) for weight in self.weights]
+        for master in self.masters:
+            master.grad = torch.zeros_like(master)
+        self.optimizer = torch.optim.AdamW(self.masters, **SETTINGS, **request["settings"])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        torch._foreach_copy_([master.grad for master in self.masters], [weight.grad for weight in self.weights])
+        torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
+        self.optimizer.step()
+        torch._foreach_copy_(self.weights, self.masters)
+        self.model.zero_grad()
+
+
+class Offloaded(Plain):
+    """offload.AdamW."""
+
+    has_optimizer = True
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        import offload
+
+        super().__init__(request)
+        config = offload.OffloadConfig.from_dict(request["settings"])
+        self.optimizer = offload.AdamW(self.model.parameters(), **SETTINGS, offload=config)
+        self.engine = self.optimizer.engine
+
+    def step(self) -> None:
+        self.optimizer.clip_grad_norm_(CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+
+class TorchAO(Plain):
+    """torchao's CPUOffloadOptimizer: weights on the GPU, the optimizer's copies and state in host memory."""
+
+    has_optimizer = True
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        from torchao.optim import CPUOffloadOptimizer
+
+        super().__init__(request)
+        self.optimizer = CPUOffloadOptimizer(self.model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS)
+
+    def step(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class DeepSpeed:
+    """DeepSpeed's ZeRO-3, stock or with our backend."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        # As its launcher sets them; without the last it asks the system for the cores in every reduction.
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", LOCAL_SIZE="1")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+        import deepspeed
+        import deepspeed.ops
+
+        import offload.integrations.deepspeed as offload_deepspeed
+
+        # Collectives of one process need no native part, which would be compiled at first use.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.utils.logger.setLevel("WARNING")
+        if request["device"] == "cpu":
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        settings = dict(request["settings"])
+        model = build(request)
+        client = None
+        self.has_optimizer = not settings.pop("no_optimizer", False)
+        if not self.has_optimizer:
+            client = torch.optim.SGD(model.parameters(), lr=0.0)
+            settings |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        else:
+            adam = {**SETTINGS, "betas": list(SETTINGS["betas"]), **settings.pop("adam", {})}
+            settings["optimizer"] = {"type": "AdamW", "params": adam}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "gradient_clipping": CLIP,
+            "steps_per_print": 10**9,
+            **settings,
+        }
+        if "multi_tier_offload" in config:
+            offload_deepspeed.enable()
+        self.ds, *_ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), optimizer=client, config=config
+        )
+        self.engine = getattr(self.ds.optimizer, "offload", None)
+
+    def forward(self, window: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.ds(input_ids=window[:, :-1]).logits, window)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.ds.backward(loss)
+
+    def step(self) -> None:
+        self.ds.step()
+
+    def close(self) -> None:
+        self.ds.destroy()
+
+
+KINDS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "plain": Plain,
+    "torch": Torch,
+    "torchao": TorchAO,
+    "offload": Offloaded,
+    "deepspeed": DeepSpeed,
+}
+
+
+class Bounds:
+    """What the hardware allows, measured in the same rounds as everything else."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        from kernel import Buffers
+        from paths import MIB, Mixer, opened
+
+        from offload.kernels import CpuUpdateKernel
+        from offload.kernels.reference import segment_table
+
+        small = request["settings"]["smoke"]
+        self.stack = contextlib.ExitStack()
+        tier, queue = self.stack.enter_context(opened(request["settings"]["path"], "io_uring", checksum=False))
+        tile, self.tiles = (MIB, 4) if small else (4 * MIB, 48)
+        self.moved = 2 * tile * self.tiles
+        self.mixer = Mixer(tier, queue, tile, 4, 16)
+        numel = 1 << 16 if small else 16_000_000
+        self.buffers = Buffers(numel)
+        self.kernel = CpuUpdateKernel(threads=cores())
+        self.table = segment_table([self.buffers.segment(4, whole=True)])
+
+    def run(self) -> dict[str, float]:
+        from kernel import BYTES_PER_PARAMETER
+
+        from offload.kernels import StreamVariant
+
+        started_s = time.perf_counter()
+        self.mixer.run(self.tiles)
+        disk_s = time.perf_counter() - started_s
+        seconds = []
+        for variant in (StreamVariant.PLAIN, StreamVariant.PREFETCH, StreamVariant.WEIGHT_NONTEMPORAL):
+            started_s = time.perf_counter()
+            self.kernel.stream(self.table, variant)
+            seconds.append(time.perf_counter() - started_s)
+        nbytes = BYTES_PER_PARAMETER * self.buffers.master.numel()
+        return {"disk_bytes_per_s": self.moved / disk_s, "memory_bytes_per_s": nbytes / min(seconds)}
+
+    def close(self) -> None:
+        self.kernel.close()
+        self.stack.close()
+
+
+def tuned_aio(folder: str, small: bool) -> dict[str, Any]:
+    """Return the settings of DeepSpeed's aio that move most here, and what each of those tried reached.
+
+    A sweep as DeepSpeed's own `ds_nvme_tune` does it, over fewer values: reads and writes of a subgroup's tensor.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    native = get_accelerator().create_op_builder("AsyncIOBuilder").load()
+    nbytes = (1 if small else 40) << 20
+    file = str(Path(folder) / "tune")
+    tried: list[dict[str, Any]] = []
+    for block_size in (1 << 20, 8 << 20):
+        for queue_depth in (8, 32):
+            for intra_op_parallelism in (1, 2, 4):
+                handle = native.aio_handle(block_size, queue_depth, False, True, intra_op_parallelism)
+                buffer = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+                best_s = float("inf")
+                for _ in range(3):
+                    started_s = time.perf_counter()
+                    handle.sync_pwrite(buffer, file, 0)
+                    handle.sync_pread(buffer, file, 0)
+                    best_s = min(best_s, time.perf_counter() - started_s)
+                handle.free_cpu_locked_tensor(buffer)
+                settings = {
+                    "block_size": block_size,
+                    "queue_depth": queue_depth,
+                    "intra_op_parallelism": intra_op_parallelism,
+                    "single_submit": False,
+                    "overlap_events": True,
+                }
+                tried.append({"settings": settings, "bytes_per_s": 2 * nbytes / best_s})
+    best = max(tried, key=lambda found: found["bytes_per_s"])
+    return {"best": best["settings"], "tried": tried}
+
+
+def memory() -> dict[str, int]:
+    """Return this process's resident bytes: the most ever, and now."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmHWM", "VmRSS"))}
+    return {"peak_bytes": kib["VmHWM"] << 10, "resident_bytes": kib["VmRSS"] << 10}
+
+
+def kernel_io() -> dict[str, int]:
+    """Return what the kernel says that this process has read and written on devices."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {
+        name: int(value)
+        for name, value in (line.split(": ") for line in lines)
+        if name in ("read_bytes", "write_bytes")
+    }
+
+
+def iterate(contender: Any, window: torch.Tensor, synchronize: Callable[[], object]) -> dict[str, float]:
+    before = kernel_io()
+    times = [time.perf_counter()]
+    loss = contender.forward(window)
+    synchronize()
+    times.append(time.perf_counter())
+    contender.backward(loss)
+    synchronize()
+    times.append(time.perf_counter())
+    contender.step()
+    synchronize()
+    times.append(time.perf_counter())
+    after = kernel_io()
+    names = ("forward_s", "backward_s", "step_s")
+    found = {name: end - start for name, start, end in zip(names, times, times[1:], strict=False)}
+    if not contender.has_optimizer:
+        del found["step_s"]
+    found["iteration_s"] = sum(found.values())
+    found["loss"] = float(loss.detach())
+    found |= {f"kernel_{name}": float(after[name] - before[name]) for name in before}
+    return found
+
+
+def run(contender: Any, parts: list[list[int]], device: str) -> list[dict[str, Any]]:
+    import offload
+
+    synchronize = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
+    found = []
+    for tokens, first, count in parts:
+        for step in range(first, first + count):
+            engine = contender.engine
+            extra: dict[str, Any] = {}
+            if engine is not None and step == first + count - 1:
+                extra["predicted_step_s"] = offload.explain(engine.plan, engine.rates, {}).prediction.step_s
+            one: dict[str, Any] = iterate(contender, batch(step, tokens, device), synchronize)
+            if engine is not None:
+                metrics = engine.metrics()
+                one["engine_step_s"] = metrics["step_s"]
+                one["resident_share"] = metrics["resident_share"]
+                one["path_bytes"] = [
+                    metrics[f"path/{number}/{verb}_bytes"]
+                    for number in range(len(engine.plan.budgets.paths))
+                    for verb in ("read", "write")
+                ]
+            found.append({"tokens": tokens, "number": step - first, **one, **extra})
+    return found
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what anybody prints is log
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+
+    def answer(value: Any) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    request = json.loads(sys.stdin.readline())
+    if request["kind"] == "aio":
+        answer(tuned_aio(request["settings"]["path"], request["settings"]["smoke"]))
+        return
+    if request["kind"] == "bounds":
+        bounds = Bounds(request)
+        answer({})
+        for _ in sys.stdin:
+            answer(bounds.run())
+        bounds.close()
+        return
+    started_s = time.perf_counter()
+    contender = KINDS[request["kind"]](request)
+    answer({"set_up_s": time.perf_counter() - started_s, **memory()})
+    for line in sys.stdin:
+        found = run(contender, json.loads(line)["run"], request["device"])
+        gpu = torch.cuda.max_memory_allocated() if request["device"].startswith("cuda") else 0
+        answer({"iterations": found, "gpu_peak_bytes": gpu, **memory()})
+    contender.close()
+
+
+if __name__ == "__main__":
+    serve()

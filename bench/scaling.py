@@ -1,0 +1,291 @@
+"""How a step's time scales: with parameters, resident share, paths, look-ahead, subgroup size and ranks.
+
+One curve a section, each of which can be run alone (`--sections parameters,resident`). Paths are throttled to equal
+rates each way (emulated), so that what is seen is the engine's doing and not the disk's; ranks are processes that
+share one emulated device. In every round each point of a curve takes a step, another one first each time; a point's
+time is the median. Beside each: the least possible, bytes over the rate of what bounds it.
+
+  parameters  0.5 to 32 million, nothing resident: a straight line through the origin, but for filling and draining
+  resident    0 to 100% of the state in memory: a straight line down, until the update itself is longest
+  paths       1, 2 and 3 paths of the same rate: bandwidths add up
+  lookahead   1 to 16 staging slots: flat from where reads, updates and writes can all be under way, and lower the
+              more of the state the slots are
+  subgroup    the same state in 8 to 128 subgroups: flat, but for filling (few, large) and handling (many, small)
+  ranks       1 and 2 processes, each with the same state, on one emulated device: twice the time for twice the bytes
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import multiprocessing
+import statistics
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from _common import Target, arguments, environment, progress, report
+from paths import MB, Throttles
+from planner import Configuration, Model, Session, Size
+
+from offload._native import CompletionQueue
+from offload.plan import PathRates, Rates
+from offload.protocols import Tier
+from offload.tiers import SharedLanes, ThrottledTier, open_tier
+
+RATE = 300.0
+"""MB/s each way of an emulated path."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One place on a curve.
+
+    Attributes:
+        at: Where on the axis.
+        subgroups: Of the model.
+        numel: Elements of each.
+        configuration: What the session is given.
+    """
+
+    at: float
+    subgroups: int
+    numel: int
+    configuration: Configuration
+
+    @property
+    def least_s(self) -> float:
+        """Seconds in which the paths can move what a step must."""
+        subgroup_bytes = 12 * self.numel
+        resident = round(self.configuration.resident * self.subgroups)
+        # What is left in the slots is what the next step starts with.
+        moved = max(0, self.subgroups - resident - self.configuration.slots) * subgroup_bytes
+        return moved / (sum(self.configuration.paths) * MB)
+
+
+def rates_of(configuration: Configuration) -> Rates:
+    paths = tuple(PathRates(rate * MB, rate * MB, 0.0) for rate in configuration.paths)
+    return Rates(cpu_bytes_per_s=20e9, paths=paths)
+
+
+def curve(points: Sequence[Point], folder: Path, rounds: int) -> list[float]:
+    """Return the seconds of a step at each point."""
+    seconds: list[list[float]] = [[] for _ in points]
+    with ExitStack() as stack:
+        opened = []
+        for point in points:
+            model = Model(Size(point.subgroups, point.numel, rounds, 0.0))
+            opened.append(Session(folder, model, point.configuration, rates_of(point.configuration)))
+            stack.callback(opened[-1].engine.close)
+            opened[-1].warm_up()
+        for number in range(rounds):
+            first = number % len(opened)
+            for place in [*range(first, len(opened)), *range(first)]:
+                seconds[place].append(opened[place].step())
+            progress(f"round {number + 1}/{rounds}")
+    return [statistics.median(each) for each in seconds]
+
+
+def fit(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
+    """Return the straight line of least squares and the largest distance from it, relative to the largest value."""
+    slope, intercept = statistics.linear_regression(xs, ys)
+    off = max(abs(intercept + slope * x - y) for x, y in zip(xs, ys, strict=True))
+    return {"slope": slope, "intercept": intercept, "off": off / max(ys)}
+
+
+def shown(points: Sequence[Point], seconds: Sequence[float], unit: str) -> dict[str, Any]:
+    for point, step_s in zip(points, seconds, strict=True):
+        print(f"  {point.at:8g} {unit:<22} {step_s:7.3f} s   least {point.least_s:7.3f} s")
+    return {
+        "unit": unit,
+        "at": [point.at for point in points],
+        "step_s": list(seconds),
+        "least_s": [point.least_s for point in points],
+    }
+
+
+def parameters(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    numel = 1 << 12 if smoke else 1 << 18
+    counts = (8, 16) if smoke else (8, 16, 32, 64, 128, 256)
+    points = [Point(n * numel / 1e6, n, numel, Configuration(0.0, (RATE,))) for n in counts]
+    seconds = curve(points, folder, 1 if smoke else 5)
+    found = shown(points, seconds, "million parameters")
+    found["line"] = fit(found["at"], seconds)
+    targets.append(Target.at_most("step over parameters: distance from a straight line", found["line"]["off"], 0.05))
+    return found
+
+
+def resident(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    numel, count = (1 << 12, 8) if smoke else (1 << 18, 64)
+    shares = (0.0, 1.0) if smoke else (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+    points = [Point(100 * share, count, numel, Configuration(share, (RATE,))) for share in shares]
+    seconds = curve(points, folder, 1 if smoke else 5)
+    found = shown(points, seconds, "% resident")
+    bound = [i for i, point in enumerate(points) if point.least_s > 0]
+    if len(bound) > 2:
+        found["line"] = fit([points[i].at for i in bound], [seconds[i] for i in bound])
+    off = found["line"]["off"] if "line" in found else None
+    targets.append(
+        Target.at_most("step over resident share: distance from a straight line", off, 0.05, "too few points")
+    )
+    return found
+
+
+def paths(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    numel, count = (1 << 12, 8) if smoke else (1 << 18, 64)
+    points = [Point(n, count, numel, Configuration(0.0, (RATE,) * n)) for n in (1, 2, 3)]
+    seconds = curve(points, folder, 1 if smoke else 5)
+    found = shown(points, seconds, "paths")
+    targets.append(Target.at_least("two equal paths over one", seconds[0] / seconds[1], 1.9))
+    targets.append(Target.at_least("three equal paths over one", seconds[0] / seconds[2], 2.7))
+    return found
+
+
+def lookahead(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    numel, count = (1 << 12, 8) if smoke else (1 << 18, 64)
+    slots = (1, 4) if smoke else (1, 2, 3, 4, 8, 16)
+    points = [Point(n, count, numel, Configuration(0.0, (RATE,), slots=n)) for n in slots]
+    seconds = curve(points, folder, 1 if smoke else 5)
+    found = shown(points, seconds, "staging slots")
+    four = slots.index(4)
+    over = seconds[four] / points[four].least_s if points[four].least_s else None
+    targets.append(Target.at_most("four staging slots: step over the least possible", over, 1.1))
+    return found
+
+
+def subgroup(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    whole = 1 << 16 if smoke else 1 << 24
+    counts = (8, 16) if smoke else (8, 16, 32, 64, 128)
+    # The same bytes of staging for all.
+    points = [
+        Point(whole / n / 1e6, n, whole // n, Configuration(0.0, (RATE,), slots=max(2, n // 4))) for n in counts
+    ]
+    seconds = curve(points, folder, 1 if smoke else 5)
+    found = shown(points, seconds, "million a subgroup")
+    small = [s / p.least_s for s, p in zip(seconds, points, strict=True) if p.subgroups >= 32]
+    value = max(small) if small else None
+    targets.append(Target.at_most("32 to 128 subgroups: step over the least possible", value, 1.1, "smoke"))
+    return found
+
+
+def rank(pipe: Connection, folder: str, lanes: str, subgroups: int, numel: int) -> None:
+    """Take a step whenever asked to; say how long it took."""
+    logging.getLogger("offload").setLevel("ERROR")
+
+    def throttled(path: str, store: uuid.UUID, queue: CompletionQueue, **settings: Any) -> Tier:
+        inner_queue = CompletionQueue()
+        inner = open_tier(path, store, inner_queue, **settings)
+        rate = RATE * MB
+        shared = SharedLanes(lanes)
+        return ThrottledTier(inner, inner_queue, queue, read_bytes_per_s=rate, write_bytes_per_s=rate, lanes=shared)
+
+    model = Model(Size(subgroups, numel, 1, 0.0))
+    configuration = Configuration(0.0, (RATE,), threads=1)
+    with mock.patch.object(Throttles, "open", lambda self, *a, **k: throttled(*a, **k)):
+        one = Session(Path(folder), model, configuration, rates_of(configuration))
+    one.warm_up()
+    pipe.send(one.model.digest())
+    while pipe.recv():
+        pipe.send(one.step())
+    one.engine.close()
+
+
+def ranks(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    numel, count, rounds = (1 << 12, 8, 1) if smoke else (1 << 18, 48, 5)
+    lanes = str(folder / "lanes")
+    context = multiprocessing.get_context("spawn")
+    opened = []
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    try:
+        for _ in range(2):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=rank, args=(theirs, str(folder), lanes, count, numel))
+            process.start()
+            theirs.close()
+            opened.append((ours, process))
+        if len({pipe.recv() for pipe, _ in opened}) != 1:
+            raise SystemExit("the ranks compute different weights")
+        for number in range(rounds + 1):
+            for at in (1, 2):
+                for pipe, _ in opened[:at]:
+                    pipe.send(True)
+                took = [pipe.recv() for pipe, _ in opened[:at]]
+                if number:  # the first is not each one's first, but the first of the pair
+                    seconds[at].append(max(took))
+            progress(f"round {number}/{rounds}")
+        for pipe, _ in opened:
+            pipe.send(False)
+    finally:
+        for pipe, process in opened:
+            pipe.close()
+            process.join(60)
+    points = [
+        Point(1, count, numel, Configuration(0.0, (RATE,))),
+        Point(2, 2 * count, numel, Configuration(0.0, (RATE,), slots=8)),
+    ]
+    medians = [statistics.median(seconds[at]) for at in (1, 2)]
+    found = shown(points, medians, "ranks on one device")
+    targets.append(Target.at_most("two ranks on one device, over twice one", medians[1] / medians[0] / 2, 1.05))
+    return found
+
+
+SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
+    "parameters": parameters,
+    "resident": resident,
+    "paths": paths,
+    "lookahead": lookahead,
+    "subgroup": subgroup,
+    "ranks": ranks,
+}
+
+
+def picture(file: Path, results: dict[str, Any]) -> None:
+    """Draw every curve beside the least possible."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = min(3, len(results))
+    rows = math.ceil(len(results) / columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(3.8 * columns, 3 * rows), layout="constrained", squeeze=False
+    )
+    for place, (name, found) in zip(axes.flat, results.items(), strict=False):
+        place.plot(found["at"], found["step_s"], marker="o", color="#4878a8", label="measured")
+        place.plot(found["at"], found["least_s"], linestyle="--", color="#888888", label="least possible")
+        place.set_title(name, loc="left", fontsize=9)
+        place.set_xlabel(found["unit"], fontsize=8)
+        place.set_ylabel("seconds of a step", fontsize=8)
+        place.set_ylim(bottom=0)
+        if name in ("lookahead", "subgroup"):
+            place.set_xscale("log", base=2)
+        place.tick_params(labelsize=7)
+    axes.flat[0].legend(frameon=False, fontsize=7)
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
+    logging.getLogger("offload").addFilter(lambda record: "on one device" not in record.getMessage())
+    described = environment()
+    results: dict[str, Any] = {}
+    targets: list[Target] = []
+    for name in args.sections:
+        print(f"{name}:")
+        with tempfile.TemporaryDirectory(dir=args.path) as folder:
+            results[name] = SECTIONS[name](Path(folder), args.smoke, targets)
+    if args.picture:
+        picture(args.picture, results)
+    model = Model(Size(8, 1 << 12, 1, 0.0))
+    report(args, described, results, model.digest(), targets)
+
+
+if __name__ == "__main__":
+    main()
