@@ -102,6 +102,15 @@ void bind_checksums(nb::module_& module) {
         return crc32c_portable(seed, reinterpret_cast<const void*>(address), nbytes);
       },
       "address"_a, "nbytes"_a, "seed"_a = 0, "The same by tables, on any processor; the oracle for crc32c.");
+#if defined(__x86_64__)
+  module.def(
+      "crc32c_sse42",
+      [](std::uintptr_t address, std::size_t nbytes, std::uint32_t seed) {
+        nb::gil_scoped_release release;
+        return crc32c_sse42(seed, reinterpret_cast<const void*>(address), nbytes);
+      },
+      "address"_a, "nbytes"_a, "seed"_a = 0, "The same where there is SSE4.2 but no AVX-512; for tests.");
+#endif
   module.def("crc32c_combine", &crc32c_combine, "crc_a"_a, "crc_b"_a, "nbytes_b"_a,
              "CRC32C of a followed by b, from theirs and the length of b.");
   module.def("crc32c_implementation", &crc32c_implementation, "Which version crc32c uses here.");

@@ -1,4 +1,4 @@
-// Table version, combination and choice; the fast version has a file of its own.
+// Table version, combination and choice; the fast versions have files of their own.
 #include "crc32c.h"
 
 #include <array>
@@ -31,7 +31,10 @@ using Implementation = std::uint32_t (*)(std::uint32_t, const void*, std::size_t
 
 Implementation choose() noexcept {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")) return crc32c_sse42;
+  if (__builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul")) {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq")) return crc32c_vpclmul;
+    return crc32c_sse42;
+  }
 #endif
   return crc32c_portable;
 }
@@ -66,6 +69,12 @@ std::uint32_t crc32c_combine(std::uint32_t crc_a, std::uint32_t crc_b, std::uint
   return crc32c_detail::multiply(crc32c_detail::power_of_x(8 * nbytes_b), crc_a) ^ crc_b;
 }
 
-const char* crc32c_implementation() noexcept { return chosen() == crc32c_portable ? "portable" : "sse4.2"; }
+const char* crc32c_implementation() noexcept {
+  if (chosen() == crc32c_portable) return "portable";
+#if defined(__x86_64__)
+  if (chosen() == crc32c_vpclmul) return "avx512";
+#endif
+  return "sse4.2";
+}
 
 }  // namespace offload

@@ -21,11 +21,13 @@ def plain(data: bytes, seed: int = 0) -> int:
 
 
 def both(data: bytes, seed: int = 0, skip: int = 0) -> int:
-    """Return the checksum of `data[skip:]`, which both implementations must agree on."""
+    """Return the checksum of `data[skip:]`, which all implementations must agree on."""
     array = np.frombuffer(data, np.uint8) if data else np.zeros(1, np.uint8)
     address, nbytes = array.ctypes.data + skip, len(data) - skip
     fast = _native.crc32c(address, nbytes, seed)
     assert fast == _native.crc32c_portable(address, nbytes, seed)
+    if _native.crc32c_implementation() == "avx512":
+        assert fast == _native.crc32c_sse42(address, nbytes, seed)
     return fast
 
 
@@ -46,7 +48,16 @@ def test_published_values(data: bytes, expected: int) -> None:
 
 def test_every_length_around_the_streams() -> None:
     data = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8).tobytes()
-    for length in [*range(300), 3 * 1024 - 1, 3 * 1024, 3 * 1024 + 1, 3071 + 8]:
+    for length in [
+        *range(300),
+        *range(500, 530),
+        *range(765, 800),
+        *range(1020, 1030),
+        3 * 1024 - 1,
+        3 * 1024,
+        3 * 1024 + 1,
+        3071 + 8,
+    ]:
         assert both(data[:length], skip=min(3, length)) == plain(data[min(3, length) : length])
     for length in [3 * 16384 + delta for delta in (-9, -8, -1, 0, 1, 7, 8, 3072, 3073)] + [99_999]:
         both(data[:length], seed=length)
@@ -78,4 +89,4 @@ def test_combining_long_lengths() -> None:
 
 
 def test_the_implementation_has_a_name() -> None:
-    assert _native.crc32c_implementation() in ("sse4.2", "portable")
+    assert _native.crc32c_implementation() in ("avx512", "sse4.2", "portable")
