@@ -11,5 +11,5 @@ from _contenders import Defaults, main
 
 if __name__ == "__main__":
     main(
-        __doc__, Defaults(groups=("standalone", "memory", "disk"), tokens=(128,), minutes=9.0, smoke=("standalone",))
+        __doc__, Defaults(groups=("standalone", "memory", "disk"), tokens=(128,), minutes=7.5, smoke=("standalone",))
     )

@@ -63,14 +63,3 @@ def test_deepspeed_config_is_one_that_works() -> None:
     config = json.loads(block)
     assert settings.read(config).paths
     assert settings.adam_from_config(config["optimizer"]["type"], config["optimizer"]["params"])[0]
-
-
-def test_settings_that_it_names_are_settings() -> None:
-    from dataclasses import fields
-
-    from offload import OffloadConfig
-
-    table = README.split("| setting |")[1].split("\n\n")[0]
-    named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert named
-    assert set(named) <= {field.name for field in fields(OffloadConfig)}
