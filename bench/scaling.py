@@ -12,6 +12,8 @@ time is the median. Beside each: the least possible, bytes over the rate of what
               more of the state the slots are
   subgroup    the same state in 8 to 128 subgroups: flat, but for filling (few, large) and handling (many, small)
   ranks       1 and 2 processes, each with the same state, on one emulated device: twice the time for twice the bytes
+  published   paths in the proportion of a published machine's NVMe drive and parallel file system, at a twentieth of
+              their rates: what the second adds
 """
 
 from __future__ import annotations
@@ -35,12 +37,17 @@ from paths import MB, Throttles
 from planner import Configuration, Model, Session, Size
 
 from offload._native import CompletionQueue
+from offload.measure import find_rates
 from offload.plan import PathRates, Rates
 from offload.protocols import Tier
 from offload.tiers import SharedLanes, ThrottledTier, open_tier
 
 RATE = 300.0
 """MB/s each way of an emulated path."""
+
+MACHINE = "h100-node-nvme-pfs"
+SHRUNK = 20
+"""Part of a published machine's rates that its emulated paths have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +242,19 @@ def ranks(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     return found
 
 
+def published(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    there = find_rates(MACHINE).rates.paths
+    rates = [min(path.read_bytes_per_s, path.write_bytes_per_s) / SHRUNK / MB for path in there]
+    numel, count = (1 << 12, 8) if smoke else (1 << 18, 64)
+    points = [Point(n, count, numel, Configuration(0.0, tuple(rates[:n]))) for n in range(1, len(rates) + 1)]
+    seconds = curve(points, folder, 1 if smoke else 5)
+    found = shown(points, seconds, "paths") | {"machine": MACHINE, "shrunk": SHRUNK, "rates_mb_per_s": rates}
+    gained = seconds[0] / seconds[-1] / (sum(rates) / rates[0])
+    name = f"emulated {MACHINE}: both paths over the drive alone, over what their rates add up to"
+    targets.append(Target.at_least(name, gained, 0.95))
+    return found
+
+
 SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
     "parameters": parameters,
     "resident": resident,
@@ -242,6 +262,7 @@ SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
     "lookahead": lookahead,
     "subgroup": subgroup,
     "ranks": ranks,
+    "published": published,
 }
 
 
