@@ -120,7 +120,7 @@ def environment() -> dict[str, Any]:
         "offload": getattr(offload, "__version__", None),
         "commit": git("rev-parse", "HEAD") or None,
         "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", sys.argv[0].removeprefix(f"{ROOT}/"), *sys.argv[1:]]),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -195,6 +195,7 @@ class Outcome:
         start_bytes: Most resident memory until then.
         peak_bytes: Most resident memory ever.
         gpu_peak_bytes: Most GPU memory ever allocated.
+        pinned_bytes: Host memory that is locked or pinned, at the end.
     """
 
     name: str
@@ -207,6 +208,7 @@ class Outcome:
     start_bytes: int = 0
     peak_bytes: int = 0
     gpu_peak_bytes: int = 0
+    pinned_bytes: int = 0
 
     def values(self, name: str, tokens: int) -> list[float]:
         """Return one figure, a median for each round."""
@@ -295,6 +297,7 @@ def run_group(
             return
         outcome = outcomes[name]
         outcome.peak_bytes, outcome.gpu_peak_bytes = found["peak_bytes"], found["gpu_peak_bytes"]
+        outcome.pinned_bytes = found["pinned_bytes"]
         outcome.losses += [iteration["loss"] for iteration in found["iterations"]]
         if number:
             outcome.iterations.append([i for i in found["iterations"] if i["number"] > 0])
@@ -443,6 +446,7 @@ def row(
     found["resident_share"] = outcome.median("resident_share", tokens)
     found["peak_bytes"] = outcome.peak_bytes
     found["peak_bytes_per_parameter"] = outcome.peak_bytes / numel
+    found["pinned_bytes"] = outcome.pinned_bytes
     found["start_bytes"] = outcome.start_bytes
     found["gpu_peak_bytes"] = outcome.gpu_peak_bytes
     found["predicted_step_s"] = outcome.median("predicted_step_s", tokens)
@@ -466,6 +470,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("MB written", "kernel_write_bytes", "MB"),
     ("resident", "resident_share", "{:.0%}"),
     ("peak MB", "peak_bytes", "MB"),
+    ("pinned MB", "pinned_bytes", "MB"),
     ("bytes/parameter", "peak_bytes_per_parameter", "{:.1f}"),
     ("of bound", "share_of_bound", "{:.0%}"),
     ("predicted step", "predicted_step_s", "{:.3f}"),

@@ -277,10 +277,11 @@ def tuned_aio(folder: str, small: bool) -> dict[str, Any]:
 
 
 def memory() -> dict[str, int]:
-    """Return this process's resident bytes: the most ever, and now."""
+    """Return this process's resident bytes, the most ever and now, and what of them is locked or pinned."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith(("VmHWM", "VmRSS"))}
-    return {"peak_bytes": kib["VmHWM"] << 10, "resident_bytes": kib["VmRSS"] << 10}
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Vm")}
+    pinned = kib.get("VmPin", 0) + kib.get("VmLck", 0)
+    return {"peak_bytes": kib["VmHWM"] << 10, "resident_bytes": kib["VmRSS"] << 10, "pinned_bytes": pinned << 10}
 
 
 def kernel_io() -> dict[str, int]:
