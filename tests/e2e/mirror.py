@@ -35,6 +35,16 @@ class Mirror:
                 if gradient is not None:
                     self._update(number, index, group, gradient, clip)
 
+    def assert_same(self, optimizer: Any, groups: Sequence[dict[str, Any]]) -> None:
+        """Check that an optimizer's weights and state, wherever they lie, have the bits of this twin's."""
+        for number, group in enumerate(groups):
+            for index, parameter in enumerate(group["params"]):
+                assert same_bits(parameter.detach().cpu(), self.weights[number][index])
+                state = optimizer.state_for(parameter)
+                assert same_bits(state["master"], self.masters[number][index])
+                assert same_bits(state["exp_avg"], self.moments[number][index][0])
+                assert same_bits(state["exp_avg_sq"], self.moments[number][index][1])
+
     def _update(self, number: int, index: int, group: dict[str, Any], gradient: torch.Tensor, clip: float) -> None:
         self.steps[number][index] += 1
         weight = self.weights[number][index]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mirror import Mirror, same_bits
+from mirror import Mirror
 
 import offload
 
@@ -119,13 +119,7 @@ def test_engine_equals_reference_bit_for_bit(
                     factor = min(1.0, 0.5 / (norm + 1e-6))
                 optimizer.step()
                 mirror.step(gradients, factor)
-            for number, group in enumerate(groups):
-                for index, parameter in enumerate(group["params"]):
-                    assert same_bits(parameter.detach(), mirror.weights[number][index])
-                    state = optimizer.state_for(parameter)
-                    assert same_bits(state["master"], mirror.masters[number][index])
-                    assert same_bits(state["exp_avg"], mirror.moments[number][index][0])
-                    assert same_bits(state["exp_avg_sq"], mirror.moments[number][index][1])
+            mirror.assert_same(optimizer, groups)
         assert [list(Path(path["path"]).iterdir()) for path in paths] == [[]] * path_count
 
 

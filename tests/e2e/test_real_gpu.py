@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mirror import Mirror, same_bits
+from mirror import Mirror
 
 import offload
 
@@ -66,22 +66,8 @@ def _defaults() -> dict[str, Any]:
     return {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
-def is_as(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], mirror: Mirror) -> bool:
-    for index, parameter in enumerate(parameters):
-        state = optimizer.state_for(parameter)
-        moments = mirror.moments[0][index]
-        pairs = [
-            (parameter.detach().cpu(), mirror.weights[0][index]),
-            (
-                state["master"],
-                mirror.masters[0][index] if parameter.dtype != torch.float32 else mirror.weights[0][index],
-            ),
-            (state["exp_avg"], moments[0]),
-            (state["exp_avg_sq"], moments[1]),
-        ]
-        if not all(same_bits(found, wanted) for found, wanted in pairs):
-            return False
-    return True
+def check(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], mirror: Mirror) -> None:
+    mirror.assert_same(optimizer, [{"params": parameters}])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -94,7 +80,7 @@ def test_recorded_gradients_give_the_bits_of_the_reference(
     settings = config(tmp_path, placement=placement, keep_grads=keep_grads)
     with offload.AdamW(parameters, offload=settings) as optimizer:
         train(optimizer, parameters, range(5), passes=2)
-        assert is_as(optimizer, parameters, expected(5, dtype, passes=2))
+        check(optimizer, parameters, expected(5, dtype, passes=2))
 
 
 @pytest.mark.parametrize("gpu_memory", [0, 4_000_000, "auto"])
@@ -102,7 +88,7 @@ def test_homes_do_not_change_the_bits(tmp_path: Path, gpu_memory: int | str) -> 
     parameters = weights()
     with offload.AdamW(parameters, offload=config(tmp_path, gpu_memory=gpu_memory)) as optimizer:
         train(optimizer, parameters, range(4))
-        assert is_as(optimizer, parameters, expected(4, torch.bfloat16))
+        check(optimizer, parameters, expected(4, torch.bfloat16))
 
 
 def test_a_checkpoint_goes_to_the_cpu_and_back(tmp_path: Path) -> None:
@@ -113,14 +99,14 @@ def test_a_checkpoint_goes_to_the_cpu_and_back(tmp_path: Path) -> None:
         optimizer.save_checkpoint(tmp_path / "checkpoint", copy=True)
         train(optimizer, parameters, range(2, 4))
         optimizer.wait_checkpoint()
-        assert is_as(optimizer, parameters, expected(4, torch.bfloat16))
+        check(optimizer, parameters, expected(4, torch.bfloat16))
     for device in ("cpu", "cuda"):
         again = weights(seed=9, device=device)
         settings = None if device == "cpu" else config(tmp_path / "store", placement="gpu")
         with offload.AdamW(again, offload=settings) as optimizer:
             optimizer.load_checkpoint(tmp_path / "checkpoint")
             train(optimizer, again, range(2, 4))
-            assert is_as(optimizer, again, expected(4, torch.bfloat16))
+            check(optimizer, again, expected(4, torch.bfloat16))
 
 
 def _losses(folder: Path, placement: str | float, *, keep_grads: bool) -> list[float]:

@@ -102,13 +102,7 @@ def test_engine_equals_reference_whatever_the_gpu_does(
                 optimizer.step()
                 optimizer.zero_grad()
                 mirror.step(gradients, factor)
-            for number, group in enumerate(groups):
-                for index, parameter in enumerate(group["params"]):
-                    assert same_bits(parameter.detach(), mirror.weights[number][index])
-                    state = optimizer.state_for(parameter)
-                    assert same_bits(state["master"], mirror.masters[number][index])
-                    assert same_bits(state["exp_avg"], mirror.moments[number][index][0])
-                    assert same_bits(state["exp_avg_sq"], mirror.moments[number][index][1])
+            mirror.assert_same(optimizer, groups)
         assert not list(Path(folder).iterdir())
         assert not device.pinned
 
