@@ -12,6 +12,7 @@ import torch
 
 import offload
 from offload.measure import RatesFile, default_rates_file, load_rates, save_rates
+from offload.measure.observe import HISTORY
 from offload.measure.rates_file import machine_facts, path_facts, versions
 from offload.plan import GpuRates, PathRates, Rates
 
@@ -41,7 +42,8 @@ def test_a_session_starts_from_a_file_and_learns(tmp_path: Path, streaming: Conf
         assert rates.paths == measured(tmp_path).rates.paths
         assert rates.cpu_bytes_per_s == 10 * GB
         assert rates.gpu is None  # nothing of this session runs there
-        for _ in range(4):
+        # As the fifth step begins three have been looked at; before that, the file's rates are one of the last three.
+        for _ in range(2 + HISTORY):
             optimizer.param_groups[0]["params"][0].grad = torch.ones(400_000, dtype=torch.bfloat16)
             optimizer.step()
         learnt = optimizer.engine.rates
