@@ -237,11 +237,20 @@ def span(tensor: torch.Tensor, *, writes: bool) -> tuple[int, int, bool]:
 
 
 def train_behind(
-    optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], device: SimulatedDevice, steps: range, clip: bool
+    optimizer: offload.AdamW,
+    parameters: list[torch.nn.Parameter],
+    device: SimulatedDevice,
+    steps: range,
+    clip: bool,
+    kept: list[torch.Tensor] | None = None,
 ) -> list[list[torch.Tensor]]:
-    """Train with forward and backward on the caller's lane; return the weights that each forward pass found."""
+    """Train with forward and backward on the caller's lane; return the weights that each forward pass found.
+
+    All gradients go into `kept`: a GPU's allocator gives memory to others in the order of the caller's stream, the
+    CPU's does so at once. Whoever lets this be interrupted keeps them until the device has done its work.
+    """
     seen: list[list[torch.Tensor]] = []
-    kept: list[torch.Tensor] = []  # a GPU's allocator gives memory to others in the order of the caller's stream
+    kept = [] if kept is None else kept
     for step in steps:
         found: list[torch.Tensor] = []
         for parameter in parameters:
@@ -516,8 +525,9 @@ def test_a_step_that_is_interrupted_still_comes_before_the_next_forward(tmp_path
             plain(op, table)
 
         optimizer.engine._core._kernel.submit = interrupt  # type: ignore[union-attr, method-assign]
+        kept: list[torch.Tensor] = []
         with pytest.raises(KeyboardInterrupt):
-            train_behind(optimizer, parameters, device, range(2, 3), clip=False)
+            train_behind(optimizer, parameters, device, range(2, 3), clip=False, kept=kept)
         optimizer.engine._core._kernel.submit = plain  # type: ignore[union-attr, method-assign]
         optimizer.zero_grad()
         train_behind(optimizer, parameters, device, range(3, 4), clip=False)
