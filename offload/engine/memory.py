@@ -29,12 +29,19 @@ HUGE_PAGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it
 
 
+CGROUP = Path("/sys/fs/cgroup")
+
+
 def available_bytes() -> int:
     """Return the memory that this process may still take: the machine's, or its control group's if that is less."""
     available: int = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    with contextlib.suppress(OSError, ValueError):  # no limit there, or none that is a number
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        parts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        # Files that are cached count as used there, and give way, as the machine's own figure takes for granted.
+        used -= sum(int(parts.get(name, 0)) for name in ("active_file", "inactive_file", "slab_reclaimable"))
+        available = min(available, limit - used)
     return max(available, 0)
 
 

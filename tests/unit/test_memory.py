@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload.engine.memory import HUGE_PAGE_BYTES, Arena
+from offload.engine import memory
+from offload.engine.memory import HUGE_PAGE_BYTES, Arena, available_bytes
 from offload.errors import InternalError, OffloadError
 
 
@@ -26,6 +27,20 @@ def mapping_of(address: int) -> str:
         if start <= address < end:
             return entry
     return ""
+
+
+def test_cached_files_are_memory_that_may_still_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    machine = available_bytes()
+    assert machine > 1 << 20
+    (tmp_path / "memory.max").write_text("10000\n")
+    (tmp_path / "memory.current").write_text("9900\n")
+    (tmp_path / "memory.stat").write_text("anon 3900\nactive_file 1000\ninactive_file 3000\nslab_reclaimable 20\n")
+    assert available_bytes() == 4120
+    (tmp_path / "memory.current").write_text("15000\n")  # a limit that was lowered
+    assert available_bytes() == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes() > 1 << 20
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 12345])
