@@ -40,7 +40,7 @@ from _common import ROOT, Target, arguments, environment, interleaved, progress,
 
 import offload
 from offload._native import CompletionQueue
-from offload.engine import session
+from offload.engine import setup
 from offload.engine.memory import Arena
 from offload.measure.depth import DEPTHS, tune_depth
 from offload.protocols import Tier, TileId, TileRequest
@@ -313,14 +313,14 @@ class Run:
         paths: list[dict[str, Any]] = [{"path": path} for path in self.throttles.rates]
         for path, share in zip(paths, shares or [], strict=False):
             path["share"] = share
-        real, session.open_tier = session.open_tier, self.throttles.open  # type: ignore[assignment]
+        real, setup.open_tier = setup.open_tier, self.throttles.open  # type: ignore[assignment]
         try:
             config = offload.OffloadConfig(
                 host_memory=0, paths=paths, subgroup_numel=numel, staging_memory=12 * numel * staging
             )
             self.optimizer = offload.AdamW(self.parameters, lr=1e-3, offload=config)
         finally:
-            session.open_tier = real
+            setup.open_tier = real
         self.state_bytes = 12 * numel * subgroups
         self.staging_bytes = 12 * numel * staging
 

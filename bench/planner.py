@@ -40,7 +40,7 @@ from _common import Target, arguments, cores, environment, progress, report
 from paths import MB, Throttles
 
 from offload import Engine, OffloadConfig
-from offload.engine import session
+from offload.engine import core, setup
 from offload.engine.tables import GroupScalars
 from offload.layout import SECTOR_NUMEL, STATE_ITEM_BYTES, Parameter, build_layout
 from offload.measure import RatesFile, full, full_probe, observe
@@ -160,8 +160,8 @@ class Session:
             threads=configuration.threads,
         )
         with (
-            mock.patch.object(session, "open_tier", self.throttles.open),
-            mock.patch.object(session, "session_rates", return_value=rates),
+            mock.patch.object(setup, "open_tier", self.throttles.open),
+            mock.patch.object(core, "session_rates", return_value=rates),
         ):
             self.engine = Engine(model.parameters, config)
         for number in range(model.size.subgroups):

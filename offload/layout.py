@@ -29,6 +29,7 @@ MAX_TILE_BYTES = 8 << 20
 """Large enough that a disk reaches its bandwidth at depth 2, small enough to spread over several paths."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE_NAMES = ("master", *MOMENTS)
 
 
 @dataclass(frozen=True, slots=True)

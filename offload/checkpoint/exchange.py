@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.checkpoint.reader import STATE_NAMES, Checkpoint, Range
+from offload.checkpoint.reader import Checkpoint, Range
 from offload.errors import CheckpointError
+from offload.layout import STATE_NAMES
 
 PIECE_NUMEL = 4 << 20
 """Elements that are moved at once."""

@@ -29,7 +29,7 @@ from offload.checkpoint.manifest import (
 )
 from offload.engine.memory import Arena
 from offload.errors import CheckpointError, ConfigError, TierError, invariant
-from offload.layout import STATE_ITEM_BYTES
+from offload.layout import STATE_ITEM_BYTES, STATE_NAMES
 from offload.protocols import Completion, Tier, TileId, TileRequest
 from offload.tiers import open_existing, tier_error
 from offload.tiers.remote import crc32c_of
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 BUFFERS = 12
 """Tiles in memory at once: being read, or kept because the next range may need them again."""
-
-STATE_NAMES = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,216 +1,258 @@
-"""Gradients on a GPU: their norms, and their way to where they are used.
-
-A gradient that the CPU will use is copied to its slot in host memory, in its own dtype; one that the GPU will use
-stays where it is. Sums of squares are made on the GPU in the same pass. What further backward passes add is added on
-the GPU for what stays there; for what has left, the copy of the new gradient is added in host memory, so that nothing
-travels twice.
-"""
+"""Gradients of one session: memory for them, their norms, and where a step finds them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.engine.gpu import ITEM_BYTES, GpuLanes
-from offload.engine.memory import Arena
+from offload.engine.gpu import GpuLanes
+from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, GpuGradients
+from offload.engine.host import HostMemory
+from offload.engine.machine import Visit
+from offload.engine.tables import Tables
+from offload.engine.views import TORCH_DTYPES
 from offload.errors import ConfigError
-from offload.kernels import CpuUpdateKernel
-from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, DtypeCode, Mark
-
-PASSING = 2
-"""Gradients that may be on their way to be added in host memory; another waits for the first of them."""
-
-BLOCK_BYTES = 8
+from offload.kernels import CpuUpdateKernel, sum_in_order
+from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter
+from offload.plan import Plan
+from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Mark
 
 
-@dataclass(slots=True)
-class _Parameter:
-    """What is known of one parameter's gradient since the last step."""
-
-    numel: int
-    slot: torch.Tensor
-    stays: bool
-    blocks: npt.NDArray[np.float64]
-    device_blocks: int
-    arrivals: int = 0
-    kept: int = 0
-    dtype: DtypeCode = DtypeCode.NONE
-    mark: Mark | None = None
-    added: bool = False
-
-
-@dataclass(slots=True)
-class _Region:
-    """Block sums of the parameters that were added together, on the device and in host memory."""
-
-    device: int
-    host: Arena
-
-
-@dataclass(slots=True)
-class _Passing:
-    mark: Mark
-    position: int
-    buffer: torch.Tensor
-
-
-@dataclass
-class GpuGradients:
-    """Gradients of one session whose weights lie on a GPU.
-
-    `arrived` is called by whoever runs backward, the rest between passes.
+@dataclass(frozen=True, slots=True)
+class GradientSlots:
+    """What the slots for gradients in host memory are like.
 
     Attributes:
-        lanes: The session's.
-        kernel: Makes the sums of what was added in host memory.
-        positions: By parameter.
+        dtype: Of all slots; None for the parameter's own.
+        wanted: Whether there are slots at all.
+        passing: Whether gradients pass on their way to be added in host memory.
     """
 
-    lanes: GpuLanes
-    kernel: CpuUpdateKernel
-    positions: list[_Parameter] = field(default_factory=list)
-    _regions: list[_Region] = field(default_factory=list)
-    _passing: list[_Passing] = field(default_factory=list)
-    _buffers: Arena | None = None
-    _largest: int = 0
-    _taken: int = 0
+    dtype: DtypeCode | None
+    wanted: bool
+    passing: bool
 
-    def add(self, numels: list[int], slots: list[torch.Tensor], stay: list[bool], region: Arena | None) -> None:
-        """Take up more parameters.
+    def dtype_of(self, parameter: Parameter) -> DtypeCode:
+        """Return the element type of a parameter's slot."""
+        return parameter.dtype if self.dtype is None else self.dtype
 
-        Args:
-            numels: Elements of each.
-            slots: Host memory for the gradients that the CPU uses, flat; empty for others.
-            stay: Whether the GPU uses any part of a parameter.
-            region: Host memory for all their block sums; None if there are none.
-        """
-        if region is None:
-            device = 0
-        else:
-            device = self.lanes.device.allocate(region.nbytes)
-            self._regions.append(_Region(device, region))
+    def bytes_of(self, parameter: Parameter) -> int:
+        """Return the size of a parameter's slot."""
+        if not self.wanted:
+            return 0
+        numel = -(-parameter.numel // SEGMENT_ALIGN_NUMEL) * SEGMENT_ALIGN_NUMEL
+        return numel * TORCH_DTYPES[self.dtype_of(parameter)].itemsize
+
+    def total_bytes(self, parameters: Sequence[Parameter]) -> int:
+        """Return the host memory for the gradients of these parameters, those that pass to be added included."""
+        sizes = [self.bytes_of(parameter) for parameter in parameters]
+        return sum(sizes) + (PASSING * max(sizes, default=0) if self.passing else 0)
+
+
+class Gradients:
+    """The gradients of one session.
+
+    Args:
+        slots: What its slots are like.
+        tables: Where addresses are noted.
+        kernel: Makes norms.
+        memory: What the slots are taken from.
+        gpu: Lanes of the GPU that the weights are on; None where they are in host memory.
+
+    Attributes:
+        on_gpu: Those on a GPU; None without one.
+        addresses: Where the CPU finds each parameter's gradient in the step under way, with a GPU.
+    """
+
+    def __init__(
+        self,
+        slots: GradientSlots,
+        tables: Tables,
+        kernel: CpuUpdateKernel,
+        memory: HostMemory,
+        gpu: GpuLanes | None,
+    ) -> None:
+        self.on_gpu = GpuGradients(gpu, kernel) if gpu is not None else None
+        self.addresses: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._like = slots
+        self._tables = tables
+        self._kernel = kernel
+        self._memory = memory
+        self._gpu = gpu
+        self._parameters: tuple[Parameter, ...] = ()
+        self._slots: list[torch.Tensor] = []
+        self._slot_addresses = self.addresses
+        self._blocks: list[npt.NDArray[np.float64]] = []
+        self._gathered: list[bool] = []
+        self._wide: list[torch.Tensor] = []
+
+    # Memory
+
+    def used_bytes(self, plan: Plan) -> int:
+        """Return the host memory for the gradients that the CPU uses, with weights on a GPU."""
+        used = [p for number, p in enumerate(plan.layout.parameters) if _uses_cpu(plan, number)]
+        return self._like.total_bytes(used)
+
+    def adopt(self, plan: Plan, before: Layout) -> None:
+        """Take memory for the gradients of the parameters that `plan` adds to the layout `before`."""
+        first = len(before.parameters)
+        self._parameters = plan.layout.parameters
+        parameters = self._parameters[first:]
+        wanted = [self._gpu is None or _uses_cpu(plan, first + n) for n in range(len(parameters))]
+        nbytes = sum(
+            self._like.bytes_of(parameter) for parameter, here in zip(parameters, wanted, strict=True) if here
+        )
+        # A forked child may look at .grad, so gradients are inherited as torch's own are.
+        arena = self._memory.arena(nbytes, inherit=self._gpu is None) if nbytes else None
         offset = 0
-        for numel, slot, stays in zip(numels, slots, stay, strict=True):
-            count = -(-numel // NORM_BLOCK_NUMEL)
-            blocks = region.numpy(offset, count, np.float64) if region is not None else np.zeros(0)
-            self._largest = max(self._largest, slot.numel() * slot.element_size())
-            self.positions.append(_Parameter(numel, slot, stays, blocks, device + offset))
-            offset += count * BLOCK_BYTES
+        for parameter, here in zip(parameters, wanted, strict=True):
+            dtype = TORCH_DTYPES[self._like.dtype_of(parameter)]
+            if arena is not None and parameter.numel and here:
+                self._slots.append(arena.tensor(offset, parameter.numel, dtype))
+                offset += self._like.bytes_of(parameter)
+            else:
+                self._slots.append(torch.empty(0, dtype=dtype, device="cpu"))
+            self._gathered.append(False)
+        counts = [-(-parameter.numel // NORM_BLOCK_NUMEL) for parameter in parameters]
+        if self.on_gpu is None:
+            self._blocks += [np.zeros(count, np.float64) for count in counts]
+            return
+        region = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None
+        stays = [
+            any(plan.updates_on_gpu(subgroup) for subgroup, _ in plan.layout.places[first + n])
+            for n in range(len(parameters))
+        ]
+        self.on_gpu.add([p.numel for p in parameters], self._slots[first:], stays, region)
+        self._blocks += [found.blocks for found in self.on_gpu.positions[first:]]
+        slots_at = [slot.data_ptr() if slot.numel() else 0 for slot in self._slots[first:]]
+        self._slot_addresses = np.concatenate([self._slot_addresses, np.array(slots_at, np.uint64)])
 
-    # During backward
+    def slot(self, position: int) -> torch.Tensor:
+        """See `Engine.gradient_slot`; empty where a parameter has none."""
+        if not self._like.wanted:
+            raise ConfigError("gradient_slots", False, "make the engine with gradient_slots=True")
+        return self._slots[position]
 
-    def arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark:
-        """Take in one backward pass's gradient, which lies on the device.
+    def stays(self, position: int) -> bool:
+        """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
+        return self.on_gpu is not None and self.on_gpu.positions[position].stays
 
-        Returns:
-            The mark after which its memory is not read any more; but the first one of a parameter whose `stays` is
-            set is read, and added to, until `forget`.
+    # Between steps
 
-        Raises:
-            ConfigError: If its dtype is not that of the slot, or of the passes before.
-        """
-        found = self.positions[position]
-        self._check_dtype(found, dtype)
-        device = self.lanes.device
-        device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER))
-        nbytes = found.numel * ITEM_BYTES[dtype]
-        if not found.arrivals:
-            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
-            found.kept = address
-            if found.slot.numel():
-                device.copy(DeviceLane.GRADIENTS, found.slot.data_ptr(), address, nbytes)
-        else:
-            if found.stays:
-                device.gradient_blocks(
-                    DeviceLane.GRADIENTS,
-                    address,
-                    dtype,
-                    found.numel,
-                    found.device_blocks,
-                    found.kept,
-                    dtype,
-                    accumulate=True,
-                )
-            if found.slot.numel():
-                buffer = self._buffer(found)
-                device.copy(DeviceLane.GRADIENTS, buffer.data_ptr(), address, nbytes)
-                self._passing.append(_Passing(device.mark(DeviceLane.GRADIENTS), position, buffer))
-        found.arrivals += 1
-        found.dtype = dtype
-        found.mark = device.mark(DeviceLane.GRADIENTS)
-        return found.mark
+    def arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:
+        """See `Engine.gradient_arrived`."""
+        if self.on_gpu is not None:
+            mark = self.on_gpu.arrived(position, address, dtype)
+            self.bind(position, self.on_gpu.positions[position].kept, dtype, True)
+            return mark
+        slot = self._slots[position]
+        kept, kept_dtype = address, dtype
+        if slot.numel():
+            kept, kept_dtype = slot.data_ptr(), self._like.dtype_of(self._parameters[position])
+        self._gather(position, address, dtype, kept, kept_dtype)
+        self.bind(position, kept, kept_dtype, True)
+        return None
 
-    def _check_dtype(self, found: _Parameter, dtype: DtypeCode) -> None:
-        item = ITEM_BYTES[dtype]
-        if (found.slot.numel() and item != found.slot.element_size()) or (
-            found.arrivals and dtype is not found.dtype
-        ):
-            raise ConfigError(
-                "gradient dtype", dtype.name.lower(), "use that of the weights, or gradient_dtype float32, throughout"
-            )
-
-    def _buffer(self, found: _Parameter) -> torch.Tensor:
-        size = -(-self._largest // 4096) * 4096
-        if self._buffers is None or self._buffers.nbytes < PASSING * size:
-            self.finish_additions()
-            self._close_buffers()
-            self._buffers = self.lanes.arena(PASSING * size)
-        if len(self._passing) == PASSING:
-            self._add_first()
-        self._taken = (self._taken + 1) % PASSING
-        return self._buffers.tensor(self._taken * size, found.numel, found.slot.dtype)
-
-    def _add_first(self) -> None:
-        passing = self._passing.pop(0)
-        passing.mark.wait()
-        found = self.positions[passing.position]
-        found.slot.add_(passing.buffer)
-        found.added = True
-
-    # Between passes
-
-    def gather(self, position: int, address: int, dtype: DtypeCode) -> None:
-        """Make the block sums of a gradient that stays with its owner, behind the caller's work."""
-        found, device = self.positions[position], self.lanes.device
-        device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER))
-        device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
-
-    def finish_additions(self) -> None:
-        """Add in host memory what is on its way there."""
-        while self._passing:
-            self._add_first()
-
-    def settle(self) -> None:
-        """Finish what is on its way, and bring all block sums to host memory."""
-        device = self.lanes.device
-        self.finish_additions()
-        for region in self._regions:
-            device.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
-        device.mark(DeviceLane.GRADIENTS).wait()
-        for found in self.positions:
-            if found.added and not found.stays:
-                address, blocks = found.slot.data_ptr(), found.blocks.ctypes.data
-                self.kernel.gradient_blocks(address, found.dtype, found.numel, blocks)
+    def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
+        """See `Engine.bind_gradient`."""
+        self._tables.gradients[position] = address
+        self._tables.gradient_dtypes[position] = dtype
+        self._gathered[position] = gathered
 
     def forget(self) -> None:
-        """Gradients have been used or are not wanted: the next that arrives is the first."""
-        device = self.lanes.device
-        device.follow(DeviceLane.CALLER, device.mark(DeviceLane.GRADIENTS))  # their memory may be used again
-        for passing in self._passing:
-            passing.mark.wait()
-        self._passing.clear()
-        for found in self.positions:
-            found.arrivals, found.kept, found.mark, found.added = 0, 0, None, False
+        """See `Engine.forget_gradients`."""
+        if self.on_gpu is not None:
+            self.on_gpu.forget()
 
-    def _close_buffers(self) -> None:
-        if self._buffers is not None:
-            self.lanes.give_back(self._buffers)
-            self._buffers = None
+    def norm_sq(self, positions: Sequence[int]) -> float:
+        """See `Engine.gradient_norm_sq`."""
+        tables, total = self._tables, 0.0
+        if self.on_gpu is not None:
+            for position in positions:
+                if not self._gathered[position]:
+                    address, dtype = tables.gradients[position], tables.gradient_dtypes[position]
+                    self.on_gpu.gather(position, int(address), DtypeCode(dtype))
+            self.on_gpu.settle()
+            return sum(sum_in_order(self._blocks[position]) for position in positions)
+        for position in positions:
+            address, dtype = int(tables.gradients[position]), DtypeCode(tables.gradient_dtypes[position])
+            if not (self._gathered[position] and self._is_as_gathered(position, address, dtype)):
+                self._gather(position, address, dtype, address, dtype)
+                self._gathered[position] = True
+            total += sum_in_order(self._blocks[position])
+        return total
+
+    def _gather(self, position: int, address: int, dtype: DtypeCode, kept: int, kept_dtype: DtypeCode) -> None:
+        numel = self._parameters[position].numel
+        copies = kept != address
+        if numel:
+            self._kernel.gradient_blocks(
+                address,
+                dtype,
+                numel,
+                self._blocks[position].ctypes.data,
+                kept if copies else 0,
+                kept_dtype if copies else DtypeCode.NONE,
+            )
+
+    def _is_as_gathered(self, position: int, address: int, dtype: DtypeCode) -> bool:
+        """Return whether a gradient's largest block still has the sum that was gathered.
+
+        A gradient may be scaled in place without a trace in its version counter, as `torch.amp.GradScaler.unscale_`
+        does; that changes its largest block unless all are zero.
+        """
+        blocks = self._blocks[position]
+        if not blocks.size:
+            return True
+        largest = int(np.argmax(blocks))
+        start = largest * NORM_BLOCK_NUMEL
+        numel = min(NORM_BLOCK_NUMEL, self._parameters[position].numel - start)
+        found = np.empty(1, np.float64)
+        source = address + start * TORCH_DTYPES[dtype].itemsize
+        self._kernel.gradient_blocks(source, dtype, numel, found.ctypes.data)
+        return found.tobytes() == blocks[largest : largest + 1].tobytes()
+
+    # In a step
+
+    def bring(self, plan: Plan, visits: Sequence[Visit]) -> None:
+        """Let the runs of a step find their gradients: those in host memory that the CPU will use."""
+        gpu, gradients, tables = self._gpu, self.on_gpu, self._tables
+        if gpu is None or gradients is None:
+            return
+        gpu.forget_inputs()
+        gradients.finish_additions()
+        self._wide.clear()
+        self.addresses = addresses = self._slot_addresses.copy()
+        for visit in visits:
+            copies, marks = [], []
+            for segment in plan.layout.subgroups[visit.subgroup].segments:
+                position = segment.parameter
+                if not tables.is_active(position) or not segment.numel:
+                    continue
+                mark = gradients.positions[position].mark
+                if mark is not None:  # it arrived during backward
+                    marks.append(mark)
+                elif not visit.gpu:
+                    item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
+                    slot = self._slots[position]
+                    if item > slot.element_size() and addresses[position] == self._slot_addresses[position]:
+                        self._wide.append(torch.empty(slot.numel()))  # an fp32 gradient of a 16-bit weight
+                        addresses[position] = self._wide[-1].data_ptr()
+                    start, nbytes = segment.start * item, segment.numel * item
+                    source = int(tables.gradients[position]) + start
+                    copies.append((int(addresses[position]) + start, source, nbytes))
+            gpu.bring(visit, marks, copies)
 
     def close(self) -> None:
-        """Give the memory for additions back; the device has been closed."""
-        self._passing.clear()
-        self._close_buffers()
+        """Let go of the slots."""
+        if self.on_gpu is not None:
+            self.on_gpu.close()
+        self._slots.clear()
+
+
+def _uses_cpu(plan: Plan, position: int) -> bool:
+    return any(not plan.updates_on_gpu(subgroup) for subgroup, _ in plan.layout.places[position])

@@ -20,6 +20,7 @@ import torch
 
 from offload.errors import ConfigError, invariant
 from offload.kernels.cpu import blocks_numel
+from offload.layout import STATE_NAMES
 from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class GpuUpdateKernel:
 
         aligned = used["weight"] % (4 * _ITEM_BYTES[weights]) == 0
         aligned &= ~active | (used["gradient"] % (4 * _ITEM_BYTES[gradients]) == 0)
-        for name in ("master", "exp_avg", "exp_avg_sq"):
+        for name in STATE_NAMES:
             aligned &= used[name] % 16 == 0
         group = (gradients * 4 + weights) * 2 + aligned
         order = np.argsort(group, kind="stable")

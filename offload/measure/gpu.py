@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from offload.kernels import GpuUpdateKernel
+from offload.layout import STATE_NAMES
 from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
 
 COPY_BYTES = 64 << 20
@@ -56,7 +57,7 @@ class GpuProbe:
         self._state = torch.zeros(3, self._numel, device="cuda")
         self._halves = torch.zeros(2, self._numel, dtype=torch.bfloat16, device="cuda")
         self._table = np.zeros(1, SEGMENT_DTYPE)
-        for number, name in enumerate(("master", "exp_avg", "exp_avg_sq")):
+        for number, name in enumerate(STATE_NAMES):
             self._table[name] = self._state[number].data_ptr()
         for number, name in enumerate(("gradient", "weight")):
             self._table[name] = self._halves[number].data_ptr()

@@ -12,7 +12,7 @@ import numpy as np
 
 from offload.engine.gpu import GpuLanes
 from offload.errors import invariant
-from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES
+from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES, STATE_NAMES
 from offload.plan import GpuRates, PathRates, Plan, Rates
 from offload.protocols import (
     SECTOR_BYTES,
@@ -125,7 +125,7 @@ def _probe_update(kernel: UpdateKernel, queue: Queue, plan: Plan) -> float:
     state = np.zeros((3, numel), np.float32)
     halves = np.zeros((2, numel), np.uint16)
     table = np.zeros(1, SEGMENT_DTYPE)
-    for number, name in enumerate(("master", "exp_avg", "exp_avg_sq")):
+    for number, name in enumerate(STATE_NAMES):
         table[name] = state[number].ctypes.data
     for number, name in enumerate(("gradient", "weight")):
         table[name] = halves[number].ctypes.data

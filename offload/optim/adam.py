@@ -30,10 +30,11 @@ from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.config import OffloadConfig
 from offload.engine.executor import Interval
-from offload.engine.session import TORCH_DTYPES, Engine
+from offload.engine.session import Engine
 from offload.engine.tables import GroupScalars
+from offload.engine.views import TORCH_DTYPES
 from offload.errors import CheckpointError, ConfigError, invariant
-from offload.layout import Parameter
+from offload.layout import STATE_NAMES, Parameter
 from offload.plan import Plan, Rates, estimate
 from offload.protocols import Device, Mark
 from offload.sim import Explanation, Prediction, carry_on, compare, predict
@@ -599,7 +600,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         if not isinstance(parameter, torch.Tensor) or parameter not in self._positions:
             raise ConfigError("parameter", type(parameter).__name__, "give a parameter that this optimizer updates")
         entry = self._read([parameter])[0]
-        return {name: entry[name] for name in ("master", "exp_avg", "exp_avg_sq")}
+        return {name: entry[name] for name in STATE_NAMES}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -1102,7 +1103,7 @@ def _checked_state(
     if not (math.isfinite(step) and step >= 0 and step == int(step)):
         raise ConfigError(f"state_dict {key}.step", step, "give the number of updates that the parameter has had")
     tensors = {}
-    for name in ("master", "exp_avg", "exp_avg_sq"):
+    for name in STATE_NAMES:
         tensor = entry.get(name)
         if tensor is None and name == "master":
             continue

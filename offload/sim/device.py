@@ -24,6 +24,7 @@ import torch
 
 from offload.errors import InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
+from offload.layout import STATE_NAMES
 from offload.protocols import ERROR_DEVICE, SEGMENT_DTYPE, DeviceLane, DtypeCode, Mark, Queue, SegmentFlag
 
 LANES = (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS)
@@ -259,7 +260,7 @@ class SimulatedDevice:
             numel, active = int(row["numel"]), bool(row["flags"] & int(SegmentFlag.ACTIVE))
             if not numel:
                 continue
-            columns = [(row[name], 4, True) for name in ("master", "exp_avg", "exp_avg_sq")]
+            columns = [(row[name], 4, True) for name in STATE_NAMES]
             columns.append((row["weight"], ITEM_BYTES[row["weight_dtype"]], True))
             columns.append((row["gradient"] if active else 0, ITEM_BYTES[row["gradient_dtype"]], False))
             spans += [(int(at), int(at) + numel * item, writes) for at, item, writes in columns if at]

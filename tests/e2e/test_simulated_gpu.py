@@ -23,7 +23,7 @@ from test_exact import GROUPS, make_groups
 
 import offload
 from offload.engine.gpu import GpuLanes
-from offload.engine.gradients import GpuGradients
+from offload.engine.gpu_gradients import GpuGradients
 from offload.protocols import DeviceLane
 from offload.sim import HazardError, SimulatedDevice
 
@@ -214,8 +214,8 @@ def test_a_forgotten_wait_is_found(bug: str, tmp_path: Path) -> None:
     optimizer = OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=settings)
     core = optimizer.engine._core
     assert core._gpu is not None
-    assert core._gradients is not None
-    PLANTED[bug](core._gpu, core._gradients)
+    assert core.gradients.on_gpu is not None
+    PLANTED[bug](core._gpu, core.gradients.on_gpu)
     try:
         for step in range(3):
             if "added" in bug:
@@ -670,7 +670,7 @@ def test_the_plan_names_the_host_memory_that_is_used(tmp_path: Path, keep_grads:
         optimizer.step()
         optimizer.state_for(parameters[0])
         core, plan = optimizer.engine._core, optimizer.engine.plan
-        arenas = [*core._arenas, core._gradients._buffers]  # type: ignore[union-attr]
+        arenas = [*core._memory.arenas, core.gradients.on_gpu._buffers]  # type: ignore[union-attr]
         used = sum(arena.nbytes for arena in arenas if arena is not None)
         assert used <= plan.host_bytes - plan.overhead_bytes + 8 * -(-410_000 // 4096) + 65536  # block sums; rounding
         assert used > 0.9 * (plan.host_bytes - plan.overhead_bytes)

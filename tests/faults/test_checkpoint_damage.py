@@ -23,7 +23,7 @@ from offload import cli
 from offload.checkpoint.manifest import COMMIT_NAME, decode, seal, seal_commit, unseal, unseal_commit
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores
-from offload.engine import session
+from offload.engine import setup
 from offload.protocols import TileRequest
 from offload.tiers import SLOT_HEADER_BYTES, FaultyTier, open_tier
 
@@ -293,7 +293,7 @@ def test_a_write_for_a_checkpoint_that_fails_is_tried_again_and_then_elsewhere(
         opened.append(Failing(open_tier(name, store, queue, **settings), queue, []))
         return opened[-1]
 
-    monkeypatch.setattr(session, "open_tier", open_failing)
+    monkeypatch.setattr(setup, "open_tier", open_failing)
     several = lasting or code == errno.ENOSPC  # without another path there is nowhere to go
     parameters, optimizer = make(paths if several else paths[:1], host_memory=host_memory)
     with optimizer:

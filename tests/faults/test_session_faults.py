@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import offload
-from offload.engine import session
+from offload.engine import setup
 from offload.tiers import Fault, FaultKind, FaultyTier, open_tier
 from offload.tiers.faulty import Operation
 
@@ -34,7 +34,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
                 return FaultyTier(tier, queue, [fault])
             return tier
 
-        monkeypatch.setattr(session, "open_tier", opened)
+        monkeypatch.setattr(setup, "open_tier", opened)
 
     return plant
 
@@ -175,7 +175,7 @@ def test_a_hung_device_is_reported_in_the_time_that_was_set(paths: list[Path], m
         opened.append(Hung(open_tier(name, store, queue, **settings), queue, []))
         return opened[-1]
 
-    monkeypatch.setattr(session, "open_tier", hung)
+    monkeypatch.setattr(setup, "open_tier", hung)
     parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
     config = offload.OffloadConfig(
         host_memory=0, paths=paths[:1], subgroup_numel=1024, staging_memory=12 * 1024, stall_timeout_s=0.3

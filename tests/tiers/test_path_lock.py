@@ -36,7 +36,7 @@ from offload.config import PathConfig
 from offload.engine.executor import LiveExecutor
 from offload.engine.index import Location, Record
 from offload.engine.machine import ReadTile, Stop
-from offload.engine.session import _choose_turns
+from offload.engine.setup import choose_turns
 from offload.errors import ConfigError, TierError
 from offload.protocols import Completion
 from offload.tiers import FileTier, Turns, turns
@@ -529,7 +529,7 @@ def test_the_switch() -> None:
     path = PathConfig(path="somewhere")
 
     def chosen(**fields: Any) -> Turns | None:
-        return _choose_turns(offload.OffloadConfig(**fields), path)
+        return choose_turns(offload.OffloadConfig(**fields), path)
 
     assert chosen() is None
     assert chosen(path_lock="on", lock_timeout_s=7) == Turns(report_after_s=7)

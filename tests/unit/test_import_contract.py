@@ -15,7 +15,7 @@ PACKAGE = ROOT / "offload"
 ROWS: list[tuple[str, ...]] = [
     ("cli", "integrations"),
     ("optim",),
-    ("sim", "checkpoint", "engine.session"),
+    ("sim", "checkpoint", "engine.session", "engine.core"),
     ("measure",),
     ("engine",),
     ("plan", "tiers", "kernels"),
@@ -27,10 +27,12 @@ LEVEL = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 SIBLINGS = {
     ("cli", "integrations"),
     ("engine.session", "checkpoint"),
+    ("engine.session", "engine.core"),
+    ("engine.core", "checkpoint"),
     ("checkpoint", "engine.session"),
     ("layout", "config"),
 }
-NATIVE_USERS = {"tiers", "kernels", "engine", "engine.session", "measure", "optim", "cli", "checkpoint"}
+NATIVE_USERS = {"tiers", "kernels", "engine", "engine.core", "measure", "optim", "cli", "checkpoint"}
 PURE = ["plan", "engine/machine.py", "engine/saving.py", "engine/index.py", "layout.py"]
 PURE_MAY_IMPORT = {
     "__future__",

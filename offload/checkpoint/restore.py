@@ -1,0 +1,127 @@
+"""From a checkpoint into a session: state, and the weights that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from offload.checkpoint.manifest import Piece
+from offload.checkpoint.reader import Range, StateSource
+from offload.engine.gpu import GpuLanes
+from offload.engine.machine import Run
+from offload.engine.tables import Tables
+from offload.engine.views import StateViews, View
+from offload.errors import CheckpointError
+from offload.kernels.reference import round_weight
+from offload.layout import STATE_NAMES, Parameter, Subgroup
+from offload.protocols import DtypeCode
+
+
+class Restorer:
+    """Takes the state of a session's parameters from a checkpoint.
+
+    Args:
+        source: The checkpoint.
+        parameters: The session's, by position.
+        names: What they are called there, where that differs.
+        pieces: Which part of a whole parameter each is; None where they are whole.
+        views: The session's state.
+        tables: Addresses of its weights.
+        gpu: Lanes of the GPU that the weights are on; None where they are in host memory.
+
+    Attributes:
+        names: What each parameter is called there, by position.
+        pieces: Which part of a whole parameter each is, by position.
+
+    Raises:
+        CheckpointError: It has not all parameters, or they have other sizes.
+    """
+
+    def __init__(
+        self,
+        source: StateSource,
+        parameters: Sequence[Parameter],
+        names: Mapping[str, str],
+        pieces: Sequence[Piece] | None,
+        views: StateViews,
+        tables: Tables,
+        gpu: GpuLanes | None,
+    ) -> None:
+        self.names = [names.get(parameter.name, parameter.name) for parameter in parameters]
+        self.pieces = pieces if pieces is not None else [Piece(0, parameter.numel) for parameter in parameters]
+        self._source = source
+        self._views = views
+        self._tables = tables
+        self._gpu = gpu
+        known = set(source.names)
+        missing = [name for name in self.names if name not in known]
+        if missing:
+            raise CheckpointError(
+                f"{source.path} is of another model: it has no {', '.join(missing[:3])}"
+                f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; "
+                f"it has {', '.join(source.names[:3])}, ..."
+            )
+        for name, piece in zip(self.names, self.pieces, strict=True):
+            if source.full_numel(name) != piece.full_numel:
+                raise CheckpointError(
+                    f"{source.path} is of another model: {name} has {source.full_numel(name)} elements there "
+                    f"and {piece.full_numel} here"
+                )
+
+    def take_steps(self) -> None:
+        """Take the step counts."""
+        self._tables.steps[:] = [self._source.step_of(name) for name in self.names]
+
+    def restore(self, run: Run) -> None:
+        """Take a subgroup's state, and make the weights that follow from it."""
+        with self._views.on_host(run) as view:
+            self._restore(run, view)
+
+    def _restore(self, run: Run, view: View) -> None:
+        subgroup = run.visit.subgroup
+        parts = self._views.pieces(run, view)
+        self._source.read(
+            [
+                Range(
+                    self.names[segment.parameter],
+                    name,
+                    self.pieces[segment.parameter].start + segment.start,
+                    views[name].numpy(),
+                )
+                for segment, views in parts
+                for name in STATE_NAMES
+                if self._source.has(self.names[segment.parameter], name)
+            ]
+        )
+        weights = {segment: self._views.weight(subgroup, segment, view) for segment, _ in parts}
+        for segment, views in parts:
+            if not self._source.has(self.names[segment.parameter], "master"):
+                views["master"].copy_(weights[segment])
+        self._tables.changed(subgroup)
+        if self._views.plan.layout.subgroups[subgroup].dtype is not DtypeCode.FLOAT32:
+            for segment, views in parts:
+                weights[segment].copy_(round_weight(views["master"], weights[segment].dtype))
+
+    def derive_weights(self, subgroup: Subgroup) -> None:
+        """Make the weights of a subgroup whose state stays where the checkpoint has it."""
+        gpu, number = self._gpu, subgroup.index
+        view = View(0, gpu.weight_slot(number) if gpu is not None else None)
+        ranges, weights = [], []
+        for segment in subgroup.segments:
+            weight = self._views.weight(number, segment, view)
+            master = weight if weight.dtype is torch.float32 else torch.empty(segment.numel)
+            start = self.pieces[segment.parameter].start + segment.start
+            ranges.append(Range(self.names[segment.parameter], "master", start, master.numpy()))
+            weights.append((weight, master))
+        try:
+            self._source.read(ranges)
+        finally:
+            if gpu is not None:
+                gpu.drop(number)
+        for weight, master in weights:
+            if weight is not master:
+                weight.copy_(round_weight(master, weight.dtype))
+        if gpu is not None and view.weights_address is not None:
+            gpu.store(self._tables.weight_copies(number, view.weights_address).tolist())
+        self._tables.changed(number)

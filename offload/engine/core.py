@@ -1,0 +1,884 @@
+"""The core of a session: what its engine thread works with, and the requests that it answers.
+
+`Engine` (offload/engine/session.py) is its face, and says what each request means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload._native import CompletionQueue
+from offload.checkpoint.adopt import manifest_in_place
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.manifest import Manifest, Piece
+from offload.checkpoint.reader import Checkpoint, StateSource
+from offload.checkpoint.restore import Restorer
+from offload.checkpoint.saves import Exchange, Saves, Snapshot
+from offload.checkpoint.stores import leftover_bytes
+from offload.config import OffloadConfig
+from offload.engine.executor import REQUEST, LiveExecutor
+from offload.engine.gpu import GpuLanes
+from offload.engine.gradients import Gradients, GradientSlots
+from offload.engine.host import HostMemory
+from offload.engine.index import TileIndex
+from offload.engine.loop import pump
+from offload.engine.machine import (
+    Begin,
+    BeginSave,
+    Machine,
+    Release,
+    Run,
+    State,
+    Sweep,
+    TakeUp,
+    Visit,
+    update_visits,
+)
+from offload.engine.memory import available_bytes
+from offload.engine.setup import (
+    LEAST_TILE_BYTES,
+    first_budgets,
+    gpu_staging_bytes,
+    named_error,
+    open_path,
+    refuse_gpu,
+)
+from offload.engine.tables import GroupScalars, Tables
+from offload.engine.views import StateViews
+from offload.errors import (
+    CheckpointError,
+    ConfigError,
+    InfeasiblePlanError,
+    OffloadError,
+    SessionBrokenError,
+    StepAbortedError,
+    TierError,
+    invariant,
+)
+from offload.kernels import CpuUpdateKernel
+from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES, STATE_NAMES, Layout, Parameter, extend_layout
+from offload.measure import (
+    HISTORY,
+    lane_totals,
+    observe,
+    probe_device,
+    quick_probe,
+    session_rates,
+    tune_depth,
+    typical,
+)
+from offload.plan import (
+    Plan,
+    Rates,
+    choose_plan,
+    choose_subgroup_numel,
+    make_plan,
+    visit_order,
+)
+from offload.protocols import Completion, Device, DtypeCode, Mark, Tier, TileRequest
+from offload.tiers import check_directories, innermost
+
+log = logging.getLogger("offload")
+
+TILES_PER_PATH = 4
+
+
+@dataclass(slots=True)
+class _Request:
+    """Something that a caller waits for."""
+
+    begin: Callable[[], Sweep | None]
+    """Runs on the engine thread with no sweep under way; returns the sweep to run, or None if that was all."""
+    applied: Callable[[], None]
+    """Takes note of a sweep that has ended well; on the engine thread, where no interrupt can come between."""
+    error: BaseException | None = None
+
+
+class Core:
+    """What the engine thread works with. Construction succeeds whole or leaves nothing behind."""
+
+    def __init__(
+        self,
+        parameters: tuple[Parameter, ...],
+        config: OffloadConfig,
+        gradient_slots: bool,
+        device: Device | None = None,
+    ) -> None:
+        self.config = config
+        self.broken: BaseException | None = None
+        self.tables = Tables()
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.RLock()
+        self._next: _Request | None = None
+        self._current: _Request | None = None
+        self._reply = CompletionQueue()
+        self._tiers: list[Tier] = []
+        self._saves: Saves | None = None
+        self._queue = queue = CompletionQueue()
+        self._gpu = GpuLanes(device, queue) if device is not None else None
+        self._memory = memory = HostMemory(self._gpu)
+        self._gradient_slots = GradientSlots(
+            dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
+            wanted=gradient_slots or device is not None,
+            passing=device is not None and not config.keep_grads,
+        )
+        self._thread: threading.Thread | None = None
+        self._threads = config.threads or len(os.sched_getaffinity(0))
+        self._step_number = self._version = self._sweeps = 0
+        self._step_s = self._step_started_s = 0.0
+        paths = config.path_configs
+        check_directories([path.path for path in paths])
+        known = session_rates(str(config.rates), [path.path for path in paths], self._threads)
+        if known is not None and device is None:
+            known = dataclasses.replace(known, gpu=None)  # no lane of this session is on one
+        elif known is not None and known.gpu is None:
+            known = None
+        if device is None:
+            refuse_gpu(config)
+        numel = sum(parameter.numel for parameter in parameters)
+        staging = None if config.staging_memory is None else int(config.staging_memory)
+        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging)
+        state_bytes = len(STATE_NAMES) * STATE_ITEM_BYTES * self._subgroup_numel
+        striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
+        self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
+        layout = extend_layout(Layout((), ()), parameters, self._subgroup_numel, self._tile_bytes)
+        gradient_bytes = self._gradient_slots.total_bytes(parameters)
+        leftover = leftover_bytes([path.path for path in paths])
+        budgets = first_budgets(config, layout, device, gradient_bytes, leftover)
+        if known is None:
+            self.plan = make_plan(layout, budgets)
+        else:
+            self.plan = choose_plan(layout, budgets, known, config.placement)
+        log.info("%s", self.plan)
+        if paths and not self.plan.has_room_for_checkpoints:
+            log.warning(
+                "the paths may have too little room for checkpoints: they take up to %d bytes beside the state; "
+                "save_checkpoint raises then",
+                self.plan.checkpoint_bytes,
+            )
+        available = available_bytes()
+        if self.plan.host_bytes > available:
+            offers = {"host memory": available}
+            advice = "lower host_memory and give paths to stream from" if paths else "give paths to stream state from"
+            raise InfeasiblePlanError("the plan's host memory", self.plan.host_bytes, offers, advice)
+        self._ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
+        try:
+            # Lanes end first: they write into memory until they are closed.
+            self._ends.callback(memory.close)
+            self._ends.callback(self._close_tiers)
+            store = uuid.uuid4()
+            for number, path in enumerate(paths):
+                self._tiers.append(self._open_tier(number, store, path.depth))
+            self._kernel = kernel = CpuUpdateKernel(queue, self._threads)
+            self._ends.callback(kernel.close)
+            self.gradients = Gradients(self._gradient_slots, self.tables, kernel, memory, self._gpu)
+            self._ends.callback(self.gradients.close)
+            if self._gpu is not None:
+                self._ends.callback(self._gpu.close)
+            self.executor = LiveExecutor(
+                self._tiers,
+                kernel,
+                queue,
+                self._tier_error,
+                verify=config.checksum,
+                stall_s=config.stall_timeout_s,
+                gpu=self._gpu,
+            )
+            self._adopt(self.plan, Layout((), ()), {})
+            for path, tier in zip(paths, self._tiers, strict=True):
+                if path.depth is None:
+                    _tune_depth(tier, queue, *memory.staging)
+            self.rates = known or quick_probe(kernel, self._tiers, queue, memory.staging[0], self.plan)
+            if self._gpu is not None and known is None:
+                self.rates = dataclasses.replace(self.rates, gpu=probe_device(self._gpu, self.plan))
+                self.plan = choose_plan(layout, budgets, self.rates, config.placement, kept=self.plan)
+                log.info("%s", self.plan)
+                self._adopt_staging(self.plan, {})
+            if self._gpu is not None:
+                self.plan = self._adopt_gpu(self._gpu, self.plan, Layout((), ()))
+            self.gradients.adopt(self.plan, Layout((), ()))
+            self._views = StateViews(self.plan, self.tables, kernel, memory, self.executor.slot_address, self._gpu)
+            self._seen: list[Rates] = [self.rates]
+            shares = self.plan.shares(self.rates)
+            limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
+            index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
+            self.machine = Machine(self.plan, index, log.warning)
+            self._saves = self.executor.save_source = Saves(
+                queue,
+                [(path.path, store) for path in paths],
+                self.executor.others,
+                memory.home,
+                self._views.gather_tile,
+                keep=config.checkpoints,
+                checksum=config.checksum,
+            )
+        except BaseException:
+            self._free()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
+        self._thread.start()
+
+    # Set-up
+
+    def _open_tier(self, number: int, store: uuid.UUID, depth: int | None, used_bytes: int | None = None) -> Tier:
+        path = self.config.path_configs[number]
+        return open_path(self.config, path, store, self._queue, self.plan.storage_bytes, depth, used_bytes)
+
+    def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:
+        return named_error(self.plan.layout, verb, completion, request, tier)
+
+    def _adopt(self, plan: Plan, before: Layout, held: Mapping[int, int]) -> None:
+        """Take host memory for the state that `plan` adds to the layout `before`; nothing is in flight.
+
+        Args:
+            plan: The new plan.
+            before: The layout that there is.
+            held: Staging slots in use, by subgroup.
+        """
+        self._memory.adopt_homes(plan, before)
+        self._adopt_staging(plan, held)
+        self.tables.extend(plan.layout)
+
+    def _adopt_staging(self, plan: Plan, held: Mapping[int, int]) -> None:
+        self._memory.adopt_staging(plan, held, self._tiers)
+        self.executor.bind(plan, self._memory.staging[0])
+
+    def _adopt_gpu(self, gpu: GpuLanes, plan: Plan, before: Layout) -> Plan:
+        """Take memory for what `plan` adds on the GPU and for it; return the plan with its gradients' bytes."""
+        self._memory.adopt_gpu(gpu, plan, before)
+        budgets = dataclasses.replace(plan.budgets, gradient_bytes=self.gradients.used_bytes(plan))
+        plan = dataclasses.replace(plan, budgets=budgets)
+        self.executor.bind(plan, self._memory.staging[0])
+        return plan
+
+    def add(self, parameters: tuple[Parameter, ...]) -> None:
+        """See `Engine.add`."""
+        before = self.plan
+        layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
+        gradients = self._gradient_slots.total_bytes(layout.parameters)
+        budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
+        if self._gpu is not None and self.config.placement != "cpu":
+            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(layout, self._gpu.device))
+            budgets = dataclasses.replace(budgets, gpu_staging_bytes=staging)
+        if self.config.host_memory is None and not self.config.paths:
+            budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
+
+        def place(layout: Layout) -> Plan:
+            if self._gpu is None:
+                return make_plan(layout, budgets, kept=before)
+            kept = [*before.on_gpu] or [False] * len(before.layout.subgroups)
+            fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before)
+            copied = [fresh.updates_on_gpu(subgroup) for subgroup in range(len(layout.subgroups))]
+            # What is there stays where it is: memory for its gradients has been given out by that.
+            return make_plan(layout, budgets, kept=before, copied=[*kept, *copied[len(kept) :]])
+
+        try:
+            plan = place(layout)
+        except InfeasiblePlanError:
+            # Larger slots may be the reason, as those there are in use: cut the new state to their size.
+            most = before.slot_bytes // (len(STATE_NAMES) * STATE_ITEM_BYTES)
+            if most >= self._subgroup_numel or not before.staging_slots:
+                raise
+            layout = extend_layout(before.layout, parameters, most, self._tile_bytes)
+            plan = place(layout)
+
+        def extend() -> None:
+            nonlocal plan
+            pump(self.machine, self.executor, lambda m: m.in_flight == 0 or m.broken is not None)
+            if self.machine.broken is not None:
+                raise self.machine.broken
+            if plan.staging_slots and not self.machine.index.has_room(plan.slot_counts):
+                # The paths have strayed from the plan, each as it was fast, and hold slots of other sizes now.
+                offers = {path.name: path.available_bytes for path in plan.budgets.paths}
+                raise InfeasiblePlanError("the added state", plan.storage_bytes, offers, "free space or add a path")
+            if self._gpu is not None:  # which may refuse; nothing has changed then
+                plan = self._adopt_gpu(self._gpu, plan, before.layout)
+            self._adopt(plan, before.layout, self.machine.slots)
+            self.gradients.adopt(plan, before.layout)
+            self.machine.index.allow(plan.slot_counts)
+            self.machine.extend(plan)
+            self.plan = self._views.plan = plan
+
+        with self._lock:
+            self._request(extend)
+
+    # The engine thread
+
+    def _serve(self) -> None:
+        try:
+            self._serve_requests()
+        except Exception as error:
+            # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
+            self.broken = error
+            self._end_save(error)
+            if self._current is not None:
+                self._answer(error)
+            while True:
+                while not self.executor.requests:
+                    self.executor.wait()
+                if self._take_request() is None:
+                    return
+                self._answer(error)
+
+    def _serve_requests(self) -> None:
+        machine, executor = self.machine, self.executor
+        while True:
+            pump(
+                machine,
+                executor,
+                lambda m: m.finished is not None or m.saver.ended is not None or (m.idle and executor.requests > 0),
+            )
+            self._take_save()
+            if machine.finished is None and not (machine.idle and executor.requests > 0):
+                continue
+            if machine.take_finished() is not None:
+                if machine.failed or self._current is None:
+                    self._answer(machine.broken)
+                else:
+                    self._current.applied()
+                    self._answer(None)
+                continue
+            request = self._take_request()
+            if request is None:
+                return
+            try:
+                sweep = request.begin()
+            except OffloadError as error:
+                self._answer(error)
+                continue
+            if sweep is None:
+                self._answer(None)
+            else:
+                machine.handle(Begin(sweep))
+
+    def _take_save(self) -> None:
+        """Take note of a save that has ended, if one has."""
+        ended, self.machine.saver.ended = self.machine.saver.ended, None
+        if ended is not None:
+            self._end_save(ended[1])
+
+    def _end_save(self, error: BaseException | None) -> None:
+        for number in self._saves.ended(error) if self._saves is not None else ():
+            self.machine.handle(Release(number))
+
+    def _take_request(self) -> _Request | None:
+        self.executor.requests -= 1
+        self._current = self._next
+        return self._current
+
+    def _answer(self, error: BaseException | None) -> None:
+        request, self._current = self._current, None
+        invariant(request is not None, "an answer to nobody")
+        if request is not None:
+            request.error = error
+            self._reply.post(0)
+
+    def _request(self, begin: Callable[[], Sweep | None], applied: Callable[[], None] = lambda: None) -> None:
+        """Have the engine thread do something and wait until it has ended, well or not.
+
+        A sweep reads gradients and writes weights until it has ended, so nothing may cut the wait short: handing over
+        and waiting are one native call, and what is raised in this thread meanwhile (a KeyboardInterrupt, a signal
+        handler's exception) is raised after it.
+
+        Raises:
+            BaseException: What the request ended with.
+        """
+        self.check_usable()
+        request = _Request(begin, applied)
+        self._next = request
+        if self._gpu is not None:
+            self._gpu.follow_caller()
+        try:
+            self._queue.exchange(REQUEST, self._reply)
+            if request.error is not None:
+                raise request.error
+        except BaseException:  # whatever came of it, weights may be on their way
+            if self._gpu is not None:
+                with contextlib.suppress(OffloadError):
+                    self._gpu.lead_caller()
+            raise
+        if self._gpu is not None:
+            self._gpu.lead_caller()
+
+    def _sweep(
+        self,
+        subgroups: Sequence[int],
+        visitor: Callable[[Run], npt.NDArray[Any] | None],
+        *,
+        changes: bool,
+        overwrites: bool = False,
+        is_step: bool = False,
+        applied: Callable[[], None] = lambda: None,
+    ) -> None:
+        def begin() -> Sweep:
+            return self._begin(subgroups, visitor, changes=changes, overwrites=overwrites, is_step=is_step)
+
+        self._request(begin, applied)
+
+    def _begin(
+        self,
+        subgroups: Sequence[int],
+        visitor: Callable[[Run], npt.NDArray[Any] | None],
+        *,
+        changes: bool,
+        overwrites: bool = False,
+        is_step: bool = False,
+    ) -> Sweep:
+        if is_step:
+            self._learn()
+        self.executor.visit_with(visitor)
+        self._sweeps += 1
+        self._version += changes
+        order = visit_order(subgroups, self.machine.slots)
+        if is_step:
+            visits = update_visits(self.plan, order)
+            self.gradients.bring(self.plan, visits)
+        else:
+            visits = tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
+        return Sweep(self._sweeps, self._version, visits)
+
+    @property
+    def _is_usable(self) -> bool:
+        unusable = self._closed or self.broken or self.machine.broken
+        return not unusable and os.getpid() == self._pid
+
+    def check_usable(self) -> None:
+        """Raise `SessionBrokenError` unless this process can use the session."""
+        if os.getpid() != self._pid:
+            raise SessionBrokenError("this is a forked copy of a session; only the process that made it can use it")
+        if self._closed:
+            raise SessionBrokenError("the session is closed; make a new optimizer to go on")
+        broken = self.broken or self.machine.broken
+        if broken is not None:
+            self.broken = broken
+            raise SessionBrokenError(f"the session broke and cannot be used any more: {broken}") from broken
+
+    # Requests
+
+    def position(self, parameter: int | str) -> int:
+        """Return a parameter's position from its position or name."""
+        layout = self.plan.layout
+        if isinstance(parameter, str):
+            if parameter not in layout.index_by_name:
+                raise ConfigError("parameter", parameter, "use a name that the engine was made with")
+            return layout.index_by_name[parameter]
+        if not 0 <= parameter < len(layout.parameters):
+            raise ConfigError("parameter", parameter, f"use a position below {len(layout.parameters)}")
+        return parameter
+
+    def gradient_arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:
+        """See `Engine.gradient_arrived`."""
+        self.check_usable()
+        return self.gradients.arrived(position, address, dtype)
+
+    def forget_gradients(self) -> None:
+        """See `Engine.forget_gradients`."""
+        if self._is_usable:
+            self.gradients.forget()
+
+    def gradient_norm_sq(self, positions: Sequence[int]) -> float:
+        """See `Engine.gradient_norm_sq`."""
+        self.check_usable()
+        return self.gradients.norm_sq(positions)
+
+    def step(self, groups: Sequence[GroupScalars], scale: float, clip: float, active: list[int]) -> None:
+        """See `Engine.step`."""
+        self.check_usable()
+        with self._lock:
+            self.check_usable()
+            if not scale or not math.isfinite(scale):
+                raise ConfigError("scale", scale, "give a finite number that is not 0")
+            unbound = (self.tables.weights[active] == 0) | (self.tables.gradients[active] == 0)
+            for number in np.flatnonzero(unbound):
+                parameter = self.plan.layout.parameters[active[number]]
+                if parameter.numel:
+                    raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
+            started_s = time.monotonic()
+            subgroups = self.tables.begin_step(groups, scale, clip, active)
+
+            def update(run: Run) -> npt.NDArray[Any]:
+                return self._views.update_table(run, self.gradients.addresses)
+
+            def applied() -> None:
+                self.tables.steps[active] += 1
+                self._step_number += 1
+                self._step_started_s = started_s
+                self._step_s = time.monotonic() - started_s
+
+            try:
+                self._sweep(subgroups, update, changes=True, is_step=True, applied=applied)
+            except SessionBrokenError:
+                raise
+            except Exception as error:
+                if error is not (self.broken or self.machine.broken):
+                    raise  # not the sweep's: a signal handler's
+                last = self._saves.last_folder if self._saves is not None else None
+                raise StepAbortedError(self._step_number + 1, error, self.machine.moved, last) from error
+
+    def _subgroups_of(self, positions: Iterable[int]) -> tuple[int, ...]:
+        places = self.plan.layout.places
+        return tuple(sorted({subgroup for position in positions for subgroup, _ in places[position]}))
+
+    def read_state(self, positions: list[int]) -> list[dict[str, torch.Tensor]]:
+        """See `Engine.read_state`."""
+        self.check_usable()
+        with self._lock:
+            numels = {position: self.plan.layout.parameters[position].numel for position in positions}
+            found = {
+                position: {name: torch.empty(numel, device="cpu") for name in STATE_NAMES}
+                for position, numel in numels.items()
+            }
+
+            def read(run: Run) -> None:
+                with self._views.on_host(run) as view:
+                    self._views.make_whole(run, view)
+                    for segment, views in self._views.pieces(run, view):
+                        if segment.parameter in found:
+                            for name in STATE_NAMES:
+                                target = found[segment.parameter][name]
+                                target[segment.start : segment.start + segment.numel] = views[name]
+
+            self._sweep(self._subgroups_of(positions), read, changes=False)
+            return [found[position] for position in positions]
+
+    def visit_state(self, take: Callable[[int, int, Mapping[str, torch.Tensor]], None]) -> None:
+        """See `Engine.visit_state`."""
+        self.check_usable()
+        failed: list[Exception] = []
+
+        def visit(run: Run) -> None:
+            with self._views.on_host(run) as view:
+                self._views.make_whole(run, view)
+                for segment, views in self._views.pieces(run, view):
+                    if failed:
+                        break
+                    try:
+                        take(segment.parameter, segment.start, views)
+                    except Exception as error:  # the reader's own affair
+                        failed.append(error)
+
+        with self._lock:
+            self._sweep(range(len(self.plan.layout.subgroups)), visit, changes=False)
+        if failed:
+            raise failed[0]
+
+    def write_state(self, values: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> None:
+        """See `Engine.write_state`."""
+        self.check_usable()
+        with self._lock:
+            self.check_usable()
+            for position, tensors in values.items():
+                parameter = self.plan.layout.parameters[position]
+                for name, tensor in tensors.items():
+                    if tensor.numel() != parameter.numel:
+                        allowed = f"give {parameter.numel} elements"
+                        raise ConfigError(f"{name} of {parameter.name}", tensor.numel(), allowed)
+
+            def write(run: Run) -> None:
+                with self._views.on_host(run) as view:
+                    self._views.make_whole(run, view)
+                    self.tables.changed(run.visit.subgroup)
+                    for segment, views in self._views.pieces(run, view):
+                        for name, tensor in values.get(segment.parameter, {}).items():
+                            views[name].copy_(tensor.reshape(-1)[segment.start : segment.start + segment.numel])
+
+            def applied() -> None:
+                for position, step in steps.items():
+                    self.tables.steps[position] = step
+
+            self._sweep(self._subgroups_of(values), write, changes=True, applied=applied)
+
+    # Checkpoints
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        metadata: Mapping[str, Any],
+        extra: bytes | None,
+        pieces: Sequence[Piece] | None,
+        copy: bool,
+        on_done: Callable[[BaseException | None], None] | None,
+        id: str,
+        rank: int,
+        ranks: int,
+        replica: bool,
+    ) -> None:
+        """See `Engine.save`."""
+        self.check_usable()
+        saves = self._saves
+        if saves is None:
+            return
+        folder = open_folder(path)
+        copy = copy or not self._tiers
+        if not copy and not self.config.checkpoints:
+            raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
+        with self._lock:
+            if saves.pending is not None:
+                log.info("waiting for the checkpoint in %s before the next", saves.pending.folder.path)
+                saves.pending.done.wait()
+            self.check_usable()
+            layout = self.plan.layout
+            saved = Layout((), ()) if replica else layout
+            # State that is still to be taken from the weights is taken now, so that all of it is somewhere; what lies
+            # in another session's store goes to ours, so that the checkpoint refers to no other.
+            unmade = [
+                subgroup.index
+                for subgroup in layout.subgroups
+                if (not replica and self.machine.is_fresh(subgroup.index))
+                or (not replica and self.tables.needs_reload(subgroup.index))
+                or any(self.machine.index.is_foreign(tile) for tile, _, _ in subgroup.tiles)
+            ]
+            if unmade:
+
+                def make(run: Run) -> None:
+                    with self._views.on_host(run) as view:
+                        self._views.make_whole(run, view)
+                        self.tables.changed(run.visit.subgroup)
+
+                self._sweep(unmade, make, changes=True)
+            wholes = pieces if pieces is not None else [Piece(0, p.numel) for p in layout.parameters]
+            snapshot = Snapshot(
+                layout=saved,
+                step=self._step_number,
+                steps=() if replica else tuple(self.tables.steps.tolist()),
+                pieces=() if replica else tuple(wholes),
+                metadata=metadata,
+                extra=extra,
+                id=id,
+                rank=rank,
+                ranks=ranks,
+                copy=copy,
+            )
+            pending = saves.prepare(
+                folder,
+                snapshot,
+                needs_buffers=any(subgroup.weight_tiles for subgroup in saved.subgroups) or self.plan.uses_gpu,
+                io_backend=self.config.io_backend,
+                on_done=on_done,
+            )
+
+            def begin() -> None:
+                machine = self.machine
+                pump(machine, self.executor, lambda m: m.broken is not None or State.BUSY not in m.states)
+                saves.pending = pending
+                machine.handle(BeginSave(pending.save))
+                saves.records_are(machine.saver.records)
+                pump(machine, self.executor, lambda m: not m.saver.weights_left or m.saver.ended is not None)
+                if machine.saver.ended is not None and machine.saver.ended[1] is not None:
+                    error = machine.saver.ended[1]
+                    self._take_save()
+                    raise error
+
+            try:
+                self._request(begin)
+            finally:
+                saves.forget(pending)
+
+    def wait_checkpoint(self, timeout_s: float | None) -> None:
+        """See `Engine.wait_checkpoint`."""
+        saves = self._saves
+        pending = (saves.pending or saves.last) if saves is not None else None
+        if pending is None:
+            return
+        if not pending.done.wait(timeout_s):
+            raise TimeoutError(f"the checkpoint in {pending.folder.path} is not written after {timeout_s} s")
+        if isinstance(pending.error, CheckpointError):
+            raise pending.error
+        if pending.error is not None:
+            raise CheckpointError(
+                f"no checkpoint was written to {pending.folder.path}: {pending.error}"
+            ) from pending.error
+
+    def load(
+        self,
+        checkpoint: StateSource,
+        names: Mapping[str, str],
+        pieces: Sequence[Piece] | None,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        """See `Engine.load`."""
+        self.check_usable()
+        layout, saves = self.plan.layout, self._saves
+        restorer = Restorer(checkpoint, layout.parameters, names, pieces, self._views, self.tables, self._gpu)
+        with self._lock:
+            self.check_usable()
+
+            def applied() -> None:
+                restorer.take_steps()
+                self._step_number = checkpoint.step
+
+            manifest = None
+            if isinstance(checkpoint, Checkpoint):
+                manifest = manifest_in_place(checkpoint, layout, restorer.names, restorer.pieces, rank, ranks)
+
+            def begin() -> Sweep:
+                pump(self.machine, self.executor, lambda m: m.in_flight == 0 or m.broken is not None)
+                self._take_save()
+                if self.machine.broken is not None:
+                    raise self.machine.broken
+                copied = [subgroup.index for subgroup in layout.subgroups]
+                # Versions go on from there: no two of a tile have the same number.
+                self._version = max(self._version, checkpoint.last_version)
+                if manifest is not None and isinstance(checkpoint, Checkpoint):
+                    copied = [number for number in copied if self.plan.resident[number]]
+                    self._adopt_state(checkpoint, manifest, restorer, rank)
+                return self._begin(copied, restorer.restore, changes=True, overwrites=True)
+
+            try:
+                self._request(begin, applied)
+            except SessionBrokenError:
+                raise
+            except OffloadError as error:
+                if error is (self.broken or self.machine.broken):
+                    raise CheckpointError(
+                        f"{error}. The state was partly replaced, so the session is broken: load another checkpoint "
+                        "into a new optimizer"
+                    ) from error
+                raise
+            if saves is not None and manifest is None and isinstance(checkpoint, Checkpoint):
+                saves.resumed(checkpoint, rank, ranks)
+
+    def _adopt_state(self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int) -> None:
+        """Go on from a checkpoint where it lies, but for what is at home in memory; on the engine thread."""
+        saves, machine, layout = self._saves, self.machine, self.plan.layout
+        invariant(saves is not None, "a checkpoint is gone on from without a session")
+        if saves is None:
+            return
+
+        def install(number: int, tier: Tier) -> None:
+            staging, nbytes = self._memory.staging
+            if nbytes:
+                tier.register_memory(staging, nbytes)
+            self._tiers[number].close()
+            self._tiers[number] = tier
+
+        exchange = Exchange(
+            layout,
+            machine.index.is_empty,
+            lambda number, store, used: self._open_tier(number, store, self._tiers[number].depth, used),
+            install,
+        )
+        adopted = saves.adopt(checkpoint, manifest, machine.index, exchange, rank)
+        streamed = [subgroup for subgroup in layout.subgroups if not self.plan.resident[subgroup.index]]
+        tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
+        machine.handle(TakeUp(adopted.limits, adopted.held, {tile: adopted.records[tile] for tile in tiles}))
+        try:
+            for subgroup in streamed:
+                restorer.derive_weights(subgroup)
+        except OffloadError as error:
+            self.broken = error
+            raise
+
+    # Figures
+
+    def _learn(self) -> None:
+        """Take the rates from what the last step did, and let the spread of tiles follow them."""
+        self.executor.take_timed()
+        if self._step_number > 1:  # the first step reads nothing, and touches memory for the first time
+            self._seen = [*self._seen[1 - HISTORY :], observe(self.rates, self.executor.timeline)]
+            self.rates = typical(self._seen)
+        self.executor.timeline = []
+        if self.plan.budgets.follow_rates:
+            self.machine.index.reshare(self.plan.shares(self.rates))
+
+    def metrics(self) -> dict[str, float]:
+        """See `Engine.metrics`."""
+        plan = self.plan
+        found: dict[str, float] = {
+            "step": self._step_number,
+            "step_s": self._step_s,
+            "state_bytes": plan.state_bytes,
+            "resident_bytes": plan.resident_bytes,
+            "streamed_bytes": plan.streamed_bytes,
+            "resident_share": plan.resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
+        }
+        if self._gpu is not None:
+            found["gpu_bytes"] = plan.gpu_bytes
+        self.executor.take_timed()
+        # A step returns when the GPU knows what to do; it has ended when new weights are there.
+        ends_s = [i.finished_s for i in self.executor.timeline if i.lane in ("gpu", "h2d")]
+        found["step_s"] = max([self._step_s, *(end_s - self._step_started_s for end_s in ends_s)])
+        totals = lane_totals(list(self.executor.timeline))
+        lanes = [
+            "cpu",
+            *(("gpu", "h2d", "d2h") if self._gpu is not None else ()),
+            *(f"{verb}:{path}" for path in range(len(self._tiers)) for verb in ("read", "write")),
+        ]
+        for lane in lanes:
+            nbytes, busy_s = totals.get(lane, (0, 0.0))
+            found[f"lane/{lane}/busy_s"] = busy_s
+            found[f"lane/{lane}/bytes"] = nbytes
+            if ":" in lane:
+                verb, path = lane.split(":")
+                found[f"path/{path}/{verb}_bytes"] = nbytes
+        for number, live_bytes in enumerate(self.machine.index.live_bytes()):
+            found[f"path/{number}/live_bytes"] = live_bytes
+        return found
+
+    # The end
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        if os.getpid() != self._pid:  # a lock that another thread held at the fork stays held
+            return
+        with self._lock:
+            if self._closed:
+                return
+            if (
+                self._saves is not None
+                and self._saves.pending is not None
+                and not (self.broken or self.machine.broken)
+            ):
+                self._saves.pending.done.wait()
+            self._closed = True
+            if self._thread is not None:
+                self._next = None
+                self._queue.post(REQUEST)
+                if self._thread is not threading.current_thread():  # the garbage collector may run on it
+                    self._thread.join()
+            self._free()
+
+    def _keep_slots(self) -> None:
+        """Tell the tiers which slots kept checkpoints refer to, so that closing leaves them."""
+        held: dict[int, set[int]] = {}
+        for records in self.machine.saver.held.values():
+            for record in records.values():
+                held.setdefault(record.location.path, set()).add(record.location.offset)
+        for number, tier in enumerate(self._tiers):
+            if held.get(number):
+                innermost(tier).kept = frozenset(held[number])  # type: ignore[attr-defined]
+
+    def _close_tiers(self) -> None:
+        with contextlib.ExitStack() as ends:
+            for tier in self._tiers:
+                ends.callback(tier.close)
+
+    def _free(self) -> None:
+        with contextlib.ExitStack() as ends:
+            if self._saves is not None:
+                self._keep_slots()
+                ends.callback(self._saves.close)
+            ends.callback(self._ends.close)
+
+
+def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int) -> None:
+    """Find out how many requests a path should have in flight, and say it."""
+    tried = tune_depth(tier, queue, address, nbytes) if nbytes else {}
+    seen = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in tried.items())
+    log.info("path %s: %d requests of each direction in flight (%s)", tier.path, tier.depth, seen or "not tried")

@@ -1,0 +1,120 @@
+"""Host memory of one session: state at home there, staging slots, and what passes on its way to or from a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Mapping, Sequence
+
+from offload.engine.gpu import GpuLanes
+from offload.engine.memory import Arena
+from offload.errors import OffloadError
+from offload.layout import Layout
+from offload.plan import Plan
+from offload.plan.budget import WEIGHT_SLOTS
+from offload.protocols import Tier
+
+
+class HostMemory:
+    """All arenas of a session, and what its plan has put into them.
+
+    Args:
+        gpu: The lanes that reach it, for which it is pinned; None without a GPU.
+
+    Attributes:
+        arenas: Every one that has not been given back.
+        bounce: Where state that lives on the GPU is visited in host memory; None where the plan has no room for that.
+    """
+
+    def __init__(self, gpu: GpuLanes | None) -> None:
+        self.arenas: list[Arena] = []
+        self.bounce: Arena | None = None
+        self._gpu = gpu
+        self._homes: dict[int, int] = {}
+        self._staging: Arena | None = None
+        self._slot_bytes = 0
+        self._weights: Arena | None = None
+
+    def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
+        """Return memory that lasts until it is given back or the session ends."""
+        arena = Arena(nbytes, inherit=inherit) if self._gpu is None else self._gpu.arena(nbytes, inherit=inherit)
+        self.arenas.append(arena)
+        return arena
+
+    def give_back(self, arena: Arena | None) -> None:
+        """Free an arena that nothing uses any more."""
+        if arena is not None:
+            self.arenas.remove(arena)
+            if self._gpu is None:
+                arena.close()
+            else:
+                self._gpu.give_back(arena)
+
+    def home(self, subgroup: int) -> int:
+        """Return where the state of a subgroup at home in host memory lies."""
+        return self._homes[subgroup]
+
+    @property
+    def staging(self) -> tuple[int, int]:
+        """Address and size of the staging slots; zeros if there are none."""
+        return (self._staging.address, self._staging.nbytes) if self._staging is not None else (0, 0)
+
+    def adopt_homes(self, plan: Plan, before: Layout) -> None:
+        """Take memory for the state that `plan` adds to the layout `before` and that is at home here."""
+        subgroups = plan.layout.subgroups[len(before.subgroups) :]
+        added = [s for s in subgroups if plan.resident[s.index] and not plan.at_home_on_gpu(s.index)]
+        if added:
+            address = self.arena(sum(subgroup.state_bytes for subgroup in added)).address
+            for subgroup in added:
+                self._homes[subgroup.index] = address
+                address += subgroup.state_bytes
+
+    def adopt_staging(self, plan: Plan, held: Mapping[int, int], tiers: Sequence[Tier]) -> None:
+        """Have staging slots as `plan` says; nothing is in flight.
+
+        Args:
+            plan: The new plan.
+            held: Slots in use, by subgroup; what they hold moves with them.
+            tiers: Those that read into the slots and write from them.
+        """
+        old = self._staging
+        if plan.staging_slots and (old is None or plan.staging_bytes > old.nbytes):
+            staging = self.arena(plan.staging_bytes)
+            for tier in tiers:  # before the old memory goes away
+                tier.register_memory(staging.address, staging.nbytes)
+            if old is not None:
+                for subgroup, slot in held.items():
+                    nbytes = plan.layout.subgroups[subgroup].state_bytes
+                    source = old.address + slot * self._slot_bytes
+                    ctypes.memmove(staging.address + slot * plan.slot_bytes, source, nbytes)
+                self.give_back(old)
+            self._staging = staging
+        self._slot_bytes = plan.slot_bytes
+
+    def adopt_gpu(self, gpu: GpuLanes, plan: Plan, before: Layout) -> None:
+        """Take memory for what `plan` adds on the GPU, and for what passes from and to it here.
+
+        Raises:
+            OffloadError: The device has no room; nothing has changed then.
+        """
+        nbytes, weights, old = WEIGHT_SLOTS * plan.weight_slot_bytes, None, self._weights
+        if nbytes > (old.nbytes if old is not None else 0):
+            weights = self.arena(nbytes)
+        try:
+            gpu.adopt(plan, before, weights.address if weights is not None else 0)
+        except OffloadError:
+            self.give_back(weights)
+            raise
+        if weights is not None:
+            gpu.wait()  # for what is being pushed
+            self.give_back(old)
+            self._weights = weights
+        if plan.bounce_bytes > (self.bounce.nbytes if self.bounce is not None else 0):
+            self.give_back(self.bounce)
+            self.bounce = self.arena(plan.bounce_bytes)
+
+    def close(self) -> None:
+        """Free everything; nothing writes to it any more, and the GPU's hold on it has ended."""
+        with contextlib.ExitStack() as ends:  # in reverse, and each whatever becomes of the others
+            for arena in self.arenas:
+                ends.callback(arena.close)

@@ -1,0 +1,145 @@
+"""What a session starts from: its budgets and its paths, by the user's config."""
+
+from __future__ import annotations
+
+import uuid
+
+from offload._native import CompletionQueue
+from offload.config import OffloadConfig, PathConfig
+from offload.engine.memory import available_bytes
+from offload.errors import ConfigError, TierError, invariant
+from offload.layout import Layout
+from offload.plan import Budgets, PathBudget
+from offload.plan.budget import GPU_STAGING_SLOTS
+from offload.protocols import Completion, Device, Tier, TileRequest
+from offload.tiers import Turns, free_bytes, innermost, open_tier, tier_error
+from offload.tiers.file import DEFAULT_EXTENT_BYTES
+
+LEAST_TILE_BYTES = 1 << 20
+"""A subgroup is cut so that every path gets several of its tiles, but none that a disk would be slow on."""
+
+GPU_USE = 0.9
+"""How much of a GPU's free memory is taken at most: whatever else works there needs some, too."""
+
+
+def refuse_gpu(config: OffloadConfig) -> None:
+    """Raise `ConfigError` if a GPU is asked for where there is none."""
+    if config.gpu_memory not in ("auto", 0):
+        raise ConfigError("gpu_memory", config.gpu_memory, "use 0: the weights are not on a GPU")
+    if config.placement not in ("auto", "cpu", 0):
+        raise ConfigError("placement", config.placement, 'use "cpu": the weights are not on a GPU')
+    if not config.keep_grads:
+        raise ConfigError("keep_grads", False, "use true: gradients that are not on a GPU lie in their slots anyway")
+
+
+def first_budgets(
+    config: OffloadConfig, layout: Layout, device: Device | None, gradient_bytes: int, leftover_bytes: int
+) -> Budgets:
+    """Return what a session may use.
+
+    Args:
+        config: The user's.
+        layout: All its state.
+        device: The GPU that the weights are on; None for none.
+        gradient_bytes: Host memory that gradients take.
+        leftover_bytes: What lies on its paths from sessions that have ended and gives way.
+    """
+    host, staging = config.host_memory, config.staging_memory
+    if host is None:
+        host = available_bytes() // 2 if config.paths else layout.state_bytes
+    paths = []
+    free_each = free_bytes([path.path for path in config.path_configs])
+    for path, free in zip(config.path_configs, free_each, strict=True):
+        offered = free if path.max_bytes is None else min(free, path.max_bytes)
+        paths.append(PathBudget(path.path, offered, path.share or 1.0))
+    invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")
+    gpu_bytes = gpu_staging_bytes = 0
+    if device is not None:
+        left = int(device.free_bytes() * GPU_USE)
+        if config.placement != "cpu":
+            gpu_staging_bytes = min(_gpu_slots_bytes(layout), left)
+        gpu_bytes = left - gpu_staging_bytes if config.gpu_memory == "auto" else int(config.gpu_memory)
+    return Budgets(
+        gpu_bytes=gpu_bytes,
+        gpu_staging_bytes=gpu_staging_bytes,
+        weights_on_gpu=device is not None,
+        host_bytes=int(host),
+        staging_bytes=None if staging is None else int(staging),
+        paths=tuple(paths),
+        gradient_bytes=gradient_bytes,
+        follow_rates=all(path.share is None for path in config.path_configs),
+        checkpoints=config.checkpoints,
+        checkpoints_required=bool(config.checkpoints_kept),
+        leftover_bytes=leftover_bytes,
+    )
+
+
+def gpu_staging_bytes(layout: Layout, device: Device) -> int:
+    """Return what staging slots on a GPU may take for a layout, with what is free there now."""
+    return min(_gpu_slots_bytes(layout), int(device.free_bytes() * GPU_USE))
+
+
+def _gpu_slots_bytes(layout: Layout) -> int:
+    return GPU_STAGING_SLOTS * max(layout.subgroup_bytes, default=0)
+
+
+def open_path(
+    config: OffloadConfig,
+    path: PathConfig,
+    store: uuid.UUID,
+    queue: CompletionQueue,
+    state_bytes: int,
+    depth: int | None,
+    used_bytes: int | None = None,
+) -> Tier:
+    """Open a store on a path.
+
+    Args:
+        config: The user's.
+        path: Where.
+        store: Its identity; that of another session's to take it over.
+        queue: What it reports to.
+        state_bytes: How much state there is on all paths.
+        depth: Requests in flight; None for the tier's own choice.
+        used_bytes: How much of a store that is taken over is in use; None for a new one.
+    """
+    return open_tier(
+        path.path,
+        store,
+        queue,
+        max_bytes=path.max_bytes,
+        depth=depth,
+        extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, state_bytes)),
+        checksum=config.checksum,
+        turns=choose_turns(config, path),
+        io_backend=config.io_backend,
+        used_bytes=used_bytes,
+    )
+
+
+def choose_turns(config: OffloadConfig, path: PathConfig) -> Turns | None:
+    """Return how to take turns on a path with other processes, or None for not at all."""
+    # "auto" is off: whether turns pay depends on the device, and bench/lock.py has found none where they do.
+    if config.path_lock in ("off", "auto"):
+        return None
+    holders = config.path_lock if isinstance(config.path_lock, int) else 1
+    return Turns(path=path.lock_path, holders=holders, report_after_s=config.lock_timeout_s)
+
+
+def named_error(
+    layout: Layout, verb: str, completion: Completion, request: TileRequest | None, tier: Tier
+) -> TierError:
+    """Return the error of a failed completion; it names the parameters that a tile is of, and its file."""
+    error = tier_error(verb, completion, request, tier)
+    if request is None:
+        return error
+    place = getattr(innermost(tier), "store_path", None)
+    where = f" in {place}" if place is not None else ""
+    return type(error)(
+        error.operation,
+        tier=error.tier,
+        path=error.path,
+        offset=error.offset,
+        errno=error.errno,
+        detail=f"{layout.parameters_of(request.tile)}{where}; {error.detail}",
+    )

@@ -1,0 +1,200 @@
+"""Where a run finds the state and the weights that it works on, as tensors in host memory or as a kernel's table."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.engine.gpu import GpuLanes
+from offload.engine.host import HostMemory
+from offload.engine.machine import Run
+from offload.engine.tables import Tables
+from offload.kernels import CpuUpdateKernel
+from offload.layout import STATE_ITEM_BYTES, Segment
+from offload.plan import Plan
+from offload.protocols import DtypeCode, SegmentFlag, TileId
+
+TORCH_DTYPES = {
+    DtypeCode.BFLOAT16: torch.bfloat16,
+    DtypeCode.FLOAT16: torch.float16,
+    DtypeCode.FLOAT32: torch.float32,
+}
+
+
+def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a flat tensor over memory that somebody else owns and keeps alive."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer((ctypes.c_char * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where a run finds what it works on, in host memory."""
+
+    address: int
+    """Of the subgroup's state."""
+    weights_address: int | None
+    """Of an image of its weights; None where they lie in host memory themselves."""
+
+
+class StateViews:
+    """Views of one session's state.
+
+    Args:
+        plan: What lives where.
+        tables: Addresses of the weights.
+        kernel: Makes state whole.
+        memory: The session's host memory.
+        slot_address: Where a staging slot lies.
+        gpu: Lanes of the GPU that the weights are on; None where they are in host memory.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        tables: Tables,
+        kernel: CpuUpdateKernel,
+        memory: HostMemory,
+        slot_address: Callable[[int], int],
+        gpu: GpuLanes | None,
+    ) -> None:
+        self.plan = plan
+        self._tables = tables
+        self._kernel = kernel
+        self._memory = memory
+        self._slot_address = slot_address
+        self._gpu = gpu
+
+    def _address(self, run: Run) -> int:
+        return self._memory.home(run.visit.subgroup) if run.slot is None else self._slot_address(run.slot)
+
+    # Tables of an update
+
+    def update_table(self, run: Run, gradients: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
+        """Return what the kernel of a run of a step is told.
+
+        Args:
+            run: Which one.
+            gradients: Where the CPU finds each parameter's gradient, with weights on a GPU.
+        """
+        subgroup = run.visit.subgroup
+        if self._gpu is None:
+            table = self._tables.fill(subgroup, self._address(run), fresh=run.fresh, update=True)
+        elif run.visit.gpu:
+            table = self._tables.fill(subgroup, self._gpu.state_address(run), fresh=run.fresh, update=True)
+        else:
+            table = self._fill_for_push(self._gpu, run, gradients)
+        self._tables.changed(subgroup)
+        return table
+
+    def _fill_for_push(self, gpu: GpuLanes, run: Run, gradients: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
+        """Return the table of a run on the CPU that makes weights for the GPU."""
+        subgroup = run.visit.subgroup
+        image = gpu.weight_slot(subgroup)
+        table = self._tables.fill(
+            subgroup, self._address(run), fresh=run.fresh, update=True, weights_address=image, gradients=gradients
+        )
+        copies = self._tables.weight_copies(subgroup, image)
+        active = (table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
+        is_master = self.plan.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
+        read = active if is_master else (table["flags"] & np.uint32(SegmentFlag.LOAD_MASTER)) != 0
+        if read.any():
+            gpu.fetch([(host, there, nbytes) for there, host, nbytes in copies[read].tolist()], follows=False)
+        gpu.will_push(subgroup, copies[active])
+        return table
+
+    # Tensors
+
+    @contextlib.contextmanager
+    def on_host(self, run: Run) -> Iterator[View]:
+        """Let a run work in host memory, wherever state and weights lie; what it changes goes back."""
+        gpu, subgroup = self._gpu, run.visit.subgroup
+        if gpu is None:
+            yield View(self._address(run), None)
+            return
+        nbytes = self.plan.layout.subgroups[subgroup].state_bytes
+        at_home, bounce = self.plan.at_home_on_gpu(subgroup), self._memory.bounce
+        if at_home and bounce is not None:
+            address = bounce.address
+            if not run.fresh and not run.visit.overwrites:
+                gpu.fetch([(address, gpu.home(subgroup), nbytes)])
+        else:
+            address = self._address(run)
+        image = gpu.weight_slot(subgroup)
+        copies = self._tables.weight_copies(subgroup, image)
+        gpu.fetch([(host, there, nbytes) for there, host, nbytes in copies.tolist()])
+        yield View(address, image)
+        if not run.visit.changes:
+            gpu.drop(subgroup)
+            return
+        gpu.will_push(subgroup, copies)
+        gpu.push_now(subgroup)
+        if at_home:
+            gpu.store([(gpu.home(subgroup), address, nbytes)])
+
+    def make_whole(self, run: Run, view: View) -> None:
+        """Fill memory that is undefined, and masters that are to be taken from their weights, before it is read."""
+        subgroup = run.visit.subgroup
+        if run.fresh or self._tables.needs_reload(subgroup):
+            self._kernel.run(
+                self._tables.fill(
+                    subgroup, view.address, fresh=run.fresh, update=False, weights_address=view.weights_address
+                )
+            )
+
+    def weight(self, subgroup: int, segment: Segment, view: View) -> torch.Tensor:
+        """Return a segment's weight in host memory."""
+        dtype = self.plan.layout.subgroups[subgroup].dtype
+        item = TORCH_DTYPES[dtype].itemsize
+        if view.weights_address is None:
+            address = int(self._tables.weights[segment.parameter]) + segment.start * item
+        else:
+            address = view.weights_address + segment.offset * item
+        return tensor_at(address, segment.numel, TORCH_DTYPES[dtype])
+
+    def pieces(self, run: Run, view: View) -> list[tuple[Segment, dict[str, torch.Tensor]]]:
+        """Return each segment of a subgroup in memory with views of its state tensors."""
+        subgroup = self.plan.layout.subgroups[run.visit.subgroup]
+        pieces = []
+        for segment in subgroup.segments:
+            views = {
+                name: tensor_at(
+                    view.address + number * subgroup.tensor_bytes + segment.offset * STATE_ITEM_BYTES, segment.numel
+                )
+                for number, name in enumerate(subgroup.tensors)
+            }
+            if "master" not in views:
+                views["master"] = self.weight(subgroup.index, segment, view)
+            pieces.append((segment, views))
+        return pieces
+
+    def gather_tile(self, tile: TileId, address: int) -> None:
+        """Copy a tile of state on the GPU to `address`, or the masters that a weight tile is; padding is zero."""
+        subgroup = self.plan.layout.subgroups[tile.subgroup]
+        gpu = self._gpu
+        if gpu is not None and tile.tensor < len(subgroup.tensors):
+            offset, nbytes = next((offset, nbytes) for found, offset, nbytes in subgroup.tiles if found == tile)
+            gpu.fetch([(address, gpu.home(tile.subgroup) + offset, nbytes)])
+            return
+        first = tile.tile * subgroup.tile_numel
+        nbytes = next(nbytes for found, _, nbytes in subgroup.weight_tiles if found == tile)
+        last = first + nbytes // STATE_ITEM_BYTES
+        ctypes.memset(address, 0, nbytes)
+        for segment in subgroup.segments:
+            begin, end = max(first, segment.offset), min(last, segment.offset + segment.numel)
+            if begin < end:
+                weight = int(self._tables.weights[segment.parameter])
+                source = weight + (segment.start + begin - segment.offset) * STATE_ITEM_BYTES
+                target, nbytes = address + (begin - first) * STATE_ITEM_BYTES, (end - begin) * STATE_ITEM_BYTES
+                if gpu is None:
+                    ctypes.memmove(target, source, nbytes)
+                else:
+                    gpu.fetch([(target, source, nbytes)])
