@@ -172,9 +172,9 @@ class Saves:
         self._records: dict[TileId, Record] = {}
         self._commit_error: BaseException | None = None
 
-    # On the caller's thread, with nothing pending
+    # On the engine thread
 
-    def prepare(
+    def open(
         self,
         folder: Folder,
         snapshot: Snapshot,
@@ -183,7 +183,9 @@ class Saves:
         io_backend: str,
         on_done: Callable[[BaseException | None], None] | None,
     ) -> Pending:
-        """Make everything ready for a hand-over.
+        """Make everything ready for a hand-over, which is under way from then on.
+
+        On the engine thread, where no signal's exception can come between what is made and taking note of it.
 
         Raises:
             CheckpointError: The folder cannot be used.
@@ -214,13 +216,8 @@ class Saves:
             )
             self._others[number] = sink[1]
         save = Save(self._numbers, number if copy else None, empty)
-        return Pending(save, folder, snapshot, sink, on_done, time.monotonic())
-
-    def forget(self, pending: Pending) -> None:
-        """Close what was made for a save that was not handed over; one that was is left alone."""
-        if pending is not self.pending and pending is not self.last and pending.sink is not None:
-            self._others.pop(len(self.stores), None)
-            pending.sink[1].close()
+        self.pending = Pending(save, folder, snapshot, sink, on_done, time.monotonic())
+        return self.pending
 
     def _make_buffers(self, layout: Layout) -> None:
         most = max((nbytes for s in layout.subgroups for _, _, nbytes in s.tiles), default=4096)

@@ -447,7 +447,11 @@ class Core:
         order = visit_order(subgroups, self.machine.slots)
         if is_step:
             visits = update_visits(self.plan, order)
-            self.gradients.bring(self.plan, visits)
+            try:
+                self.gradients.bring(self.plan, visits)
+            except OffloadError as error:  # the GPU has failed
+                self.broken = error
+                raise
         else:
             visits = tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
         return Sweep(self._sweeps, self._version, visits)
@@ -664,18 +668,18 @@ class Core:
                 ranks=ranks,
                 copy=copy,
             )
-            pending = saves.prepare(
-                folder,
-                snapshot,
-                needs_buffers=any(subgroup.weight_tiles for subgroup in saved.subgroups) or self.plan.uses_gpu,
-                io_backend=self.config.io_backend,
-                on_done=on_done,
-            )
+            needs_buffers = any(subgroup.weight_tiles for subgroup in saved.subgroups) or self.plan.uses_gpu
 
             def begin() -> None:
                 machine = self.machine
                 pump(machine, self.executor, lambda m: m.broken is not None or State.BUSY not in m.states)
-                saves.pending = pending
+                pending = saves.open(
+                    folder,
+                    snapshot,
+                    needs_buffers=needs_buffers,
+                    io_backend=self.config.io_backend,
+                    on_done=on_done,
+                )
                 machine.handle(BeginSave(pending.save))
                 saves.records_are(machine.saver.records)
                 pump(machine, self.executor, lambda m: not m.saver.weights_left or m.saver.ended is not None)
@@ -684,10 +688,7 @@ class Core:
                     self._take_save()
                     raise error
 
-            try:
-                self._request(begin)
-            finally:
-                saves.forget(pending)
+            self._request(begin)
 
     def wait_checkpoint(self, timeout_s: float | None) -> None:
         """See `Engine.wait_checkpoint`."""

@@ -557,8 +557,9 @@ def test_a_gpu_without_room_for_more_goes_on_with_what_it_has(tmp_path: Path) ->
         assert same(states(optimizer, parameters), states(twin, twins))
 
 
-@pytest.mark.parametrize("keep_grads", [False, True])
-def test_a_step_that_the_gpu_fails_in_says_so(tmp_path: Path, keep_grads: bool) -> None:
+@pytest.mark.parametrize(("keep_grads", "at_once"), [(False, False), (True, False), (True, True)])
+def test_a_step_that_the_gpu_fails_in_says_so(tmp_path: Path, keep_grads: bool, at_once: bool) -> None:
+    """Also where the device is quick enough to fail while the step's gradients are still being asked for."""
     parameters = weights()
     device = SimulatedDevice()
     optimizer = OnDevice(parameters, device=device, offload=config(tmp_path, keep_grads=keep_grads, placement="cpu"))
@@ -566,7 +567,17 @@ def test_a_step_that_the_gpu_fails_in_says_so(tmp_path: Path, keep_grads: bool) 
     backward(parameters, 2)
     optimizer.clip_grad_norm_(1.0)  # waits for the gradients
     device._fail_at = device.done
+    if at_once:
+        plain = device.copy
+
+        def copy(lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
+            plain(lane, target, source, nbytes)
+            device.mark(lane).wait()
+
+        device.copy = copy  # type: ignore[method-assign]
     with pytest.raises(offload.StepAbortedError, match="step 3 was aborted"):
+        optimizer.step()
+    with pytest.raises(offload.SessionBrokenError):
         optimizer.step()
     optimizer.close()
     optimizer.zero_grad()

@@ -8,8 +8,10 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,11 +22,12 @@ import torch
 
 import offload
 from offload import cli
+from offload.checkpoint import saves
 from offload.checkpoint.manifest import COMMIT_NAME, decode, seal, seal_commit, unseal, unseal_commit
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores
 from offload.engine import setup
-from offload.protocols import TileRequest
+from offload.protocols import Tier, TileRequest
 from offload.tiers import SLOT_HEADER_BYTES, FaultyTier, open_tier
 
 NAMES = ("first", "second", "third")
@@ -400,6 +403,31 @@ def test_ctrl_c_during_saves_leaves_the_session_and_the_checkpoints_whole(tmp_pa
     (left,) = find_stores(str(path))
     assert len(left.pins) == 1
     assert not list(folder.glob("offload-*")), "a copy that was interrupted, or replaced, is left behind"
+
+
+def test_an_interrupt_while_a_copy_is_opened_leaves_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "checkpoint"
+    parameter = torch.nn.Parameter(torch.ones(100))
+    plain = saves.open_tier
+
+    def interrupted(*arguments: Any, **options: Any) -> Tier:
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+        return plain(*arguments, **options)
+
+    with offload.AdamW([parameter], offload=offload.OffloadConfig(paths=[tmp_path])) as optimizer:
+        parameter.grad = torch.ones(100)
+        optimizer.step()
+        monkeypatch.setattr(saves, "open_tier", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.save_checkpoint(folder, copy=True)
+        monkeypatch.setattr(saves, "open_tier", plain)
+        optimizer.wait_checkpoint()
+        assert list(folder.glob("offload-*"))  # it was handed over, and is whole
+        optimizer.save_checkpoint(folder)
+        optimizer.wait_checkpoint()
+        assert not list(folder.glob("offload-*"))
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
