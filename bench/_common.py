@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import mmap
 import os
 import platform
@@ -16,8 +17,9 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,33 @@ def progress(message: str) -> None:
     """Say something on a terminal, nothing elsewhere."""
     if sys.stderr.isatty():
         print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)
+
+
+def run_sections(
+    args: argparse.Namespace,
+    sections: Mapping[str, Callable[[Path, Any, list[Target]], dict[str, Any]]],
+    size: Any,
+) -> tuple[dict[str, Any], list[Target]]:
+    """Run the chosen sections, each in a folder of its own on the chosen path.
+
+    Args:
+        args: The command's.
+        sections: What there is, by name.
+        size: What each is told about how much to do.
+
+    Returns:
+        What each found, and all targets.
+    """
+    # That all paths lie on one device is why they are throttled.
+    logging.getLogger("offload").addFilter(lambda record: "on one device" not in record.getMessage())
+    results: dict[str, Any] = {}
+    targets: list[Target] = []
+    for name in args.sections:
+        print(f"{name}:")
+        progress(name)
+        with tempfile.TemporaryDirectory(dir=args.path) as folder:
+            results[name] = sections[name](Path(folder), size, targets)
+    return results, targets
 
 
 def huge_tensors(*sizes: tuple[int, torch.dtype]) -> list[torch.Tensor]:

@@ -26,7 +26,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import ROOT, Target, arguments, environment, interleaved, progress, report
+from _common import ROOT, Target, arguments, environment, interleaved, report, run_sections
 
 import offload
 from offload._native import CompletionQueue
@@ -549,13 +548,7 @@ def picture(file: Path, results: dict[str, Any]) -> None:
 def main() -> None:
     args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
     described = environment()
-    results: dict[str, Any] = {}
-    targets: list[Target] = []
-    for name in args.sections:
-        print(f"{name}:")
-        progress(name)
-        with tempfile.TemporaryDirectory(dir=args.path) as folder:
-            results[name] = SECTIONS[name](Path(folder), args.smoke, targets)
+    results, targets = run_sections(args, SECTIONS, args.smoke)
     checksum = results.get("sum", {}).get("1", {}).get("checksum", "none of the chosen sections computes")
     if args.picture:
         picture(args.picture, results)

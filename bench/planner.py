@@ -23,10 +23,8 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import logging
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +34,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from _common import Target, arguments, cores, environment, progress, report
+from _common import Target, arguments, cores, environment, progress, report, run_sections
 from paths import MB, Throttles
 
 from offload import Engine, OffloadConfig
@@ -436,15 +434,8 @@ def _without_directories(probed: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
-    # That all paths lie on one device is why they are throttled.
-    logging.getLogger("offload").addFilter(lambda record: "on one device" not in record.getMessage())
     described = environment()
-    results: dict[str, Any] = {}
-    targets: list[Target] = []
-    for name in args.sections:
-        print(f"{name}:")
-        with tempfile.TemporaryDirectory(dir=args.path) as folder:
-            results[name] = SECTIONS[name](Path(folder), SMOKE if args.smoke else FULL, targets)
+    results, targets = run_sections(args, SECTIONS, SMOKE if args.smoke else FULL)
     checksum = results.get("predictions", {}).get("checksum", "none of the chosen sections computes")
     if args.picture:
         picture(args.picture, results)

@@ -23,7 +23,6 @@ import logging
 import math
 import multiprocessing
 import statistics
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from _common import Target, arguments, environment, progress, report
+from _common import Target, arguments, environment, progress, report, run_sections
 from paths import MB, Throttles
 from planner import Configuration, Model, Session, Size
 
@@ -294,14 +293,8 @@ def picture(file: Path, results: dict[str, Any]) -> None:
 
 def main() -> None:
     args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
-    logging.getLogger("offload").addFilter(lambda record: "on one device" not in record.getMessage())
     described = environment()
-    results: dict[str, Any] = {}
-    targets: list[Target] = []
-    for name in args.sections:
-        print(f"{name}:")
-        with tempfile.TemporaryDirectory(dir=args.path) as folder:
-            results[name] = SECTIONS[name](Path(folder), args.smoke, targets)
+    results, targets = run_sections(args, SECTIONS, args.smoke)
     if args.picture:
         picture(args.picture, results)
     model = Model(Size(8, 1 << 12, 1, 0.0))
