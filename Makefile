@@ -20,7 +20,7 @@ test: $(VENV)/.ready lint
 	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
 
 test-full: $(VENV)/.ready lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --hypothesis-profile new $(ARGS)
 
 bench: $(VENV)/.ready
 	$(BIN)/offload bench $(ARGS)

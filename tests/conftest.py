@@ -7,10 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from s3_server import CREDENTIALS, UNSET, FaultProxy, S3Server
 
 if not torch.cuda.is_available():  # read when Triton is first imported, which DeepSpeed's tests may do
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# How long an example takes is the machine's affair. `make test` draws the same examples every time; `make test-full`
+# looks for new ones, as a profile named on the command line is loaded after this one.
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("new", derandomize=False, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session", autouse=True)

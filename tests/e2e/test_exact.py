@@ -48,7 +48,7 @@ def make_groups(specs: list[dict[str, Any]], generator: torch.Generator) -> list
     return groups
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     specs=GROUPS,
     decoupled=st.booleans(),

@@ -28,7 +28,7 @@ from offload.protocols import DeviceLane
 from offload.sim import HazardError, SimulatedDevice
 
 
-@settings(max_examples=80, deadline=None, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
 @given(
     specs=GROUPS,
     decoupled=st.booleans(),

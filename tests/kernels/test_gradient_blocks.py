@@ -63,7 +63,7 @@ def test_sizes(kernel, dtype, kind, copy):
         check(kernel, values(numel, numel, dtype, kind), 0, copy, 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     numel=st.integers(0, 9000),
     dtype=st.sampled_from(DTYPES),

@@ -214,7 +214,7 @@ def test_workers_started_while_flushing(kernel):
     case.check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     data=st.lists(
         st.tuples(

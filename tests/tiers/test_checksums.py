@@ -63,7 +63,7 @@ def test_every_length_around_the_streams() -> None:
         both(data[:length], seed=length)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(a=st.binary(max_size=400), b=st.binary(max_size=400), seed=st.integers(0, 2**32 - 1))
 def test_parts_make_the_whole(a: bytes, b: bytes, seed: int) -> None:
     assert both(a + b, seed) == both(b, both(a, seed)) == plain(a + b, seed)

@@ -21,7 +21,9 @@ SIZES = [4096, 8192, 60 << 10, 64 << 10, 68 << 10, 128 << 10, (1 << 20) + 4096]
 TARGET = 4 << 20  # where in the arena reads go
 
 relaxed = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    database=None,
 )
 
 

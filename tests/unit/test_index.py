@@ -136,7 +136,7 @@ def test_slots_that_nobody_claimed_are_refused():
         stores.abandon(location)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     numels=st.lists(st.integers(1, 9000), min_size=1, max_size=5),
     subgroup_numel=st.sampled_from([1024, 2048, 5120]),

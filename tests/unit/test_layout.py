@@ -68,7 +68,7 @@ def test_input_that_cannot_be_used():
         extend_layout(layout, twice[:1], 1024)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(parameter_lists, st.integers(1024, 9000), st.sampled_from([1, 4096, 10_000, 1 << 20]))
 def test_layout_covers_every_element_once(parameters, subgroup_numel, tile_bytes):
     layout = build_layout(parameters, subgroup_numel, tile_bytes)
@@ -94,7 +94,7 @@ def test_layout_covers_every_element_once(parameters, subgroup_numel, tile_bytes
     assert layout.index_by_name == {parameter.name: i for i, parameter in enumerate(parameters)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(parameter_lists, st.integers(1024, 9000), st.sampled_from([1, 4096, 10_000, 1 << 20]))
 def test_tiles_cut_each_tensor_into_aligned_pieces(parameters, subgroup_numel, tile_bytes):
     for subgroup in build_layout(parameters, subgroup_numel, tile_bytes).subgroups:
@@ -110,7 +110,7 @@ def test_tiles_cut_each_tensor_into_aligned_pieces(parameters, subgroup_numel, t
         assert len({tile for tile, _, _ in subgroup.tiles}) == len(subgroup.tiles)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(parameter_lists, parameter_lists, st.integers(1024, 9000), st.integers(1024, 9000))
 def test_extending_keeps_what_was_there(parameters, added, subgroup_numel, other_numel):
     layout = build_layout(parameters, subgroup_numel)

@@ -326,7 +326,7 @@ def test_extended_plan_takes_no_staging_slot_away():
         make(3, 2).extend(make(4, 1).plan)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(subgroups=st.integers(1, 12), slots=st.integers(1, 14), resident=st.integers(0, 4), order=st.randoms())
 def test_steady_traffic_is_the_streamed_state_less_the_staging_memory(subgroups, slots, resident, order):
     """With S equal streamed subgroups and A slots a step reads S - A subgroups and writes as many, exactly."""

@@ -114,7 +114,7 @@ def test_state_in_memory_needs_room_for_its_checkpoints_too():
     assert "storage" in str(make_plan(layout_of(2), budgets))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     numels=st.lists(st.integers(1, 9000), min_size=1, max_size=8),
     host_bytes=st.integers(0, 1 << 20),

@@ -51,7 +51,7 @@ def problems(draw):
     return layout, budgets, found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(problems())
 def test_no_budget_is_exceeded_and_no_fixed_choice_is_better(problem):
     layout, budgets, found = problem
