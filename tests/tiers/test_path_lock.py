@@ -39,7 +39,7 @@ from offload.engine.machine import ReadTile, Stop
 from offload.engine.setup import choose_turns
 from offload.errors import ConfigError, TierError
 from offload.protocols import Completion
-from offload.tiers import FileTier, Turns, turns
+from offload.tiers import FileTier, Turns, identity, turns
 from offload.tiers.turns import lock_file
 
 LONG_S = 60.0
@@ -212,6 +212,8 @@ def next_in_line(path: Path) -> int:
 
 def test_the_next_of_three_processes_in_line_gets_the_turn(tmp_path: Path, child: Callable[..., Child]) -> None:
     code = """
+say("up")
+wait()
 session = Session(sys.argv[1])
 session.submit(0)
 op = 0
@@ -224,6 +226,10 @@ while True:
     op += 1
 """
     children = {made.pid: made for made in (child(code, tmp_path) for _ in range(3))}
+    for made in children.values():
+        assert made.hear() == "up"
+    for made in children.values():
+        made.tell()
     outputs = {made.process.stdout: pid for pid, made in children.items()}
     had: list[int] = []
     following = None
@@ -403,6 +409,9 @@ def test_a_stall_names_who_is_in_the_way(tmp_path: Path, child: Callable[..., Ch
     operation = ReadTile(1, TILE, 0, 0, Record(Location(0, 0, 4096), 1, 0))
     executor._staging_address = harness.arena.address
     executor.submit([operation])
+    deadline_s = time.monotonic() + LONG_S
+    while not tier.waiting_for() and time.monotonic() < deadline_s:  # another thread asks
+        os.sched_yield()
     (event,) = executor.wait()
     assert isinstance(event, Stop)
     assert f"process {holder.pid}" in str(event.error)
@@ -412,7 +421,7 @@ def test_a_stall_names_who_is_in_the_way(tmp_path: Path, child: Callable[..., Ch
     assert not list(tmp_path.glob("offload-*"))
 
 
-def test_sessions_of_one_process_take_turns(session: Callable[..., Session]) -> None:
+def test_sessions_of_one_process_take_turns(tmp_path: Path, session: Callable[..., Session]) -> None:
     first, second = session(), session(report_after_s=0.01)
     first.submit(1)
     assert first.has_turn() == 1
@@ -421,6 +430,7 @@ def test_sessions_of_one_process_take_turns(session: Callable[..., Session]) -> 
     assert report is not None
     assert report[1] == os.getpid()
     assert second.held.started(0.0) is None
+    assert next_in_line(tmp_path) == os.getpid()
     first.submit(3)
     first.finish(1)
     # Somebody waits, and a turn moves 4 KiB at most: the first one's next request goes after the second's.
@@ -516,13 +526,19 @@ def test_a_lock_file_that_is_not_ours_is_refused(tmp_path: Path, monkeypatch: py
 
 
 def test_off_does_nothing(tmp_path: Path) -> None:
-    before = threading.active_count(), set(os.listdir("/dev/shm"))
+    device, inode = identity(tmp_path)
+
+    def ours() -> set[str]:
+        names = [thread.name for thread in threading.enumerate()] + os.listdir("/dev/shm")
+        return {name for name in names if name.startswith(("offload-turn", f"offload-path-{device:x}-{inode:x}"))}
+
+    before = ours()
     queue = CompletionQueue()
     tier = FileTier(tmp_path, uuid.uuid4(), queue)
     assert not hasattr(tier._io, "next_report")
     assert tier.waiting_for() == ""
+    assert ours() <= before
     tier.close()
-    assert (threading.active_count(), set(os.listdir("/dev/shm"))) == before
 
 
 def test_the_switch() -> None:
