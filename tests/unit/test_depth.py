@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import uuid
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from offload.engine.memory import Arena
 from offload.errors import ConfigError
 from offload.measure import choose_depth, tune_depth
 from offload.measure.depth import DEPTHS, TILE_BYTES, TILES, goes_on_rising
-from offload.tiers import MemoryTier, open_tier
+from offload.tiers import MemoryTier, open_tier, supports_direct
 
 ENOUGH = 2 * TILES * TILE_BYTES[0]
 
@@ -90,7 +91,11 @@ def test_too_little_memory_or_room_says_nothing(tmp_path: Path) -> None:
         path.close()
 
 
-def test_a_real_path_is_tuned_once_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_real_path_is_tuned_once_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    milliseconds = itertools.count()  # by this clock no path is too slow to be tuned
+    monkeypatch.setattr(tune_depth, "__defaults__", (lambda: next(milliseconds) / 1000,))
     found = []
     for number, depth in enumerate((None, 1, 5)):
         torch.manual_seed(0)
@@ -101,7 +106,7 @@ def test_a_real_path_is_tuned_once_and_said_once(tmp_path: Path, caplog: pytest.
             host_memory=0,
             paths=[{"path": str(folder), "depth": depth}],
             subgroup_numel=1 << 17,
-            staging_memory=6 * 8 << 17,
+            staging_memory=6 * 12 << 17,  # enough for tiles that tell
         )
         caplog.clear()
         with caplog.at_level(logging.INFO, "offload"), offload.AdamW([weight], lr=1e-2, offload=config) as optimizer:
@@ -109,6 +114,7 @@ def test_a_real_path_is_tuned_once_and_said_once(tmp_path: Path, caplog: pytest.
                 weight.grad = torch.randn(1 << 20)
                 optimizer.step()
         assert caplog.text.count("requests of each direction") == (depth is None)
+        assert caplog.text.count("GB/s with 2") == (depth is None and supports_direct(str(folder)))
         found.append(weight.detach().clone())
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
