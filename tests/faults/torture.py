@@ -170,7 +170,7 @@ def torture(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) ->
             after = newest(root)
             assert after is not None or latest is None, "a committed checkpoint is gone"
             assert after is None or after[0] >= step, "the last checkpoint is older than it was"
-            figures["kills"] += not last
+            figures["kills"] += os.WIFSIGNALED(status)  # the others had come to the last step
             figures["resumed"] += (root / "resumed").exists()
             figures["went on in the same store"] += (root / "adopted").exists()
             figures["with progress"] += after is not None and after[0] > step
@@ -190,9 +190,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=4000, help="a life that comes this far ends by itself")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    figures = torture(arguments.kills, arguments.seed, quiet=False)
+    figures = torture(arguments.kills, arguments.seed, arguments.steps, quiet=False)
     text = json.dumps({"command": " ".join(sys.argv), "results": figures}, indent=2)
     print(text)
     if arguments.json:
