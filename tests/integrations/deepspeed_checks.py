@@ -6,9 +6,11 @@ became of each check to `FOLDER/results-<rank>.json`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import sys
 import time
 import traceback
@@ -18,6 +20,12 @@ from pathlib import Path
 from typing import Any
 
 CHECKS: dict[str, Callable[[Path], None]] = {}
+SKIPPED = "skipped: "
+"""What the result of a check begins with that cannot be done on this machine; all ranks must agree."""
+
+
+class Skip(Exception):
+    """A check cannot be done on this machine."""
 
 
 def check(function: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -360,8 +368,6 @@ def micro_steps_by_hand(folder: Path) -> None:
 @check
 def metrics_reach_deepspeeds_monitor(folder: Path) -> None:
     """Its monitor gets our figures, its timers ours steps, and ranks share the cores."""
-    import os
-
     import torch
     from deepspeed_runs import Case, train, training
 
@@ -387,8 +393,6 @@ def metrics_reach_deepspeeds_monitor(folder: Path) -> None:
 @check
 def ranks_stay_on_their_numa_node(folder: Path) -> None:
     """With a list of two nodes, each rank's update threads stay on one; with one rank nothing is bound."""
-    import os
-
     import torch
     from deepspeed_runs import Case, train, training
 
@@ -398,8 +402,7 @@ def ranks_stay_on_their_numa_node(folder: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     halves = [cores[: len(cores) // 2], cores[len(cores) // 2 :]]
     if not halves[0]:
-        print("skipped: one core")
-        return
+        raise Skip("one core")
     for number, half in enumerate(halves):
         (folder / f"node{number}").mkdir(exist_ok=True)
         (folder / f"node{number}" / "cpulist").write_text(",".join(map(str, half)) + "\n")
@@ -410,7 +413,10 @@ def ranks_stay_on_their_numa_node(folder: Path) -> None:
         with training(Case(3, offload=paths(folder)), ours=True) as engine:
             train(engine, Case(3), 0, 1)
             made = {int(task.name) for task in Path("/proc/self/task").iterdir()} - before
-            seen = {tuple(sorted(os.sched_getaffinity(task))) for task in made}
+            seen = set()
+            for task in made:
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    seen.add(tuple(sorted(os.sched_getaffinity(task))))
             assert tuple(cores if world == 1 else halves[rank]) in seen, f"{seen}"
         assert sorted(os.sched_getaffinity(0)) == cores
     finally:
@@ -642,8 +648,7 @@ def a_full_disk_costs_the_checkpoint_and_not_the_training(folder: Path) -> None:
         mounted = [subprocess.run(command, capture_output=True, check=False).returncode == 0]
     torch.distributed.broadcast_object_list(mounted)
     if not mounted[0]:
-        print("skipped: only root can mount a small file system")
-        return
+        raise Skip("only root can mount a small file system")
     try:
         for stage in (2, 3):
             case = Case(stage, offload={**paths(folder), "subgroup_numel": 1 << 16})
@@ -840,9 +845,17 @@ def run(folder: Path, names: list[str]) -> None:
     from deepspeed_runs import offload_deepspeed  # noqa: F401
 
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=60), verbose=False)
-    rank = torch.distributed.get_rank()
+    rank = int(os.environ["RANK"])
+    deepspeed.init_distributed(
+        "gloo",
+        timeout=timedelta(seconds=60),
+        init_method=f"file://{os.environ['RENDEZVOUS']}",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        verbose=False,
+    )
     results: dict[str, str] = {}
+    failed = False
     for name in names:
         own = folder / name
         own.mkdir(exist_ok=True)
@@ -851,10 +864,13 @@ def run(folder: Path, names: list[str]) -> None:
             CHECKS[name](own)
             results[name] = "ok"
             print(f"{name}: {time.monotonic() - started_s:.1f} s", flush=True)
+        except Skip as reason:
+            results[name] = f"{SKIPPED}{reason}"
         except Exception:
             results[name] = traceback.format_exc()
+            failed = True
         (folder / f"results-{rank}.json").write_text(json.dumps(results))
-        if results[name] != "ok" and torch.distributed.get_world_size() > 1:
+        if failed and torch.distributed.get_world_size() > 1:
             break  # ranks may be out of step
     torch.distributed.destroy_process_group()
 
