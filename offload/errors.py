@@ -126,9 +126,13 @@ class StepAbortedError(OffloadError):
         self.cause = cause
         self.moved = tuple(moved)
         self.checkpoint = checkpoint
+        happened = (
+            f"{len(self.moved)} subgroups had been updated {list(self.moved)}, so weights and state belong to no step"
+            if self.moved
+            else "Nothing had been updated"
+        )
         super().__init__(
-            f"step {step} was aborted: {cause}. {len(self.moved)} subgroups had been updated {list(self.moved)}, "
-            f"so weights and state belong to no step; resume from {checkpoint or 'the last checkpoint'}"
+            f"step {step} was aborted: {cause}. {happened}; resume from {checkpoint or 'the last checkpoint'}"
         )
 
 

@@ -124,7 +124,7 @@ def _in_rows(opened: Checkpoint, name: str, tensor: str) -> Any:
 
 
 class SafetensorsSource:
-    """A safetensors file as something to resume from; see `offload.engine.session.StateSource`.
+    """A safetensors file as something to resume from; see `offload.checkpoint.reader.StateSource`.
 
     Raises:
         CheckpointError: It is not one, is damaged, or holds no optimizer state.

@@ -19,7 +19,7 @@ from offload.protocols import DtypeCode
 
 
 class Restorer:
-    """Takes the state of a session's parameters from a checkpoint.
+    """Takes the state of a session's parameters from a checkpoint; but for making one, on the engine thread.
 
     Args:
         source: The checkpoint.

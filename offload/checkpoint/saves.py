@@ -187,12 +187,17 @@ class Saves:
 
         On the engine thread, where no signal's exception can come between what is made and taking note of it.
 
+        Args:
+            folder: Where; it has been prepared.
+            snapshot: What is written down.
+            needs_buffers: Whether some tiles have to be gathered first.
+            io_backend: For a store of its own.
+            on_done: See `Engine.save`.
+
         Raises:
-            CheckpointError: The folder cannot be used.
-            TierError: A store for the copy cannot be made in it.
+            TierError: A store for the copy cannot be made in the folder.
             OffloadError: There is no memory for copy buffers.
         """
-        folder.prepare()
         empty = not snapshot.layout.parameters
         copy = snapshot.copy and not empty
         if copy or needs_buffers:
@@ -272,7 +277,7 @@ class Saves:
         Returns:
             Numbers of the saves whose slots the machine is to release.
         """
-        pending, self.pending = self.pending, None
+        pending = self.pending
         if pending is None:
             return []
         released: list[int] = []
@@ -294,7 +299,7 @@ class Saves:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
         self._records = {}
         pending.error = error
-        self.last = pending
+        self.last, self.pending = pending, None
         pending.done.set()
         if pending.on_done is not None:
             threading.Thread(target=pending.on_done, args=(error,), name="offload-saved", daemon=True).start()
@@ -350,7 +355,7 @@ class Saves:
         )
         return CommitJob(pending.folder, manifest, extra, older, keep, paths=paths)
 
-    # Resuming; on the caller's thread, with nothing pending
+    # Resuming, with nothing pending
 
     def resumed(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
         """Take over the checkpoint that was loaded as one of those that are kept, if its session has ended.

@@ -43,6 +43,7 @@ from offload.engine.machine import (
     Release,
     Run,
     State,
+    Stop,
     Sweep,
     TakeUp,
     Visit,
@@ -109,29 +110,29 @@ class _Request:
 
 
 class Core:
-    """What the engine thread works with. Construction succeeds whole or leaves nothing behind."""
+    """What the engine thread works with.
 
-    def __init__(
-        self,
-        parameters: tuple[Parameter, ...],
-        config: OffloadConfig,
-        gradient_slots: bool,
-        device: Device | None = None,
-    ) -> None:
+    Made in two steps, so that whoever makes it can `close` it whatever comes in between: a new one holds nothing, and
+    `open` makes the session.
+    """
+
+    def __init__(self, config: OffloadConfig, gradient_slots: bool, device: Device | None = None) -> None:
         self.config = config
         self.broken: BaseException | None = None
         self.tables = Tables()
         self._pid = os.getpid()
-        self._closed = False
+        self._closed = self._freed = self._serving = False
+        self._starting = threading.Lock()
         self._lock = threading.RLock()
+        self._ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
         self._next: _Request | None = None
         self._current: _Request | None = None
         self._reply = CompletionQueue()
         self._tiers: list[Tier] = []
         self._saves: Saves | None = None
-        self._queue = queue = CompletionQueue()
-        self._gpu = GpuLanes(device, queue) if device is not None else None
-        self._memory = memory = HostMemory(self._gpu)
+        self._queue = CompletionQueue()
+        self._gpu = GpuLanes(device, self._queue) if device is not None else None
+        self._memory = HostMemory(self._gpu)
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
             wanted=gradient_slots or device is not None,
@@ -141,6 +142,11 @@ class Core:
         self._threads = config.threads or len(os.sched_getaffinity(0))
         self._step_number = self._version = self._sweeps = 0
         self._step_s = self._step_started_s = 0.0
+
+    def open(self, parameters: tuple[Parameter, ...]) -> None:
+        """Make the session; whoever gets an error closes the core."""
+        config, queue, memory = self.config, self._queue, self._memory
+        device = self._gpu.device if self._gpu is not None else None
         paths = config.path_configs
         check_directories([path.path for path in paths])
         known = session_rates(str(config.rates), [path.path for path in paths], self._threads)
@@ -176,60 +182,57 @@ class Core:
             offers = {"host memory": available}
             advice = "lower host_memory and give paths to stream from" if paths else "give paths to stream state from"
             raise InfeasiblePlanError("the plan's host memory", self.plan.host_bytes, offers, advice)
-        self._ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
-        try:
-            # Lanes end first: they write into memory until they are closed.
-            self._ends.callback(memory.close)
-            self._ends.callback(self._close_tiers)
-            store = uuid.uuid4()
-            for number, path in enumerate(paths):
-                self._tiers.append(self._open_tier(number, store, path.depth))
-            self._kernel = kernel = CpuUpdateKernel(queue, self._threads)
-            self._ends.callback(kernel.close)
-            self.gradients = Gradients(self._gradient_slots, self.tables, kernel, memory, self._gpu)
-            self._ends.callback(self.gradients.close)
-            if self._gpu is not None:
-                self._ends.callback(self._gpu.close)
-            self.executor = LiveExecutor(
-                self._tiers,
-                kernel,
-                queue,
-                self._tier_error,
-                verify=config.checksum,
-                stall_s=config.stall_timeout_s,
-                gpu=self._gpu,
-            )
-            self._adopt(self.plan, Layout((), ()), {})
-            for path, tier in zip(paths, self._tiers, strict=True):
-                if path.depth is None:
-                    _tune_depth(tier, queue, *memory.staging)
-            self.rates = known or quick_probe(kernel, self._tiers, queue, memory.staging[0], self.plan)
-            if self._gpu is not None and known is None:
-                self.rates = dataclasses.replace(self.rates, gpu=probe_device(self._gpu, self.plan))
-                self.plan = choose_plan(layout, budgets, self.rates, config.placement, kept=self.plan)
-                log.info("%s", self.plan)
-                self._adopt_staging(self.plan, {})
-            if self._gpu is not None:
-                self.plan = self._adopt_gpu(self._gpu, self.plan, Layout((), ()))
-            self.gradients.adopt(self.plan, Layout((), ()))
-            self._views = StateViews(self.plan, self.tables, kernel, memory, self.executor.slot_address, self._gpu)
-            self._seen: list[Rates] = [self.rates]
-            shares = self.plan.shares(self.rates)
-            limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
-            index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
-            self.machine = Machine(self.plan, index, log.warning)
-            self._saves = self.executor.save_source = Saves(
-                queue,
-                [(path.path, store) for path in paths],
-                self.executor.others,
-                memory.home,
-                self._views.gather_tile,
-                keep=config.checkpoints,
-                checksum=config.checksum,
-            )
-        except BaseException:
-            self._free()
-            raise
+        # Lanes end first: they write into memory until they are closed.
+        self._ends.callback(memory.close)
+        self._ends.callback(self._close_tiers)
+        store = uuid.uuid4()
+        for number, path in enumerate(paths):
+            self._tiers.append(self._open_tier(number, store, path.depth))
+        self._kernel = kernel = CpuUpdateKernel(queue, self._threads)
+        self._ends.callback(kernel.close)
+        self.gradients = Gradients(self._gradient_slots, self.tables, kernel, memory, self._gpu)
+        self._ends.callback(self.gradients.close)
+        if self._gpu is not None:
+            self._ends.callback(self._gpu.close)
+        self.executor = LiveExecutor(
+            self._tiers,
+            kernel,
+            queue,
+            self._tier_error,
+            verify=config.checksum,
+            stall_s=config.stall_timeout_s,
+            gpu=self._gpu,
+        )
+        memory.adopt_homes(self.plan, Layout((), ()))
+        self._adopt_staging(self.plan, {})
+        self.tables.extend(self.plan.layout)
+        for path, tier in zip(paths, self._tiers, strict=True):
+            if path.depth is None:
+                _tune_depth(tier, queue, *memory.staging)
+        self.rates = known or quick_probe(kernel, self._tiers, queue, memory.staging[0], self.plan)
+        if self._gpu is not None and known is None:
+            self.rates = dataclasses.replace(self.rates, gpu=probe_device(self._gpu, self.plan))
+            self.plan = choose_plan(layout, budgets, self.rates, config.placement, kept=self.plan)
+            log.info("%s", self.plan)
+            self._adopt_staging(self.plan, {})
+        if self._gpu is not None:
+            self.plan = self._adopt_gpu(self._gpu, self.plan, Layout((), ()))
+        self.gradients.adopt(self.plan, Layout((), ()))
+        self._views = StateViews(self.plan, self.tables, kernel, memory, self.executor.slot_address, self._gpu)
+        self._seen: list[Rates] = [self.rates]
+        shares = self.plan.shares(self.rates)
+        limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
+        index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
+        self.machine = Machine(self.plan, index, log.warning)
+        self._saves = self.executor.save_source = Saves(
+            queue,
+            [(path.path, store) for path in paths],
+            self.executor.others,
+            memory.home,
+            self._views.gather_tile,
+            keep=config.checkpoints,
+            checksum=config.checksum,
+        )
         self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
         self._thread.start()
 
@@ -242,19 +245,8 @@ class Core:
     def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:
         return named_error(self.plan.layout, verb, completion, request, tier)
 
-    def _adopt(self, plan: Plan, before: Layout, held: Mapping[int, int]) -> None:
-        """Take host memory for the state that `plan` adds to the layout `before`; nothing is in flight.
-
-        Args:
-            plan: The new plan.
-            before: The layout that there is.
-            held: Staging slots in use, by subgroup.
-        """
-        self._memory.adopt_homes(plan, before)
-        self._adopt_staging(plan, held)
-        self.tables.extend(plan.layout)
-
     def _adopt_staging(self, plan: Plan, held: Mapping[int, int]) -> None:
+        """Have staging slots as `plan` says, with what the slots in use, by subgroup, hold."""
         self._memory.adopt_staging(plan, held, self._tiers)
         self.executor.bind(plan, self._memory.staging[0])
 
@@ -263,7 +255,6 @@ class Core:
         self._memory.adopt_gpu(gpu, plan, before)
         budgets = dataclasses.replace(plan.budgets, gradient_bytes=self.gradients.used_bytes(plan))
         plan = dataclasses.replace(plan, budgets=budgets)
-        self.executor.bind(plan, self._memory.staging[0])
         return plan
 
     def add(self, parameters: tuple[Parameter, ...]) -> None:
@@ -306,10 +297,13 @@ class Core:
                 # The paths have strayed from the plan, each as it was fast, and hold slots of other sizes now.
                 offers = {path.name: path.available_bytes for path in plan.budgets.paths}
                 raise InfeasiblePlanError("the added state", plan.storage_bytes, offers, "free space or add a path")
-            if self._gpu is not None:  # which may refuse; nothing has changed then
+            # Each of these may find no memory; what went before it is not used then.
+            if self._gpu is not None:
                 plan = self._adopt_gpu(self._gpu, plan, before.layout)
-            self._adopt(plan, before.layout, self.machine.slots)
+            self._memory.adopt_homes(plan, before.layout)
             self.gradients.adopt(plan, before.layout)
+            self._adopt_staging(plan, self.machine.slots)
+            self.tables.extend(plan.layout)
             self.machine.index.allow(plan.slot_counts)
             self.machine.extend(plan)
             self.plan = self._views.plan = plan
@@ -320,6 +314,10 @@ class Core:
     # The engine thread
 
     def _serve(self) -> None:
+        with self._starting:
+            if self._closed:
+                return
+            self._serving = True
         try:
             self._serve_requests()
         except Exception as error:
@@ -450,7 +448,8 @@ class Core:
             try:
                 self.gradients.bring(self.plan, visits)
             except OffloadError as error:  # the GPU has failed
-                self.broken = error
+                self.machine.moved = []
+                self.machine.handle(Stop(error))
                 raise
         else:
             visits = tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
@@ -632,9 +631,10 @@ class Core:
         if not copy and not self.config.checkpoints:
             raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
         with self._lock:
-            if saves.pending is not None:
-                log.info("waiting for the checkpoint in %s before the next", saves.pending.folder.path)
-                saves.pending.done.wait()
+            pending = saves.pending
+            if pending is not None:
+                log.info("waiting for the checkpoint in %s before the next", pending.folder.path)
+                pending.done.wait()
             self.check_usable()
             layout = self.plan.layout
             saved = Layout((), ()) if replica else layout
@@ -668,18 +668,24 @@ class Core:
                 ranks=ranks,
                 copy=copy,
             )
+            folder.prepare()
             needs_buffers = any(subgroup.weight_tiles for subgroup in saved.subgroups) or self.plan.uses_gpu
 
             def begin() -> None:
                 machine = self.machine
                 pump(machine, self.executor, lambda m: m.broken is not None or State.BUSY not in m.states)
-                pending = saves.open(
-                    folder,
-                    snapshot,
-                    needs_buffers=needs_buffers,
-                    io_backend=self.config.io_backend,
-                    on_done=on_done,
-                )
+                try:
+                    pending = saves.open(
+                        folder,
+                        snapshot,
+                        needs_buffers=needs_buffers,
+                        io_backend=self.config.io_backend,
+                        on_done=on_done,
+                    )
+                except OffloadError:
+                    raise
+                except Exception as cause:  # nothing has begun, so it is not the session's end
+                    raise CheckpointError(f"no checkpoint can be opened in {folder.path}: {cause!r}") from cause
                 machine.handle(BeginSave(pending.save))
                 saves.records_are(machine.saver.records)
                 pump(machine, self.executor, lambda m: not m.saver.weights_left or m.saver.ended is not None)
@@ -835,24 +841,26 @@ class Core:
     # The end
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """See `Engine.close`; if it is interrupted, another call goes on with it."""
         if os.getpid() != self._pid:  # a lock that another thread held at the fork stays held
             return
+        pending = self._saves.pending if self._saves is not None else None
+        if threading.current_thread() in (self._thread, pending.thread if pending is not None else None):
+            # The garbage collector runs on any thread; this one would wait for itself.
+            threading.Thread(target=self.close, name="offload-close", daemon=True).start()
+            return
         with self._lock:
-            if self._closed:
+            if self._freed:
                 return
-            if (
-                self._saves is not None
-                and self._saves.pending is not None
-                and not (self.broken or self.machine.broken)
-            ):
-                self._saves.pending.done.wait()
-            self._closed = True
-            if self._thread is not None:
+            pending = self._saves.pending if self._saves is not None else None
+            if pending is not None and not (self.broken or self.machine.broken):
+                pending.done.wait()
+            with self._starting:  # a thread that comes to serve later does not
+                self._closed = True
+            if self._serving and self._thread is not None:
                 self._next = None
                 self._queue.post(REQUEST)
-                if self._thread is not threading.current_thread():  # the garbage collector may run on it
-                    self._thread.join()
+                self._thread.join()
             self._free()
 
     def _keep_slots(self) -> None:
@@ -871,11 +879,15 @@ class Core:
                 ends.callback(tier.close)
 
     def _free(self) -> None:
-        with contextlib.ExitStack() as ends:
-            if self._saves is not None:
-                self._keep_slots()
-                ends.callback(self._saves.close)
-            ends.callback(self._ends.close)
+        try:
+            with contextlib.ExitStack() as ends:
+                if self._saves is not None:
+                    ends.callback(self._saves.close)
+                ends.callback(self._ends.close)
+                if self._saves is not None:
+                    self._keep_slots()
+        finally:
+            self._freed = True
 
 
 def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int) -> None:

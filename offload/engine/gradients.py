@@ -56,6 +56,8 @@ class GradientSlots:
 class Gradients:
     """The gradients of one session.
 
+    `bring` belongs to the engine thread; the rest to the caller's, or to that of backward, between requests.
+
     Args:
         slots: What its slots are like.
         tables: Where addresses are noted.
@@ -98,8 +100,14 @@ class Gradients:
         return self._like.total_bytes(used)
 
     def adopt(self, plan: Plan, before: Layout) -> None:
-        """Take memory for the gradients of the parameters that `plan` adds to the layout `before`."""
+        """Take memory for the gradients of the parameters that `plan` adds to the layout `before`.
+
+        Raises:
+            OffloadError: There is none; what is there stays as it is.
+        """
         first = len(before.parameters)
+        for known in (self._slots, self._gathered, self._blocks, self.on_gpu.positions if self.on_gpu else []):
+            del known[first:]  # of parameters that were refused
         self._parameters = plan.layout.parameters
         parameters = self._parameters[first:]
         wanted = [self._gpu is None or _uses_cpu(plan, first + n) for n in range(len(parameters))]
@@ -128,11 +136,15 @@ class Gradients:
         ]
         self.on_gpu.add([p.numel for p in parameters], self._slots[first:], stays, region)
         self._blocks += [found.blocks for found in self.on_gpu.positions[first:]]
-        slots_at = [slot.data_ptr() if slot.numel() else 0 for slot in self._slots[first:]]
-        self._slot_addresses = np.concatenate([self._slot_addresses, np.array(slots_at, np.uint64)])
+        slots_at = [slot.data_ptr() if slot.numel() else 0 for slot in self._slots]
+        self._slot_addresses = np.array(slots_at, np.uint64)
 
     def slot(self, position: int) -> torch.Tensor:
-        """See `Engine.gradient_slot`; empty where a parameter has none."""
+        """See `Engine.gradient_slot`; empty where a parameter has none.
+
+        Raises:
+            ConfigError: There are no slots at all.
+        """
         if not self._like.wanted:
             raise ConfigError("gradient_slots", False, "make the engine with gradient_slots=True")
         return self._slots[position]
@@ -248,7 +260,7 @@ class Gradients:
             gpu.bring(visit, marks, copies)
 
     def close(self) -> None:
-        """Let go of the slots."""
+        """Let go of the slots, and of what gradients pass on their way from a GPU."""
         if self.on_gpu is not None:
             self.on_gpu.close()
         self._slots.clear()

@@ -16,7 +16,7 @@ from offload.protocols import Tier
 
 
 class HostMemory:
-    """All arenas of a session, and what its plan has put into them.
+    """All arenas of a session, and what its plan has put into them; for whoever sets up or extends the session.
 
     Args:
         gpu: The lanes that reach it, for which it is pinned; None without a GPU.
@@ -36,7 +36,15 @@ class HostMemory:
         self._weights: Arena | None = None
 
     def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
-        """Return memory that lasts until it is given back or the session ends."""
+        """Return memory that lasts until it is given back or the session ends.
+
+        Args:
+            nbytes: Its size.
+            inherit: Whether forked processes see it, copied on write; else they have nothing there.
+
+        Raises:
+            OffloadError: The system has no such memory.
+        """
         arena = Arena(nbytes, inherit=inherit) if self._gpu is None else self._gpu.arena(nbytes, inherit=inherit)
         self.arenas.append(arena)
         return arena

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 HUGE_PAGE_BYTES = 2 << 20
 
-_MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it
-
-
 CGROUP = Path("/sys/fs/cgroup")
+"""Where the kernel says what this process's control group may use."""
+
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it
 
 
 def available_bytes() -> int:
@@ -38,9 +38,10 @@ def available_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):  # no limit there, or none that is a number
         limit = int((CGROUP / "memory.max").read_text())
         used = int((CGROUP / "memory.current").read_text())
-        parts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        # Files that are cached count as used there, and give way, as the machine's own figure takes for granted.
-        used -= sum(int(parts.get(name, 0)) for name in ("active_file", "inactive_file", "slab_reclaimable"))
+        with contextlib.suppress(OSError, ValueError):
+            parts = dict(line.split(maxsplit=1) for line in (CGROUP / "memory.stat").read_text().splitlines())
+            # Files that are cached count as used there, and give way, as the machine's own figure takes for granted.
+            used -= sum(int(parts.get(name, 0)) for name in ("active_file", "inactive_file", "slab_reclaimable"))
         available = min(available, limit - used)
     return max(available, 0)
 

@@ -57,14 +57,16 @@ class Engine:
         device: Device | None = None,
     ) -> None:
         self.config = config or OffloadConfig()
+        self._core = Core(self.config, gradient_slots, device)
+        # The engine thread holds the core and never this object, so an engine that is forgotten is closed.
+        self._finalizer = weakref.finalize(self, self._core.close)
         try:
-            self._core = Core(tuple(parameters), self.config, gradient_slots, device)
+            self._core.open(tuple(parameters))
         except BaseException:
+            self.close()
             if device is not None:
                 device.close()
             raise
-        # The engine thread holds the core and never this object, so an engine that is forgotten is closed.
-        self._finalizer = weakref.finalize(self, self._core.close)
 
     # State of affairs
 
@@ -312,7 +314,8 @@ class Engine:
 
         The session's files are deleted, but for those that kept checkpoints refer to.
         """
-        self._finalizer()
+        self._core.close()
+        self._finalizer.detach()
 
     def __enter__(self) -> Engine:
         return self

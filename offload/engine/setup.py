@@ -1,4 +1,4 @@
-"""What a session starts from: its budgets and its paths, by the user's config."""
+"""What a session starts from: its budgets and its paths, by the user's config, and what it calls their errors."""
 
 from __future__ import annotations
 

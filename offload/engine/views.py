@@ -46,7 +46,7 @@ class View:
 
 
 class StateViews:
-    """Views of one session's state.
+    """Views of one session's state; for visitors, on the engine thread.
 
     Args:
         plan: What lives where.

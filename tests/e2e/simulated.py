@@ -39,7 +39,7 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
     """Tell the device of all that the host's lanes do to memory from now on."""
     core = engine._core
 
-    def submit(op: int, table: Any, plain: Any = core._kernel.submit) -> None:  # type: ignore[union-attr]
+    def submit(op: int, table: Any, plain: Any = core._kernel.submit) -> None:
         for row in np.atleast_1d(table):
             numel = int(row["numel"])
             if not numel:
@@ -53,7 +53,7 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
                     device.host_access(int(row["weight"]), 2 * numel, writes=True)
         plain(op, table)
 
-    core._kernel.submit = submit  # type: ignore[union-attr, method-assign]
+    core._kernel.submit = submit  # type: ignore[method-assign]
     for tier in core._tiers:
 
         def read(request: Any, plain: Any = tier.read) -> None:

@@ -22,6 +22,7 @@ from simulated import OnDevice, OnDeviceAdam
 from test_exact import GROUPS, make_groups
 
 import offload
+from offload.checkpoint.commit import CommitJob
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
 from offload.protocols import DeviceLane
@@ -518,17 +519,17 @@ def test_a_step_that_is_interrupted_still_comes_before_the_next_forward(tmp_path
     settings = config(tmp_path, gpu_memory=0)
     with OnDevice(parameters, device=device, offload=settings) as optimizer:
         train_behind(optimizer, parameters, device, range(2), clip=False)
-        plain = optimizer.engine._core._kernel.submit  # type: ignore[union-attr]
+        plain = optimizer.engine._core._kernel.submit
 
         def interrupt(op: int, table: Any) -> None:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
             plain(op, table)
 
-        optimizer.engine._core._kernel.submit = interrupt  # type: ignore[union-attr, method-assign]
+        optimizer.engine._core._kernel.submit = interrupt  # type: ignore[method-assign]
         kept: list[torch.Tensor] = []
         with pytest.raises(KeyboardInterrupt):
             train_behind(optimizer, parameters, device, range(2, 3), clip=False, kept=kept)
-        optimizer.engine._core._kernel.submit = plain  # type: ignore[union-attr, method-assign]
+        optimizer.engine._core._kernel.submit = plain  # type: ignore[method-assign]
         optimizer.zero_grad()
         train_behind(optimizer, parameters, device, range(3, 4), clip=False)
         assert same(states(optimizer, parameters), on_cpu(range(4), clip=False))
@@ -557,6 +558,70 @@ def test_a_gpu_without_room_for_more_goes_on_with_what_it_has(tmp_path: Path) ->
         assert same(states(optimizer, parameters), states(twin, twins))
 
 
+def wait_for_copies(device: SimulatedDevice) -> None:
+    """Let whoever asks for a copy see at once what became of it."""
+    plain = device.copy
+
+    def copy(lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
+        plain(lane, target, source, nbytes)
+        device.mark(lane).wait()
+
+    device.copy = copy  # type: ignore[method-assign]
+
+
+def test_a_gpu_that_fails_ends_the_checkpoint_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def run(job: CommitJob) -> None:
+        reached.set()
+        go_on.wait(60.0)
+        raise offload.CheckpointError("too late")
+
+    monkeypatch.setattr(CommitJob, "run", run)
+    parameters = weights()
+    device = SimulatedDevice()
+    optimizer = OnDevice(parameters, device=device, offload=config(tmp_path, placement="cpu"))
+    train(optimizer, parameters, range(2))
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    assert reached.wait(60.0)
+    backward(parameters, 2)
+    optimizer.clip_grad_norm_(1.0)  # waits for the gradients
+    device._fail_at = device.done
+    wait_for_copies(device)
+    with pytest.raises(offload.StepAbortedError):
+        optimizer.step()
+    with pytest.raises(offload.CheckpointError, match="simulated GPU has failed"):
+        optimizer.engine.wait_checkpoint(60.0)
+    go_on.set()
+    optimizer.close()
+    optimizer.zero_grad()
+
+
+def test_parameters_that_the_gpu_has_no_room_for_leave_no_trace(tmp_path: Path) -> None:
+    def run(refused: bool) -> list[torch.Tensor]:
+        parameters, device = weights(), SimulatedDevice()
+        with OnDevice(parameters, device=device, offload=config(tmp_path)) as optimizer:
+            train(optimizer, parameters, range(2))
+            if refused:
+                plain = device.allocate
+
+                def allocate(nbytes: int) -> int:
+                    if nbytes < 1000:  # sums of gradients
+                        raise offload.OffloadError(f"no memory for {nbytes} bytes")
+                    return plain(nbytes)
+
+                device.allocate = allocate  # type: ignore[method-assign]
+                with pytest.raises(offload.OffloadError, match="no memory for"):
+                    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(777).bfloat16())]})
+                device.allocate = plain  # type: ignore[method-assign]
+            more = torch.nn.Parameter(torch.ones(3000).bfloat16())
+            optimizer.add_param_group({"params": [more]})
+            train(optimizer, [*parameters, more], range(2, 4))
+            return states(optimizer, [*parameters, more])
+
+    assert same(run(False), run(True))
+
+
 @pytest.mark.parametrize(("keep_grads", "at_once"), [(False, False), (True, False), (True, True)])
 def test_a_step_that_the_gpu_fails_in_says_so(tmp_path: Path, keep_grads: bool, at_once: bool) -> None:
     """Also where the device is quick enough to fail while the step's gradients are still being asked for."""
@@ -568,14 +633,10 @@ def test_a_step_that_the_gpu_fails_in_says_so(tmp_path: Path, keep_grads: bool, 
     optimizer.clip_grad_norm_(1.0)  # waits for the gradients
     device._fail_at = device.done
     if at_once:
-        plain = device.copy
-
-        def copy(lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
-            plain(lane, target, source, nbytes)
-            device.mark(lane).wait()
-
-        device.copy = copy  # type: ignore[method-assign]
-    with pytest.raises(offload.StepAbortedError, match="step 3 was aborted"):
+        wait_for_copies(device)
+    with pytest.raises(
+        offload.StepAbortedError, match="Nothing had been updated" if at_once else "step 3 was aborted"
+    ):
         optimizer.step()
     with pytest.raises(offload.SessionBrokenError):
         optimizer.step()

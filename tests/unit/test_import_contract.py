@@ -29,7 +29,6 @@ SIBLINGS = {
     ("engine.session", "checkpoint"),
     ("engine.session", "engine.core"),
     ("engine.core", "checkpoint"),
-    ("checkpoint", "engine.session"),
     ("layout", "config"),
 }
 NATIVE_USERS = {"tiers", "kernels", "engine", "engine.core", "measure", "optim", "cli", "checkpoint"}

@@ -50,6 +50,8 @@ def test_cached_files_are_memory_that_may_still_be_taken(tmp_path: Path, monkeyp
     (tmp_path / "memory.current").write_text("9900\n")
     (tmp_path / "memory.stat").write_text("anon 3900\nactive_file 1000\ninactive_file 3000\nslab_reclaimable 20\n")
     assert available_bytes() == 4120
+    (tmp_path / "memory.stat").write_text("anon\n")  # nothing that can be read
+    assert available_bytes() == 100
     (tmp_path / "memory.current").write_text("15000\n")  # a limit that was lowered
     assert available_bytes() == 0
     (tmp_path / "memory.max").write_text("max\n")

@@ -1,0 +1,212 @@
+"""Sessions that are cut short while they begin, grow, save or end: nothing is lost, and nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mirror import same_bits
+
+import offload
+from offload.checkpoint.commit import CommitJob
+from offload.engine import host
+from offload.engine.memory import Arena
+
+LONG_S = 60.0
+
+
+def make(path: Path, **settings: Any) -> tuple[torch.nn.Parameter, offload.AdamW]:
+    generator = torch.Generator().manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(3000, generator=generator).bfloat16())
+    config = offload.OffloadConfig(**{"paths": [path], "subgroup_numel": 1024, "host_memory": 30_000, **settings})
+    return parameter, offload.AdamW([parameter], offload=config)
+
+
+def step(optimizer: offload.AdamW, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+def added(numel: int) -> dict[str, Any]:
+    return {"params": [torch.nn.Parameter(torch.ones(numel).bfloat16()), torch.nn.Parameter(torch.ones(10))]}
+
+
+def threads_end(before: int) -> bool:
+    deadline_s = time.monotonic() + LONG_S
+    while threading.active_count() > before and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return threading.active_count() <= before
+
+
+@pytest.mark.parametrize(("host_memory", "nth"), [(100_000, 0), (100_000, 1), (100_000, 2), (0, 0), (0, 1)])
+def test_what_found_no_memory_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host_memory: int, nth: int
+) -> None:
+    """Whichever of its arenas cannot be had: for homes, where there are any, gradients, or more staging slots."""
+    taken = 0
+
+    def arena(nbytes: int, **options: Any) -> Arena:
+        nonlocal taken
+        taken += 1
+        if taken - 1 == nth:
+            raise offload.OffloadError("no memory")
+        return Arena(nbytes, **options)
+
+    found = []
+    for refused in (False, True):
+        _, optimizer = make(tmp_path, host_memory=host_memory, subgroup_numel=2048)
+        with optimizer:
+            step(optimizer, 0)
+            if refused:
+                with monkeypatch.context() as patch:
+                    patch.setattr(host, "Arena", arena)
+                    with pytest.raises(offload.OffloadError, match="no memory"):
+                        optimizer.add_param_group(added(9000))
+            optimizer.add_param_group(added(500))
+            for number in (1, 2):
+                step(optimizer, number)
+            everything = [p for group in optimizer.param_groups for p in group["params"]]
+            assert len(everything) == 3
+            found.append([p.detach().clone() for p in everything])
+            found[-1] += [value for p in everything for value in optimizer.state_for(p).values()]
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_an_interrupt_as_the_engine_s_thread_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    before = threading.active_count()
+    plain = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name != "offload-engine":
+            plain(thread)
+            return
+        if started:
+            plain(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path)
+    assert threads_end(before)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_close_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = threading.active_count()
+    parameter, optimizer = make(tmp_path)
+    step(optimizer, 0)
+    engine = optimizer.engine
+    thread = engine._core._thread
+    assert thread is not None
+
+    def join() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(thread, "join", join)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    with pytest.raises(offload.SessionBrokenError):
+        engine.read_state([0])
+    engine.close()
+    assert threads_end(before)
+    assert not list(tmp_path.iterdir())
+    optimizer.close()
+    parameter.grad = None
+
+
+def test_the_collector_may_close_on_a_thread_of_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    plain = CommitJob.run
+
+    def run(job: CommitJob) -> None:
+        reached.set()
+        assert go_on.wait(LONG_S)
+        gc.collect()
+        plain(job)
+
+    monkeypatch.setattr(CommitJob, "run", run)
+    path = tmp_path / "path"
+    path.mkdir()
+    parameter, optimizer = make(path)
+    step(optimizer, 0)
+    core = optimizer.engine._core
+    optimizer.myself = optimizer  # type: ignore[attr-defined]
+    optimizer.save_checkpoint(tmp_path / "checkpoint")
+    assert reached.wait(LONG_S)
+    parameter.grad = None
+    gc.disable()
+    try:
+        del optimizer
+        go_on.set()
+        deadline_s = time.monotonic() + LONG_S
+        while not core._freed and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+    finally:
+        gc.enable()
+    assert core._freed
+    assert (tmp_path / "checkpoint" / "COMMIT").exists()
+
+
+def test_a_failed_checkpoint_never_looks_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while the engine is still putting its things away, either."""
+
+    def run(job: CommitJob) -> None:
+        raise offload.CheckpointError("no luck")
+
+    monkeypatch.setattr(CommitJob, "run", run)
+    seen: list[type[BaseException] | None] = []
+    parameter, optimizer = make(tmp_path)
+
+    class Look(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "no checkpoint was written" in record.getMessage():
+                try:
+                    optimizer.engine.wait_checkpoint(0)
+                except Exception as error:
+                    seen.append(type(error))
+                else:
+                    seen.append(None)
+
+    look = Look()
+    logging.getLogger("offload").addHandler(look)
+    try:
+        with optimizer:
+            step(optimizer, 0)
+            optimizer.save_checkpoint(tmp_path / "checkpoint", copy=True)
+            with pytest.raises(offload.CheckpointError, match="no luck"):
+                optimizer.wait_checkpoint()
+    finally:
+        logging.getLogger("offload").removeHandler(look)
+    assert seen == [TimeoutError]
+    parameter.grad = None
+
+
+def test_what_a_system_refuses_costs_the_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise MemoryError
+
+    parameter, optimizer = make(tmp_path)
+    with optimizer:
+        step(optimizer, 0)
+        monkeypatch.setattr("offload.checkpoint.saves.open_tier", refuse)
+        with pytest.raises(offload.CheckpointError, match="MemoryError"):
+            optimizer.save_checkpoint(tmp_path / "checkpoint", copy=True)
+        with pytest.raises(ValueError, match="null"):
+            optimizer.save_checkpoint(f"{tmp_path}/a\0b")
+        step(optimizer, 1)
+    parameter.grad = None
