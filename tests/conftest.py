@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,9 @@ from s3_server import CREDENTIALS, UNSET, FaultProxy, S3Server
 if not torch.cuda.is_available():  # read when Triton is first imported, which DeepSpeed's tests may do
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs; some tests interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes is the machine's affair. `make test` draws the same examples every time; `make test-full`
 # looks for new ones, as a profile named on the command line is loaded after this one.

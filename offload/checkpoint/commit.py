@@ -85,8 +85,10 @@ class CommitJob:
         older: Checkpoints kept so far, oldest first.
         keep: How many to keep, this one included.
         paths: Directories whose leftovers go on the way: stores without a pin whose session has ended.
-        cancelled: Set when the session ends: waiting for other ranks ends too.
+        cancelled: Set when the session breaks: nothing is committed from then on.
         released: Those of `older` that were released.
+        committed: Whether the checkpoint is one.
+        undone: Whether nothing of it is left; if neither, other ranks may commit it yet.
     """
 
     folder: Folder
@@ -97,6 +99,8 @@ class CommitJob:
     cancelled: threading.Event = field(default_factory=threading.Event)
     paths: Sequence[str] = ()
     released: list[Kept] = field(default_factory=list)
+    committed: bool = False
+    undone: bool = False
 
     @property
     def kept(self) -> Kept:
@@ -121,13 +125,22 @@ class CommitJob:
             folder.write(manifest_name(manifest.id, manifest.rank), encode(manifest))
             if manifest.rank == 0:
                 self._wait("manifests of all ranks", self._all_there)
+                if self.cancelled.is_set():
+                    raise CheckpointError(f"{folder.path} was not committed: the session broke")
                 folder.write(COMMIT_NAME, seal_commit(manifest.id, manifest.ranks))
             else:
                 self._wait(COMMIT_NAME, lambda: holds(folder.path, manifest.id) is True)
         except CheckpointError:
-            self._undo(own)
+            # The first rank may commit yet what another one has given up waiting for as its session broke.
+            if manifest.rank == 0 or not self.cancelled.is_set():
+                self._undo(own)
+                self.undone = True
             raise
-        self._tidy()
+        self.committed = True
+        try:
+            self._tidy()
+        except Exception as error:  # it is a checkpoint all the same
+            _log.warning("after the checkpoint in %s: %s", folder.path, error)
 
     def _all_there(self) -> bool:
         names = set(self.folder.names())

@@ -98,6 +98,10 @@ class Snapshot:
     copy: bool
 
 
+SETTLE_S = 5.0
+"""How long a session that breaks waits for a commit that is under way: it may hang with what broke the session."""
+
+
 @dataclass(slots=True)
 class Pending:
     """A checkpoint that is being written.
@@ -111,6 +115,7 @@ class Pending:
         done: Set when it has ended.
         error: Why it failed.
         started_s: When it was handed over, on the monotonic clock.
+        cancelled: Set when the session breaks while it is committed.
     """
 
     save: Save
@@ -123,6 +128,7 @@ class Pending:
     error: BaseException | None = None
     job: CommitJob | None = None
     thread: threading.Thread | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
 
 class Saves:
@@ -170,6 +176,8 @@ class Saves:
         self._buffer_bytes = 0
         self._numbers = 0
         self._records: dict[TileId, Record] = {}
+        self.named: dict[TileId, Record] = {}
+        """What a checkpoint names, or may name yet, whose commit went on when the session broke: it stays."""
         self._commit_error: BaseException | None = None
 
     # On the engine thread
@@ -281,9 +289,17 @@ class Saves:
         if pending is None:
             return []
         released: list[int] = []
+        if error is not None and pending.thread is not None:
+            # The session may have broken while this was committed: what came of it is what counts.
+            pending.cancelled.set()
+            pending.thread.join(SETTLE_S)
+            if pending.job is not None and pending.job.committed:
+                error = None
+            if pending.job is not None and not pending.job.undone:
+                self.named = dict(self._records)
         if pending.sink is not None:
-            del self._others[pending.save.sink if pending.save.sink is not None else -1]
-            if error is None:
+            self._others.pop(pending.save.sink if pending.save.sink is not None else -1, None)
+            if error is None or self.named:
                 innermost(pending.sink[1]).kept = frozenset(r.location.offset for r in self._records.values())  # type: ignore[attr-defined]
             pending.sink[1].close()
         if error is None and pending.job is not None:
@@ -353,7 +369,7 @@ class Saves:
             if not snapshot.copy
             else []
         )
-        return CommitJob(pending.folder, manifest, extra, older, keep, paths=paths)
+        return CommitJob(pending.folder, manifest, extra, older, keep, pending.cancelled, paths)
 
     # Resuming, with nothing pending
 
@@ -480,7 +496,7 @@ class Saves:
             self._others.pop(number).close()
 
     def close(self) -> None:
-        """Free memory and locks; nothing is pending."""
+        """Free memory and locks; nothing is handed over any more."""
         for number in list(self._others):
             self._others.pop(number).close()
         for kept in self.kept:

@@ -203,6 +203,7 @@ class Core:
             stall_s=config.stall_timeout_s,
             gpu=self._gpu,
         )
+        self._ends.callback(self._close_others)
         memory.adopt_homes(self.plan, Layout((), ()))
         self._adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
@@ -217,6 +218,7 @@ class Core:
             self._adopt_staging(self.plan, {})
         if self._gpu is not None:
             self.plan = self._adopt_gpu(self._gpu, self.plan, Layout((), ()))
+            self._gpu.bind(self.plan)
         self.gradients.adopt(self.plan, Layout((), ()))
         self._views = StateViews(self.plan, self.tables, kernel, memory, self.executor.slot_address, self._gpu)
         self._seen: list[Rates] = [self.rates]
@@ -303,6 +305,8 @@ class Core:
             self._memory.adopt_homes(plan, before.layout)
             self.gradients.adopt(plan, before.layout)
             self._adopt_staging(plan, self.machine.slots)
+            if self._gpu is not None:
+                self._gpu.bind(plan)
             self.tables.extend(plan.layout)
             self.machine.index.allow(plan.slot_counts)
             self.machine.extend(plan)
@@ -357,6 +361,7 @@ class Core:
             try:
                 sweep = request.begin()
             except OffloadError as error:
+                self._take_save()  # that which a session that broke was committing
                 self._answer(error)
                 continue
             if sweep is None:
@@ -445,12 +450,12 @@ class Core:
         order = visit_order(subgroups, self.machine.slots)
         if is_step:
             visits = update_visits(self.plan, order)
+            self.machine.moved = []
             try:
                 self.gradients.bring(self.plan, visits)
             except OffloadError as error:  # the GPU has failed
-                self.machine.moved = []
                 self.machine.handle(Stop(error))
-                raise
+                raise (self.machine.broken or error) from None
         else:
             visits = tuple(Visit(subgroup, changes, overwrites) for subgroup in order)
         return Sweep(self._sweeps, self._version, visits)
@@ -844,11 +849,6 @@ class Core:
         """See `Engine.close`; if it is interrupted, another call goes on with it."""
         if os.getpid() != self._pid:  # a lock that another thread held at the fork stays held
             return
-        pending = self._saves.pending if self._saves is not None else None
-        if threading.current_thread() in (self._thread, pending.thread if pending is not None else None):
-            # The garbage collector runs on any thread; this one would wait for itself.
-            threading.Thread(target=self.close, name="offload-close", daemon=True).start()
-            return
         with self._lock:
             if self._freed:
                 return
@@ -863,15 +863,29 @@ class Core:
                 self._thread.join()
             self._free()
 
+    def forgotten(self) -> None:
+        """Close what nobody has any more."""
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+        else:
+            # The garbage collector runs on any thread; one of the session's own would wait for itself.
+            threading.Thread(target=self.close, name="offload-close").start()
+
     def _keep_slots(self) -> None:
         """Tell the tiers which slots kept checkpoints refer to, so that closing leaves them."""
         held: dict[int, set[int]] = {}
-        for records in self.machine.saver.held.values():
+        named = self._saves.named if self._saves is not None else {}
+        for records in [*self.machine.saver.held.values(), named]:
             for record in records.values():
                 held.setdefault(record.location.path, set()).add(record.location.offset)
         for number, tier in enumerate(self._tiers):
             if held.get(number):
                 innermost(tier).kept = frozenset(held[number])  # type: ignore[attr-defined]
+
+    def _close_others(self) -> None:
+        with contextlib.ExitStack() as ends:
+            while self.executor.others:
+                ends.callback(self.executor.others.popitem()[1].close)
 
     def _close_tiers(self) -> None:
         with contextlib.ExitStack() as ends:

@@ -268,6 +268,7 @@ class LiveExecutor:
         if records:
             self._heard_s = time.monotonic()
         elif not events and watched:
+            self._heard_s = time.monotonic()
             operation, request = next(x for x in self._in_flight.values() if not isinstance(x[0], Commit))
             return [Stop(self._stalled(operation, request))]
         ended_s = [record[4] for record in records if record[0] not in (WAKE, REQUEST)]

@@ -113,10 +113,13 @@ class GpuLanes:
             if self._slots_address:
                 self.device.release(self._slots_address)
             self._slots_address, self._slots_bytes = slots, slots_bytes
-        self._plan = plan
         if weight_slots:
             size = plan.weight_slot_bytes
             self._weights = [_WeightSlot(weight_slots + number * size) for number in range(WEIGHT_SLOTS)]
+
+    def bind(self, plan: Plan) -> None:
+        """Take up a plan for which there is memory; nothing is in flight."""
+        self._plan = plan
 
     def state_address(self, run: Run) -> int:
         """Return where the state of a run on the GPU lies there."""

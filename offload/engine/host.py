@@ -118,8 +118,9 @@ class HostMemory:
             self.give_back(old)
             self._weights = weights
         if plan.bounce_bytes > (self.bounce.nbytes if self.bounce is not None else 0):
+            bounce = self.arena(plan.bounce_bytes)
             self.give_back(self.bounce)
-            self.bounce = self.arena(plan.bounce_bytes)
+            self.bounce = bounce
 
     def close(self) -> None:
         """Free everything; nothing writes to it any more, and the GPU's hold on it has ended."""

@@ -57,13 +57,16 @@ class Engine:
         device: Device | None = None,
     ) -> None:
         self.config = config or OffloadConfig()
-        self._core = Core(self.config, gradient_slots, device)
-        # The engine thread holds the core and never this object, so an engine that is forgotten is closed.
-        self._finalizer = weakref.finalize(self, self._core.close)
         try:
-            self._core.open(tuple(parameters))
+            self._core = Core(self.config, gradient_slots, device)
+            # The engine thread holds the core and never this object, so an engine that is forgotten is closed.
+            self._finalizer = weakref.finalize(self, self._core.forgotten)
+            try:
+                self._core.open(tuple(parameters))
+            except BaseException:
+                self.close()
+                raise
         except BaseException:
-            self.close()
             if device is not None:
                 device.close()
             raise

@@ -240,12 +240,10 @@ class OffloadedAdam(torch.optim.Optimizer):
             for name, parameter in zip(names, group["params"], strict=True):
                 _check_parameter(parameter, str(name), self._place)
             if self._engine is not None:
-                wanted = [parameter for parameter in group["params"] if parameter.requires_grad]
-                self._engine.add(self._describe(wanted))
-                self._attach(wanted)
+                self._add([parameter for parameter in group["params"] if parameter.requires_grad])
             if self._place is not None:  # else the constructor does it for all
                 self._widen_gradients(group["params"])
-        except Exception:
+        except BaseException:
             self.param_groups.pop()
             raise
 
@@ -275,8 +273,19 @@ class OffloadedAdam(torch.optim.Optimizer):
             _check_parameter(parameter, groups[parameter][1], self._place)
         return [Parameter(groups[p][1], p.numel(), DTYPE_CODES[p.dtype], groups[p][0]) for p in wanted]
 
+    def _add(self, wanted: list[torch.Tensor]) -> None:
+        described = tuple(self._describe(wanted))
+        # What the engine has and we do not is left of an addition that was interrupted.
+        if self.engine.plan.layout.parameters[len(self._positions) :] != described:
+            self.engine.add(described)
+        self._attach(wanted)
+
     def _attach(self, wanted: list[torch.Tensor]) -> None:
         owner = weakref.ref(self)
+        there = len(self.engine.plan.layout.parameters)
+        invariant(
+            len(self._positions) + len(wanted) == there, "parameters that were interrupted while they were added"
+        )
         self._widen_gradients(wanted)
         for parameter in wanted:
             position = len(self._positions)
@@ -361,8 +370,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             if p.grad is not None and p not in self._positions and p.requires_grad
         ]
         if late:  # frozen when the optimizer was made, and not any more
-            self.engine.add(self._describe(late))
-            self._attach(late)
+            self._add(late)
         reduced = _world()[0] > 1  # collectives leave no trace in a tensor's version
         for parameter, position in self._positions.items():
             gradient = parameter.grad

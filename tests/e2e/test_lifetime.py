@@ -14,16 +14,20 @@ import torch
 from mirror import same_bits
 
 import offload
+from offload.checkpoint import saves
 from offload.checkpoint.commit import CommitJob
+from offload.checkpoint.folder import DirectoryFolder
+from offload.checkpoint.manifest import COMMIT_NAME
 from offload.engine import host
 from offload.engine.memory import Arena
+from offload.tiers import innermost
 
 LONG_S = 60.0
 
 
-def make(path: Path, **settings: Any) -> tuple[torch.nn.Parameter, offload.AdamW]:
+def make(path: Path, numel: int = 3000, **settings: Any) -> tuple[torch.nn.Parameter, offload.AdamW]:
     generator = torch.Generator().manual_seed(0)
-    parameter = torch.nn.Parameter(torch.randn(3000, generator=generator).bfloat16())
+    parameter = torch.nn.Parameter(torch.randn(numel, generator=generator).bfloat16())
     config = offload.OffloadConfig(**{"paths": [path], "subgroup_numel": 1024, "host_memory": 30_000, **settings})
     return parameter, offload.AdamW([parameter], offload=config)
 
@@ -210,3 +214,87 @@ def test_what_a_system_refuses_costs_the_checkpoint_alone(tmp_path: Path, monkey
             optimizer.save_checkpoint(f"{tmp_path}/a\0b")
         step(optimizer, 1)
     parameter.grad = None
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("reaches", ["the end", "COMMIT", "nothing"])
+def test_a_session_that_breaks_while_it_commits_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: bool, reaches: str
+) -> None:
+    """The commit is seen to its end if it can be; a hung one may end later, and what it names is there then."""
+    before, after = threading.Event(), threading.Event()
+    plain = DirectoryFolder.write
+
+    def write(folder: DirectoryFolder, name: str, data: bytes) -> None:
+        if name == COMMIT_NAME and reaches == "nothing":
+            before.set()
+            assert jobs[0].cancelled.wait(LONG_S)
+        if name == COMMIT_NAME and reaches == "COMMIT":
+            before.set()
+            assert after.wait(LONG_S)
+        plain(folder, name, data)
+        if name == COMMIT_NAME and reaches == "the end":
+            before.set()
+            assert jobs[0].cancelled.wait(LONG_S)
+
+    jobs: list[CommitJob] = []
+    run = CommitJob.run
+
+    def note(job: CommitJob) -> None:
+        jobs.append(job)
+        run(job)
+
+    path, folder = tmp_path / "path", tmp_path / "checkpoint"
+    path.mkdir()
+    parameter, optimizer = make(path, 12_000, host_memory=0)
+    step(optimizer, 0)
+    saved = parameter.detach().clone()
+    monkeypatch.setattr(DirectoryFolder, "write", write)
+    monkeypatch.setattr(CommitJob, "run", note)
+    if reaches == "COMMIT":
+        monkeypatch.setattr(saves, "SETTLE_S", 0.0)
+        threading.Timer(0.2, after.set).start()  # whenever: the step ends when the commit does
+    optimizer.save_checkpoint(folder, copy=copy)
+    assert before.wait(LONG_S)
+    innermost(optimizer.engine._core._tiers[0]).inject("read", 1, 5)  # type: ignore[attr-defined]
+    with pytest.raises(offload.StepAbortedError) as caught:
+        step(optimizer, 1)
+    thread = optimizer.engine._core._saves.last.thread  # type: ignore[union-attr]
+    optimizer.close()
+    assert thread is not None
+    thread.join(LONG_S)
+    monkeypatch.undo()
+    if reaches == "the end":
+        assert caught.value.checkpoint == str(folder)
+    _, other = make(path, 12_000)
+    with other:
+        other.load_checkpoint(folder)
+        assert torch.equal(next(iter(other.param_groups[0]["params"])).detach(), saved)
+    parameter.grad = None
+
+
+def test_an_addition_that_was_interrupted_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    found = []
+    for interrupted in (False, True):
+        _, optimizer = make(tmp_path)
+        with optimizer:
+            step(optimizer, 0)
+            group = added(500)
+            if interrupted:
+                with monkeypatch.context() as patch:
+                    patch.setattr(optimizer, "_attach", interrupt)
+                    with pytest.raises(KeyboardInterrupt):
+                        optimizer.add_param_group(group)
+                assert len(optimizer.param_groups) == 1
+                step(optimizer, 1)
+                with pytest.raises(offload.OffloadError):
+                    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(7))]})
+            else:
+                step(optimizer, 1)
+            optimizer.add_param_group(group)
+            step(optimizer, 2)
+            found.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
+    assert all(same_bits(a, b) for a, b in zip(*found, strict=True))

@@ -22,7 +22,9 @@ from simulated import OnDevice, OnDeviceAdam
 from test_exact import GROUPS, make_groups
 
 import offload
-from offload.checkpoint.commit import CommitJob
+from offload.checkpoint import saves
+from offload.checkpoint.folder import DirectoryFolder
+from offload.checkpoint.manifest import COMMIT_NAME
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
 from offload.protocols import DeviceLane
@@ -569,19 +571,24 @@ def wait_for_copies(device: SimulatedDevice) -> None:
     device.copy = copy  # type: ignore[method-assign]
 
 
-def test_a_gpu_that_fails_ends_the_checkpoint_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_fails_leaves_the_checkpoint_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one whose commit hangs meanwhile, and ends when the session has long been closed."""
     reached, go_on = threading.Event(), threading.Event()
+    plain = DirectoryFolder.write
 
-    def run(job: CommitJob) -> None:
-        reached.set()
-        go_on.wait(60.0)
-        raise offload.CheckpointError("too late")
+    def write(folder: DirectoryFolder, name: str, data: bytes) -> None:
+        if name == COMMIT_NAME:
+            reached.set()
+            assert go_on.wait(60.0)
+        plain(folder, name, data)
 
-    monkeypatch.setattr(CommitJob, "run", run)
+    monkeypatch.setattr(DirectoryFolder, "write", write)
+    monkeypatch.setattr(saves, "SETTLE_S", 0.0)
     parameters = weights()
     device = SimulatedDevice()
     optimizer = OnDevice(parameters, device=device, offload=config(tmp_path, placement="cpu"))
     train(optimizer, parameters, range(2))
+    expected = [parameter.detach().clone() for parameter in parameters]
     optimizer.save_checkpoint(tmp_path / "checkpoint")
     assert reached.wait(60.0)
     backward(parameters, 2)
@@ -592,9 +599,16 @@ def test_a_gpu_that_fails_ends_the_checkpoint_under_way(tmp_path: Path, monkeypa
         optimizer.step()
     with pytest.raises(offload.CheckpointError, match="simulated GPU has failed"):
         optimizer.engine.wait_checkpoint(60.0)
-    go_on.set()
+    thread = optimizer.engine._core._saves.last.thread  # type: ignore[union-attr]
     optimizer.close()
     optimizer.zero_grad()
+    go_on.set()
+    assert thread is not None
+    thread.join(60.0)
+    fresh = weights()
+    with offload.AdamW(fresh) as other:
+        other.load_checkpoint(tmp_path / "checkpoint")
+        assert all(torch.equal(a.detach(), b) for a, b in zip(fresh, expected, strict=True))
 
 
 def test_parameters_that_the_gpu_has_no_room_for_leave_no_trace(tmp_path: Path) -> None:
