@@ -94,14 +94,14 @@ class Restorer:
                 if self._source.has(self.names[segment.parameter], name)
             ]
         )
-        weights = {segment: self._views.weight(subgroup, segment, view) for segment, _ in parts}
         for segment, views in parts:
             if not self._source.has(self.names[segment.parameter], "master"):
-                views["master"].copy_(weights[segment])
+                views["master"].copy_(self._views.weight(subgroup, segment, view))
         self._tables.changed(subgroup)
         if self._views.plan.layout.subgroups[subgroup].dtype is not DtypeCode.FLOAT32:
             for segment, views in parts:
-                weights[segment].copy_(round_weight(views["master"], weights[segment].dtype))
+                weight = self._views.weight(subgroup, segment, view)
+                weight.copy_(round_weight(views["master"], weight.dtype))
 
     def derive_weights(self, subgroup: Subgroup) -> None:
         """Make the weights of a subgroup whose state stays where the checkpoint has it."""

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,7 @@ from offload.engine.setup import (
     named_error,
     open_path,
     refuse_gpu,
+    usable_bytes,
 )
 from offload.engine.tables import GroupScalars, Tables
 from offload.engine.views import StateViews
@@ -256,8 +258,7 @@ class Core:
         """Take memory for what `plan` adds on the GPU and for it; return the plan with its gradients' bytes."""
         self._memory.adopt_gpu(gpu, plan, before)
         budgets = dataclasses.replace(plan.budgets, gradient_bytes=self.gradients.used_bytes(plan))
-        plan = dataclasses.replace(plan, budgets=budgets)
-        return plan
+        return dataclasses.replace(plan, budgets=budgets)
 
     def add(self, parameters: tuple[Parameter, ...]) -> None:
         """See `Engine.add`."""
@@ -266,7 +267,7 @@ class Core:
         gradients = self._gradient_slots.total_bytes(layout.parameters)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
         if self._gpu is not None and self.config.placement != "cpu":
-            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(layout, self._gpu.device))
+            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(layout, usable_bytes(self._gpu.device)))
             budgets = dataclasses.replace(budgets, gpu_staging_bytes=staging)
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
@@ -418,21 +419,6 @@ class Core:
         if self._gpu is not None:
             self._gpu.lead_caller()
 
-    def _sweep(
-        self,
-        subgroups: Sequence[int],
-        visitor: Callable[[Run], npt.NDArray[Any] | None],
-        *,
-        changes: bool,
-        overwrites: bool = False,
-        is_step: bool = False,
-        applied: Callable[[], None] = lambda: None,
-    ) -> None:
-        def begin() -> Sweep:
-            return self._begin(subgroups, visitor, changes=changes, overwrites=overwrites, is_step=is_step)
-
-        self._request(begin, applied)
-
     def _begin(
         self,
         subgroups: Sequence[int],
@@ -529,7 +515,7 @@ class Core:
                 self._step_s = time.monotonic() - started_s
 
             try:
-                self._sweep(subgroups, update, changes=True, is_step=True, applied=applied)
+                self._request(partial(self._begin, subgroups, update, changes=True, is_step=True), applied)
             except SessionBrokenError:
                 raise
             except Exception as error:
@@ -561,7 +547,7 @@ class Core:
                                 target = found[segment.parameter][name]
                                 target[segment.start : segment.start + segment.numel] = views[name]
 
-            self._sweep(self._subgroups_of(positions), read, changes=False)
+            self._request(partial(self._begin, self._subgroups_of(positions), read, changes=False))
             return [found[position] for position in positions]
 
     def visit_state(self, take: Callable[[int, int, Mapping[str, torch.Tensor]], None]) -> None:
@@ -581,7 +567,7 @@ class Core:
                         failed.append(error)
 
         with self._lock:
-            self._sweep(range(len(self.plan.layout.subgroups)), visit, changes=False)
+            self._request(partial(self._begin, range(len(self.plan.layout.subgroups)), visit, changes=False))
         if failed:
             raise failed[0]
 
@@ -609,7 +595,7 @@ class Core:
                 for position, step in steps.items():
                     self.tables.steps[position] = step
 
-            self._sweep(self._subgroups_of(values), write, changes=True, applied=applied)
+            self._request(partial(self._begin, self._subgroups_of(values), write, changes=True), applied)
 
     # Checkpoints
 
@@ -659,7 +645,7 @@ class Core:
                         self._views.make_whole(run, view)
                         self.tables.changed(run.visit.subgroup)
 
-                self._sweep(unmade, make, changes=True)
+                self._request(partial(self._begin, unmade, make, changes=True))
             wholes = pieces if pieces is not None else [Piece(0, p.numel) for p in layout.parameters]
             snapshot = Snapshot(
                 layout=saved,

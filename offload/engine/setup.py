@@ -53,15 +53,15 @@ def first_budgets(
         offered = free if path.max_bytes is None else min(free, path.max_bytes)
         paths.append(PathBudget(path.path, offered, path.share or 1.0))
     invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")
-    gpu_bytes = gpu_staging_bytes = 0
+    gpu_bytes = gpu_slots_bytes = 0
     if device is not None:
-        left = int(device.free_bytes() * GPU_USE)
+        left = usable_bytes(device)
         if config.placement != "cpu":
-            gpu_staging_bytes = min(_gpu_slots_bytes(layout), left)
-        gpu_bytes = left - gpu_staging_bytes if config.gpu_memory == "auto" else int(config.gpu_memory)
+            gpu_slots_bytes = gpu_staging_bytes(layout, left)
+        gpu_bytes = left - gpu_slots_bytes if config.gpu_memory == "auto" else int(config.gpu_memory)
     return Budgets(
         gpu_bytes=gpu_bytes,
-        gpu_staging_bytes=gpu_staging_bytes,
+        gpu_staging_bytes=gpu_slots_bytes,
         weights_on_gpu=device is not None,
         host_bytes=int(host),
         staging_bytes=None if staging is None else int(staging),
@@ -74,13 +74,14 @@ def first_budgets(
     )
 
 
-def gpu_staging_bytes(layout: Layout, device: Device) -> int:
-    """Return what staging slots on a GPU may take for a layout, with what is free there now."""
-    return min(_gpu_slots_bytes(layout), int(device.free_bytes() * GPU_USE))
+def usable_bytes(device: Device) -> int:
+    """Return what may be taken of the memory that is free on a GPU now."""
+    return int(device.free_bytes() * GPU_USE)
 
 
-def _gpu_slots_bytes(layout: Layout) -> int:
-    return GPU_STAGING_SLOTS * max(layout.subgroup_bytes, default=0)
+def gpu_staging_bytes(layout: Layout, usable: int) -> int:
+    """Return what staging slots on a GPU take for a layout, of so many bytes there."""
+    return min(GPU_STAGING_SLOTS * max(layout.subgroup_bytes, default=0), usable)
 
 
 def open_path(
