@@ -15,7 +15,7 @@ from offload.errors import TierError, invariant
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.common import Owned, check_request, system_error
 from offload.tiers.file import DEFAULT_PIECE_BYTES
-from offload.tiers.places import LOCK_NAME, share_lock, unshare_lock
+from offload.tiers.places import LOCK_NAME, open_regular, share_lock, unshare_lock
 from offload.tiers.store import DATA_NAME, NO_LOCKS
 
 DEPTH = 4
@@ -114,7 +114,7 @@ class ExistingStore(Owned):
 def _open_data(path: Path) -> tuple[int, bool]:
     """Return a descriptor for reading and whether it is open with O_DIRECT."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        descriptor = open_regular(path, os.O_RDONLY | os.O_DIRECT)
         # Some file systems refuse the flag at the first transfer only.
         with mmap.mmap(-1, SECTOR_BYTES) as page:
             try:
@@ -124,4 +124,4 @@ def _open_data(path: Path) -> tuple[int, bool]:
                 os.close(descriptor)
                 if cause.errno != errno.EINVAL:
                     raise
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC), False
+    return open_regular(path), False

@@ -14,6 +14,7 @@ from offload._native import CompletionQueue, IoEngine, IoThreads, IoUring, Store
 from offload.errors import ConfigError, TierError
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.common import Owned, check_depth, check_limits, check_request, system_error
+from offload.tiers.places import open_regular
 from offload.tiers.store import Store
 from offload.tiers.turns import Turns, describe_wait, lock_error, lock_file, watch
 
@@ -246,12 +247,15 @@ class FileTier(Owned):
 
 def _open_data(path: Path, direct: bool, *, existing: bool) -> tuple[int, bool]:
     """Create (or open) the data file; return its descriptor and whether it is open with O_DIRECT."""
-    buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if existing else os.O_CREAT | os.O_EXCL), 0o600)
+    if existing:
+        buffered = open_regular(path, os.O_RDWR)
+    else:
+        buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
     if direct:
         # Some file systems refuse the flag at open, some at the first transfer.
         descriptor = -1
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+            descriptor = open_regular(path, os.O_RDWR | os.O_DIRECT)
             with mmap.mmap(-1, SECTOR_BYTES) as page:
                 page[:8] = b"aligned?"
                 written = SECTOR_BYTES if existing else os.pwritev(descriptor, [page], 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import struct
 import threading
 from collections.abc import Callable
@@ -95,6 +96,51 @@ def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
+    """Open a file that somebody else may have made; return its descriptor.
+
+    Neither a FIFO nor a device is opened, not even for a moment, and nothing is waited for.
+
+    Args:
+        path: The file.
+        flags: Access mode and O_DIRECT.
+        follow: Whether it may be a symbolic link. Links among its directories are always followed.
+
+    Raises:
+        OSError: It is not there, cannot be opened, or is not a regular file (EINVAL; ELOOP for a link).
+    """
+    # Opening a device may have effects already, so it is looked at first; then again, as names can change.
+    _check_regular(os.stat(path, follow_symlinks=follow), path)
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    try:
+        _check_regular(os.fstat(descriptor), path)
+        os.set_blocking(descriptor, True)  # io_uring would not wait for the disk either
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", os.fspath(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+
+
+def read_regular(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool = False) -> bytes:
+    """Return the content of a file that somebody else may have made; see `open_regular`.
+
+    Raises:
+        OSError: As `open_regular`; or it is larger than `limit_bytes` (EFBIG).
+    """
+    with open(open_regular(path, follow=follow), "rb") as file:
+        content = file.read(min(limit_bytes, os.fstat(file.fileno()).st_size) + 1)
+    if len(content) > limit_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {limit_bytes} bytes", os.fspath(path))
+    return content
+
+
 def hold_lock(path: Path, *, existing: bool = False) -> int:
     """Lock a lock file for this process as a store's owner; return its descriptor for `release_lock`.
 
@@ -112,7 +158,7 @@ def hold_lock(path: Path, *, existing: bool = False) -> int:
         if existing:
             if (known := _known(path)) is not None and known.owned:
                 raise BlockingIOError(errno.EAGAIN, "this process has locked it already", str(path))
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = open_regular(path, os.O_RDWR)
             _lock_owner(descriptor)
             return descriptor
         # Locked before anybody can see it: a lock file that is there and free belongs to nobody.
@@ -155,7 +201,7 @@ def share_lock(path: Path) -> int:
     """
     with _files_lock:
         known = _known(path)
-        descriptor = known.descriptors[0] if known is not None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = known.descriptors[0] if known is not None else open_regular(path)
         entry = _entry(descriptor)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, _READERS_BYTE)
@@ -177,7 +223,7 @@ def unshare_lock(descriptor: int) -> None:
 
 
 def _known(path: str | os.PathLike[str]) -> _LockFile | None:
-    status = os.stat(path)
+    status = os.stat(path, follow_symlinks=False)
     entry = _files.get((status.st_dev, status.st_ino))
     return entry if entry is not None and entry.pid == os.getpid() else None
 
@@ -235,7 +281,7 @@ def _holder(store: str | os.PathLike[str], byte: int, here: Callable[[_LockFile]
             return None
         if known is not None and here(known):
             return os.getpid()
-        descriptor = known.descriptors[0] if known is not None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = known.descriptors[0] if known is not None else open_regular(path)
         try:
             # struct flock: type, whence, start, length, pid; native alignment and padding.
             layout = "@hhqqi4x"

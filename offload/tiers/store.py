@@ -10,6 +10,7 @@ import os
 import socket
 import tempfile
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 from offload.errors import ConfigError
@@ -52,9 +53,11 @@ class Store:
         self._lock: int | None = None
         if existing:
             self._lock = hold_lock(self.directory / LOCK_NAME, existing=True)
+            self._identity = _identity(os.stat(self.directory))
             return
         self.directory.mkdir(mode=0o700)
         try:
+            self._identity = _identity(os.stat(self.directory, follow_symlinks=False))
             self._take_lock(path)
             with open(self.directory / RECORD_NAME, "x", encoding="utf-8") as file:
                 json.dump(describe_store(store), file)
@@ -90,15 +93,65 @@ class Store:
 
     def _delete(self, *names: str, directory: bool = False) -> None:
         try:
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    (self.directory / name).unlink()
-            if directory:
-                self.directory.rmdir()
+            with StoreDirectory(self.directory) as files:
+                if files.identity != self._identity:
+                    raise OSError(errno.ESTALE, "another directory has its name now")
+                files.delete(names)
+                if directory:
+                    files.remove()
         except FileNotFoundError:
             pass
         except OSError as cause:
             _log.warning("left %s in place: %s", self.directory, cause.strerror)
+
+
+class StoreDirectory:
+    """The directory of a store, held open: what is deleted lies in it, whatever its name means by then.
+
+    A context manager. Links are not followed: neither one in the place of the directory nor one in it.
+
+    Args:
+        directory: `<path>/offload-<uuid>`.
+
+    Attributes:
+        identity: (st_dev, st_ino).
+
+    Raises:
+        OSError: It is not there, is a link, or cannot be opened.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self.identity = _identity(os.fstat(self._descriptor))
+
+    def __enter__(self) -> StoreDirectory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._descriptor)
+
+    def files(self) -> dict[str, os.stat_result]:
+        """Return what it holds."""
+        found = {}
+        for name in sorted(os.listdir(self._descriptor)):
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
+        return found
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete files; one that is not there counts as deleted."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=self._descriptor)
+
+    def remove(self) -> None:
+        """Delete the directory, which has to be empty."""
+        os.rmdir(self._directory)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def describe_store(store: uuid.UUID) -> dict[str, str | int]:
