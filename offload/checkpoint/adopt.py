@@ -12,10 +12,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from offload.checkpoint.contents import read_manifests
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest, Piece
-from offload.checkpoint.reader import Checkpoint, read_manifests
-from offload.checkpoint.stores import holds, read_pins, store_folder
+from offload.checkpoint.reader import Checkpoint
+from offload.checkpoint.stores import Standing, read_pins, standing, store_folder
 from offload.engine.index import Location, Record
 from offload.errors import CheckpointError
 from offload.layout import Layout
@@ -114,17 +115,17 @@ def pinned_in(
 
     Returns:
         None if it cannot be known for sure which slots are free, so that none may be written to: a pin's checkpoint
-        is not where it was written, or of another layout, or does not pin the store, or somebody may still read one
-        that was released.
+        is missing, or of another layout, or does not pin the store, or somebody may still read one that was released.
     """
     found, dead = [], False
     try:
         for pin in read_pins(store_folder(path, store)):
             folder, manifests = checkpoint.path, checkpoint.manifests
             if pin.id != checkpoint.id:
-                if (held := holds(pin.folder, pin.id)) is None:
+                known = standing(pin, f"{path}/offload-{store}")
+                if known is Standing.MISSING:
                     return None
-                if not held:
+                if known is Standing.RELEASED:
                     dead = True
                     continue
                 folder = pin.folder

@@ -11,16 +11,20 @@ from typing import Protocol
 
 from offload.errors import CheckpointError
 from offload.tiers.objects import HASTY, ObjectError, ObjectMissingError, S3Client, split_url
+from offload.tiers.places import read_regular
 
 TEMPORARY = ".tmp-"
 """What the name of a file begins with that is not whole yet."""
+
+MAX_FILE_BYTES = 64 << 30
+"""Most that a file of a checkpoint may have: what else its caller gave may be large."""
 
 
 class Folder(Protocol):
     """A place for small files. Every method raises `CheckpointError`, naming the file, if it cannot do its work."""
 
     path: str
-    """As the user wrote it, or absolute."""
+    """The prefix of a bucket as the user wrote it, or an absolute path without links."""
 
     def read(self, name: str) -> bytes | None:
         """Return a file's content, or None if there is none of that name."""
@@ -76,18 +80,30 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 class DirectoryFolder:
-    """A checkpoint's folder on a file system."""
+    """A folder on a file system.
 
-    def __init__(self, path: str) -> None:
-        self.path = os.path.abspath(path)
+    Args:
+        path: Where it is; made absolute and free of links, which may point elsewhere tomorrow.
+        follow: Whether its last name, and its files, may be links.
+    """
+
+    def __init__(self, path: str, *, follow: bool = True) -> None:
+        if follow:
+            self.path = os.path.realpath(path)
+        else:
+            parent, name = os.path.split(os.path.abspath(path))
+            self.path = os.path.join(os.path.realpath(parent), name)
+        self._follow = follow
         self._root = Path(self.path)
 
     def read(self, name: str) -> bytes | None:
         """See `Folder.read`."""
         try:
-            return (self._root / name).read_bytes()
+            return read_regular(self._root / name, MAX_FILE_BYTES, follow=self._follow)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except MemoryError as cause:
+            raise CheckpointError(f"cannot read {os.path.join(self.path, name)}: it is larger than memory") from cause
         except OSError as cause:
             raise self._error("read", name, cause) from cause
 

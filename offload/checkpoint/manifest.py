@@ -28,6 +28,8 @@ FORMAT = 1
 COMMIT_NAME = "COMMIT"
 RELEASED_NAME = "RELEASED"
 MAX_RANKS = 1 << 16
+MAX_RELEASED = 64
+"""Checkpoints that a folder remembers to have held; the pins of older ones are long gone, or for `offload gc`."""
 
 OWN_FILE = re.compile(r"manifest-[0-9a-f]{32}-\d+\.json|extra-[0-9a-f]{32}-\d+\.bin")
 """Files in a checkpoint's folder that are ours to delete."""
@@ -182,19 +184,51 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def seal_commit(id: str, ranks: int) -> bytes:
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """What `COMMIT` says.
+
+    Attributes:
+        id: Of the checkpoint that the folder holds.
+        ranks: How many ranks wrote it.
+        replaced: Ids of checkpoints that the folder held before, and that this one has replaced, newest first.
+    """
+
+    id: str
+    ranks: int
+    replaced: tuple[str, ...] = ()
+
+
+def seal_commit(commit: CommitRecord) -> bytes:
     """Return the content of `COMMIT`."""
-    return seal("commit", {"id": id, "ranks": ranks})
+    return seal("commit", {"id": commit.id, "ranks": commit.ranks, "replaced": list(commit.replaced[:MAX_RELEASED])})
 
 
-def unseal_commit(content: bytes, where: str) -> tuple[str, int]:
-    """Return id and number of ranks from the content of `COMMIT`.
+def unseal_commit(content: bytes, where: str) -> CommitRecord:
+    """Return what a `COMMIT` says.
 
     Raises:
         CheckpointError: It is damaged.
     """
-    fields = _Fields(unseal("commit", content, where), where)
-    return fields.id("id"), fields.integer("ranks", 1, MAX_RANKS)
+    body = unseal("commit", content, where)
+    fields = _Fields(body, where)
+    replaced = fields.ids("replaced") if "replaced" in body else ()
+    return CommitRecord(fields.id("id"), fields.integer("ranks", 1, MAX_RANKS), replaced)
+
+
+def seal_released(ids: Sequence[str], note: str) -> bytes:
+    """Return the content of `RELEASED`: which checkpoints the folder held, and why it does not any more."""
+    return seal("released", {"ids": list(ids[:MAX_RELEASED]), "note": note})
+
+
+def unseal_released(content: bytes, where: str) -> tuple[tuple[str, ...], str]:
+    """Return the ids and the note of a `RELEASED`.
+
+    Raises:
+        CheckpointError: It is damaged, or not ours.
+    """
+    fields = _Fields(unseal("released", content, where), where)
+    return fields.ids("ids"), str(fields.value("note"))
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -278,7 +312,12 @@ class _Fields:
         return self.check_rows(name, self.value(name), width)
 
     def id(self, name: str) -> str:
-        value = self.value(name)
+        return self.check_id(name, self.value(name))
+
+    def ids(self, name: str) -> tuple[str, ...]:
+        return tuple(self.check_id(name, value) for value in self.check_rows(name, self.value(name)))
+
+    def check_id(self, name: str, value: object) -> str:
         if not isinstance(value, str) or not _ID.fullmatch(value):
             raise self.wrong(name, value, "it must be 32 hexadecimal digits")
         return value

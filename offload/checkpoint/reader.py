@@ -11,28 +11,21 @@ import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from offload._native import CompletionQueue
-from offload.checkpoint.folder import Folder, open_folder
-from offload.checkpoint.manifest import (
-    COMMIT_NAME,
-    RELEASED_NAME,
-    Manifest,
-    all_tiles,
-    decode,
-    manifest_name,
-    unseal_commit,
-)
+from offload.checkpoint.contents import read_extra, read_manifests, some_of
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.manifest import StoreRef, all_tiles
+from offload.checkpoint.stores import places_of
 from offload.engine.memory import Arena
-from offload.errors import CheckpointError, ConfigError, TierError, invariant
+from offload.errors import CheckpointError, TierError, invariant
 from offload.layout import STATE_ITEM_BYTES, STATE_NAMES
 from offload.protocols import Completion, Tier, TileId, TileRequest
 from offload.tiers import open_existing, tier_error
-from offload.tiers.remote import crc32c_of
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -120,6 +113,8 @@ class Checkpoint:
     Args:
         path: Its folder, or "s3://" prefix.
         verify: Verify payload checksums.
+        paths: Where to look for a store that is not where the checkpoint says: it may have been moved with its path,
+            or its path is called something else now.
 
     Attributes:
         path: Where it is.
@@ -131,7 +126,7 @@ class Checkpoint:
         ConfigError: A bucket cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True, paths: Sequence[str] = ()) -> None:
         self._folder = open_folder(path)
         self.path = self._folder.path
         self._verify = verify
@@ -143,6 +138,8 @@ class Checkpoint:
         self.id, self.manifests = read_manifests(self._folder)
         self._parts = self._find_parts()
         try:
+            for rank in range(len(self.manifests)):
+                self._locate_stores(rank, paths)
             self._open_stores()
         except BaseException:
             self.close()
@@ -267,6 +264,36 @@ class Checkpoint:
                 raise CheckpointError(f"{what}: {cause}") from cause
         return self._tiers[key]
 
+    def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:
+        """Have a manifest say where its stores are now, as they and their paths may have been moved."""
+        for number, ref in enumerate(self.manifests[rank].stores):
+            if ref.path is None or ref.path.startswith("s3://"):
+                continue
+            if not os.path.isdir(f"{ref.path}/offload-{ref.store}"):
+                self._find_store(rank, number, places_of(ref.store, paths))
+                continue
+            for path in paths:  # by the name that it has today
+                with contextlib.suppress(OSError):
+                    if os.path.samefile(path, ref.path):
+                        self._place_store(rank, number, os.path.abspath(path))
+
+    def _find_store(self, rank: int, number: int, places: Sequence[str]) -> None:
+        """Find out which place has a store; all stores of a session have one name, so its tiles have to tell."""
+        recorded = self.manifests[rank].stores[number].path
+        tile = next((tile for tile, ref in self.manifests[rank].tiles.items() if ref.store == number), None)
+        for place in places:
+            self._place_store(rank, number, place)
+            with contextlib.suppress(CheckpointError):
+                for _ in self._tiles([(rank, tile)] if tile is not None else []):
+                    pass
+                return
+        self._place_store(rank, number, recorded)
+
+    def _place_store(self, rank: int, number: int, path: str | None) -> None:
+        stores = list(self.manifests[rank].stores)
+        stores[number] = StoreRef(stores[number].store, path)
+        self.manifests[rank] = replace(self.manifests[rank], stores=tuple(stores))
+
     def _open_stores(self) -> None:
         for rank, manifest in enumerate(self.manifests):
             for number in sorted({ref.store for ref in manifest.tiles.values()}):
@@ -298,7 +325,7 @@ class Checkpoint:
     def _pieces(self, item: Range) -> Iterator[tuple[tuple[int, TileId], int, npt.NDArray[np.float32]]]:
         """Yield (tile, offset in it, where its elements go) for all of a range."""
         if item.name not in self._parts:
-            raise CheckpointError(f"{self.path} has no parameter {item.name}; it has {_some(self.names)}")
+            raise CheckpointError(f"{self.path} has no parameter {item.name}; it has {some_of(self.names)}")
         at, end = item.start, item.start + item.out.size
         for part in self._parts[item.name]:
             if part.start <= at < part.start + part.numel:
@@ -398,86 +425,3 @@ class Checkpoint:
         store = manifest.stores[manifest.tiles[tile].store]
         where = os.path.join(self.store_path(rank, manifest.tiles[tile].store), f"offload-{store.store}")
         return CheckpointError(f"{self.path}: {manifest.parameters_of(tile)} cannot be read from {where}: {cause}")
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more if names else "none"
-
-
-def read_commit(folder: Folder) -> tuple[str, int]:
-    """Return id and number of ranks of the checkpoint that a folder holds.
-
-    Raises:
-        CheckpointError: It holds none, or its `COMMIT` is damaged.
-    """
-    content = folder.read(COMMIT_NAME)
-    if content is not None:
-        return unseal_commit(content, os.path.join(folder.path, COMMIT_NAME))
-    released = folder.read(RELEASED_NAME)
-    if released is not None:
-        raise CheckpointError(
-            f"{folder.path} was a checkpoint until a newer one was kept in its place: "
-            f"{released.decode(errors='replace').strip()}. Raise checkpoints_kept to keep more"
-        )
-    names = folder.names()
-    if any(name.startswith("manifest-") for name in names):
-        raise CheckpointError(
-            f"{folder.path} is no checkpoint yet: it was never committed (there is no {COMMIT_NAME})"
-        )
-    what = "the folder is not there, or empty" if not names else f"it holds {_some(names)}"
-    raise CheckpointError(f"{folder.path} is no checkpoint: {what}")
-
-
-def read_manifests(folder: Folder) -> tuple[str, list[Manifest]]:
-    """Return the id and all manifests of the checkpoint that a folder holds.
-
-    Raises:
-        CheckpointError: There is none, or a file of it is missing, damaged, or of another checkpoint.
-    """
-    id, ranks = read_commit(folder)
-    manifests = []
-    for rank in range(ranks):
-        name = manifest_name(id, rank)
-        where = os.path.join(folder.path, name)
-        content = folder.read(name)
-        if content is None:
-            raise CheckpointError(f"{where} is missing: the checkpoint was written by {ranks} ranks")
-        manifest = decode(content, where)
-        if (manifest.id, manifest.rank, manifest.ranks) != (id, rank, ranks):
-            found = f"rank {manifest.rank} of {manifest.ranks} of the save {manifest.id}"
-            raise CheckpointError(f"{where} belongs to another checkpoint: it is of {found}")
-        manifests.append(manifest)
-    if len({manifest.step for manifest in manifests}) > 1:
-        raise CheckpointError(f"{folder.path} is damaged: its ranks are of steps {[m.step for m in manifests]}")
-    return id, manifests
-
-
-def read_extra(folder: Folder, manifest: Manifest) -> bytes | None:
-    """Return what else a rank's caller gave, if anything.
-
-    Raises:
-        CheckpointError: It is not there or damaged.
-    """
-    if manifest.extra is None:
-        return None
-    name, nbytes, checksum = manifest.extra
-    where = os.path.join(folder.path, name)
-    content = folder.read(name)
-    if content is None:
-        raise CheckpointError(f"{where} is missing")
-    if len(content) != nbytes or crc32c_of(content) != checksum:
-        raise CheckpointError(f"{where} is damaged: its size or checksum is not the one it was written with")
-    return content
-
-
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds a committed checkpoint."""
-    try:
-        read_commit(open_folder(path))
-    except (CheckpointError, ConfigError):
-        return False
-    return True
-
-
-__all__ = ["Checkpoint", "Part", "Range", "is_checkpoint", "read_commit", "read_extra", "read_manifests"]

@@ -6,6 +6,7 @@ commits, and which checkpoints are kept. Methods say which thread they belong to
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -19,11 +20,11 @@ from typing import Any
 
 from offload._native import CompletionQueue
 from offload.checkpoint.adopt import Adopted, Pinned, Place, pinned_in, records_in, used_bytes
-from offload.checkpoint.commit import CommitJob, Kept
+from offload.checkpoint.commit import CommitJob, Kept, release
 from offload.checkpoint.folder import Folder
 from offload.checkpoint.manifest import Manifest, Piece, StoreRef, TileRef, extra_name
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.stores import take_over
+from offload.checkpoint.stores import is_elsewhere, note_move, take_over
 from offload.engine.index import Record, TileIndex
 from offload.engine.memory import Arena
 from offload.engine.saving import SAVE_DEPTH, Commit, Save, SaveTile
@@ -321,6 +322,29 @@ class Saves:
             threading.Thread(target=pending.on_done, args=(error,), name="offload-saved", daemon=True).start()
         return released
 
+    def release(self, folder: str) -> list[int]:
+        """Release the checkpoints in a folder that are kept, also if they are not there any more.
+
+        On the engine thread, with nothing pending.
+
+        Returns:
+            Numbers of the saves whose slots the machine is to release.
+
+        Raises:
+            CheckpointError: None is kept there, or it is being read or cannot be deleted.
+        """
+        found = [kept for kept in self.kept if kept.folder == folder]
+        if not found:
+            places = ", ".join(kept.folder for kept in self.kept) or "none"
+            raise CheckpointError(f"no checkpoint in {folder} is kept by this session; it keeps {places}")
+        released = []
+        for kept in found:
+            if not release(kept, "released on request", missing=True):
+                raise CheckpointError(f"{folder} could not be released: it is being read, or see the log")
+            self.kept.remove(kept)
+            released += [kept.number] if kept.number is not None else []
+        return released
+
     # On the committing thread
 
     def _run(self, pending: Pending, records: Mapping[TileId, Record], op: int) -> None:
@@ -392,6 +416,15 @@ class Saves:
     def _own(self, stores: Iterable[Place], checkpoint: Checkpoint, exchange: Exchange | None) -> _Owned | None:
         """Lock stores that other sessions have left, opening those to be written to that can be; all, or none."""
         owned = _Owned()
+        stores = list(stores)
+        try:
+            copied = any(is_elsewhere(checkpoint.id, checkpoint.path, path, store) for path, store in stores)
+        except CheckpointError as error:
+            log.info("%s: its stores are only read: %s", checkpoint.path, error)
+            return None
+        if copied:
+            log.info("%s is a copy of a checkpoint that is elsewhere, too: its stores are only read", checkpoint.path)
+            return None
         for path, store in stores:
             number = next((n for n, (own, _) in enumerate(self.stores[: self._paths]) if own == path), None)
             if exchange is not None and number is not None and number not in owned.tiers and exchange.can(number):
@@ -405,6 +438,9 @@ class Saves:
                 log.info("%s stays with whoever uses its stores", checkpoint.path)
                 return None
             owned.taken += ((path, store, lock),)
+        with contextlib.suppress(CheckpointError):
+            for path, store in stores:
+                note_move(checkpoint.id, checkpoint.path, path, store)
         return owned
 
     def _open(

@@ -1,23 +1,32 @@
-"""Stores and what pins them.
+"""Stores, what pins them, and what may be freed.
 
 A store that checkpoints refer to says so itself, in `pins.json`: a list of checkpoints, each by its id and folder.
-A pin is durable before its checkpoint is committed, and goes after its checkpoint has gone, so that a store without
-pins is needed by nobody but the session that has its lock.
+A pin is durable before its checkpoint is committed.
+
+Whoever wants to free anything (tidying after a commit, `offload gc`, a resume that takes a store over, a session that
+uses slots again) asks `standing` about each pin, or `judge` about a store, which does. The rule: **a pin ends only
+with a release that names its id**: a `RELEASED`, or a `COMMIT` that says it has replaced it, and then the removal of
+the pin itself. A session writes them for a checkpoint that it finds in its folder. Anything else that is found there,
+or not found, is no evidence: a folder's name may mean another folder by now (another mount, a link, a rename). What
+cannot be decided is kept, reported as missing, and for a person to delete.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import logging
+import os
 import re
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.checkpoint.folder import TEMPORARY, BucketFolder, Folder, open_folder
-from offload.checkpoint.manifest import COMMIT_NAME, RELEASED_NAME, seal, unseal, unseal_commit
+from offload.checkpoint.contents import read_manifests, read_released
+from offload.checkpoint.folder import TEMPORARY, BucketFolder, DirectoryFolder, Folder, open_folder
+from offload.checkpoint.manifest import COMMIT_NAME, MAX_RELEASED, seal, unseal, unseal_commit
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers.places import (
     LOCK_NAME,
@@ -26,26 +35,47 @@ from offload.tiers.places import (
     hold_lock,
     is_being_read,
     lock_holder,
+    read_regular,
     release_lock,
 )
-from offload.tiers.store import RECORD_NAME
+from offload.tiers.store import RECORD_NAME, StoreDirectory
 
 _log = logging.getLogger("offload")
 
 _STORE = re.compile(r"offload-([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})")
+_RANK = re.compile(r"rank-\d+")
+
+HERE = ".."
+"""The folder of a pin whose checkpoint is the one that the store lies in, wherever that is moved."""
+
+_RECORD_BYTES = 1 << 16
+"""Most that a store's record may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """One checkpoint that refers to a store: its id, and the folder that it was written to."""
+    """One checkpoint that refers to a store: its id, and the folder that it was written to, or `HERE`."""
 
     id: str
     folder: str
 
 
+class Standing(enum.Enum):
+    """What is known of a checkpoint that a pin names."""
+
+    HELD = "it is in its folder"
+    RELEASED = "a session has released or replaced it"
+    MISSING = "nobody can tell: it is not in its folder, and nothing there says that it was released"
+
+
 def store_folder(path: str, store: uuid.UUID) -> Folder:
     """Return the folder of a store on a path."""
-    return open_folder(f"{path.rstrip('/')}/offload-{store}")
+    return _open_store(f"{path.rstrip('/')}/offload-{store}")
+
+
+def _open_store(name: str) -> Folder:
+    """Return the folder of a store; on a file system, of which somebody else may have made anything."""
+    return BucketFolder(name) if name.startswith("s3://") else DirectoryFolder(name, follow=False)
 
 
 def read_pins(folder: Folder) -> list[Pin]:
@@ -78,11 +108,92 @@ def pin(folder: Folder, added: Pin) -> None:
         write_pins(folder, [*pins, added])
 
 
-def unpin(folder: Folder, id: str) -> list[Pin]:
-    """Take a checkpoint's pin off a store; return what pins it still."""
-    pins = [pin for pin in read_pins(folder) if pin.id != id]
-    write_pins(folder, pins)
-    return pins
+def unpin(folder: Folder, id: str) -> None:
+    """Take a checkpoint's pin off a store; the caller has released it, or it has never been one."""
+    pins = read_pins(folder)
+    left = [pin for pin in pins if pin.id != id]
+    if left != pins:
+        write_pins(folder, left)
+
+
+# What may be freed ------------------------------------------------------------------------------------------------
+
+
+def standing(pin: Pin, store: str) -> Standing:
+    """Return what is known of the checkpoint of a pin.
+
+    What cannot be read counts as held: it may be mended.
+
+    Args:
+        pin: One of a store.
+        store: The store's directory, or prefix of a bucket.
+    """
+    if not pin.id:
+        return Standing.MISSING
+    folder = store.rpartition("/")[0] if pin.folder == HERE else pin.folder
+    try:
+        place = open_folder(folder)
+        content = place.read(COMMIT_NAME)
+        if content is not None:
+            commit = unseal_commit(content, folder)
+            if commit.id == pin.id:
+                return Standing.HELD
+            released = commit.replaced
+        else:
+            released = read_released(place)[0]
+    except (ConfigError, CheckpointError, ValueError):  # such as a name that no folder can have
+        return Standing.HELD
+    return Standing.RELEASED if pin.id in released else Standing.MISSING
+
+
+def released_before(folder: Folder) -> tuple[str, ...]:
+    """Return which checkpoints a folder has held and a commit to it replaces, newest first.
+
+    Raises:
+        CheckpointError: Its `COMMIT` is not ours to replace.
+    """
+    content = folder.read(COMMIT_NAME)
+    if content is None:
+        return read_released(folder)[0]
+    try:
+        commit = unseal_commit(content, os.path.join(folder.path, COMMIT_NAME))
+    except CheckpointError as cause:
+        raise CheckpointError(f"{cause}. It is not replaced: move it away, or save to another folder") from cause
+    return (commit.id, *commit.replaced)[:MAX_RELEASED]
+
+
+def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
+    """Return whether a checkpoint is in the folder that a store's pin names, and that is another one than `folder`.
+
+    `folder` is a copy of it then, and both need the store.
+
+    Raises:
+        CheckpointError: The pins cannot be read.
+    """
+    place = store_folder(path, store)
+    return any(
+        pin.id == id and not _is_same(pin.folder, folder) and standing(pin, place.path) is Standing.HELD
+        for pin in read_pins(place)
+    )
+
+
+def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
+    """Have the pin of a checkpoint that was moved name the folder that it is in now; the caller has the store's lock.
+
+    Raises:
+        CheckpointError: The pins cannot be read or written.
+    """
+    place = store_folder(path, store)
+    pins = read_pins(place)
+    moved = [Pin(id, folder) if pin.id == id and not _is_same(pin.folder, folder) else pin for pin in pins]
+    if moved != pins:
+        write_pins(place, moved)
+
+
+def _is_same(left: str, right: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return left == right or os.path.samefile(left, right)
+    return False
 
 
 def is_read(folder: Folder) -> bool:
@@ -109,8 +220,8 @@ class Leftover:
         nbytes: Bytes that it takes.
         used_by: Pid of the process that has its lock, or None.
         being_read: Whether some process reads it.
-        pins: Checkpoints that it is pinned by and that are where they were written.
-        missing: Pins of checkpoints of which nobody knows: deleted, never committed, or moved.
+        pins: Checkpoints that it is pinned by and that are in their folders.
+        missing: Pins of checkpoints of which nobody can tell: deleted, never committed, moved, or hidden by a mount.
         problem: Why it cannot be judged; "" if it can.
         opened_by: In an object store, who has opened it and may use it still: nobody can tell. "" elsewhere.
     """
@@ -125,9 +236,14 @@ class Leftover:
     opened_by: str = ""
 
     @property
-    def is_free(self) -> bool:
-        """Whether nobody uses or reads it and no checkpoint that is where it was written needs it."""
+    def is_unused(self) -> bool:
+        """Whether nobody uses or reads it, and no checkpoint that is in its folder needs it."""
         return not (self.used_by is not None or self.being_read or self.pins or self.problem)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it may be deleted by itself: nobody uses or reads it, and every pin was released."""
+        return self.is_unused and not self.missing
 
 
 def find_stores(path: str) -> list[Leftover]:
@@ -142,12 +258,19 @@ def find_stores(path: str) -> list[Leftover]:
     if not root.is_dir():
         raise ConfigError("PATH", path, "name a directory that exists")
     try:
-        found = [entry for entry in sorted(root.iterdir()) if _STORE.fullmatch(entry.name)]
-        for rank in sorted(root.glob("rank-*")):
-            found += [entry for entry in sorted(rank.iterdir()) if _STORE.fullmatch(entry.name)]
+        ranks = [rank for rank in sorted(root.iterdir()) if _RANK.fullmatch(rank.name) and _is_directory(rank)]
+        return [judge(store) for folder in (root, *ranks) for store in stores_in(folder)]
     except OSError as cause:
         raise ConfigError("PATH", path, f"it cannot be read: {cause.strerror}") from cause
-    return [_judge(entry) for entry in found if entry.is_dir()]
+
+
+def stores_in(folder: Path) -> list[Path]:
+    """Return the directories of stores in a folder, in order; a link in the place of one is none."""
+    return [entry for entry in sorted(folder.iterdir()) if _STORE.fullmatch(entry.name) and _is_directory(entry)]
+
+
+def _is_directory(entry: Path) -> bool:
+    return entry.is_dir() and not entry.is_symlink()
 
 
 def leftover_bytes(paths: Sequence[str]) -> int:
@@ -157,10 +280,15 @@ def leftover_bytes(paths: Sequence[str]) -> int:
         if path.startswith("s3://"):
             continue
         with contextlib.suppress(OSError):
-            for store in Path(path.removeprefix("file://")).iterdir():
-                if _STORE.fullmatch(store.name) and lock_holder(store) is None:
-                    found += sum(entry.stat().st_blocks * 512 for entry in store.iterdir())
+            for store in stores_in(Path(path.removeprefix("file://"))):
+                if lock_holder(store) is None:
+                    found += _bytes_of(store)
     return found
+
+
+def _bytes_of(store: Path) -> int:
+    with StoreDirectory(store) as files:
+        return sum(status.st_blocks * 512 for status in files.files().values())
 
 
 def _find_remote(path: str) -> list[Leftover]:
@@ -180,63 +308,89 @@ def _judge_remote(path: str, nbytes: int) -> Leftover:
     try:
         opened = json.loads(folder.read(RECORD_NAME) or b"{}")
         who = f"process {opened.get('pid', '?')} on {opened.get('host', '?')}"
-        alive, missing = _split_pins(folder)
+        held, missing = _split_pins(folder, path)
     except (ValueError, AttributeError, CheckpointError) as cause:
         return Leftover(path, nbytes, None, False, (), (), problem=str(cause))
-    return Leftover(path, nbytes, None, False, alive, missing, opened_by=who)
+    return Leftover(path, nbytes, None, False, held, missing, opened_by=who)
 
 
-def _split_pins(folder: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
-    """Return the pins whose checkpoints are where they were written, and those of which nobody can tell."""
-    held = [(pin, holds(pin.folder, pin.id)) for pin in read_pins(folder)]
-    return tuple(pin for pin, there in held if there), tuple(pin for pin, there in held if there is None)
+def judge(store: Path, *, locked: bool = False) -> Leftover:
+    """Return what is known of a store on a file system.
 
-
-def _judge(store: Path) -> Leftover:
-    nbytes = 0
-    with contextlib.suppress(OSError):
-        nbytes = sum(entry.stat().st_blocks * 512 for entry in store.iterdir())
-    try:
-        used_by, being_read = lock_holder(store), is_being_read(store)
-        alive, missing = _split_pins(open_folder(str(store)))
-    except (OSError, CheckpointError) as cause:
-        return Leftover(str(store), nbytes, None, False, (), (), problem=str(cause))
-    return Leftover(str(store), nbytes, used_by, being_read, alive, missing)
-
-
-def holds(folder: str, id: str) -> bool | None:
-    """Return whether a folder holds the checkpoint of that id; None if it holds none, so that nobody can tell.
-
-    A folder that was moved holds none either. What cannot be read counts as held: it may be mended.
+    Args:
+        store: Its directory.
+        locked: Whether the caller has its lock, and is nobody who uses it.
     """
+    nbytes, used_by = 0, None
     try:
-        place = open_folder(folder)
-        content = place.read(COMMIT_NAME)
-        if content is None:
-            return None if place.read(RELEASED_NAME) is None else False
-        return unseal_commit(content, folder)[0] == id
-    except (ConfigError, CheckpointError):
-        return True
+        nbytes = _bytes_of(store)
+        _check_owner(store)
+        _check_record(store)
+        used_by = None if locked else lock_holder(store)
+        being_read = is_being_read(store)
+        held, missing = _split_pins(_open_store(str(store)), str(store))
+    except OSError as cause:
+        problem = f"{cause.filename}: {cause.strerror}" if cause.filename else str(cause)
+        return Leftover(str(store), nbytes, used_by, False, (), (), problem=problem)
+    except CheckpointError as cause:
+        return Leftover(str(store), nbytes, used_by, False, (), (), problem=str(cause))
+    return Leftover(str(store), nbytes, used_by, being_read, held, missing)
 
 
-def unused_copies(folder: str, used: Collection[uuid.UUID]) -> list[Leftover]:
-    """Return stores in a checkpoint's own folder that it does not refer to and nobody uses."""
-    if folder.startswith("s3://"):
+def _check_owner(store: Path) -> None:
+    owner = os.stat(store, follow_symlinks=False).st_uid
+    if os.geteuid() not in (0, owner):
+        raise CheckpointError(f"it belongs to the user with number {owner}")
+
+
+def _check_record(store: Path) -> None:
+    """Make sure that a store's record, if it has one, is its own: it may be a copy that somebody made by hand."""
+    try:
+        record = json.loads(read_regular(store / RECORD_NAME, _RECORD_BYTES))
+        name = f"offload-{record['uuid']}"
+    except FileNotFoundError:
+        return  # its session was killed while it was made, or deleted
+    except (ValueError, TypeError, KeyError, RecursionError):
+        name = ""
+    if name != store.name:
+        raise CheckpointError(f"{store / RECORD_NAME} is not the record of this store")
+
+
+def _split_pins(folder: Folder, store: str) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
+    """Return the pins whose checkpoints are in their folders, and those of which nobody can tell."""
+    pins = read_pins(folder)
+    if not any(pin.folder == HERE for pin in pins):
+        pins += _implied_pins(store)
+    parent = store.rpartition("/")[0]
+    known = [(Pin(pin.id, parent if pin.folder == HERE else pin.folder), standing(pin, store)) for pin in pins]
+    held = tuple(pin for pin, what in known if what is Standing.HELD)
+    return held, tuple(pin for pin, what in known if what is Standing.MISSING)
+
+
+def _implied_pins(store: str) -> list[Pin]:
+    """Return the pin that a self-contained checkpoint around a store would have, had it been written today."""
+    folder, _, name = store.rpartition("/")
+    place = open_folder(folder)
+    if place.read(COMMIT_NAME) is None:
         return []
-    found = []
-    for entry in sorted(Path(folder).iterdir()):
-        match = _STORE.fullmatch(entry.name)
-        if match is not None and uuid.UUID(match.group(1)) not in used:
-            found.append(_judge(entry))
-    return [leftover for leftover in found if leftover.is_free]
+    try:
+        id, manifests = read_manifests(place)
+    except CheckpointError:
+        return [Pin("", HERE)]  # it is damaged or not ours: what it names is not known
+    refs = [ref for manifest in manifests for ref in manifest.stores]
+    return [Pin(id, HERE)] if any(ref.path is None and f"offload-{ref.store}" == name for ref in refs) else []
 
 
-def remove(leftover: Leftover) -> bool:
-    """Delete a store that nobody needs, holding its lock meanwhile; return whether it is gone.
+def remove(leftover: Leftover, *, missing: bool = False) -> bool:
+    """Delete a store that may be freed, holding its lock meanwhile; return whether it is gone.
 
-    A store is left alone if somebody has taken it in the meantime, or if it has no lock file (it may just be in the
-    making, or on a file system without locks). Only files that stores are made of are deleted. In an object store
-    nothing tells whether somebody uses it: the caller says by this that nobody does.
+    It is judged again under its lock. A store is left alone if it has no lock file: it may just be in the making, or
+    on a file system without locks. Only files that stores are made of are deleted. In an object store nothing tells
+    whether somebody uses it: the caller says by this that nobody does.
+
+    Args:
+        leftover: Which one.
+        missing: Delete it even if some of its pins are missing: the caller knows that their checkpoints are gone.
     """
     if leftover.path.startswith("s3://"):
         try:
@@ -251,20 +405,21 @@ def remove(leftover: Leftover) -> bool:
     except OSError:
         return False
     try:
-        return not is_being_read(store) and delete_files(store)
+        return delete_unused(store, missing=missing)
     finally:
         release_lock(lock)
 
 
-def delete_files(store: Path) -> bool:
-    """Delete a store whose lock the caller holds; return whether it is gone."""
+def delete_unused(store: Path, *, missing: bool = False) -> bool:
+    """Delete a store whose lock the caller has, if it may be freed; return whether it is gone. See `remove`."""
+    found = judge(store, locked=True)
+    if not (found.is_free or (missing and found.is_unused)):
+        return False
     try:
-        for name in STORE_FILES:
-            with contextlib.suppress(FileNotFoundError):
-                (store / name).unlink()
-        for temporary in store.glob(f"{TEMPORARY}*"):
-            temporary.unlink()
-        store.rmdir()
+        with StoreDirectory(store) as files:
+            names = list(files.files())
+            files.delete([*STORE_FILES, *(name for name in names if name.startswith(TEMPORARY))])
+            files.remove()
     except OSError:
         return False
     return True
@@ -278,3 +433,20 @@ def take_over(path: str, store: uuid.UUID) -> int | None:
         return hold_lock(Path(path) / f"offload-{store}" / LOCK_NAME, existing=True)
     except OSError:
         return None
+
+
+# Where stores are -------------------------------------------------------------------------------------------------
+
+
+def places_of(store: uuid.UUID, paths: Sequence[str]) -> list[str]:
+    """Return the directories, among some paths and those of their ranks, in which there is a store of that name."""
+    found = []
+    for path in paths:
+        if path.startswith("s3://"):
+            continue
+        root = Path(os.path.abspath(path.removeprefix("file://")))
+        top = root.parent if _RANK.fullmatch(root.name) else root
+        with contextlib.suppress(OSError):
+            ranks = [rank for rank in sorted(top.iterdir()) if _RANK.fullmatch(rank.name)]
+            found += [folder for folder in (root, top, *ranks) if _is_directory(folder / f"offload-{store}")]
+    return list(dict.fromkeys(map(str, found)))

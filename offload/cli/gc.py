@@ -16,8 +16,8 @@ def add_parser(commands: Any) -> None:
         "gc",
         help="delete stores that killed sessions have left on a path",
         description="Delete stores (offload-<uuid>) that no process uses and no checkpoint needs. What checkpoints "
-        "refer to stays, and so does everything else there. Nobody can tell whether a process uses a store in a "
-        "bucket, so there a store is deleted only if --store names it.",
+        "refer to stays, as does what a missing checkpoint may refer to, and everything else there. Nobody can tell "
+        "whether a process uses a store in a bucket, so there a store is deleted only if --store names it.",
     )
     parser.add_argument(
         "path",
@@ -33,10 +33,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     parser.add_argument(
-        "--orphans",
+        "--really",
         action="store_true",
-        help="also delete stores of checkpoints that are not in the folder they were written to any more (nor any "
-        "other there): deleted by hand, never committed, or moved; a checkpoint that was moved is lost by this",
+        help="also delete stores of missing checkpoints: these are not in the folder they were written to, and "
+        "nothing there says that they were released. They were deleted by hand, never committed, or moved, or "
+        "another folder is mounted there; a checkpoint that is still somewhere is lost by this",
     )
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing")
@@ -73,16 +74,16 @@ def run(arguments: argparse.Namespace) -> int:
             verdict = "kept: somebody reads it"
         elif store.pins:
             verdict = f"kept: needed by {', '.join(pin.folder for pin in store.pins)}"
-        elif store.missing and not arguments.orphans:
+        elif store.missing and not arguments.really:
             verdict = (
-                f"kept: belongs to {', '.join(pin.folder for pin in store.missing)}, where there is no checkpoint "
-                "now; --orphans deletes it"
+                f"missing: its checkpoint is not in {', '.join(pin.folder for pin in store.missing)} and was not "
+                "released; if it is gone for good, --really deletes this"
             )
         elif store.opened_by and arguments.store is None:
             verdict = f"kept: {store.opened_by} has opened it and may use it; if it does not, --store deletes it"
         elif arguments.dry_run:
             verdict = "would be deleted"
-        elif remove(store):
+        elif remove(store, missing=arguments.really):
             verdict = "deleted"
         else:
             verdict = "kept: it cannot be deleted, or has no lock file; delete it by hand if nobody uses it"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from offload.checkpoint.reader import is_checkpoint
+from offload.checkpoint.contents import is_checkpoint
 from offload.cli.model import Shape, build_model, choose_shape, parameter_groups
 from offload.cli.progress import Progress
 from offload.cli.record import (

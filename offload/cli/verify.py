@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _folders(path: str) -> list[str]:
     """Return the checkpoint in `path`, or those that the stores there are pinned by."""
+    from offload.checkpoint.contents import read_commit
     from offload.checkpoint.folder import open_folder
-    from offload.checkpoint.reader import read_commit
     from offload.checkpoint.stores import find_stores
 
     try:

@@ -29,7 +29,7 @@ from offload.checkpoint.manifest import Manifest, Piece
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Exchange, Saves, Snapshot
-from offload.checkpoint.stores import leftover_bytes
+from offload.checkpoint.stores import leftover_bytes, released_before
 from offload.config import OffloadConfig
 from offload.engine.executor import REQUEST, LiveExecutor
 from offload.engine.gpu import GpuLanes
@@ -622,11 +622,7 @@ class Core:
         if not copy and not self.config.checkpoints:
             raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
         with self._lock:
-            pending = saves.pending
-            if pending is not None:
-                log.info("waiting for the checkpoint in %s before the next", pending.folder.path)
-                pending.done.wait()
-            self.check_usable()
+            self._wait_for_save(saves)
             layout = self.plan.layout
             saved = Layout((), ()) if replica else layout
             # State that is still to be taken from the weights is taken now, so that all of it is somewhere; what lies
@@ -659,6 +655,8 @@ class Core:
                 ranks=ranks,
                 copy=copy,
             )
+            if rank == 0:
+                released_before(folder)  # a COMMIT there that is not ours is not replaced
             folder.prepare()
             needs_buffers = any(subgroup.weight_tiles for subgroup in saved.subgroups) or self.plan.uses_gpu
 
@@ -685,6 +683,29 @@ class Core:
                     self._take_save()
                     raise error
 
+            self._request(begin)
+
+    def _wait_for_save(self, saves: Saves) -> None:
+        pending = saves.pending
+        if pending is not None:
+            log.info("waiting for the checkpoint in %s before the next", pending.folder.path)
+            pending.done.wait()
+        self.check_usable()
+
+    def release(self, path: str | os.PathLike[str]) -> None:
+        """See `Engine.release`."""
+        self.check_usable()
+        saves = self._saves
+        if saves is None:
+            return
+        folder = open_folder(path).path
+
+        def begin() -> None:
+            for number in saves.release(folder):
+                self.machine.handle(Release(number))
+
+        with self._lock:
+            self._wait_for_save(saves)
             self._request(begin)
 
     def wait_checkpoint(self, timeout_s: float | None) -> None:

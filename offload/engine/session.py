@@ -276,6 +276,20 @@ class Engine:
             path, metadata or {}, extra, pieces, copy, on_done, id or uuid.uuid4().hex, rank, ranks, replica
         )
 
+    def release(self, path: str | os.PathLike[str]) -> None:
+        """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.
+
+        A kept checkpoint whose folder was deleted or moved is not released in its turn, as nobody can tell which;
+        this says that it is gone.
+
+        Args:
+            path: The folder that it was saved to.
+
+        Raises:
+            CheckpointError: None in that folder is kept, or somebody is reading it.
+        """
+        self._core.release(path)
+
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.
 

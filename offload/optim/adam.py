@@ -753,6 +753,21 @@ class OffloadedAdam(torch.optim.Optimizer):
         """
         self.engine.wait_checkpoint(timeout_s)
 
+    def release_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Release a checkpoint that is kept: it is none from then on, and its slots are free.
+
+        Older checkpoints than `OffloadConfig.checkpoints_kept` are released by themselves, but not those whose folder
+        was moved or deleted: nobody can tell which. Call this before or after deleting the folder of a checkpoint
+        that is still kept. With `torch.distributed`, all ranks call it together.
+
+        Args:
+            path: The folder that it was saved to.
+
+        Raises:
+            CheckpointError: None in that folder is kept by this optimizer, or somebody is reading it.
+        """
+        self.engine.release(path)
+
     @torch.no_grad()
     def load_checkpoint(
         self, path: str | os.PathLike[str], *, hyperparameters: bool = True, weights_only: bool = True
@@ -777,7 +792,9 @@ class OffloadedAdam(torch.optim.Optimizer):
                 unless damage was found while the state was read, which breaks the session. State that stays where it
                 lies is read, and verified, when it is next used.
         """
-        with self._lock, Checkpoint(path, verify=self.engine.config.checksum) as checkpoint:
+        config = self.engine.config
+        places = [place.path for place in config.path_configs]
+        with self._lock, Checkpoint(path, verify=config.checksum, paths=places) as checkpoint:
             rank = _world()[1]
             rank = rank if rank < len(checkpoint.manifests) else 0
             groups = self._checked_groups(checkpoint.manifests[rank].metadata, checkpoint.path)

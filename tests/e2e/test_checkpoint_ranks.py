@@ -14,8 +14,9 @@ import torch.multiprocessing as mp
 
 import offload
 from offload.checkpoint import commit
+from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.manifest import Piece
-from offload.checkpoint.reader import Checkpoint, is_checkpoint
+from offload.checkpoint.reader import Checkpoint
 
 WHOLE = 10_000
 SCALARS = offload.GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)

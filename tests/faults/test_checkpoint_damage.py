@@ -23,7 +23,7 @@ import torch
 import offload
 from offload import cli
 from offload.checkpoint import saves
-from offload.checkpoint.manifest import COMMIT_NAME, decode, seal, seal_commit, unseal, unseal_commit
+from offload.checkpoint.manifest import COMMIT_NAME, CommitRecord, decode, seal, seal_commit, unseal, unseal_commit
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores
 from offload.engine import setup
@@ -228,7 +228,8 @@ def test_fuzzed_manifests_never_crash(checkpoint: Path) -> None:
             except offload.CheckpointError:
                 continue
             assert bytes(noise) == content
-    assert unseal_commit(seal_commit("a" * 32, 3), "x") == ("a" * 32, 3)
+    commit = CommitRecord("a" * 32, 3, ("b" * 32,))
+    assert unseal_commit(seal_commit(commit), "x") == commit
 
 
 def test_load_that_finds_damage_breaks_the_session_and_says_so(checkpoint: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 import offload
-from offload.checkpoint.reader import is_checkpoint
+from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.stores import find_stores
 
 SIZES = (40_000, 7, 3000, 25_000)

@@ -1,0 +1,111 @@
+"""What a checkpoint's folder says: whether it holds one, what it held before, and the manifests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from offload.checkpoint.folder import Folder, open_folder
+from offload.checkpoint.manifest import (
+    COMMIT_NAME,
+    RELEASED_NAME,
+    CommitRecord,
+    Manifest,
+    decode,
+    manifest_name,
+    unseal_commit,
+    unseal_released,
+)
+from offload.errors import CheckpointError, ConfigError
+from offload.tiers.remote import crc32c_of
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first few of some names, for messages."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more if names else "none"
+
+
+def read_commit(folder: Folder) -> CommitRecord:
+    """Return the `COMMIT` of the checkpoint that a folder holds.
+
+    Raises:
+        CheckpointError: It holds none, or its `COMMIT` is damaged.
+    """
+    content = folder.read(COMMIT_NAME)
+    if content is not None:
+        return unseal_commit(content, os.path.join(folder.path, COMMIT_NAME))
+    ids, note = read_released(folder)
+    if ids:
+        raise CheckpointError(f"{folder.path} was a checkpoint until it was released: {note}")
+    names = folder.names()
+    if any(name.startswith("manifest-") for name in names):
+        raise CheckpointError(
+            f"{folder.path} is no checkpoint yet: it was never committed (there is no {COMMIT_NAME})"
+        )
+    what = "the folder is not there, or empty" if not names else f"it holds {some_of(names)}"
+    raise CheckpointError(f"{folder.path} is no checkpoint: {what}")
+
+
+def read_released(folder: Folder) -> tuple[tuple[str, ...], str]:
+    """Return the ids of checkpoints that a folder without a `COMMIT` held until they were released, and why.
+
+    A file of that name that is not ours says nothing.
+    """
+    content = folder.read(RELEASED_NAME)
+    try:
+        return unseal_released(content, folder.path) if content is not None else ((), "")
+    except CheckpointError:
+        return (), ""
+
+
+def read_manifests(folder: Folder) -> tuple[str, list[Manifest]]:
+    """Return the id and all manifests of the checkpoint that a folder holds.
+
+    Raises:
+        CheckpointError: There is none, or a file of it is missing, damaged, or of another checkpoint.
+    """
+    commit = read_commit(folder)
+    id, ranks = commit.id, commit.ranks
+    manifests = []
+    for rank in range(ranks):
+        name = manifest_name(id, rank)
+        where = os.path.join(folder.path, name)
+        content = folder.read(name)
+        if content is None:
+            raise CheckpointError(f"{where} is missing: the checkpoint was written by {ranks} ranks")
+        manifest = decode(content, where)
+        if (manifest.id, manifest.rank, manifest.ranks) != (id, rank, ranks):
+            found = f"rank {manifest.rank} of {manifest.ranks} of the save {manifest.id}"
+            raise CheckpointError(f"{where} belongs to another checkpoint: it is of {found}")
+        manifests.append(manifest)
+    if len({manifest.step for manifest in manifests}) > 1:
+        raise CheckpointError(f"{folder.path} is damaged: its ranks are of steps {[m.step for m in manifests]}")
+    return id, manifests
+
+
+def read_extra(folder: Folder, manifest: Manifest) -> bytes | None:
+    """Return what else a rank's caller gave, if anything.
+
+    Raises:
+        CheckpointError: It is not there or damaged.
+    """
+    if manifest.extra is None:
+        return None
+    name, nbytes, checksum = manifest.extra
+    where = os.path.join(folder.path, name)
+    content = folder.read(name)
+    if content is None:
+        raise CheckpointError(f"{where} is missing")
+    if len(content) != nbytes or crc32c_of(content) != checksum:
+        raise CheckpointError(f"{where} is damaged: its size or checksum is not the one it was written with")
+    return content
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder holds a committed checkpoint."""
+    try:
+        read_commit(open_folder(path))
+    except (CheckpointError, ConfigError):
+        return False
+    return True

@@ -1,0 +1,400 @@
+"""What may be freed: a checkpoint is lost by nothing but a release that names it, whatever its folder is called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import offload
+from offload import cli
+from offload.checkpoint.contents import is_checkpoint
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.manifest import seal
+from offload.checkpoint.stores import find_stores, read_pins, write_pins
+from offload.tiers.places import open_regular, read_regular
+
+HISTORIES = Path(__file__).parent / "histories.py"
+
+
+class Run:
+    """A session whose state all lies on paths."""
+
+    def __init__(self, *paths: Path, keep: int | None = None) -> None:
+        start = torch.randn(3000, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+        self.weight = torch.nn.Parameter(start.bfloat16())
+        self.optimizer = offload.AdamW(
+            [("w", self.weight)],
+            offload=offload.OffloadConfig(
+                host_memory=0,
+                paths=[{"path": str(path), "depth": 2} for path in paths],
+                subgroup_numel=1024,
+                checkpoints_kept=keep,
+            ),
+        )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.optimizer.close()
+
+    def train(self, steps: int = 1) -> Run:
+        for _ in range(steps):
+            self.weight.grad = torch.full((3000,), 0.5, dtype=torch.bfloat16)
+            self.optimizer.step()
+        return self
+
+    def save(self, folder: Path, *, copy: bool = False) -> None:
+        self.optimizer.save_checkpoint(folder, copy=copy, extra={"step": self.optimizer.engine.step_count(0)})
+        self.optimizer.wait_checkpoint()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "nvme").mkdir()
+    return tmp_path / "nvme"
+
+
+def steps_in(folder: Path, *paths: Path) -> int:
+    """Return the number of steps that a checkpoint holds, having gone on from it."""
+    with Run(*paths) as run:
+        extra = run.optimizer.load_checkpoint(folder)
+        run.train()
+        assert run.optimizer.engine.step_count(0) == extra["step"] + 1
+        return int(extra["step"])
+
+
+def write(path: Path, steps: int, folder: Path, *, copy: bool = False) -> None:
+    with Run(path) as run:
+        run.train(steps).save(folder, copy=copy)
+
+
+# A folder's name that means something else by now ------------------------------------------------------------------
+
+
+def test_a_link_that_points_elsewhere_now(tmp_path: Path, path: Path) -> None:
+    for name in ("run1", "run2"):
+        (tmp_path / name).mkdir()
+    latest = tmp_path / "latest"
+    latest.symlink_to("run1")
+    write(path, 1, latest / "ck")
+    latest.unlink()
+    latest.symlink_to("run2")
+    write(path, 2, latest / "ck")
+    assert steps_in(tmp_path / "run1/ck", path) == 1
+    assert steps_in(tmp_path / "run2/ck", path) == 2
+
+
+def test_a_folder_that_was_renamed_before_a_new_session_saves_there(tmp_path: Path, path: Path) -> None:
+    write(path, 1, tmp_path / "ck")
+    os.rename(tmp_path / "ck", tmp_path / "best")
+    write(path, 2, tmp_path / "ck")
+    assert steps_in(tmp_path / "best", path) == 1
+    assert steps_in(tmp_path / "ck", path) == 2
+
+
+def test_a_folder_that_was_renamed_while_its_session_goes_on(
+    tmp_path: Path, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(path) as run:
+        run.train(1).save(tmp_path / "ck")
+        os.rename(tmp_path / "ck", tmp_path / "best")
+        for _ in range(3):
+            run.train(1).save(tmp_path / "ck")
+        assert [r.message for r in caplog.records if "is not in" in r.message], "nobody was told"
+        assert len([r for r in caplog.records if "is not in" in r.message]) == 1, "told more than once"
+        run.train(3)
+    assert steps_in(tmp_path / "best", path) == 1
+    assert steps_in(tmp_path / "ck", path) == 4
+
+
+def test_another_folder_that_is_mounted_at_the_same_name(tmp_path: Path, path: Path) -> None:
+    for name in ("host1", "host2", "ck"):
+        (tmp_path / name).mkdir()
+
+    def mounted(host: str, work: Callable[[], object]) -> None:
+        done = subprocess.run(["mount", "--bind", tmp_path / host, tmp_path / "ck"], capture_output=True)
+        if done.returncode:
+            pytest.skip("directories cannot be mounted here")
+        try:
+            work()
+        finally:
+            subprocess.run(["umount", "--lazy", tmp_path / "ck"], check=True)
+
+    mounted("host1", lambda: write(path, 1, tmp_path / "ck"))
+    mounted("host2", lambda: write(path, 2, tmp_path / "ck"))
+    mounted("host1", lambda: steps_in(tmp_path / "ck", path) == 1 or pytest.fail("another checkpoint"))
+
+
+def test_a_path_and_its_checkpoint_that_were_moved_together(tmp_path: Path) -> None:
+    paths = tmp_path / "disk/a", tmp_path / "disk/b"
+    for path in paths:
+        path.mkdir(parents=True)
+    with Run(*paths) as run:
+        run.train(2).save(tmp_path / "disk/ck")
+    os.rename(tmp_path / "disk", tmp_path / "elsewhere")
+    moved = tmp_path / "elsewhere/b", tmp_path / "elsewhere/a"  # in any order
+    assert steps_in(tmp_path / "elsewhere/ck", *moved) == 2
+    for place in moved:  # its session has taken the stores over, and noted where the checkpoint is now
+        (store,) = find_stores(str(place))
+        assert [pin.folder for pin in store.pins] == [str(tmp_path / "elsewhere/ck")]
+        assert not store.missing
+
+
+def test_a_copy_of_a_folder_leaves_the_original_its_state(tmp_path: Path, path: Path) -> None:
+    write(path, 1, tmp_path / "ck")
+    shutil.copytree(tmp_path / "ck", tmp_path / "copied")
+    with Run(path) as run:
+        run.optimizer.load_checkpoint(tmp_path / "copied")
+        run.train().save(tmp_path / "copied")
+        run.train(3)
+    assert steps_in(tmp_path / "ck", path) == 1
+    assert steps_in(tmp_path / "copied", path) == 2
+
+
+def test_a_release_that_was_cut_short_is_finished_by_the_next_commit(tmp_path: Path, path: Path) -> None:
+    for folder in ("same", "other"):
+        with Run(path) as run:
+            run.train().save(tmp_path / "same")
+            (store,) = [store for store in find_stores(str(path)) if store.used_by]
+            pins = read_pins(open_folder(store.path))
+        with Run(path) as run:
+            run.optimizer.load_checkpoint(tmp_path / "same")
+            run.train().save(tmp_path / folder)
+        # As if its session had been killed before it took its pin back.
+        write_pins(open_folder(store.path), [*read_pins(open_folder(store.path)), *pins])
+        (found,) = [found for found in find_stores(str(path)) if found.path == store.path]
+        assert not found.missing, "what was released by name is not missing"
+        assert len(found.pins) == 1
+        assert steps_in(tmp_path / folder, path) == 2
+
+
+# Self-contained checkpoints ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "of a version that did not pin copies"])
+@pytest.mark.parametrize("where", ["archive", "nvme", "nvme/rank-0"])
+def test_the_state_of_a_copy_is_never_a_leftover(
+    tmp_path: Path, path: Path, where: str, pinned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / where
+    write(path, 1, folder, copy=True)
+    (store,) = (Path(store.path) for store in find_stores(str(folder)))
+    if not pinned:
+        (store / "pins.json").unlink()
+    assert cli.main(["gc", str(folder)]) == 0
+    assert "kept: needed by" in capsys.readouterr().out
+    write(path, 2, tmp_path / "another")
+    assert steps_in(folder, path) == 1
+    shutil.copytree(folder, tmp_path / "moved")
+    shutil.rmtree(folder) if where == "archive" else None
+    assert cli.main(["gc", str(tmp_path / "moved")]) == 0
+    assert steps_in(tmp_path / "moved", path) == 1
+
+
+def test_a_copy_that_was_replaced_goes(tmp_path: Path, path: Path) -> None:
+    with Run(path) as run:
+        for number in range(4):
+            run.train().save(tmp_path / "ck", copy=number % 2 == 0)
+            assert len(find_stores(str(tmp_path / "ck"))) == (number % 2 == 0)
+    assert steps_in(tmp_path / "ck", path) == 4
+
+
+# What a person says ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_missing_is_reported_and_goes_only_when_told_to(
+    tmp_path: Path, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(path, 1, tmp_path / "ck")
+    shutil.rmtree(tmp_path / "ck")
+    write(path, 1, tmp_path / "ck")  # the next commit tidies up, and leaves it
+    capsys.readouterr()
+    assert cli.main(["gc", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "missing" in out
+    assert "KiB" in out
+    assert len(find_stores(str(path))) == 2
+    assert cli.main(["gc", "--really", str(path)]) == 0
+    assert len(find_stores(str(path))) == 1
+    assert steps_in(tmp_path / "ck", path) == 1
+
+
+def test_a_deleted_checkpoint_gives_its_room_back_when_it_is_released(tmp_path: Path, path: Path) -> None:
+    with Run(path, keep=3) as run:
+        sizes = []
+        for number in range(8):
+            run.train(2).save(tmp_path / f"ck-{number}")
+            shutil.rmtree(tmp_path / f"ck-{number}")
+            run.optimizer.release_checkpoint(tmp_path / f"ck-{number}")
+            sizes.append(len(run.optimizer.engine._core.machine.saver.held))
+        assert sizes == [0] * 8
+        run.train().save(tmp_path / "last")
+        run.optimizer.release_checkpoint(tmp_path / "last")
+        assert not is_checkpoint(tmp_path / "last")
+        with pytest.raises(offload.CheckpointError, match="was a checkpoint until it was released"):
+            run.optimizer.load_checkpoint(tmp_path / "last")
+        with pytest.raises(offload.CheckpointError, match="is kept by this session; it keeps none"):
+            run.optimizer.release_checkpoint(tmp_path / "last")
+    assert not list(path.iterdir())
+
+
+# Files of others ---------------------------------------------------------------------------------------------------
+
+STRANGER = "offload-00000000-0000-4000-8000-000000000001"
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize("make", [fifo, link, folder])
+@pytest.mark.parametrize("name", ["lock", "pins.json", "store.json", "tiles"])
+def test_nothing_in_a_strangers_store_can_hang_or_mislead(
+    tmp_path: Path, path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    store = path / STRANGER
+    store.mkdir()
+    (store / "lock").touch()
+    (store / name).unlink(missing_ok=True)
+    make(store / name)
+    if name != "tiles":
+        assert not any(leftover.is_free for leftover in find_stores(str(path)))
+    write(path, 1, tmp_path / "ck")
+    assert steps_in(tmp_path / "ck", path) == 1
+
+
+def test_a_link_in_the_place_of_a_store_is_not_followed(tmp_path: Path, path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    names = ["lock", "pins.json", "store.json", "tiles", "mine"]
+    for name in names:
+        (victim / name).touch()
+    (path / STRANGER).symlink_to(victim)
+    (path / "rank-7").symlink_to(tmp_path)
+    write(path, 1, tmp_path / "ck")
+    assert cli.main(["gc", "--really", str(path), "--quiet"]) == 0
+    assert sorted(os.listdir(victim)) == sorted(names)
+    assert (path / STRANGER).is_symlink()
+
+
+def test_a_session_deletes_its_own_directory_and_no_other_of_its_name(tmp_path: Path, path: Path) -> None:
+    with Run(path) as run:
+        run.train()
+        (store,) = path.iterdir()
+        os.rename(store, tmp_path / "stolen")
+        victim = tmp_path / "victim"
+        victim.mkdir()
+        for name in ("lock", "store.json", "tiles"):
+            (victim / name).touch()
+        store.symlink_to(victim)
+    assert sorted(os.listdir(victim)) == ["lock", "store.json", "tiles"]
+
+
+def test_a_store_that_was_copied_by_hand_is_nobodys_leftover(tmp_path: Path, path: Path) -> None:
+    with Run(path) as run:
+        run.train()
+        (store,) = path.iterdir()
+        shutil.copytree(store, path / STRANGER)
+    write(path, 1, tmp_path / "ck")
+    (found,) = [found for found in find_stores(str(path)) if found.path.endswith(STRANGER)]
+    assert "is not the record of this store" in found.problem
+
+
+def test_files_of_others_in_a_checkpoints_folder_stay(tmp_path: Path, path: Path) -> None:
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    mine = {"RELEASED": "of mine", "manifest-notes.json": "{}", "config.json": "{}"}
+    for name, content in mine.items():
+        (folder / name).write_text(content)
+    with Run(path) as run:
+        run.train().save(folder)
+        run.train().save(folder)
+        run.train().save(tmp_path / "next")
+        for name, content in mine.items():
+            assert (folder / name).read_text() == content
+        (folder / "COMMIT").write_text("the commit of my run")
+        with pytest.raises(offload.CheckpointError, match="move it away, or save to another folder"):
+            run.optimizer.save_checkpoint(folder)
+        assert (folder / "COMMIT").read_text() == "the commit of my run"
+        run.train()
+    assert steps_in(tmp_path / "next", path) == 3
+
+
+def test_pins_with_names_that_no_folder_can_have_keep_their_store(path: Path) -> None:
+    store = path / STRANGER
+    store.mkdir()
+    (store / "lock").touch()
+    for name in ("\0", "\ud800", "", "x" * 5000):
+        (store / "pins.json").write_bytes(seal("pins", {"pins": [["a" * 32, name]]}))
+        (found,) = find_stores(str(path))
+        assert not found.is_free
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "fifo")
+    assert read_regular(tmp_path / "file", 5) == b"12345"
+    assert read_regular(tmp_path / "link", 5, follow=True) == b"12345"
+    for name, follow, limit_bytes in (("file", False, 4), ("link", False, 5), ("fifo", True, 5), (".", True, 5)):
+        with pytest.raises(OSError, match=r"more than 4|symbolic link|not a regular file"):
+            read_regular(tmp_path / name, limit_bytes, follow=follow)
+    os.close(descriptor := open_regular(tmp_path / "file"))
+    assert descriptor >= 0
+
+
+# All of it at random -----------------------------------------------------------------------------------------------
+
+
+def run_histories(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, HISTORIES, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_a_few_random_histories_lose_nothing() -> None:
+    run_histories("--histories", "10", "--seed", "108")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+def test_many_random_histories_lose_nothing() -> None:
+    run_histories("--histories", "2000")
+
+
+@pytest.mark.slow
+def test_the_histories_notice_a_loss(tmp_path: Path) -> None:
+    """A checker that cannot fail would be worse than none."""
+    spoilt = tmp_path / "spoilt.py"
+    spoilt.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(HISTORIES.parent)!r})\n"
+        "from offload.checkpoint import stores\n"
+        "real = stores.standing\n"
+        "def standing(pin, store):\n"
+        "    found = real(pin, store)\n"
+        "    return stores.Standing.RELEASED if found is stores.Standing.MISSING else found\n"
+        "stores.standing = standing\n"
+        "from offload.checkpoint import adopt, commit\n"
+        "adopt.standing = commit.standing = standing\n"
+        "import histories\n"
+        "sys.exit(histories.main())\n"
+    )
+    done = subprocess.run([sys.executable, spoilt, "--histories", "10"], capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
