@@ -155,7 +155,7 @@ class OffloadedOptimizer:
     def _norms(self) -> dict[str, torch.Tensor]:
         """Return the norms of this rank's gradients by name, as DeepSpeed keeps them."""
         norms = self._on_all_ranks(self.shard.norms)
-        return {name: torch.tensor(norm, dtype=torch.float64) for name, norm in norms.items()}
+        return {name: torch.tensor(norm, dtype=torch.float64, device="cpu") for name, norm in norms.items()}
 
     def _report(self) -> None:
         engine = self._monitor()
@@ -288,4 +288,6 @@ class OffloadedOptimizer:
 
 def _fitting(found: Any, numel: int) -> torch.Tensor:
     """Return a moment as loaded; zeros where the checkpoint was written before the first step."""
-    return found if isinstance(found, torch.Tensor) and found.numel() == numel else torch.zeros(numel)
+    if isinstance(found, torch.Tensor) and found.numel() == numel:
+        return found
+    return torch.zeros(numel, dtype=torch.float32, device="cpu")

@@ -104,7 +104,7 @@ class Shard:
     def _on_host(weight: torch.Tensor) -> torch.Tensor:
         if weight.device.type == "cpu":
             return weight
-        return torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True).copy_(weight)
+        return torch.empty(weight.shape, dtype=weight.dtype, device="cpu", pin_memory=True).copy_(weight)
 
     def _bind_weights(self) -> None:
         for number, piece in enumerate(self.pieces):
@@ -210,7 +210,7 @@ class Shard:
 
     def read(self, number: int, name: str, numel: int) -> torch.Tensor:
         """Return a state tensor of one piece: fp32, on the CPU, with zeros up to `numel` elements."""
-        found = torch.zeros(numel)
+        found = torch.zeros(numel, dtype=torch.float32, device="cpu")
         found[: self.pieces[number].numel] = self.engine.read_state([number])[0][name]
         return found
 
@@ -238,7 +238,7 @@ class Shard:
     def _zeros(self, numel: int) -> torch.Tensor:
         """Return fp32 zeros; in a file without a name where there is a directory for state, as they may not fit."""
         if self._scratch is None or numel == 0:
-            return torch.zeros(numel)
+            return torch.zeros(numel, dtype=torch.float32, device="cpu")
         with tempfile.TemporaryFile(dir=self._scratch) as file:
             file.truncate(numel * 4)
             return torch.frombuffer(mmap.mmap(file.fileno(), numel * 4), dtype=torch.float32)

@@ -58,14 +58,17 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         self._flats = self.single_partition_of_fp32_groups
         # Before the engine takes its memory.
         for flat, weight in zip(self._flats, weights, strict=True):
-            flat.data = weight if weight.device.type == "cpu" else torch.empty(weight.shape, dtype=weight.dtype)
+            flat.data = weight if weight.device.type == "cpu" else torch.empty_like(weight, device="cpu")
         buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
         buffers.clear()
         self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group)
         buffers.extend(self.shard.weights)
         self.shard.gradients = [
             torch.zeros(
-                weight.numel(), dtype=self.gradient_accumulation_dtype, pin_memory=weight.device.type == "cuda"
+                weight.numel(),
+                dtype=self.gradient_accumulation_dtype,
+                device="cpu",
+                pin_memory=weight.device.type == "cuda",
             )
             for weight in weights
         ]
@@ -136,7 +139,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
 
     def unscale_and_clip_grads(self, grad_groups_flat: Any, total_norm: Any) -> None:
         """Let DeepSpeed compute its factor, on one element; the update applies it."""
-        probe = torch.ones(1)
+        probe = torch.ones(1, dtype=torch.float32, device="cpu")
         super().unscale_and_clip_grads([probe], total_norm)
         self._factor = float(probe)
 

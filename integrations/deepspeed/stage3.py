@@ -59,7 +59,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
                 numel = min(padded, max(0, parameter.ds_numel - rank * padded))
                 pieces.append(Piece(self._names[parameter], flat, offset, numel, group))
                 offset += padded
-            placeholder = torch.zeros(1)
+            placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
             # The name that DeepSpeed gives to its own.
             placeholder.ds_id = f"{parameters[0].ds_id}_{parameters[-1].ds_id}"  # type: ignore[attr-defined]
             placeholder.requires_grad = True
@@ -76,7 +76,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
 
     def _take_back(self) -> None:
         for flat in self._flats:
-            flat.data = torch.zeros(1)
+            flat.data = torch.zeros(1, dtype=torch.float32, device="cpu")
 
     # Gradients
 

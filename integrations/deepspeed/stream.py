@@ -34,7 +34,9 @@ def without_memory(numel: int) -> torch.Tensor:
     """Return fp32 zeros that take address space only, as long as nobody writes to them."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     space = mmap.mmap(-1, max(numel, 1) * _ITEM_BYTES, flags=flags)
-    return torch.frombuffer(space, dtype=torch.float32, count=numel) if numel else torch.empty(0)
+    if not numel:
+        return torch.empty(0, dtype=torch.float32, device="cpu")
+    return torch.frombuffer(space, dtype=torch.float32, count=numel)
 
 
 def _tensors(tree: Any) -> Iterable[torch.Tensor]:
@@ -82,7 +84,7 @@ def fill(path: str, pickled: Any, find: Callable[[Any], Any], lent: Sequence[Fla
     try:
         for tensor, offset in zip(tensors, offsets, strict=True):
             if offset not in of_state:
-                elements = torch.tensor([], dtype=torch.uint8).set_(tensor.untyped_storage())
+                elements = torch.tensor([], dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
                 _write(file, _bytes(elements.cpu()), offset)
 
         def take(number: int, first: int, views: Any) -> None:

@@ -104,7 +104,7 @@ def _shape(opened: Checkpoint, name: str) -> tuple[int, ...]:
 
 def _is_in_rows(opened: Checkpoint, name: str) -> bool:
     form = opened.shape_of(name)
-    return form is None or torch.empty_strided(*form, device="meta").is_contiguous()
+    return form is None or torch.empty_strided(*form, dtype=torch.float32, device="meta").is_contiguous()
 
 
 def _in_rows(opened: Checkpoint, name: str, tensor: str) -> Any:
@@ -178,7 +178,7 @@ class SafetensorsSource:
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return shape and strides of a parameter."""
         shape = self._entries[f"state.{name}.exp_avg"][0]
-        return shape, tuple(torch.empty(shape, device="meta").stride())
+        return shape, tuple(torch.empty(shape, dtype=torch.float32, device="meta").stride())
 
     def step_of(self, name: str) -> int:
         """Return the number of updates that a parameter has had."""

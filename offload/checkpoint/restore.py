@@ -110,7 +110,9 @@ class Restorer:
         ranges, weights = [], []
         for segment in subgroup.segments:
             weight = self._views.weight(number, segment, view)
-            master = weight if weight.dtype is torch.float32 else torch.empty(segment.numel)
+            master = weight
+            if weight.dtype is not torch.float32:
+                master = torch.empty(segment.numel, dtype=torch.float32, device="cpu")
             start = self.pieces[segment.parameter].start + segment.start
             ranges.append(Range(self.names[segment.parameter], "master", start, master.numpy()))
             weights.append((weight, master))

@@ -70,7 +70,13 @@ class Batches:
 
     def __next__(self) -> torch.Tensor:
         """Return the next windows: int64 of shape (batch, seq + 1), each input followed by its target."""
-        starts = torch.randint(len(self._values) - self._seq, (self._batch,), generator=self._generator)
+        starts = torch.randint(
+            len(self._values) - self._seq,
+            (self._batch,),
+            generator=self._generator,
+            dtype=torch.int64,
+            device="cpu",
+        )
         return torch.stack([self._values[start : start + self._seq + 1] for start in starts.tolist()]).long()
 
 
@@ -141,8 +147,9 @@ def _read(source: str, paths: Iterable[Path]) -> Text:
                 content += b"\n"
             files += 1
     # torch.frombuffer refuses an empty buffer.
-    values = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
-    return Text(source, files, values)
+    if not content:
+        return Text(source, files, torch.empty(0, dtype=torch.uint8, device="cpu"))
+    return Text(source, files, torch.frombuffer(content, dtype=torch.uint8))
 
 
 def _read_if_text(path: Path, max_bytes: int) -> bytes:

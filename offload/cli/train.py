@@ -230,7 +230,7 @@ def _iterate(model: Any, optimizer: Any, batches: Batches, settings: TrainSettin
     for group in optimizer.param_groups:
         group["lr"] = lr
     forward_s = backward_s = 0.0
-    loss_sum = torch.zeros((), device=settings.device)
+    loss_sum = torch.zeros((), dtype=torch.float32, device=settings.device)
     iteration_started_s = started_s = _now_s(settings.device)
     for _ in range(settings.accumulate):
         windows = next(batches).to(settings.device)

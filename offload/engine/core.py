@@ -534,7 +534,7 @@ class Core:
         with self._lock:
             numels = {position: self.plan.layout.parameters[position].numel for position in positions}
             found = {
-                position: {name: torch.empty(numel, device="cpu") for name in STATE_NAMES}
+                position: {name: torch.empty(numel, dtype=torch.float32, device="cpu") for name in STATE_NAMES}
                 for position, numel in numels.items()
             }
 

@@ -127,7 +127,8 @@ class CudaDevice:
             refused = int(cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if refused:
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self.device)  # takes the error away, which the next kernel would be blamed for
+                # Takes the error away, which the next kernel would be blamed for.
+                torch.zeros(1, dtype=torch.uint8, device=self.device)
             raise OffloadError(f"{self.name}: {nbytes} bytes of host memory cannot be pinned (CUDA error {refused})")
 
     def unpin(self, address: int) -> None:
@@ -191,7 +192,7 @@ class CudaDevice:
             return
         here, there = (source, target) if lane is DeviceLane.H2D else (target, source)
         with _refusals(self.name), cuda.device(self.device), cuda.stream(self._stream(lane)):
-            on_device = torch.as_tensor(_Memory(there, nbytes), device=self.device)
+            on_device = torch.as_tensor(_Memory(there, nbytes), dtype=torch.uint8, device=self.device)
             on_host = torch.frombuffer((ctypes.c_char * nbytes).from_address(here), dtype=torch.uint8)
             if lane is DeviceLane.H2D:
                 on_device.copy_(on_host, non_blocking=True)

@@ -252,7 +252,8 @@ class Gradients:
                     item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
                     slot = self._slots[position]
                     if item > slot.element_size() and addresses[position] == self._slot_addresses[position]:
-                        self._wide.append(torch.empty(slot.numel()))  # an fp32 gradient of a 16-bit weight
+                        # An fp32 gradient of a 16-bit weight.
+                        self._wide.append(torch.empty(slot.numel(), dtype=torch.float32, device="cpu"))
                         addresses[position] = self._wide[-1].data_ptr()
                     start, nbytes = segment.start * item, segment.numel * item
                     source = int(tables.gradients[position]) + start

@@ -54,7 +54,7 @@ class GpuProbe:
         free_bytes, _ = torch.cuda.mem_get_info()
         self._numel = min(UPDATE_NUMEL, free_bytes // 64) // 1024 * 1024
         self._kernel = GpuUpdateKernel()
-        self._state = torch.zeros(3, self._numel, device="cuda")
+        self._state = torch.zeros(3, self._numel, dtype=torch.float32, device="cuda")
         self._halves = torch.zeros(2, self._numel, dtype=torch.bfloat16, device="cuda")
         self._table = np.zeros(1, SEGMENT_DTYPE)
         for number, name in enumerate(STATE_NAMES):

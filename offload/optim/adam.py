@@ -593,7 +593,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             self._check_weights()
             states = self.engine.read_state(positions) if positions else []
         for parameter, position, state in zip(parameters, positions, states, strict=True):
-            entry = {"step": torch.tensor(float(self.engine.step_count(position)), device="cpu")}
+            entry = {"step": torch.tensor(float(self.engine.step_count(position)), dtype=torch.float32, device="cpu")}
             for name in ("exp_avg", "exp_avg_sq", "master"):
                 entry[name] = state[name].as_strided(parameter.size(), parameter.stride())
             found.append(entry)
@@ -644,7 +644,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             values[position], steps[position] = _checked_state(key, entry, parameter)
         for parameter, position in self._positions.items():
             if position not in values and self.engine.step_count(position):  # never updated, says the state dict
-                zeros = torch.zeros(parameter.numel(), device="cpu")
+                zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(parameter.numel())
                 values[position] = {"exp_avg": zeros, "exp_avg_sq": zeros}
                 steps[position] = 0
         with self._lock:
@@ -1135,7 +1135,8 @@ def _checked_state(
         if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
             found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ConfigError(f"state_dict {key}.{name}", found, f"it must be a tensor of {tuple(parameter.shape)}")
-        flat = torch.empty_strided(parameter.size(), parameter.stride(), device="cpu").copy_(tensor)
+        flat = torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.float32, device="cpu")
+        flat.copy_(tensor)
         tensors[name] = flat.as_strided((parameter.numel(),), (1,))
     return tensors, int(step)
 

@@ -39,7 +39,8 @@ class GradScaler(torch.amp.GradScaler):
         finite = optimizer.unscale(self.get_scale())
         scale = self._scale
         device = scale.device if scale is not None else torch.device("cpu")
-        state["found_inf_per_device"] = {device: torch.full((), float(not finite), device=device)}
+        found_inf = torch.full((), float(not finite), dtype=torch.float32, device=device)
+        state["found_inf_per_device"] = {device: found_inf}
         state["stage"] = OptState.UNSCALED
 
     def _maybe_opt_step(
