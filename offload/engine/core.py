@@ -31,7 +31,7 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Exchange, Saves, Snapshot
 from offload.checkpoint.stores import leftover_bytes, released_before
 from offload.config import OffloadConfig
-from offload.engine.executor import REQUEST, LiveExecutor
+from offload.engine.executor import REQUEST, LiveExecutor, visit_nothing
 from offload.engine.gpu import GpuLanes
 from offload.engine.gradients import Gradients, GradientSlots
 from offload.engine.host import HostMemory
@@ -356,19 +356,25 @@ class Core:
                     self._current.applied()
                     self._answer(None)
                 continue
-            request = self._take_request()
-            if request is None:
+            if self._take_request() is None:
                 return
-            try:
-                sweep = request.begin()
-            except OffloadError as error:
-                self._take_save()  # that which a session that broke was committing
-                self._answer(error)
-                continue
-            if sweep is None:
-                self._answer(None)
-            else:
-                machine.handle(Begin(sweep))
+            self._begin_request()
+
+    def _begin_request(self) -> None:
+        request = self._current
+        invariant(request is not None, "a request from nobody")
+        if request is None:
+            return
+        try:
+            sweep = request.begin()
+        except OffloadError as error:
+            self._take_save()  # that which a session that broke was committing
+            self._answer(error)
+            return
+        if sweep is None:
+            self._answer(None)
+        else:
+            self.machine.handle(Begin(sweep))
 
     def _take_save(self) -> None:
         """Take note of a save that has ended, if one has."""
@@ -388,6 +394,9 @@ class Core:
     def _answer(self, error: BaseException | None) -> None:
         request, self._current = self._current, None
         invariant(request is not None, "an answer to nobody")
+        # What a request has read, or reads from, is its caller's: nothing here holds on to it.
+        self._next = None
+        self.executor.visit_with(visit_nothing)
         if request is not None:
             request.error = error
             self._reply.post(0)

@@ -91,6 +91,10 @@ Visitor = Callable[[Run], "Any | None"]
 """Works on a subgroup's state: returns a segment table for the kernel, or None if it did the work itself."""
 
 
+def visit_nothing(run: Run) -> None:
+    """The visitor between requests."""
+
+
 class LiveExecutor:
     """Drives tiers and kernel.
 
@@ -128,7 +132,7 @@ class LiveExecutor:
         self._gpu = gpu
         self._waiting: dict[int, npt.NDArray[Any]] = {}
         self._heard_s = time.monotonic()
-        self._visitor: Visitor = lambda run: None
+        self._visitor: Visitor = visit_nothing
         self.save_source: SaveSource | None = None
         self.others: dict[int, Tier] = {}
         """Stores that are no path of the plan, by number: those that are only read, and one that takes a copy."""

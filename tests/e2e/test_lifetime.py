@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from offload.checkpoint import saves
 from offload.checkpoint.commit import CommitJob
 from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import COMMIT_NAME
+from offload.checkpoint.reader import Checkpoint
 from offload.engine import host
 from offload.engine.memory import Arena
 from offload.tiers import innermost
@@ -298,3 +301,66 @@ def test_an_addition_that_was_interrupted_is_taken_up_again(tmp_path: Path, monk
             step(optimizer, 2)
             found.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
+
+
+class Reader:
+    """What a caller gives to `visit_state`."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def take(self, position: int, first: int, views: Any) -> None:
+        if self.fails:
+            raise KeyError("the reader's own")
+
+
+def test_an_engine_holds_on_to_nothing_of_a_request_that_it_has_answered(tmp_path: Path) -> None:
+    """A copy of all state would stay in memory until the next step."""
+    paths = [tmp_path / "path"]
+    paths[0].mkdir()
+    config = offload.OffloadConfig(host_memory="20KB", paths=paths, subgroup_numel=1024)
+    parameter = torch.nn.Parameter(torch.ones(5000))
+    with offload.AdamW([parameter], offload=config) as optimizer:
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        engine, held = optimizer.engine, []
+
+        def read() -> list[Any]:
+            return list(engine.read_state([0])[0].values())
+
+        def visit(fails: bool) -> list[Any]:
+            reader = Reader(fails)
+            with contextlib.suppress(KeyError):
+                engine.visit_state(reader.take)
+            return [reader]
+
+        def write() -> list[Any]:
+            values = {"exp_avg": torch.zeros(5000)}
+            engine.write_state({0: values})
+            return list(values.values())
+
+        def load() -> list[Any]:
+            with Checkpoint(tmp_path / "ck") as checkpoint:
+                engine.load(checkpoint)
+            return [checkpoint]
+
+        def refused() -> list[Any]:
+            reader = Reader(False)
+
+            def begin() -> None:
+                assert reader
+                raise offload.OffloadError("refused")
+
+            with contextlib.suppress(offload.OffloadError):
+                engine._core._request(begin)
+            return [reader]
+
+        optimizer.save_checkpoint(tmp_path / "ck")
+        optimizer.wait_checkpoint()
+        for request in (read, lambda: visit(False), lambda: visit(True), write, load, refused):
+            given = request()
+            held.append([weakref.ref(each) for each in given])
+            del given
+            gc.collect()
+            assert [ref() for ref in held[-1]] == [None] * len(held[-1])
+        assert all(held)
