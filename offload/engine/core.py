@@ -73,7 +73,16 @@ from offload.errors import (
     invariant,
 )
 from offload.kernels import CpuUpdateKernel
-from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES, STATE_NAMES, Layout, Parameter, extend_layout
+from offload.layout import (
+    MAX_TILE_BYTES,
+    MOMENTS,
+    STATE_ITEM_BYTES,
+    STATE_NAMES,
+    Layout,
+    Parameter,
+    Segment,
+    extend_layout,
+)
 from offload.measure import (
     HISTORY,
     lane_totals,
@@ -592,19 +601,47 @@ class Core:
                         allowed = f"give {parameter.numel} elements"
                         raise ConfigError(f"{name} of {parameter.name}", tensor.numel(), allowed)
 
-            def write(run: Run) -> None:
-                with self._views.on_host(run) as view:
-                    self._views.make_whole(run, view)
-                    self.tables.changed(run.visit.subgroup)
-                    for segment, views in self._views.pieces(run, view):
-                        for name, tensor in values.get(segment.parameter, {}).items():
-                            views[name].copy_(tensor.reshape(-1)[segment.start : segment.start + segment.numel])
+            def write(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+                for name, tensor in values.get(segment.parameter, {}).items():
+                    views[name].copy_(tensor.reshape(-1)[segment.start : segment.start + segment.numel])
 
-            def applied() -> None:
-                for position, step in steps.items():
-                    self.tables.steps[position] = step
+            self._change_state(self._subgroups_of(values), write, steps)
 
-            self._request(partial(self._begin, self._subgroups_of(values), write, changes=True), applied)
+    def reset_state(self, positions: list[int]) -> None:
+        """See `Engine.reset_state`."""
+        self.check_usable()
+        chosen = set(positions)
+        with self._lock:
+
+            def reset(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+                if segment.parameter in chosen:
+                    for name in MOMENTS:
+                        views[name].zero_()
+
+            # What was never changed has no moments yet.
+            subgroups = [number for number in self._subgroups_of(positions) if not self.machine.is_fresh(number)]
+            self._change_state(subgroups, reset, dict.fromkeys(positions, 0))
+
+    def _change_state(
+        self,
+        subgroups: Sequence[int],
+        change: Callable[[Segment, Mapping[str, torch.Tensor]], None],
+        steps: Mapping[int, int],
+    ) -> None:
+        """Let `change` write to the state of every segment of some subgroups, and set step counts."""
+
+        def visit(run: Run) -> None:
+            with self._views.on_host(run) as view:
+                self._views.make_whole(run, view)
+                self.tables.changed(run.visit.subgroup)
+                for segment, views in self._views.pieces(run, view):
+                    change(segment, views)
+
+        def applied() -> None:
+            for position, step in steps.items():
+                self.tables.steps[position] = step
+
+        self._request(partial(self._begin, subgroups, visit, changes=True), applied)
 
     # Checkpoints
 

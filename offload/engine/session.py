@@ -233,6 +233,10 @@ class Engine:
             {core.position(parameter): step for parameter, step in (steps or {}).items()},
         )
 
+    def reset_state(self, parameters: Iterable[int | str]) -> None:
+        """Make moments and step counts 0; masters and weights stay."""
+        self._core.reset_state([self._core.position(parameter) for parameter in parameters])
+
     # Checkpoints
 
     def save(

@@ -18,7 +18,7 @@ import uuid
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any, ClassVar, overload
 
@@ -35,6 +35,7 @@ from offload.engine.tables import GroupScalars
 from offload.engine.views import TORCH_DTYPES
 from offload.errors import CheckpointError, ConfigError, invariant
 from offload.layout import STATE_NAMES, Parameter
+from offload.optim.state import Copies, StateView
 from offload.plan import Plan, Rates, estimate
 from offload.protocols import Device, Mark
 from offload.sim import Explanation, Prediction, carry_on, compare, predict
@@ -76,41 +77,6 @@ class PlanReport:
         return f"{self.plan}\n{self.explanation}"
 
 
-class _StateView(Mapping[torch.Tensor, dict[str, torch.Tensor]]):
-    """`optimizer.state`: read-only, and read from wherever the state lives when it is asked for."""
-
-    def __init__(self, optimizer: OffloadedAdam) -> None:
-        self._optimizer = optimizer
-
-    def _updated(self) -> list[torch.Tensor]:
-        if self._optimizer._engine is None:  # before the first step; the engine need not be opened for that
-            return []
-        engine, positions = self._optimizer.engine, self._optimizer._positions
-        return [parameter for parameter, position in positions.items() if engine.step_count(position) > 0]
-
-    def __contains__(self, parameter: object) -> bool:
-        position = self._optimizer._positions.get(parameter) if isinstance(parameter, torch.Tensor) else None
-        if self._optimizer._engine is None:
-            return False
-        return position is not None and self._optimizer.engine.step_count(position) > 0
-
-    def __getitem__(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        if parameter not in self:
-            raise KeyError(parameter)
-        return self._optimizer._read([parameter])[0]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._updated())
-
-    def __len__(self) -> int:
-        return len(self._updated())
-
-    def items(self) -> Any:
-        """Return all (parameter, state) pairs, read in one sweep over all tiers."""
-        updated = self._updated()
-        return dict(zip(updated, self._optimizer._read(updated), strict=True)).items()
-
-
 class OffloadedAdam(torch.optim.Optimizer):
     """What `AdamW` and `Adam` share; use one of these."""
 
@@ -150,6 +116,9 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._norm = math.nan
         self._kept: list[torch.Tensor] = []
         self._told_changed = False
+        self._copies = Copies()
+        self._changes = 0
+        self._exports = False
         self._predicted: tuple[Plan, Rates, float, Prediction] | None = None
         if amsgrad:
             raise ConfigError("amsgrad", amsgrad, "use false: the engine keeps two moments, not three")
@@ -526,6 +495,7 @@ class OffloadedAdam(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self._open_after_backward()
+        self._copies.check()
         self._check_weights()
         for group in self.param_groups:
             _check_hyperparameters(group)
@@ -545,6 +515,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         try:
             self.engine.step(groups, scale=self._loss_scale, clip=self._clip, active=active)
         finally:
+            self._changes += 1
             self._forget_clip()
             self.forget_departed()
             self._kept.clear()
@@ -577,19 +548,37 @@ class OffloadedAdam(torch.optim.Optimizer):
     # State
 
     @property  # type: ignore[override]
-    def state(self) -> Mapping[torch.Tensor, dict[str, torch.Tensor]]:
-        """State of all parameters that have been updated: a read-only mapping, read when asked for."""
-        return _StateView(self)
+    def state(self) -> MutableMapping[torch.Tensor, dict[str, torch.Tensor]]:
+        """State of all parameters that have been updated, as torch's optimizers have it; read when asked for.
+
+        What is read is a copy. An assignment (`state[p] = ...`, `state[p]["exp_avg"] = ...`) is written to where the
+        state lives. `state = {}`, `state.clear()`, `state[p] = {}` and `del state[p]` are `reset_state`. After a
+        change of a copy in place (`state[p]["exp_avg"].zero_()`) the next step, save, or look at the state raises
+        `ConfigError`; writes that torch's version counter does not see (through `.data` or numpy) are not noticed.
+        `state_for` and `state_dict` give copies that are the caller's.
+        """
+        return StateView(self, plain=self._exports)
 
     @state.setter
     def state(self, value: Any) -> None:
-        if value:
+        if isinstance(value, StateView) or value or not isinstance(value, Mapping):
             raise ConfigError("state", type(value).__name__, "use load_state_dict to replace state")
+        self.reset_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state and all hyperparameters in torch's own layout; `master` beside the moments."""
+        with self._lock:
+            self._exports = True
+            try:
+                return super().state_dict()
+            finally:
+                self._exports = False
 
     def _read(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         positions = [self._positions[parameter] for parameter in parameters]
         found = []
         with self._lock:
+            self._copies.check()
             self._check_weights()
             states = self.engine.read_state(positions) if positions else []
         for parameter, position, state in zip(parameters, positions, states, strict=True):
@@ -605,10 +594,78 @@ class OffloadedAdam(torch.optim.Optimizer):
         Raises:
             ConfigError: If the parameter has no state here.
         """
-        if not isinstance(parameter, torch.Tensor) or parameter not in self._positions:
-            raise ConfigError("parameter", type(parameter).__name__, "give a parameter that this optimizer updates")
+        self._position_of(parameter)
         entry = self._read([parameter])[0]
         return {name: entry[name] for name in STATE_NAMES}
+
+    def _position_of(self, parameter: torch.Tensor) -> int:
+        known = len(self.engine.plan.layout.parameters)  # opens the engine, if that was left until now
+        position = self._positions.get(parameter, known) if isinstance(parameter, torch.Tensor) else known
+        if position >= known:
+            raise ConfigError("parameter", type(parameter).__name__, "give a parameter that this optimizer updates")
+        return position
+
+    def reset_state(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Forget moments and step counts, as if the parameters had never been updated; weights stay.
+
+        Training goes on as with a new optimizer, bit for bit. There is one difference with 16-bit weights: masters
+        stay, too, which are more exact than the weights that a new optimizer would take them from.
+
+        Args:
+            parameters: Which ones; None for all.
+
+        Raises:
+            ConfigError: One has no state here; nothing has changed then.
+        """
+        with self._lock:
+            self._copies.forget()
+            if self._engine is None and parameters is None:
+                return  # nothing has been updated
+            wanted = [*self._positions] if parameters is None else list(parameters)
+            positions = [self._position_of(parameter) for parameter in wanted]
+            self._check_weights()
+            self._changes += 1
+            self.engine.reset_state(positions)
+
+    def _assign(self, parameter: torch.Tensor, name: str, value: Any) -> torch.Tensor:
+        """Replace a parameter's step count or one of its state tensors; return what is there now."""
+        position = self._position_of(parameter)
+        with self._lock:
+            self._check_weights()
+            if name == "step":
+                step = _checked_step("state", value)
+                self._write({}, {position: step})
+                return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+            if name not in STATE_NAMES:
+                raise ConfigError("state", name, f"assign step, {', '.join(STATE_NAMES)}")
+            flat = _checked_tensor(f"state {name}", value, parameter)
+            self._write({position: {name: flat}}, {})
+            return flat.as_strided(parameter.size(), parameter.stride())
+
+    def _replace(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
+        """Replace all of a parameter's state."""
+        position = self._position_of(parameter)
+        tensors, step = _checked_state("state", entry, parameter)
+        with self._lock:
+            self._check_weights()
+            self._write({position: tensors}, {position: step}, reloads=True)
+
+    def _write(
+        self,
+        values: Mapping[int | str, dict[str, torch.Tensor]],
+        steps: Mapping[int | str, int],
+        reloads: bool = False,
+    ) -> None:
+        """Write state, by position; masters that are not given are taken from the weights with `reloads`."""
+        for given, tensors in values.items():
+            if reloads and "master" not in tensors:
+                self.engine.reload_master(given)
+        self._changes += 1
+        self.engine.write_state(values, steps)
+        for parameter, position in self._positions.items():
+            if "master" in values.get(position, {}) and parameter.dtype == torch.float32:
+                increment_version(parameter)
+            self._weight_seen[position] = parameter.data_ptr(), parameter._version
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -634,6 +691,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         )
         values: dict[int | str, dict[str, torch.Tensor]] = {}
         steps: dict[int | str, int] = {}
+        engine = self.engine  # opens it, if that was left until now
         for key, entry in state_dict["state"].items():
             parameter = by_id.get(key)
             position = self._positions.get(parameter) if parameter is not None else None
@@ -641,22 +699,16 @@ class OffloadedAdam(torch.optim.Optimizer):
                 raise ConfigError(
                     "state_dict", key, "it has state for a parameter that this optimizer does not update"
                 )
-            values[position], steps[position] = _checked_state(key, entry, parameter)
+            values[position], steps[position] = _checked_state(f"state_dict {key}", entry, parameter)
         for parameter, position in self._positions.items():
-            if position not in values and self.engine.step_count(position):  # never updated, says the state dict
+            if position not in values and engine.step_count(position):  # never updated, says the state dict
                 zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(parameter.numel())
                 values[position] = {"exp_avg": zeros, "exp_avg_sq": zeros}
                 steps[position] = 0
         with self._lock:
+            self._copies.forget()
             self._check_weights()
-            for given, tensors in values.items():
-                if "master" not in tensors:
-                    self.engine.reload_master(given)
-            self.engine.write_state(values, steps)
-            for parameter, position in self._positions.items():
-                if position in values and parameter.dtype == torch.float32:
-                    increment_version(parameter)
-                self._weight_seen[position] = parameter.data_ptr(), parameter._version
+            self._write(values, steps, reloads=True)
             for group, saved in zip(self.param_groups, saved_groups, strict=True):
                 group.update({name: saved[name] for name in saved if name not in NOT_LOADED})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -700,6 +752,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             torch.save(extra, buffer)
             content = buffer.getvalue()
         with self._lock:
+            self._copies.check()
             self._check_weights()
             world, rank = _world()
             id, replica = self._agree_on_save(world, rank)
@@ -842,6 +895,8 @@ class OffloadedAdam(torch.optim.Optimizer):
 
     def _load(self, source: StateSource, groups: list[dict[str, Any]] | None) -> None:
         world, rank = _world()
+        self._copies.forget()
+        self._changes += 1
         self.engine.load(source, rank=rank, ranks=world)
         for parameter, position in self._positions.items():
             increment_version(parameter)
@@ -1121,24 +1176,30 @@ def _check_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: Calla
 
 
 def _checked_state(
-    key: object, entry: Mapping[str, Any], parameter: torch.Tensor
+    what: str, entry: Mapping[str, Any], parameter: torch.Tensor
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Return one parameter's state tensors, flat and in the order of its memory, and its step count."""
-    step = _number(entry.get("step")) if isinstance(entry, Mapping) else math.nan
+    step = _checked_step(what, entry.get("step") if isinstance(entry, Mapping) else None)
+    return {
+        name: _checked_tensor(f"{what}.{name}", entry.get(name), parameter)
+        for name in STATE_NAMES
+        if name != "master" or entry.get(name) is not None
+    }, step
+
+
+def _checked_step(what: str, value: object) -> int:
+    step = _number(value)
     if not (math.isfinite(step) and step >= 0 and step == int(step)):
-        raise ConfigError(f"state_dict {key}.step", step, "give the number of updates that the parameter has had")
-    tensors = {}
-    for name in STATE_NAMES:
-        tensor = entry.get(name)
-        if tensor is None and name == "master":
-            continue
-        if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
-            found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise ConfigError(f"state_dict {key}.{name}", found, f"it must be a tensor of {tuple(parameter.shape)}")
-        flat = torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.float32, device="cpu")
-        flat.copy_(tensor)
-        tensors[name] = flat.as_strided((parameter.numel(),), (1,))
-    return tensors, int(step)
+        raise ConfigError(f"{what}.step", step, "give the number of updates that the parameter has had")
+    return int(step)
+
+
+def _checked_tensor(what: str, tensor: object, parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
+        found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ConfigError(what, found, f"it must be a tensor of {tuple(parameter.shape)}")
+    copy = torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.float32, device="cpu")
+    return copy.copy_(tensor.detach()).as_strided((parameter.numel(),), (1,))
 
 
 def _number(value: object) -> float:

@@ -1,0 +1,310 @@
+"""`optimizer.state`: what is written to it takes effect or is refused, and never vanishes without a word."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mirror import same_bits
+from simulated import OnDevice
+
+import offload
+from offload.sim import SimulatedDevice
+
+NUMELS = (3000, 700, 1)
+
+
+def weights(dtype: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(numel, generator=generator).to(dtype)) for numel in NUMELS]
+
+
+def step(optimizer: Any, parameters: list[torch.nn.Parameter], seed: int) -> None:
+    for parameter, gradient in zip(parameters, weights(parameters[0].dtype, seed), strict=True):
+        parameter.grad = gradient.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def states(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    found = [optimizer.state_for(parameter) for parameter in parameters]
+    return [tensor for entry in found for tensor in entry.values()] + [p.detach().clone() for p in parameters]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(map(same_bits, left, right))
+
+
+TIERS: dict[str, dict[str, Any]] = {
+    "memory": {},
+    "disk": {"host_memory": 0},
+    "both": {"host_memory": 20_000},
+    "gpu": {"gpu_memory": "1MB"},
+    "through the gpu": {"gpu_memory": 0, "placement": "gpu", "host_memory": 0},
+}
+
+
+@pytest.fixture(params=TIERS)
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that makes an optimizer over some parameters, with its state on one tier."""
+    settings = TIERS[request.param]
+
+    def made(parameters: list[torch.nn.Parameter], **options: Any) -> Any:
+        paths = [tmp_path] if "host_memory" in settings else []
+        config = offload.OffloadConfig(subgroup_numel=1024, paths=paths, **settings)
+        if "gpu" in request.param:
+            return OnDevice(parameters, lr=1e-2, device=SimulatedDevice(), offload=config, **options)
+        return offload.AdamW(parameters, lr=1e-2, offload=config, **options)
+
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_after_a_reset_training_is_a_fresh_optimizer_s(make: Callable[..., Any], dtype: torch.dtype) -> None:
+    parameters = weights(dtype)
+    with make(parameters) as optimizer:
+        for seed in range(3):
+            step(optimizer, parameters, seed)
+        before = [optimizer.state_for(parameter)["master"] for parameter in parameters]
+        left = [parameter.detach().clone() for parameter in parameters]
+        optimizer.reset_state()
+        assert len(optimizer.state) == 0
+        for parameter, master, weight in zip(parameters, before, left, strict=True):
+            state = optimizer.state_for(parameter)
+            assert same_bits(state["master"], master)
+            assert same_bits(parameter.detach(), weight)
+            assert not state["exp_avg"].any()
+            assert not state["exp_avg_sq"].any()
+        twins = [torch.nn.Parameter(weight) for weight in left]
+        with offload.AdamW(twins, lr=1e-2) as fresh:
+            if dtype != torch.float32:  # masters stay, and a new optimizer would take them from the weights
+                zeros = [
+                    {"step": 0, "exp_avg": torch.zeros_like(m), "exp_avg_sq": torch.zeros_like(m)} for m in before
+                ]
+                entries = {n: {**zero, "master": before[n]} for n, zero in enumerate(zeros)}
+                fresh.load_state_dict({**fresh.state_dict(), "state": entries})
+            for seed in range(3, 6):
+                step(optimizer, parameters, seed)
+                step(fresh, twins, seed)
+                assert same(states(optimizer, parameters), states(fresh, twins))
+
+
+def test_one_parameter_is_reset_and_the_others_stay(make: Callable[..., Any]) -> None:
+    parameters = weights(torch.bfloat16)
+    with make(parameters) as optimizer:
+        step(optimizer, parameters, 1)
+        before = states(optimizer, parameters)
+        optimizer.reset_state([parameters[1]])
+        after = states(optimizer, parameters)
+        changed = [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if not same_bits(old, new)]
+        assert changed == [4, 5]
+        assert list(optimizer.state) == [parameters[0], parameters[2]]
+        with pytest.raises(offload.ConfigError, match="parameter"):
+            optimizer.reset_state([parameters[0], torch.nn.Parameter(torch.zeros(3))])
+        assert len(optimizer.state) == 2
+
+
+def clear_all(optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def empty_all(optimizer: Any) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def empty_each(optimizer: Any) -> None:
+    for parameter in list(optimizer.state):
+        optimizer.state[parameter] = {}
+
+
+def clear_each(optimizer: Any) -> None:
+    for entry in optimizer.state.values():
+        entry.clear()
+
+
+def delete_each(optimizer: Any) -> None:
+    for parameter in list(optimizer.state):
+        del optimizer.state[parameter]
+
+
+def pop_each(optimizer: Any) -> None:
+    while optimizer.state:
+        optimizer.state.popitem()
+
+
+def assign_zeros(optimizer: Any) -> None:
+    for entry in optimizer.state.values():
+        entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
+        entry["exp_avg_sq"] *= 0
+        entry.update(step=0)
+
+
+def assign_entries(optimizer: Any) -> None:
+    for parameter, entry in optimizer.state.items():
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in entry.items() if name != "master"}
+        optimizer.state[parameter] = {**entry, **zeros}
+
+
+@pytest.mark.parametrize(
+    "idiom",
+    [clear_all, empty_all, empty_each, clear_each, delete_each, pop_each, assign_zeros, assign_entries],
+)
+def test_usual_ways_to_reset_moments(make: Callable[..., Any], idiom: Callable[[Any], None]) -> None:
+    parameters, twins = weights(torch.bfloat16), weights(torch.bfloat16)
+    with make(parameters) as optimizer, make(twins) as twin:
+        for each, mine in ((optimizer, parameters), (twin, twins)):
+            step(each, mine, 1)
+            step(each, mine, 2)
+        idiom(optimizer)
+        twin.reset_state()
+        assert len(optimizer.state) == 0
+        assert same(states(optimizer, parameters), states(twin, twins))
+        step(optimizer, parameters, 3)
+        step(twin, twins, 3)
+        assert same(states(optimizer, parameters), states(twin, twins))
+
+
+def zero_one(optimizer: Any, parameter: torch.Tensor) -> Any:
+    optimizer.state[parameter]["exp_avg"].zero_()
+
+
+def zero_steps(optimizer: Any, parameter: torch.Tensor) -> Any:
+    optimizer.state[parameter]["step"].zero_()
+
+
+def zero_all(optimizer: Any, parameter: torch.Tensor) -> Any:
+    torch._foreach_zero_([entry["exp_avg_sq"] for entry in optimizer.state.values()])
+
+
+def zero_a_view(optimizer: Any, parameter: torch.Tensor) -> Any:
+    optimizer.state[parameter]["master"][10:20] = 0
+
+
+def zero_and_keep(optimizer: Any, parameter: torch.Tensor) -> Any:
+    kept = optimizer.state[parameter]
+    kept["exp_avg"].mul_(0.5)
+    return kept
+
+
+@pytest.mark.parametrize("change", [zero_one, zero_steps, zero_all, zero_a_view, zero_and_keep])
+@pytest.mark.parametrize("use", ["step", "state", "state_dict", "state_for", "save_checkpoint"])
+def test_a_change_in_place_is_refused_once(
+    tmp_path: Path, change: Callable[[Any, torch.Tensor], Any], use: str
+) -> None:
+    parameters, twins = weights(torch.bfloat16), weights(torch.bfloat16)
+    with offload.AdamW(parameters) as optimizer, offload.AdamW(twins) as twin:
+        step(optimizer, parameters, 1)
+        step(twin, twins, 1)
+        kept = change(optimizer, parameters[0])
+        gc.collect()  # the copy is gone, and its change is known
+        uses: dict[str, Callable[[], Any]] = {
+            "step": lambda: step(optimizer, parameters, 2),
+            "state": lambda: optimizer.state[parameters[1]],
+            "state_dict": optimizer.state_dict,
+            "state_for": lambda: optimizer.state_for(parameters[1]),
+            "save_checkpoint": lambda: optimizer.save_checkpoint(tmp_path / "ck"),
+        }
+        with pytest.raises(offload.ConfigError, match=r"changed in place.*reset_state.*load_state_dict"):
+            uses[use]()
+        del kept
+        step(optimizer, parameters, 2)
+        step(twin, twins, 2)
+        assert same(states(optimizer, parameters), states(twin, twins))
+
+
+def test_copies_that_are_the_caller_s_may_be_changed() -> None:
+    parameters = weights(torch.float32)
+    with offload.AdamW(parameters) as optimizer:
+        step(optimizer, parameters, 1)
+        before = states(optimizer, parameters)
+        for entry in optimizer.state_dict()["state"].values():
+            assert type(entry) is dict
+            for tensor in entry.values():
+                tensor.zero_()
+        for tensor in optimizer.state_for(parameters[0]).values():
+            tensor.zero_()
+        read = optimizer.state[parameters[0]]
+        assert type(copy.deepcopy(read)) is dict
+        copy.deepcopy(read)["exp_avg"].zero_()
+        assert same(states(optimizer, parameters), before)
+        held = optimizer._copies._watched
+        del read, entry, tensor
+        gc.collect()
+        step(optimizer, parameters, 2)
+        assert held
+        assert not optimizer._copies._watched
+
+
+def test_an_assignment_is_written_where_the_state_lives(make: Callable[..., Any]) -> None:
+    parameters = weights(torch.float32)
+    with make(parameters) as optimizer:
+        step(optimizer, parameters, 1)
+        wanted = {name: torch.randn(NUMELS[0]) for name in ("exp_avg", "exp_avg_sq", "master")}
+        kept = optimizer.state[parameters[0]]
+        first = kept["exp_avg"].clone()
+        for name, tensor in wanted.items():
+            optimizer.state[parameters[0]][name] = tensor.double()
+        optimizer.state[parameters[0]]["step"] = torch.tensor(7)
+        found = optimizer.state[parameters[0]]
+        assert all(same_bits(found[name], tensor) for name, tensor in wanted.items())
+        assert same_bits(parameters[0].detach(), wanted["master"])  # an fp32 weight is its master
+        assert found["step"] == 7
+        kept["exp_avg"] = first  # what was read then, which is not there any more
+        assert same_bits(optimizer.state[parameters[0]]["exp_avg"], first)
+        for wrong in (
+            lambda: kept.update(exp_avg=torch.zeros(3)),
+            lambda: kept.update(exp_avg_sq=None),
+            lambda: kept.update(momentum=first),
+            lambda: kept.update(step=-1),
+            lambda: kept.pop("exp_avg"),
+            lambda: optimizer.state.update({parameters[0]: {"step": 1}}),
+            lambda: optimizer.state.update({torch.zeros(3): {}}),
+            lambda: setattr(optimizer, "state", {parameters[0]: {}}),
+            lambda: setattr(optimizer, "state", optimizer.state),
+            lambda: setattr(optimizer, "state", None),
+        ):
+            with pytest.raises(offload.ConfigError):
+                wrong()
+        assert same_bits(optimizer.state[parameters[0]]["exp_avg"], first)
+
+
+def test_what_is_there_already_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frameworks that load state go through it once more to move it to a device."""
+    parameters = weights(torch.bfloat16)
+    with offload.AdamW(parameters) as optimizer:
+        step(optimizer, parameters, 1)
+        monkeypatch.setattr(optimizer.engine, "write_state", None)
+        for entry in optimizer.state.values():
+            for name, tensor in entry.items():
+                entry[name] = tensor.clone() if name != "step" else tensor
+
+
+def test_state_before_the_first_step(make: Callable[..., Any]) -> None:
+    parameters = weights(torch.bfloat16)
+    with make(parameters) as optimizer:
+        optimizer.state = {}
+        optimizer.state.clear()
+        optimizer.reset_state()
+        optimizer.reset_state(parameters)
+        assert not optimizer.state
+        step(optimizer, parameters, 1)
+        assert len(optimizer.state) == 3
+
+
+def test_state_is_loaded_before_the_first_step_on_a_gpu() -> None:
+    """With `gpu_memory="auto"` the engine is not open yet."""
+    parameters, later = weights(torch.bfloat16), weights(torch.bfloat16)
+    with OnDevice(parameters, device=SimulatedDevice()) as optimizer:
+        step(optimizer, parameters, 1)
+        saved, found = optimizer.state_dict(), states(optimizer, parameters)[:-3]
+    with OnDevice(later, device=SimulatedDevice()) as optimizer:
+        optimizer.load_state_dict(saved)
+        assert same(states(optimizer, later)[:-3], found)
+    with OnDevice(later, device=SimulatedDevice()) as optimizer:
+        assert not optimizer.state_for(later[0])["exp_avg"].any()
