@@ -170,11 +170,12 @@ class OffloadedAdam(torch.optim.Optimizer):
         if self._unopened is not None:
             self._unopened.detach()
         self._closed = True  # if this fails, the device has been closed
-        self._engine = Engine(described, config, gradient_slots=slots, device=self._device)
-        self._closed = False
-        # Frozen ones, too: torch takes no other dtype for a gradient that is there.
-        self._widen_gradients(chain.from_iterable(group["params"] for group in self.param_groups))
-        self._attach(wanted)
+        with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
+            self._engine = Engine(described, config, gradient_slots=slots, device=self._device)
+            self._closed = False
+            # Frozen ones, too: torch takes no other dtype for a gradient that is there.
+            self._widen_gradients(chain.from_iterable(group["params"] for group in self.param_groups))
+            self._attach(wanted)
 
     # Parameters
 
@@ -200,6 +201,9 @@ class OffloadedAdam(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            if torch.is_inference_mode_enabled():
+                allowed = "make optimizers and add groups outside of it: tensors made in it have no version counter"
+                raise ConfigError("params", "torch.inference_mode()", allowed)
             _check_hyperparameters(group)
             if len(set(group["params"])) != len(group["params"]):
                 raise ConfigError("params", "a parameter twice in one group", "give each parameter once")
@@ -577,15 +581,17 @@ class OffloadedAdam(torch.optim.Optimizer):
     def _read(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         positions = [self._positions[parameter] for parameter in parameters]
         found = []
-        with self._lock:
+        with self._lock, torch.inference_mode(False):
             self._copies.check()
             self._check_weights()
             states = self.engine.read_state(positions) if positions else []
-        for parameter, position, state in zip(parameters, positions, states, strict=True):
-            entry = {"step": torch.tensor(float(self.engine.step_count(position)), dtype=torch.float32, device="cpu")}
-            for name in ("exp_avg", "exp_avg_sq", "master"):
-                entry[name] = state[name].as_strided(parameter.size(), parameter.stride())
-            found.append(entry)
+            for parameter, position, state in zip(parameters, positions, states, strict=True):
+                entry = {
+                    "step": torch.tensor(float(self.engine.step_count(position)), dtype=torch.float32, device="cpu")
+                }
+                for name in ("exp_avg", "exp_avg_sq", "master"):
+                    entry[name] = state[name].as_strided(parameter.size(), parameter.stride())
+                found.append(entry)
         return found
 
     def state_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -1152,6 +1158,9 @@ def _check_parameter(parameter: torch.Tensor, name: str, place: torch.device | N
 
         if isinstance(parameter, DTensor):
             raise ConfigError(name, "DTensor", "use plain tensors; sharded parameters are not supported yet")
+    if parameter.is_inference():
+        allowed = "make it outside torch.inference_mode(), or clone it there: it has no version counter"
+        raise ConfigError(name, "an inference tensor", allowed)
     if parameter.layout != torch.strided:
         raise ConfigError(name, parameter.layout, "use dense parameters")
     if parameter.dtype not in DTYPE_CODES:

@@ -308,3 +308,58 @@ def test_state_is_loaded_before_the_first_step_on_a_gpu() -> None:
         assert same(states(optimizer, later)[:-3], found)
     with OnDevice(later, device=SimulatedDevice()) as optimizer:
         assert not optimizer.state_for(later[0])["exp_avg"].any()
+
+
+def test_an_optimizer_is_not_made_in_inference_mode(tmp_path: Path) -> None:
+    config = offload.OffloadConfig(host_memory=0, paths=[tmp_path])
+    parameters = weights(torch.bfloat16)
+    with torch.inference_mode():
+        made_there = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+        with pytest.raises(offload.ConfigError, match=r"inference_mode.*outside"):
+            offload.AdamW(parameters, offload=config)
+    with pytest.raises(offload.ConfigError, match=r"inference tensor.*outside"):
+        offload.AdamW([made_there], offload=config)
+    with offload.AdamW(parameters, offload=config) as optimizer:
+        with torch.inference_mode(), pytest.raises(offload.ConfigError, match="inference_mode"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+        with pytest.raises(offload.ConfigError, match="inference tensor"):
+            optimizer.add_param_group({"params": [made_there]})
+        assert len(optimizer.param_groups) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_inference_mode_changes_nothing(make: Callable[..., Any], tmp_path: Path) -> None:
+    parameters, twins = weights(torch.bfloat16), weights(torch.bfloat16)
+    for mine in (parameters, twins):
+        mine[2].requires_grad_(False)  # joins at the first step
+    with make(parameters) as optimizer, make(twins) as twin:
+        for mine in (parameters, twins):
+            mine[2].requires_grad_(True)
+        step(twin, twins, 1)
+        with torch.inference_mode():
+            step(optimizer, parameters, 1)
+            first = states(optimizer, parameters)
+            saved = optimizer.state_dict()
+            optimizer.clip_grad_norm_(1.0)
+            entry = optimizer.state[parameters[0]]
+            entry["exp_avg"] = entry["exp_avg"].clone()
+        assert same(first, states(twin, twins))
+        saved["state"][0]["exp_avg"].requires_grad_()  # an ordinary tensor
+        step(optimizer, parameters, 2)
+        step(twin, twins, 2)
+        assert same(states(optimizer, parameters), states(twin, twins))
+        optimizer.save_checkpoint(tmp_path / "ck", copy=True)
+        optimizer.wait_checkpoint()
+        with torch.inference_mode():
+            step(optimizer, parameters, 3)
+            optimizer.load_checkpoint(tmp_path / "ck")
+            optimizer.load_state_dict(optimizer.state_dict())
+            step(optimizer, parameters, 4)
+        torch.autograd.backward(parameters, [torch.ones_like(p) for p in parameters])
+        torch.autograd.backward(twins, [torch.ones_like(p) for p in twins])
+        step(twin, twins, 4)
+        optimizer.step()
+        for parameter in twins:
+            parameter.grad = torch.ones_like(parameter)
+        twin.step()
+        assert same(states(optimizer, parameters), states(twin, twins))
