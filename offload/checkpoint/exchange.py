@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import tempfile
 import warnings
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.checkpoint.manifest import check_metadata, check_text
 from offload.checkpoint.reader import Checkpoint, Range
 from offload.errors import CheckpointError
 from offload.layout import STATE_NAMES
@@ -141,7 +143,7 @@ class SafetensorsSource:
                 if length > min(size - 8, MAX_HEADER_BYTES):
                     raise CheckpointError(f"{self.path} is damaged, or no safetensors file: its header is too long")
                 header = json.loads(file.read(length))
-        except (OSError, ValueError) as cause:
+        except (OSError, ValueError, RecursionError) as cause:
             raise CheckpointError(f"{self.path} cannot be read as safetensors: {cause}") from cause
         base = 8 + length
         about: dict[str, Any] = {}
@@ -152,11 +154,16 @@ class SafetensorsSource:
                     continue
                 start, stop = entry["data_offsets"]
                 shape = tuple(entry["shape"])
-                numel = int(np.prod(shape, dtype=np.int64))
-                if entry["dtype"] != "F32" or stop - start != numel * 4 or not 0 <= start <= stop <= size - base:
-                    raise CheckpointError(f"{self.path}: {name} is not fp32, or does not lie in the file")
-                self._entries[name] = shape, base + start
-        except (ValueError, TypeError, KeyError, AttributeError) as cause:
+                sizes = [start, stop, *shape]
+                if not all(type(count) is int and 0 <= count < 1 << 62 for count in sizes) or len(sizes) > 64:
+                    raise CheckpointError(f"{self.path} is damaged: the sizes of {check_text(name)} are no sizes")
+                if entry["dtype"] != "F32" or stop - start != math.prod(shape) * 4 or stop > size - base:
+                    raise CheckpointError(f"{self.path}: {check_text(name)} is not fp32, or does not lie in the file")
+                self._entries[check_text(name)] = shape, base + start
+            if not isinstance(about, dict) or not isinstance(about.get("metadata", {}), dict):
+                raise CheckpointError(f"{self.path} is damaged: what it says of itself is no object")
+            check_metadata(about)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
             raise CheckpointError(f"{self.path} is damaged: {cause!r}") from cause
         self.names = [
             key.removeprefix("state.").removesuffix(".exp_avg")
@@ -167,7 +174,10 @@ class SafetensorsSource:
             raise CheckpointError(
                 f"{self.path} holds no optimizer state: there is no state.<parameter>.exp_avg in it"
             )
-        self.step = int(about.get("step", max((self.step_of(name) for name in self.names), default=0)))
+        counts = [self.step_of(name) for name in self.names]  # all of them, before anything is loaded
+        self.step = about.get("step", max(counts))
+        if type(self.step) is not int or not 0 <= self.step < 1 << 62:
+            raise CheckpointError(f"{self.path} is damaged: step is {str(self.step)[:60]}")
         self.metadata: dict[str, Any] = about.get("metadata", {})
         self._bytes = np.memmap(self.path, np.uint8, mode="r")
 
@@ -186,7 +196,10 @@ class SafetensorsSource:
         if key not in self._entries:
             raise CheckpointError(f"{self.path}: {key} is missing")
         with open(self.path, "rb") as file:
-            return int(np.frombuffer(os.pread(file.fileno(), 4, self._entries[key][1]), _ITEM)[0])
+            step = float(np.frombuffer(os.pread(file.fileno(), 4, self._entries[key][1]), _ITEM)[0])
+        if not 0 <= step < 1 << 62 or step != int(step):
+            raise CheckpointError(f"{self.path} is damaged: {key} is {step}")
+        return int(step)
 
     def has(self, name: str, tensor: str) -> bool:
         """Return whether a state tensor is there."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ RELEASED_NAME = "RELEASED"
 MAX_RANKS = 1 << 16
 MAX_RELEASED = 64
 """Checkpoints that a folder remembers to have held; the pins of older ones are long gone, or for `offload gc`."""
+MAX_DIMENSIONS = 64
+MAX_DEPTH = 32
+"""How deeply a caller's metadata may be nested: everybody who goes through it does so recursively."""
 
 OWN_FILE = re.compile(r"manifest-[0-9a-f]{32}-\d+\.json|extra-[0-9a-f]{32}-\d+\.bin")
 """Files in a checkpoint's folder that are ours to delete."""
@@ -153,7 +157,7 @@ def unseal(kind: str, content: bytes, where: str) -> dict[str, Any]:
     line, separator, body = content.partition(b"\n")
     try:
         head = json.loads(line)
-    except ValueError as cause:
+    except (ValueError, RecursionError) as cause:
         raise CheckpointError(f"{where} is damaged: it does not begin as a {kind} does") from cause
     if not isinstance(head, dict) or head.get("format") != f"offload-{kind}":
         raise CheckpointError(f"{where} is no {kind}: its format is {_short(head)}")
@@ -179,8 +183,12 @@ def unseal(kind: str, content: bytes, where: str) -> dict[str, Any]:
     return found
 
 
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 60
+
+
 def _short(value: object) -> str:
-    text = repr(value)
+    text = _REPR.repr(value)  # of any depth
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -197,6 +205,37 @@ class CommitRecord:
     id: str
     ranks: int
     replaced: tuple[str, ...] = ()
+
+
+def check_text(value: str) -> str:
+    """Return a string that can be shown, written, and used as a name.
+
+    Raises:
+        ValueError: It holds halves of surrogate pairs, which JSON can say and UTF-8 cannot, or a zero.
+    """
+    if "\0" in value:
+        raise ValueError("text with a zero in it")
+    value.encode()
+    return value
+
+
+def check_metadata(value: object) -> None:
+    """Check that a caller's metadata can be written, read back and gone through.
+
+    Raises:
+        ValueError: It is nested too deeply, or has text in it that is not Unicode.
+    """
+    todo = [(value, 0)]
+    while todo:
+        item, depth = todo.pop()
+        if depth > MAX_DEPTH:
+            raise ValueError(f"metadata is nested more than {MAX_DEPTH} deep")
+        if isinstance(item, str):
+            item.encode()
+        elif isinstance(item, Mapping):
+            todo += [(inner, depth + 1) for pair in item.items() for inner in pair]
+        elif isinstance(item, list | tuple):
+            todo += [(inner, depth + 1) for inner in item]
 
 
 def seal_commit(commit: CommitRecord) -> bytes:
@@ -232,8 +271,18 @@ def unseal_released(content: bytes, where: str) -> tuple[tuple[str, ...], str]:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the content of a manifest's file."""
+    """Return the content of a manifest's file.
+
+    Raises:
+        CheckpointError: Nobody could read it back.
+    """
     layout = manifest.layout
+    try:
+        check_metadata(manifest.metadata)
+        for parameter in layout.parameters:
+            check_text(parameter.name)
+    except ValueError as cause:
+        raise CheckpointError(f"a checkpoint cannot say this: {cause}") from cause
     return seal(
         "manifest",
         {
@@ -338,7 +387,7 @@ def decode(content: bytes, where: str) -> Manifest:
         return _decode(fields)
     except CheckpointError:
         raise
-    except (OffloadError, ValueError, TypeError, KeyError, IndexError, OverflowError, ZeroDivisionError) as cause:
+    except (OffloadError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as cause:
         raise CheckpointError(f"{where} is damaged: {str(cause).partition(' (this is a bug')[0]}") from cause
 
 
@@ -348,6 +397,7 @@ def _decode(fields: _Fields) -> Manifest:
     for name, numel, dtype, group, step, start, full_numel, shape, stride in fields.rows("parameters", 9):
         if not isinstance(name, str):
             raise fields.wrong("the name of a parameter", name, "it must be a string")
+        check_text(name)
         numel = fields.check_integer(f"numel of {name}", numel, 0, _MOST)
         full_numel = fields.check_integer(f"full_numel of {name}", full_numel, numel, _MOST)
         parameters.append(
@@ -379,7 +429,7 @@ def _decode(fields: _Fields) -> Manifest:
     for store, path in fields.rows("stores", 2):
         if not isinstance(store, str) or not _ID.fullmatch(store):
             raise fields.wrong("a store", store, "it must be 32 hexadecimal digits")
-        if path is not None and not (isinstance(path, str) and path and "\0" not in path):
+        if path is not None and not (isinstance(path, str) and check_text(path)):
             raise fields.wrong("the path of a store", path, "it must be a directory or s3://bucket/prefix")
         stores.append(StoreRef(uuid.UUID(store), path))
     checksums = fields.value("checksums")
@@ -388,6 +438,7 @@ def _decode(fields: _Fields) -> Manifest:
     metadata = fields.value("metadata")
     if not isinstance(metadata, dict):
         raise fields.wrong("metadata", metadata, "it must be an object")
+    check_metadata(metadata)
     return Manifest(
         id=fields.id("id"),
         rank=fields.integer("rank", 0, ranks - 1),
@@ -407,7 +458,10 @@ def _decode(fields: _Fields) -> Manifest:
 def _dimensions(fields: _Fields, name: str, value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
-    return tuple(fields.check_integer(name, size, 0, _MOST) for size in fields.check_rows(name, value))
+    sizes = fields.check_rows(name, value)
+    if len(sizes) > MAX_DIMENSIONS:
+        raise fields.wrong(name, value, f"it must have at most {MAX_DIMENSIONS} dimensions")
+    return tuple(fields.check_integer(name, size, 0, _MOST) for size in sizes)
 
 
 def _subgroups(fields: _Fields, parameters: Sequence[Parameter]) -> list[Subgroup]:
@@ -464,7 +518,7 @@ def _extra(fields: _Fields) -> tuple[str, int, int] | None:
         return None
     if not isinstance(value, list) or len(value) != 3 or not isinstance(value[0], str):
         raise fields.wrong("extra", value, "it must be a name, a size and a checksum")
-    if "/" in value[0] or value[0] in ("", ".", ".."):
+    if "/" in check_text(value[0]) or value[0] in ("", ".", ".."):
         raise fields.wrong("extra", value[0], "it must be the name of a file in the checkpoint's folder")
     return (
         value[0],

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import re
+import reprlib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,10 +91,18 @@ def read_pins(folder: Folder) -> list[Pin]:
     where = f"{folder.path}/{PINS_NAME}"
     rows = unseal("pins", content, where).get("pins")
     if not isinstance(rows, list) or not all(
-        isinstance(row, list) and len(row) == 2 and all(isinstance(text, str) for text in row) for row in rows
+        isinstance(row, list) and len(row) == 2 and all(_is_name(text) for text in row) for row in rows
     ):
-        raise CheckpointError(f"{where} is damaged: pins is {json.dumps(rows)[:60]}")
+        raise CheckpointError(f"{where} is damaged: pins is {reprlib.repr(rows)}")
     return [Pin(*row) for row in rows]
+
+
+def _is_name(text: object) -> bool:
+    """Return whether the system could take a text for a path's."""
+    try:
+        return isinstance(text, str) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def write_pins(folder: Folder, pins: Sequence[Pin]) -> None:
@@ -309,7 +318,7 @@ def _judge_remote(path: str, nbytes: int) -> Leftover:
         opened = json.loads(folder.read(RECORD_NAME) or b"{}")
         who = f"process {opened.get('pid', '?')} on {opened.get('host', '?')}"
         held, missing = _split_pins(folder, path)
-    except (ValueError, AttributeError, CheckpointError) as cause:
+    except (ValueError, AttributeError, RecursionError, CheckpointError) as cause:
         return Leftover(path, nbytes, None, False, (), (), problem=str(cause))
     return Leftover(path, nbytes, None, False, held, missing, opened_by=who)
 

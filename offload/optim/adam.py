@@ -10,6 +10,7 @@ import dataclasses
 import io
 import logging
 import math
+import numbers
 import os
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from itertools import chain
 from typing import Any, ClassVar, overload
 
+import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
@@ -44,7 +46,8 @@ log = logging.getLogger("offload")
 
 DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
-NOT_LOADED = ("params", "param_names", "amsgrad", "foreach", "fused", "capturable", "differentiable")
+NOT_SAVED = ("param_names", "amsgrad", "foreach", "fused", "capturable", "differentiable")
+NOT_LOADED = ("params", *NOT_SAVED)
 """Entries of a saved group that say nothing about this optimizer."""
 
 UNSHARED_REFERENCES = 3
@@ -55,6 +58,9 @@ DIGEST_NUMEL = 1024
 
 PREDICTION_DRIFT = 0.1
 """How far rates may move, by the closed form, before a step is simulated anew for `metrics`."""
+
+HYPERPARAMETER_DEPTH = 4
+"""How deeply a hyperparameter may be nested to be kept in a checkpoint."""
 
 CLIP_EPS = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides."""
@@ -418,7 +424,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         Raises:
             RuntimeError: If the norm is not finite and `error_if_nonfinite` is set.
         """
-        if not isinstance(max_norm, int | float | torch.Tensor) or not float(max_norm) >= 0:
+        if not _number(max_norm) >= 0:
             raise ConfigError("max_norm", max_norm, "give a number >= 0")
         with self._lock:
             self._open_after_backward()
@@ -907,15 +913,18 @@ class OffloadedAdam(torch.optim.Optimizer):
         for parameter, position in self._positions.items():
             increment_version(parameter)
             self._weight_seen[position] = parameter.data_ptr(), parameter._version
-        for group, saved in zip(self.param_groups, groups or [{}] * len(self.param_groups), strict=True):
-            for name, value in saved.items():
-                _restore(group, name, value)
+        for group, restored in zip(self.param_groups, groups or [{}] * len(self.param_groups), strict=True):
+            for name, value in restored.items():
+                if isinstance(value, torch.Tensor):
+                    group[name].copy_(value)
+                else:
+                    group[name] = value
 
     def _saved_groups(self) -> list[dict[str, Any]]:
         """Return the groups' hyperparameters as JSON takes them."""
         return [
             {
-                name: {"tensor": float(value)} if isinstance(value, torch.Tensor) else value
+                name: {"tensor": float(value)} if isinstance(value, torch.Tensor) else _plain(value)
                 for name, value in group.items()
                 if name not in NOT_LOADED and _is_plain(value)
             }
@@ -923,6 +932,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         ]
 
     def _checked_groups(self, metadata: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+        """Return the hyperparameters to be set from what `_saved_groups` returned, or from what claims to be that."""
         groups = metadata.get("groups")
         kind = "AdamW" if self.decoupled else "Adam"
         if metadata.get("optimizer") != kind:
@@ -934,13 +944,14 @@ class OffloadedAdam(torch.optim.Optimizer):
                 f"{path} is of another model: it has {len(groups)} parameter groups, and there are "
                 f"{len(self.param_groups)} here"
             )
-        for group in groups:
-            plain = {n: v["tensor"] if isinstance(v, dict) and "tensor" in v else v for n, v in group.items()}
+        restored = []
+        for group, saved in zip(self.param_groups, groups, strict=True):
             try:
-                _check_hyperparameters(plain)
+                restored.append({n: _restored(n, v, group.get(n)) for n, v in saved.items() if n not in NOT_SAVED})
+                _check_hyperparameters(restored[-1])
             except ConfigError as cause:
                 raise CheckpointError(f"{path} is damaged: {cause}") from cause
-        return groups
+        return restored
 
     def _check_forms(self, checkpoint: StateSource) -> None:
         """Verify that parameters lie in memory in the order in which their state was saved."""
@@ -1092,26 +1103,40 @@ def _cannot_leave(world: int) -> ConfigError:
     return ConfigError("keep_grads", False, f"use true: {world} processes reduce gradients after they have arrived")
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
     """Return whether JSON (with a mark for tensors of one element) keeps a value."""
     if isinstance(value, tuple | list):
-        return all(_is_plain(item) for item in value)
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return value is None or isinstance(value, bool | int | float | str)
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
+    if isinstance(value, torch.Tensor | np.ndarray | np.number):
+        return not math.isnan(_number(value))
+    return value is None or isinstance(value, bool | int | float | str | np.bool_)
 
 
-def _restore(group: dict[str, Any], name: str, value: Any) -> None:
-    """Put a saved hyperparameter back in the kind that the group has it in."""
-    if isinstance(value, dict):
-        value = value["tensor"]
-    now = group.get(name)
-    if isinstance(now, torch.Tensor):
-        now.fill_(value)
-    elif isinstance(value, list):
-        group[name] = tuple(value) if isinstance(now, tuple) else value
-    else:
-        group[name] = value
+def _plain(value: Any) -> Any:
+    """Return a value of which `_is_plain` is true as JSON takes it."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
+
+
+def _restored(name: str, saved: Any, now: Any) -> Any:
+    """Return a saved hyperparameter in the kind that the group has it in.
+
+    Raises:
+        ConfigError: It is nothing that was saved by `_saved_groups`.
+    """
+    value = saved["tensor"] if isinstance(saved, dict) and saved.keys() == {"tensor"} else saved
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "params" or not _is_plain(value) or (value is not saved and not is_number):
+        raise ConfigError(name, saved, "no checkpoint has such a hyperparameter")
+    if not isinstance(now, torch.Tensor):
+        return tuple(value) if isinstance(now, tuple) and isinstance(value, list) else value
+    if not is_number or now.numel() != 1:
+        raise ConfigError(name, saved, f"it is a tensor of shape {tuple(now.shape)} here")
+    try:
+        return torch.full_like(now, value, requires_grad=False)
+    except (RuntimeError, OverflowError) as cause:
+        raise ConfigError(name, saved, str(cause)) from cause
 
 
 def _on_arrival(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
@@ -1211,10 +1236,14 @@ def _checked_tensor(what: str, tensor: object, parameter: torch.Tensor) -> torch
     return copy.copy_(tensor.detach()).as_strided((parameter.numel(),), (1,))
 
 
-def _number(value: object) -> float:
-    """Return a number or a tensor of one as a float; NaN for anything else."""
-    is_number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-    return float(value) if is_number else math.nan  # type: ignore[arg-type]
+def _number(value: Any) -> float:
+    """Return a number, or a tensor or an array of one, as a float; NaN for anything else."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        value = value.item() if math.prod(value.shape) == 1 else None
+    try:
+        return float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _check_hyperparameters(group: Mapping[str, Any]) -> None:
@@ -1225,3 +1254,5 @@ def _check_hyperparameters(group: Mapping[str, Any]) -> None:
     pair = isinstance(betas, tuple | list) and len(betas) == 2
     if not pair or not all(0 <= _number(beta) < 1 for beta in betas or ()):
         raise ConfigError("betas", betas, "give two numbers from 0 (included) to 1 (not included)")
+    if not isinstance(group.get("maximize", False), bool | int | np.bool_):
+        raise ConfigError("maximize", group["maximize"], "use true or false")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -553,3 +554,40 @@ def test_a_memory_format_that_differs_is_refused(tmp_path: Path) -> None:
     other = torch.nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
     with offload.AdamW([other]) as optimizer, pytest.raises(offload.CheckpointError, match="strides"):
         optimizer.load_checkpoint(tmp_path / "ck")
+
+
+NUMBERS: list[Any] = [np.float32(0.125), np.float64(0.125), np.array(0.125), torch.tensor(0.125), 0.125]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: type(number).__name__)
+def test_numbers_of_numpy_are_taken_as_torch_takes_them(tmp_path: Path, number: Any) -> None:
+    def make(number: Any) -> tuple[torch.nn.Parameter, offload.AdamW]:
+        parameter = torch.nn.Parameter(torch.ones(300))
+        settings = {"lr": number, "betas": (number, number), "eps": number, "weight_decay": number}
+        optimizer = offload.AdamW([parameter], **settings)
+        optimizer.param_groups[0]["own"] = [number, (number, True)]
+        return parameter, optimizer
+
+    (mine, optimizer), (twin, plain) = make(number), make(0.125)
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=number, betas=(0.5, 0.5), eps=number)
+    with optimizer, plain:
+        for parameter, each in ((mine, optimizer), (twin, plain)):
+            parameter.grad = torch.ones(300)
+            each.clip_grad_norm_(number)
+            each.step()
+        assert torch.equal(mine, twin)
+        optimizer.save_checkpoint(tmp_path / "ck")
+        optimizer.wait_checkpoint()
+        plain.load_checkpoint(tmp_path / "ck")
+        group = plain.param_groups[0]
+        assert (group["lr"], group["betas"], group["own"]) == (0.125, (0.125, 0.125), [0.125, [0.125, True]])
+        plain.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "number", [np.float32("nan"), np.array([0.1, 0.2]), np.array("0.1"), "0.1", 1j, np.complex64(1), 10**400]
+)
+def test_what_is_no_number(number: Any) -> None:
+    for name in ("lr", "eps", "weight_decay"):
+        with pytest.raises(offload.ConfigError, match=name):
+            offload.AdamW([torch.nn.Parameter(torch.ones(3))], **{name: number})

@@ -29,6 +29,7 @@ from offload.checkpoint.stores import find_stores
 from offload.engine import setup
 from offload.protocols import Tier, TileRequest
 from offload.tiers import SLOT_HEADER_BYTES, FaultyTier, open_tier
+from offload.tiers.remote import crc32c_of
 
 NAMES = ("first", "second", "third")
 
@@ -230,6 +231,147 @@ def test_fuzzed_manifests_never_crash(checkpoint: Path) -> None:
             assert bytes(noise) == content
     commit = CommitRecord("a" * 32, 3, ("b" * 32,))
     assert unseal_commit(seal_commit(commit), "x") == commit
+
+
+def say(file: Path, change: Callable[[Any], None]) -> None:
+    """Change a file's body and make its checksum right again."""
+    content = file.read_bytes()
+    kind = json.loads(content.partition(b"\n")[0])["format"].removeprefix("offload-")
+    body = unseal(kind, content, "x")
+    change(body)
+    file.write_bytes(seal(kind, body))
+
+
+def in_depth(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+HALF = "\ud800"
+"""Half a surrogate pair: JSON can say it, and nothing can write it."""
+
+
+@pytest.mark.parametrize(
+    "hyperparameters",
+    [
+        {"params": []},
+        {"lr": {"tensor": "x"}},
+        {"lr": {"tensor": 0.1, "more": 1}},
+        {"lr": {"tensor": None}},
+        {"lr": {"tensor": float("nan")}},
+        {"lr": {}},
+        {"lr": [0.1]},
+        {"lr": -1.0},
+        {"lr": float("inf")},
+        {"lr": 10**400},
+        {"lr": "fast"},
+        {"lr": None},
+        {"betas": [0.9, 10**400]},
+        {"betas": [0.9]},
+        {"betas": [0.9, {"tensor": 0.99}]},
+        {"betas": 0.9},
+        {"maximize": "no"},
+        {"weight_decay": []},
+        {"own": {"a": 1}},
+        {"own": in_depth(10)},
+        {"own": in_depth(200)},
+        {"own": HALF},
+        {"of_tensor": "x"},
+        {"of_tensor": [1.0]},
+        {"of_tensor": 10**400},
+        {"of_count": float("nan")},
+        {HALF: 1},
+    ],
+)
+def test_hyperparameters_that_were_never_saved_are_refused(checkpoint: Path, hyperparameters: dict[str, Any]) -> None:
+    say(manifest_of(checkpoint), lambda body: body["metadata"]["groups"][0].update(hyperparameters))
+    parameters, optimizer = make([], host_memory=None)
+    with optimizer:
+        group = optimizer.param_groups[0]
+        group |= {"of_tensor": torch.tensor(0.5), "of_count": torch.tensor(3), "lr": 0.25}
+        step(parameters, optimizer, seed=3)
+        before = {**group, "params": list(parameters)}
+        state = [optimizer.state_for(parameter) for parameter in parameters]
+        with pytest.raises(offload.CheckpointError):
+            optimizer.load_checkpoint(checkpoint)
+        assert repr(group) == repr(before)
+        for parameter, then in zip(parameters, state, strict=True):
+            assert all(torch.equal(tensor, then[name]) for name, tensor in optimizer.state_for(parameter).items())
+        step(parameters, optimizer, seed=4)
+
+
+def test_entries_that_say_nothing_about_this_optimizer_are_left_out(checkpoint: Path) -> None:
+    strange = {"foreach": True, "fused": {"a": []}, "param_names": ["a"], "own": [1, "a", None], "lr": 0.125}
+    say(manifest_of(checkpoint), lambda body: body["metadata"]["groups"][0].update(strange))
+    _, optimizer = make([], host_memory=None)
+    with optimizer:
+        optimizer.load_checkpoint(checkpoint)
+        (group,) = optimizer.param_groups
+        assert (group["lr"], group["own"], group["param_names"]) == (0.125, [1, "a", None], list(NAMES))
+        assert not {"foreach", "fused"} & group.keys()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body["parameters"][0].__setitem__(0, HALF),
+        lambda body: body["parameters"][0].__setitem__(0, "a\0b"),
+        lambda body: body["parameters"][0].__setitem__(7, [1] * 1_000_000),
+        lambda body: body["parameters"][0].__setitem__(1, 10**400),
+        lambda body: body["parameters"][0].__setitem__(1, in_depth(500)),
+        lambda body: body["stores"][0].__setitem__(1, HALF),
+        lambda body: body["stores"][0].__setitem__(1, "a\0b"),
+        lambda body: body["stores"][0].__setitem__(1, "/" + "a" * 5000),
+        lambda body: body["extra"].__setitem__(0, HALF),
+        lambda body: body["extra"].__setitem__(0, "a\0b"),
+        lambda body: body["extra"].__setitem__(0, "a" * 5000),
+        lambda body: body["extra"].__setitem__(1, 10**400),
+        lambda body: body.update(metadata={"optimizer": in_depth(300)}),
+        lambda body: body.update(metadata={"optimizer": HALF}),
+        lambda body: body.update(step=10**4000),
+        lambda body: body.update(stores=in_depth(400)),
+        lambda body: body.update(tiles=in_depth(400)),
+        lambda body: body.update(ranks=10**400),
+    ],
+)
+def test_what_json_can_say_and_a_checkpoint_cannot(checkpoint: Path, change: Callable[[Any], None]) -> None:
+    say(manifest_of(checkpoint), change)
+    refuse(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"format":' * 100_000, b"9" * 5000, b'{"version": ' + b"9" * 5000]
+)
+def test_json_that_python_cannot_read(checkpoint: Path, content: bytes) -> None:
+    for name in (COMMIT_NAME, manifest_of(checkpoint).name):
+        kind = "commit" if name == COMMIT_NAME else "manifest"
+        kept = (checkpoint / name).read_bytes()
+        head = json.loads(seal(kind, {}).partition(b"\n")[0])
+        checksum = {"nbytes": len(content), "crc32c": crc32c_of(content)}
+        for whole in (content, json.dumps({**head, **checksum}).encode() + b"\n" + content):
+            (checkpoint / name).write_bytes(whole)
+            refuse(checkpoint)
+        (checkpoint / name).write_bytes(kept)
+
+
+@pytest.mark.parametrize("folder", [HALF, "a\0b"])
+def test_pins_that_name_no_folder(checkpoint: Path, folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (pins,) = (checkpoint.parent / "path").glob("*/pins.json")
+    say(pins, lambda body: body["pins"][0].__setitem__(1, folder))
+    assert cli.main(["gc", str(checkpoint.parent / "path")]) in (0, 1)
+    assert "damaged" in "".join(capsys.readouterr())
+    assert tiles_of(checkpoint).exists()
+
+
+@pytest.mark.parametrize("metadata", [{"a": in_depth(40)}, {"a": HALF}])
+def test_metadata_that_could_not_be_read_back_is_not_saved(tmp_path: Path, metadata: dict[str, Any]) -> None:
+    _, optimizer = make([], host_memory=None)
+    with optimizer:
+        optimizer.engine.save(tmp_path / "ck", metadata=metadata)
+        with pytest.raises(offload.CheckpointError, match=r"metadata is nested|surrogates"):
+            optimizer.wait_checkpoint()
 
 
 def test_load_that_finds_damage_breaks_the_session_and_says_so(checkpoint: Path, tmp_path: Path) -> None:
