@@ -4,6 +4,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../kernels/dispatch.h"
@@ -74,11 +75,26 @@ class CpuKernels {
     });
     pool_.run(job);
   }
-  void gradient_blocks(std::uintptr_t source, std::int32_t source_dtype, std::uint64_t numel, std::uintptr_t blocks,
-                       std::uintptr_t destination, std::int32_t destination_dtype) {
+  std::uint64_t gradient_blocks(std::uintptr_t source, std::int32_t source_dtype, std::uint64_t numel,
+                                std::uintptr_t blocks, std::uintptr_t destination, std::int32_t destination_dtype) {
     GradientBlocksJob job(
         checked(gradient_blocks_of(source, source_dtype, numel, blocks, destination, destination_dtype)), kernels_);
     pool_.run(job);
+    return job.fingerprint();
+  }
+  void fingerprints(std::uintptr_t addresses, std::uintptr_t sizes, std::size_t rows, std::uintptr_t found) {
+    const auto* address = reinterpret_cast<const std::uint64_t*>(addresses);
+    const auto* nbytes = reinterpret_cast<const std::uint64_t*>(sizes);
+    std::vector<FingerprintsJob::Range> ranges;
+    ranges.reserve(rows);
+    for (std::size_t i = 0; i < rows; ++i) {
+      if (address[i] == 0 && nbytes[i] != 0)
+        throw std::invalid_argument("gradient " + std::to_string(i) + ": its address is null");
+      ranges.push_back({reinterpret_cast<const void*>(static_cast<std::uintptr_t>(address[i])), nbytes[i]});
+    }
+    FingerprintsJob job(std::move(ranges), kernels_);
+    pool_.run(job);
+    for (std::size_t i = 0; i < rows; ++i) reinterpret_cast<std::uint64_t*>(found)[i] = job.fingerprint(i);
   }
   void close() { pool_.close(); }
 
@@ -102,6 +118,20 @@ void bind_kernels(nb::module_& module) {
         return sum_in_order(reinterpret_cast<const double*>(address), count);
       },
       nb::arg("address"), nb::arg("count"), "Add float64 values one after the other, starting from 0.0.");
+  module.def(
+      "norm_sq",
+      [](std::uintptr_t addresses, std::uintptr_t counts, std::size_t rows) {
+        nb::gil_scoped_release release;
+        const DefaultFloatEnvironment environment;
+        const auto* address = reinterpret_cast<const std::uint64_t*>(addresses);
+        double total = 0.0;
+        for (std::size_t i = 0; i < rows; ++i)
+          total = total + sum_in_order(reinterpret_cast<const double*>(static_cast<std::uintptr_t>(address[i])),
+                                       reinterpret_cast<const std::uint64_t*>(counts)[i]);
+        return total;
+      },
+      nb::arg("addresses"), nb::arg("counts"), nb::arg("rows"),
+      "Add the `sum_in_order` of arrays of float64, given by address and count, in order.");
   module.def(
       "check_table",
       [](std::uintptr_t address, std::size_t rows) {
@@ -128,5 +158,7 @@ void bind_kernels(nb::module_& module) {
       .def("stream", &CpuKernels::stream, release(), nb::arg("table"), nb::arg("rows"), nb::arg("variant"))
       .def("gradient_blocks", &CpuKernels::gradient_blocks, release(), nb::arg("source"), nb::arg("source_dtype"),
            nb::arg("numel"), nb::arg("blocks"), nb::arg("destination"), nb::arg("destination_dtype"))
+      .def("fingerprints", &CpuKernels::fingerprints, release(), nb::arg("addresses"), nb::arg("sizes"),
+           nb::arg("rows"), nb::arg("found"))
       .def("close", &CpuKernels::close, release());
 }

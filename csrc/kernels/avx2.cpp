@@ -14,8 +14,10 @@ struct Simd {
   using F = __m256;
   using H = __m128i;
   using D = __m256d;
+  using U = __m256i;
   static constexpr std::size_t kWidth = 8;
   static constexpr std::size_t kDoubleWidth = 4;
+  static constexpr std::size_t kWords = 4;
   static constexpr std::size_t kPairBytes = 32;
 
   static F set1(float value) { return _mm256_set1_ps(value); }
@@ -74,6 +76,17 @@ struct Simd {
   static void store_d(double* address, D value) { _mm256_store_pd(address, value); }
   static D add_double(D a, D b) { return _mm256_add_pd(a, b); }
   static D square_double(D a) { return _mm256_mul_pd(a, a); }
+
+  static U load_words(const Byte* address) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)); }
+  static void store_words(std::uint64_t* address, U value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(address), value);
+  }
+  static U set1_word(std::uint64_t value) { return _mm256_set1_epi64x(static_cast<long long>(value)); }
+  static U add_words(U a, U b) { return _mm256_add_epi64(a, b); }
+  static U xor_words(U a, U b) { return _mm256_xor_si256(a, b); }
+  static U upper_halves(U a) { return _mm256_srli_epi64(a, 32); }
+  static U swap_halves(U a) { return _mm256_shuffle_epi32(a, 0xb1); }
+  static U mul_lower_halves(U a, U b) { return _mm256_mul_epu32(a, b); }
 };
 
 }  // namespace
@@ -82,5 +95,5 @@ struct Simd {
 #include "body.h"
 
 namespace offload {
-const KernelSet kAvx2Kernels = {"avx2", update, gradient_blocks, stream};
+const KernelSet kAvx2Kernels = {"avx2", update, gradient_blocks, fingerprint, stream};
 }  // namespace offload

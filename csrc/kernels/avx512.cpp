@@ -14,8 +14,10 @@ struct Simd {
   using F = __m512;
   using H = __m256i;
   using D = __m512d;
+  using U = __m512i;
   static constexpr std::size_t kWidth = 16;
   static constexpr std::size_t kDoubleWidth = 8;
+  static constexpr std::size_t kWords = 8;
   static constexpr std::size_t kPairBytes = 64;
 
   static F set1(float value) { return _mm512_set1_ps(value); }
@@ -74,6 +76,15 @@ struct Simd {
   static void store_d(double* address, D value) { _mm512_store_pd(address, value); }
   static D add_double(D a, D b) { return _mm512_add_pd(a, b); }
   static D square_double(D a) { return _mm512_mul_pd(a, a); }
+
+  static U load_words(const Byte* address) { return _mm512_loadu_si512(address); }
+  static void store_words(std::uint64_t* address, U value) { _mm512_storeu_si512(address, value); }
+  static U set1_word(std::uint64_t value) { return _mm512_set1_epi64(static_cast<long long>(value)); }
+  static U add_words(U a, U b) { return _mm512_add_epi64(a, b); }
+  static U xor_words(U a, U b) { return _mm512_xor_si512(a, b); }
+  static U upper_halves(U a) { return _mm512_srli_epi64(a, 32); }
+  static U swap_halves(U a) { return _mm512_shuffle_epi32(a, _MM_PERM_CDAB); }
+  static U mul_lower_halves(U a, U b) { return _mm512_mul_epu32(a, b); }
 };
 
 }  // namespace
@@ -82,5 +93,5 @@ struct Simd {
 #include "body.h"
 
 namespace offload {
-const KernelSet kAvx512Kernels = {"avx512", update, gradient_blocks, stream};
+const KernelSet kAvx512Kernels = {"avx512", update, gradient_blocks, fingerprint, stream};
 }  // namespace offload

@@ -13,6 +13,8 @@
 //   set1, zero, load, store, stream, add, sub, mul, div, sqrt, negate    on F
 //   widen<dtype>(address) -> F, narrow<dtype>(F) -> H, store_half(address, H), stream_pair(address, H, H)
 //   load_double<dtype>(address) -> D, add_double, square_double, load_d, store_d
+//   U: vector of 64-bit words; kWords, load_words, store_words, set1_word, add_words (modulo 2^64), xor_words,
+//   upper_halves (as words), swap_halves, mul_lower_halves (32 by 32 bits, the whole product)
 #pragma once
 
 #include "kernels.h"
@@ -98,8 +100,10 @@ struct Single {
   using F = float;
   using H = std::uint16_t;
   using D = double;
+  using U = std::uint64_t;
   static constexpr std::size_t kWidth = 1;
   static constexpr std::size_t kDoubleWidth = 1;
+  static constexpr std::size_t kWords = 1;
   static constexpr std::size_t kPairBytes = 0;
 
   static F set1(float value) { return value; }
@@ -138,6 +142,19 @@ struct Single {
   static void store_d(double* address, D value) { *address = value; }
   static D add_double(D a, D b) { return a + b; }
   static D square_double(D a) { return a * a; }
+
+  static U load_words(const Byte* address) {
+    U value;
+    __builtin_memcpy(&value, address, sizeof value);
+    return value;
+  }
+  static void store_words(std::uint64_t* address, U value) { *address = value; }
+  static U set1_word(std::uint64_t value) { return value; }
+  static U add_words(U a, U b) { return a + b; }
+  static U xor_words(U a, U b) { return a ^ b; }
+  static U upper_halves(U a) { return a >> 32; }
+  static U swap_halves(U a) { return a << 32 | a >> 32; }
+  static U mul_lower_halves(U a, U b) { return (a & 0xffffffffu) * (b & 0xffffffffu); }
 };
 
 inline Byte* pointer(std::uint64_t address) { return reinterpret_cast<Byte*>(static_cast<std::uintptr_t>(address)); }
@@ -464,39 +481,106 @@ void copy_block(const Byte* source, std::size_t numel, Byte* destination, std::i
     Single::store(destination + 4 * i, widen_one<source_dtype>(source + size_of<source_dtype>() * i));
 }
 
-template <int source_dtype>
-void blocks_of(const Byte* source, std::uint64_t numel, double* blocks, Byte* destination,
-               std::int32_t destination_dtype) {
-  constexpr std::size_t block_bytes = kNormBlockNumel * size_of<source_dtype>();
-  const std::size_t destination_bytes = kNormBlockNumel * (destination_dtype == kFloat32 ? 4 : 2);
-  for (; numel >= kNormBlockNumel; numel -= kNormBlockNumel) {
-    if (destination) {
-      copy_block<source_dtype>(source, kNormBlockNumel, destination, destination_dtype);
-      destination += destination_bytes;
-    }
-    *blocks++ = block_sum<source_dtype>(source);
-    source += block_bytes;
-  }
-  if (numel == 0) return;
-  if (destination) copy_block<source_dtype>(source, numel, destination, destination_dtype);
-  alignas(64) Byte padded[block_bytes];
-  const std::size_t used = numel * size_of<source_dtype>();
-  __builtin_memcpy(padded, source, used);
-  __builtin_memset(padded + used, 0, block_bytes - used);
-  *blocks = block_sum<source_dtype>(padded);
+// The fingerprint of a gradient: 64 bits that tell whether any bit of it has changed since.
+//
+// It is the sum, modulo 2^64, of a term for each 64-bit word (little endian, the last one padded with zeros), so that
+// words may be visited in any order, by any number of threads. The term of word x at position i is
+//   product(x ^ a) + swap(product(x ^ b)),   a = kStartA + i * kStepA,   b = kStartB + i * kStepB
+// where `product` multiplies a word's two halves and `swap` exchanges them. This is NH (J. Black et al., "UMAC: Fast
+// and Secure Message Authentication", CRYPTO 1999, section 4), made twice with keys of their own, each good for 32
+// bits. What that gives:
+// * One changed element. It changes one half of x ^ a and of x ^ b, by d and e, and the term by d * h + swap(e * k),
+//   h and k being the other halves. They are never both 0, as a and b differ. So the sum changes for certain where
+//   either is 0, and else but for one in about 2^64 of the values that h and k may have.
+// * Swapped elements, a range shifted, zeroed or copied over another, flipped signs, a scaling by a power of two: many
+//   terms change, each by an amount that depends on the word and on its keys. A flipped sign changes the upper bits of
+//   a product, a last bit its lower ones; as the second product is swapped, either moves the whole sum. It then is the
+//   same by chance, once in about 2^64.
+// Keys are no secret: somebody who wants two gradients with one fingerprint can make them.
+constexpr std::uint64_t kStartA = 0x243f6a8885a308d3u, kStepA = 0x9e3779b97f4a7c15u;  // fractions of pi, golden ratio
+constexpr std::uint64_t kStartB = 0xb7e151628aed2a6bu, kStepB = 0x6a09e667f3bcc909u;  // of e, root of 2
+
+template <class V>
+inline typename V::U product_of_halves(typename V::U words) {
+  return V::mul_lower_halves(words, V::upper_halves(words));
 }
 
-void gradient_blocks(const void* source, std::int32_t source_dtype, std::uint64_t numel, double* blocks,
-                     void* destination, std::int32_t destination_dtype) {
+template <class V>
+inline typename V::U fingerprint_terms(typename V::U words, typename V::U a, typename V::U b) {
+  return V::add_words(product_of_halves<V>(V::xor_words(words, a)),
+                      V::swap_halves(product_of_halves<V>(V::xor_words(words, b))));
+}
+
+// start + k * step for k in [0, V::kWords).
+template <class V>
+inline typename V::U first_keys(std::uint64_t start, std::uint64_t step) {
+  std::uint64_t keys[V::kWords];
+  for (std::size_t k = 0; k < V::kWords; ++k) keys[k] = start + k * step;
+  return V::load_words(reinterpret_cast<const Byte*>(keys));
+}
+
+std::uint64_t fingerprint(const void* source, std::uint64_t nbytes, std::uint64_t first_byte) {
+  constexpr std::uint64_t width = 8 * Simd::kWords;
+  const Byte* from = static_cast<const Byte*>(source);
+  const std::uint64_t start_a = kStartA + first_byte / 8 * kStepA, start_b = kStartB + first_byte / 8 * kStepB;
+  std::uint64_t i = 0, total = 0;
+  if (nbytes >= width) {
+    Simd::U a = first_keys<Simd>(start_a, kStepA), b = first_keys<Simd>(start_b, kStepB);
+    const Simd::U step_a = Simd::set1_word(Simd::kWords * kStepA), step_b = Simd::set1_word(Simd::kWords * kStepB);
+    Simd::U sums = Simd::set1_word(0);
+    for (; i + width <= nbytes; i += width) {
+      sums = Simd::add_words(sums, fingerprint_terms<Simd>(Simd::load_words(from + i), a, b));
+      a = Simd::add_words(a, step_a);
+      b = Simd::add_words(b, step_b);
+    }
+    std::uint64_t words[Simd::kWords];
+    Simd::store_words(words, sums);
+    for (std::size_t k = 0; k < Simd::kWords; ++k) total += words[k];
+  }
+  for (; i < nbytes; i += 8) {
+    Byte last[8] = {};
+    __builtin_memcpy(last, from + i, nbytes - i < 8 ? nbytes - i : 8);
+    total += fingerprint_terms<Single>(Single::load_words(last), start_a + i / 8 * kStepA, start_b + i / 8 * kStepB);
+  }
+  return total;
+}
+
+template <int source_dtype>
+std::uint64_t blocks_of(const Byte* source, std::uint64_t numel, double* blocks, Byte* destination,
+                        std::int32_t destination_dtype, std::uint64_t first) {
+  constexpr std::size_t item = size_of<source_dtype>();
+  const bool widens = destination && destination_dtype != source_dtype;
+  const std::size_t kept_item = widens ? 4 : item;
+  std::uint64_t total = 0;
+  for (std::uint64_t i = 0; i < numel; i += kNormBlockNumel, ++blocks) {
+    const std::size_t now = numel - i < kNormBlockNumel ? numel - i : kNormBlockNumel;
+    const Byte* block = source + item * i;
+    Byte* copy = destination ? destination + kept_item * i : nullptr;
+    if (copy) copy_block<source_dtype>(block, now, copy, destination_dtype);
+    total += fingerprint(widens ? copy : block, kept_item * now, kept_item * (first + i));
+    if (now == kNormBlockNumel) {
+      *blocks = block_sum<source_dtype>(block);
+    } else {
+      alignas(64) Byte padded[item * kNormBlockNumel];
+      __builtin_memcpy(padded, block, item * now);
+      __builtin_memset(padded + item * now, 0, item * (kNormBlockNumel - now));
+      *blocks = block_sum<source_dtype>(padded);
+    }
+  }
+  return total;
+}
+
+std::uint64_t gradient_blocks(const void* source, std::int32_t source_dtype, std::uint64_t numel, double* blocks,
+                              void* destination, std::int32_t destination_dtype, std::uint64_t first) {
   const Byte* from = static_cast<const Byte*>(source);
   Byte* to = static_cast<Byte*>(destination);
   switch (source_dtype) {
     case kBfloat16:
-      return blocks_of<kBfloat16>(from, numel, blocks, to, destination_dtype);
+      return blocks_of<kBfloat16>(from, numel, blocks, to, destination_dtype, first);
     case kFloat16:
-      return blocks_of<kFloat16>(from, numel, blocks, to, destination_dtype);
+      return blocks_of<kFloat16>(from, numel, blocks, to, destination_dtype, first);
     default:
-      return blocks_of<kFloat32>(from, numel, blocks, to, destination_dtype);
+      return blocks_of<kFloat32>(from, numel, blocks, to, destination_dtype, first);
   }
 }
 

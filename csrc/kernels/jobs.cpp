@@ -11,8 +11,8 @@
 namespace offload {
 namespace {
 
-// What a segment costs beside its elements, in elements: a call, a switch, cold lines.
-constexpr std::uint64_t kSegmentCost = 64;
+// What a row costs beside its units, in units: a call, a switch, cold lines.
+constexpr std::uint64_t kRowCost = 64;
 
 std::size_t size_of_dtype(std::int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
@@ -55,21 +55,19 @@ std::string check_table(const Segment* table, std::size_t rows) {
   return "";
 }
 
-TableJob::Cut::Cut(std::vector<Segment> table) : segments(std::move(table)) {
+std::vector<Piece> cut_rows(const std::vector<std::uint64_t>& units) {
+  std::vector<Piece> pieces;
   Piece piece{0, 0, 0, 0};
   std::uint64_t cost = 0;  // of the piece being filled
-  for (std::size_t i = 0; i < segments.size(); ++i) {
-    const std::uint64_t numel = segments[i].numel;
+  for (std::size_t i = 0; i < units.size(); ++i) {
     const std::uint32_t index = static_cast<std::uint32_t>(i);
-    const bool touched = segments[i].flags & (kActive | kLoadMaster | kZeroMoments);
-    if (numel == 0 || !touched) continue;
     std::uint64_t taken = 0;
-    while (taken < numel) {
+    while (taken < units[i]) {
       if (cost == 0) piece = Piece{index, index, taken, taken};
-      cost += kSegmentCost;
-      // Whole norm blocks only, so that the next piece starts as well aligned as this segment does.
+      cost += kRowCost;
+      // Whole norm blocks only, so that the next piece starts as well aligned as this row does.
       const std::uint64_t room = cost < kPieceNumel ? (kPieceNumel - cost + 4095) / 4096 * 4096 : 4096;
-      const std::uint64_t now = std::min(numel - taken, room);
+      const std::uint64_t now = std::min(units[i] - taken, room);
       taken += now;
       cost += now;
       piece.last = index;
@@ -81,6 +79,17 @@ TableJob::Cut::Cut(std::vector<Segment> table) : segments(std::move(table)) {
     }
   }
   if (cost > 0) pieces.push_back(piece);
+  return pieces;
+}
+
+TableJob::Cut::Cut(std::vector<Segment> table) : segments(std::move(table)) {
+  std::vector<std::uint64_t> numels;
+  numels.reserve(segments.size());
+  for (const Segment& segment : segments) {
+    const bool touched = segment.flags & (kActive | kLoadMaster | kZeroMoments);
+    numels.push_back(touched ? segment.numel : 0);
+  }
+  pieces = cut_rows(numels);
 }
 
 TableJob::TableJob(Cut cut, Kernel kernel)
@@ -124,10 +133,44 @@ void GradientBlocksJob::run_piece(std::size_t piece) noexcept {
   const std::uint64_t begin = piece * kPieceNumel;
   const std::uint64_t numel = std::min(kPieceNumel, work_.numel - begin);
   char* destination = static_cast<char*>(work_.destination);
-  kernels_.gradient_blocks(
+  const std::uint64_t part = kernels_.gradient_blocks(
       static_cast<const char*>(work_.source) + begin * size_of_dtype(work_.source_dtype), work_.source_dtype, numel,
       work_.blocks + begin / kNormBlockNumel,
-      destination ? destination + begin * size_of_dtype(work_.destination_dtype) : nullptr, work_.destination_dtype);
+      destination ? destination + begin * size_of_dtype(work_.destination_dtype) : nullptr, work_.destination_dtype,
+      begin);
+  fingerprint_.fetch_add(part, std::memory_order_relaxed);  // the job's end is what others wait for
+}
+
+namespace {
+
+std::vector<std::uint64_t> words_of(const std::vector<FingerprintsJob::Range>& ranges) {
+  std::vector<std::uint64_t> words;
+  words.reserve(ranges.size());
+  for (const FingerprintsJob::Range& range : ranges) words.push_back((range.nbytes + 7) / 8);
+  return words;
+}
+
+}  // namespace
+
+FingerprintsJob::FingerprintsJob(std::vector<Range> ranges, const KernelSet& kernels)
+    : FingerprintsJob(ranges, cut_rows(words_of(ranges)), kernels) {}
+
+FingerprintsJob::FingerprintsJob(std::vector<Range> ranges, std::vector<Piece> pieces, const KernelSet& kernels)
+    : Job(pieces.size()),
+      ranges_(std::move(ranges)),
+      pieces_(std::move(pieces)),
+      kernels_(kernels),
+      found_(ranges_.size()) {}
+
+void FingerprintsJob::run_piece(std::size_t index) noexcept {
+  const Piece& piece = pieces_[index];
+  for (std::uint32_t i = piece.first; i <= piece.last; ++i) {
+    const std::uint64_t begin = i == piece.first ? 8 * piece.begin : 0;
+    const std::uint64_t end = i == piece.last ? std::min(8 * piece.end, ranges_[i].nbytes) : ranges_[i].nbytes;
+    if (begin >= end) continue;
+    const char* source = static_cast<const char*>(ranges_[i].source) + begin;
+    found_[i].fetch_add(kernels_.fingerprint(source, end - begin, begin), std::memory_order_relaxed);
+  }
 }
 
 double sum_in_order(const double* values, std::size_t count) {

@@ -6,6 +6,7 @@
 // Not done here: keeping the memory that a table points at alive (the caller does, until the job ends).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -26,6 +27,15 @@ constexpr std::uint64_t kPieceNumel = 64 * 1024;
 // codes and impossible combinations; whether memory is there, it cannot see.
 std::string check_table(const Segment* table, std::size_t rows);
 
+// A run of work over a table: from unit `begin` of row `first` to unit `end` of row `last`.
+struct Piece {
+  std::uint32_t first, last;
+  std::uint64_t begin, end;
+};
+
+// Cut rows of so many units each (elements, words) into pieces; many small rows make one piece.
+std::vector<Piece> cut_rows(const std::vector<std::uint64_t>& units);
+
 // Updates the segments of a table; pieces may span many small segments.
 class TableJob : public Job {
  public:
@@ -38,11 +48,6 @@ class TableJob : public Job {
   void finished(double, double) noexcept override {}
 
  private:
-  // A run of elements: from element `begin` of segment `first` to element `end` of segment `last`.
-  struct Piece {
-    std::uint32_t first, last;
-    std::uint64_t begin, end;
-  };
   struct Cut {
     explicit Cut(std::vector<Segment> table);
     std::vector<Segment> segments;
@@ -92,6 +97,9 @@ class GradientBlocksJob final : public Job {
  public:
   GradientBlocksJob(const GradientBlocks& work, const KernelSet& kernels);
 
+  // Once the job has ended: the fingerprint of the destination, or of the source where there is none.
+  std::uint64_t fingerprint() const { return fingerprint_.load(std::memory_order_relaxed); }
+
  protected:
   void run_piece(std::size_t piece) noexcept override;
   void finished(double, double) noexcept override {}
@@ -99,6 +107,33 @@ class GradientBlocksJob final : public Job {
  private:
   const GradientBlocks work_;
   const KernelSet& kernels_;
+  std::atomic<std::uint64_t> fingerprint_{0};
+};
+
+// Fingerprints of many gradients; pieces may span many small ones.
+class FingerprintsJob final : public Job {
+ public:
+  struct Range {
+    const void* source;
+    std::uint64_t nbytes;
+  };
+
+  FingerprintsJob(std::vector<Range> ranges, const KernelSet& kernels);
+
+  // Once the job has ended: that of a gradient.
+  std::uint64_t fingerprint(std::size_t range) const { return found_[range].load(std::memory_order_relaxed); }
+
+ protected:
+  void run_piece(std::size_t piece) noexcept override;
+  void finished(double, double) noexcept override {}
+
+ private:
+  FingerprintsJob(std::vector<Range> ranges, std::vector<Piece> pieces, const KernelSet& kernels);
+
+  const std::vector<Range> ranges_;
+  const std::vector<Piece> pieces_;
+  const KernelSet& kernels_;
+  std::vector<std::atomic<std::uint64_t>> found_;
 };
 
 // Add doubles one after the other, starting from zero.

@@ -33,8 +33,15 @@ struct KernelSet {
   // Write the sums of squares of `numel` elements, one double for each started block of 4096. Unless
   // `destination` is null, also copy the elements there (same dtype, or 16-bit widened to fp32).
   // Source anywhere; destination anywhere that does not overlap it, or the source itself.
-  void (*gradient_blocks)(const void* source, std::int32_t source_dtype, std::uint64_t numel, double* blocks,
-                          void* destination, std::int32_t destination_dtype);
+  // Return the part that these elements have in the fingerprint of the destination, or of the source where there is
+  // none; `first` is the position of the first of them in their gradient, a multiple of kNormBlockNumel.
+  std::uint64_t (*gradient_blocks)(const void* source, std::int32_t source_dtype, std::uint64_t numel,
+                                   double* blocks, void* destination, std::int32_t destination_dtype,
+                                   std::uint64_t first);
+
+  // Return the part that `nbytes` bytes have in the fingerprint of a gradient, `first_byte` (a multiple of 8) being
+  // the position of the first of them. A gradient's fingerprint is the sum of its parts modulo 2^64.
+  std::uint64_t (*fingerprint)(const void* source, std::uint64_t nbytes, std::uint64_t first_byte);
 
   // Touch the bytes that an update of [begin, end) touches (negated state, gradient copied to the
   // weight) with next to no arithmetic. Gradient and weight must have the same element size.

@@ -6,6 +6,7 @@ from offload.kernels.cpu import (
     blocks_numel,
     instruction_sets,
     norm_sq,
+    norm_sq_at,
     sum_in_order,
 )
 from offload.kernels.gpu import GpuUpdateKernel
@@ -20,6 +21,7 @@ __all__ = [
     "blocks_numel",
     "instruction_sets",
     "norm_sq",
+    "norm_sq_at",
     "scalars",
     "sum_in_order",
 ]

@@ -56,10 +56,21 @@ def norm_sq(blocks: Iterable[npt.NDArray[np.float64]]) -> float:
 
     Not finite exactly if a gradient held an infinity or a NaN (or the norm is beyond float64).
     """
-    total = 0.0
-    for parameter in blocks:
-        total += sum_in_order(parameter)
-    return total
+    arrays = [np.ascontiguousarray(parameter, np.float64) for parameter in blocks]
+    addresses = np.array([array.ctypes.data for array in arrays], np.uint64)
+    return norm_sq_at(addresses, np.array([array.size for array in arrays], np.uint64))
+
+
+def norm_sq_at(addresses: npt.NDArray[np.uint64], counts: npt.NDArray[np.uint64]) -> float:
+    """Return `norm_sq` of block sums that lie in memory.
+
+    Args:
+        addresses: Where each parameter's block sums (float64) lie, in the order of parameters.
+        counts: How many each has.
+    """
+    addresses, counts = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(counts, np.uint64)
+    invariant(addresses.shape == counts.shape, "block sums with other numbers of addresses and counts")
+    return float(_native.norm_sq(addresses.ctypes.data, counts.ctypes.data, addresses.size))
 
 
 class CpuUpdateKernel:
@@ -143,7 +154,7 @@ class CpuUpdateKernel:
         blocks_address: int,
         destination_address: int = 0,
         destination_dtype: DtypeCode = DtypeCode.NONE,
-    ) -> None:
+    ) -> int:
         """Write the sums of squares of a gradient's blocks, and optionally copy it, in one pass.
 
         Synchronous; the GIL is released. 65536 elements or fewer are done on the calling thread.
@@ -157,11 +168,14 @@ class CpuUpdateKernel:
                 unless it is the source.
             destination_dtype: The source's dtype, or FLOAT32 to widen.
 
+        Returns:
+            The fingerprint (see `fingerprints`) of the copy, or of the source where none is made.
+
         Raises:
             InternalError: The arguments cannot be right. Nothing was written.
             SessionBrokenError: The kernel is closed, or belongs to the parent process.
         """
-        self._call(
+        fingerprint: int = self._call(
             "gradient_blocks",
             source_address,
             int(source_dtype),
@@ -170,6 +184,30 @@ class CpuUpdateKernel:
             destination_address,
             int(destination_dtype),
         )
+        return fingerprint
+
+    def fingerprints(
+        self, addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
+        """Return 64 bits for each gradient that change when any of its bits does.
+
+        They depend on every bit and on its place, and on nothing else: not on instruction set, threads or alignment.
+        Two different gradients have the same ones by chance only, once in about 2^64; `offload.kernels.reference`
+        defines them. Synchronous; the GIL is released, and the memory is read once.
+
+        Args:
+            addresses: Where each gradient lies, at any alignment.
+            sizes: Its bytes.
+
+        Raises:
+            InternalError: An address is null.
+            SessionBrokenError: The kernel is closed, or belongs to the parent process.
+        """
+        addresses, sizes = np.ascontiguousarray(addresses, np.uint64), np.ascontiguousarray(sizes, np.uint64)
+        invariant(addresses.shape == sizes.shape, "gradients with other numbers of addresses and sizes")
+        found = np.empty(addresses.shape, np.uint64)
+        self._call("fingerprints", addresses.ctypes.data, sizes.ctypes.data, addresses.size, found.ctypes.data)
+        return found
 
     def stream(self, table: npt.NDArray[Any], variant: StreamVariant) -> None:
         """Move the bytes that `run` would move, with next to no arithmetic, to measure what memory allows.
@@ -218,11 +256,11 @@ class CpuUpdateKernel:
         )
         return table.ctypes.data, table.size
 
-    def _call(self, method: str, *arguments: int) -> None:
+    def _call(self, method: str, *arguments: int) -> Any:
         if self._closed:
             raise SessionBrokenError("the update kernel is closed; make a new one")
         try:
-            getattr(self._native, method)(*arguments)
+            return getattr(self._native, method)(*arguments)
         except ValueError as error:
             raise InternalError(f"{method}: {error} (this is a bug in offload, please report it)") from error
         except RuntimeError as error:

@@ -37,6 +37,12 @@ DTYPE_CODES = {
 }
 """The element types that gradients and weights may have, as the native code numbers them."""
 
+FINGERPRINT_KEYS = (
+    (np.uint64(0x243F6A8885A308D3), np.uint64(0x9E3779B97F4A7C15)),
+    (np.uint64(0xB7E151628AED2A6B), np.uint64(0x6A09E667F3BCC909)),
+)
+"""The two keys of a gradient's first word, and by how much those of the next are more; see `fingerprint`."""
+
 
 class Scalars(NamedTuple):
     """What an update needs beside tensors; each value is exactly representable in float32.
@@ -235,6 +241,24 @@ def gradient_blocks(gradient: torch.Tensor) -> npt.NDArray[np.float64]:
         x = x[:, :n] + x[:, n:]
         n //= 2
     return x.reshape(-1)
+
+
+def fingerprint(gradient: torch.Tensor) -> int:
+    """Return 64 bits that change when any bit of a gradient does; csrc/kernels/body.h says why.
+
+    The gradient's bytes are taken as 64-bit words (little endian), the last one padded with zeros. The word at
+    position i is combined by exclusive or with each of two keys, `start + i * step`, and the two halves of both
+    results are multiplied. The first product and the second one with its halves swapped are added to the fingerprint,
+    modulo 2^64.
+    """
+    contents = gradient.contiguous().reshape(-1).view(torch.uint8).numpy()
+    padded = np.zeros(-(-contents.size // 8) * 8, np.uint8)
+    padded[: contents.size] = contents
+    words, half = padded.view("<u8"), np.uint64(32)
+    positions = np.arange(words.size, dtype=np.uint64)
+    keyed = [words ^ (start + positions * step) for start, step in FINGERPRINT_KEYS]
+    first, second = ((word & np.uint64(0xFFFFFFFF)) * (word >> half) for word in keyed)
+    return int(np.sum(first + (second << half | second >> half), dtype=np.uint64))
 
 
 def accumulate(slot: torch.Tensor, gradient: torch.Tensor) -> None:

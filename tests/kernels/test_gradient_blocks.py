@@ -76,6 +76,99 @@ def test_anything_anywhere(kernel, numel, dtype, kind, copy, offsets, seed):
     check(kernel, values(seed, numel, dtype, kind), offsets[0], copy, offsets[1])
 
 
+def fingerprints_of(kernel, gradients: list[torch.Tensor], offset: int = 0) -> list[int]:
+    placed = [Placed(gradient, offset) for gradient in gradients]
+    addresses = np.array([each.address for each in placed], np.uint64)
+    sizes = np.array([gradient.numel() * gradient.element_size() for gradient in gradients], np.uint64)
+    return kernel.fingerprints(addresses, sizes).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fingerprints_are_those_of_the_reference(kernel, dtype):
+    gradients = [values(numel, numel, dtype, "wild") for numel in (*SIZES, 65_536, 65_537, 600_003)]
+    expected = [reference.fingerprint(gradient) for gradient in gradients]
+    for offset in (0, 1, 2, 34):
+        assert fingerprints_of(kernel, gradients, offset) == expected
+    assert fingerprints_of(kernel, []) == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("copy", ["none", "same", "widen"])
+def test_a_pass_returns_the_fingerprint_of_what_is_kept(kernel, dtype, copy):
+    for numel in (0, 1, 5, 4095, 4097, 200_003):
+        # A widened NaN may differ from its source in more than its length, so what was written counts.
+        gradient = values(numel, numel, dtype, "wild")
+        source, kept, code = Placed(gradient, 2), None, DtypeCode.NONE
+        if copy != "none":
+            kept = Placed(torch.zeros(numel, dtype=torch.float32 if copy == "widen" else dtype), 6)
+            code = DTYPE_CODES[kept.dtype]
+        blocks = np.empty(blocks_numel(numel) + 1)
+        address = kept.address if kept else 0
+        found = kernel.gradient_blocks(source.address, DTYPE_CODES[dtype], numel, blocks.ctypes.data, address, code)
+        assert found == reference.fingerprint((kept or source).tensor())
+
+
+def changed(gradient: torch.Tensor, how: str, generator: np.random.Generator) -> torch.Tensor:
+    bits = gradient.clone().view(torch.int16 if gradient.element_size() == 2 else torch.int32)
+    first, second = generator.choice(bits.numel(), 2, replace=False).tolist()
+    low, high = sorted((first, second))
+    sign = torch.iinfo(bits.dtype).min
+    if how == "one bit":
+        bits[first] ^= 1 << int(generator.integers(0, 15))
+    elif how == "one sign":
+        bits[first] ^= sign
+    elif how == "two signs":
+        bits[[first, second]] ^= sign
+    elif how == "all signs":
+        bits ^= sign
+    elif how == "swap":
+        bits[[first, second]] = bits[[second, first]]
+    elif how == "zeros":
+        bits[low : high + 1] = 0
+    elif how == "scaled":
+        bits += 1 << (7 if gradient.dtype is torch.bfloat16 else 23)  # the exponent is one more
+    elif how == "rolled":
+        bits = bits.roll(first or 1)
+    return bits.view(gradient.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "how", ["one bit", "one sign", "two signs", "all signs", "swap", "zeros", "scaled", "rolled"]
+)
+def test_a_change_changes_both_halves_of_a_fingerprint(dtype, how):
+    """Were the 64 bits not all at work, some of this many changes would leave 24 of them as they were."""
+    generator = np.random.default_rng(1)
+    gradient = values(5, 3000, dtype, "plain")
+    before = reference.fingerprint(gradient)
+    for _ in range(300):
+        after = changed(gradient, how, generator)
+        if torch.equal(after.view(torch.uint8), gradient.view(torch.uint8)):
+            continue  # equal elements were swapped
+        difference = before ^ reference.fingerprint(after)
+        assert all(difference >> shift & 0xFFFFFF for shift in (0, 20, 40))
+        gradient, before = after, before ^ difference
+
+
+def test_zeros_and_nans_have_fingerprints_of_their_own():
+    words = [0x0000, 0x8000, 0x7FC0, 0x7FC1, 0xFFC0, 0x7F80]
+    bits = [[word if at == place else 0 for at in range(5)] for word in words for place in range(5)]
+    found = {reference.fingerprint(torch.from_numpy(np.array(row, np.uint16)).view(torch.bfloat16)) for row in bits}
+    assert len(found) == 1 + 5 * 5
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_change_no_fingerprint(threads):
+    gradients = [values(n, n, torch.bfloat16, "plain") for n in (3, 1_000_003, 0, 70_000, *([17] * 300))]
+    with CpuUpdateKernel(threads=threads) as kernel:
+        assert fingerprints_of(kernel, gradients) == [reference.fingerprint(gradient) for gradient in gradients]
+
+
+def test_a_fingerprint_of_nothing_is_refused(kernel):
+    with pytest.raises(InternalError, match="gradient 0: its address is null"):
+        kernel.fingerprints(np.zeros(1, np.uint64), np.full(1, 8, np.uint64))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_change_nothing(threads):
     gradient = values(1, 500_001, torch.bfloat16, "plain")
