@@ -13,10 +13,10 @@ from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, GpuGradients
 from offload.engine.host import HostMemory
 from offload.engine.machine import Visit
-from offload.engine.tables import Tables
+from offload.engine.tables import ITEM_BYTES, Tables
 from offload.engine.views import TORCH_DTYPES
 from offload.errors import ConfigError
-from offload.kernels import CpuUpdateKernel, sum_in_order
+from offload.kernels import CpuUpdateKernel, norm_sq_at
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter
 from offload.plan import Plan
 from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Mark
@@ -89,7 +89,12 @@ class Gradients:
         self._slots: list[torch.Tensor] = []
         self._slot_addresses = self.addresses
         self._blocks: list[npt.NDArray[np.float64]] = []
-        self._gathered: list[bool] = []
+        self._blocks_at: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._block_counts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._numels: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        # What `_blocks` were made of: a gradient of this dtype (NONE: they are nobody's), with this fingerprint.
+        self._gathered: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._wide: list[torch.Tensor] = []
 
     # Memory
@@ -106,7 +111,7 @@ class Gradients:
             OffloadError: There is none; what is there stays as it is.
         """
         first = len(before.parameters)
-        for known in (self._slots, self._gathered, self._blocks, self.on_gpu.positions if self.on_gpu else []):
+        for known in (self._slots, self._blocks, self.on_gpu.positions if self.on_gpu else []):
             del known[first:]  # of parameters that were refused
         self._parameters = plan.layout.parameters
         parameters = self._parameters[first:]
@@ -124,18 +129,27 @@ class Gradients:
                 offset += self._like.bytes_of(parameter)
             else:
                 self._slots.append(torch.empty(0, dtype=dtype, device="cpu"))
-            self._gathered.append(False)
+        added = len(parameters)
+        self._gathered = np.concatenate([self._gathered[:first], np.zeros(added, np.int32)])
+        self._fingerprints = np.concatenate([self._fingerprints[:first], np.zeros(added, np.uint64)])
+        self._numels = np.array([parameter.numel for parameter in self._parameters], np.uint64)
         counts = [-(-parameter.numel // NORM_BLOCK_NUMEL) for parameter in parameters]
         if self.on_gpu is None:
             self._blocks += [np.zeros(count, np.float64) for count in counts]
-            return
+        else:
+            self._adopt_gpu(self.on_gpu, plan, first, counts)
+        self._blocks_at = np.array([blocks.ctypes.data for blocks in self._blocks], np.uint64)
+        self._block_counts = np.array([blocks.size for blocks in self._blocks], np.uint64)
+
+    def _adopt_gpu(self, on_gpu: GpuGradients, plan: Plan, first: int, counts: list[int]) -> None:
+        parameters = self._parameters[first:]
         region = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None
         stays = [
             any(plan.updates_on_gpu(subgroup) for subgroup, _ in plan.layout.places[first + n])
             for n in range(len(parameters))
         ]
-        self.on_gpu.add([p.numel for p in parameters], self._slots[first:], stays, region)
-        self._blocks += [found.blocks for found in self.on_gpu.positions[first:]]
+        on_gpu.add([p.numel for p in parameters], self._slots[first:], stays, region)
+        self._blocks += [found.blocks for found in on_gpu.positions[first:]]
         slots_at = [slot.data_ptr() if slot.numel() else 0 for slot in self._slots]
         self._slot_addresses = np.array(slots_at, np.uint64)
 
@@ -160,6 +174,7 @@ class Gradients:
         if self.on_gpu is not None:
             mark = self.on_gpu.arrived(position, address, dtype)
             self.bind(position, self.on_gpu.positions[position].kept, dtype, True)
+            self._gathered[position] = dtype
             return mark
         slot = self._slots[position]
         kept, kept_dtype = address, dtype
@@ -173,7 +188,8 @@ class Gradients:
         """See `Engine.bind_gradient`."""
         self._tables.gradients[position] = address
         self._tables.gradient_dtypes[position] = dtype
-        self._gathered[position] = gathered
+        if not gathered:
+            self._gathered[position] = DtypeCode.NONE
 
     def forget(self) -> None:
         """See `Engine.forget_gradients`."""
@@ -182,51 +198,46 @@ class Gradients:
 
     def norm_sq(self, positions: Sequence[int]) -> float:
         """See `Engine.gradient_norm_sq`."""
-        tables, total = self._tables, 0.0
+        tables, chosen = self._tables, np.array(positions, np.int64)
         if self.on_gpu is not None:
-            for position in positions:
-                if not self._gathered[position]:
-                    address, dtype = tables.gradients[position], tables.gradient_dtypes[position]
-                    self.on_gpu.gather(position, int(address), DtypeCode(dtype))
+            for position in chosen[self._gathered[chosen] == DtypeCode.NONE].tolist():
+                address, dtype = tables.gradients[position], tables.gradient_dtypes[position]
+                self.on_gpu.gather(position, int(address), DtypeCode(dtype))
             self.on_gpu.settle()
-            return sum(sum_in_order(self._blocks[position]) for position in positions)
-        for position in positions:
-            address, dtype = int(tables.gradients[position]), DtypeCode(tables.gradient_dtypes[position])
-            if not (self._gathered[position] and self._is_as_gathered(position, address, dtype)):
+        else:
+            for position in chosen[~self._are_as_gathered(chosen)].tolist():
+                address, dtype = int(tables.gradients[position]), DtypeCode(tables.gradient_dtypes[position])
                 self._gather(position, address, dtype, address, dtype)
-                self._gathered[position] = True
-            total += sum_in_order(self._blocks[position])
-        return total
+        return norm_sq_at(self._blocks_at[chosen], self._block_counts[chosen])
 
     def _gather(self, position: int, address: int, dtype: DtypeCode, kept: int, kept_dtype: DtypeCode) -> None:
         numel = self._parameters[position].numel
         copies = kept != address
         if numel:
-            self._kernel.gradient_blocks(
+            self._gathered[position] = DtypeCode.NONE  # should this be cut short
+            self._fingerprints[position] = self._kernel.gradient_blocks(
                 address,
                 dtype,
                 numel,
-                self._blocks[position].ctypes.data,
+                int(self._blocks_at[position]),
                 kept if copies else 0,
                 kept_dtype if copies else DtypeCode.NONE,
             )
+        self._gathered[position] = kept_dtype
 
-    def _is_as_gathered(self, position: int, address: int, dtype: DtypeCode) -> bool:
-        """Return whether a gradient's largest block still has the sum that was gathered.
+    def _are_as_gathered(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return for each parameter whether its block sums are those of its gradient as it is now.
 
-        A gradient may be scaled in place without a trace in its version counter, as `torch.amp.GradScaler.unscale_`
-        does; that changes its largest block unless all are zero.
+        Gradients are changed without a trace in their version counters: through `.data`, through NumPy arrays, by
+        `torch.amp.GradScaler.unscale_`.
         """
-        blocks = self._blocks[position]
-        if not blocks.size:
-            return True
-        largest = int(np.argmax(blocks))
-        start = largest * NORM_BLOCK_NUMEL
-        numel = min(NORM_BLOCK_NUMEL, self._parameters[position].numel - start)
-        found = np.empty(1, np.float64)
-        source = address + start * TORCH_DTYPES[dtype].itemsize
-        self._kernel.gradient_blocks(source, dtype, numel, found.ctypes.data)
-        return found.tobytes() == blocks[largest : largest + 1].tobytes()
+        tables = self._tables
+        same: npt.NDArray[np.bool_] = self._gathered[positions] == tables.gradient_dtypes[positions]
+        known = positions[same]
+        sizes = self._numels[known] * ITEM_BYTES[tables.gradient_dtypes[known]]
+        found = self._kernel.fingerprints(tables.gradients[known], sizes)
+        same[same] = found == self._fingerprints[known]
+        return same
 
     # In a step
 

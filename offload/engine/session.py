@@ -165,7 +165,8 @@ class Engine:
             parameter: Which one.
             address: Its first element, at any alignment.
             dtype: Its element type.
-            gathered: Whether `gradient_arrived` gathered its norm and it has not changed since.
+            gathered: Whether `gradient_arrived` gathered its norm. On the CPU the norm is made anew where any bit of
+                the gradient has changed since; false saves looking.
         """
         self._core.gradients.bind(self._core.position(parameter), address, dtype, gathered)
 
@@ -174,7 +175,8 @@ class Engine:
     def gradient_norm_sq(self, parameters: Iterable[int | str]) -> float:
         """Return the squared L2 norm of the bound gradients, as `offload.kernels.reference` defines it.
 
-        It is not finite if and only if an element is not. What was gathered on arrival is used, the rest is read.
+        It is not finite if and only if an element is not. What was gathered on arrival is used where the gradient
+        still has the fingerprint that it had then (it is read for that); the rest is made anew.
         """
         return self._core.gradient_norm_sq([self._core.position(parameter) for parameter in parameters])
 

@@ -1,4 +1,4 @@
-"""`GradScaler`: torch's, without its passes over gradients where the optimizer is ours."""
+"""`GradScaler`: torch's, which leaves gradients as they are where the optimizer is ours."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from offload.optim.adam import OffloadedAdam
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` whose `unscale_` and overflow check cost this package's optimizers no pass over memory.
+    """`torch.amp.GradScaler` whose `unscale_` and overflow check write no gradient of this package's optimizers.
 
     Gradients keep their scale: the update divides by it, and whether one is not finite follows from their norm, which
-    is gathered as they arrive. So it works where gradients have left the GPU (`keep_grads=False`). With any other
-    optimizer it is torch's own. `optimizer.clip_grad_norm_` after `unscale_` is of unscaled gradients. When a step is
-    skipped, gradients that have left the GPU are forgotten, as `model.zero_grad()` would not find them.
+    is gathered as they arrive (anew for those that have changed since, however that was done). So it works where
+    gradients have left the GPU (`keep_grads=False`). With any other optimizer it is torch's own.
+    `optimizer.clip_grad_norm_` after `unscale_` is of unscaled gradients. When a step is skipped, gradients that have
+    left the GPU are forgotten, as `model.zero_grad()` would not find them.
 
     Arguments are those of `torch.amp.GradScaler`.
     """

@@ -1,0 +1,140 @@
+"""What is written to gradients counts, however it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mirror import Mirror, same_bits
+
+import offload
+
+NUMEL = 20_000
+
+
+def make(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    torch.manual_seed(0)
+    return torch.nn.Parameter(torch.randn(NUMEL, dtype=torch.float32).to(dtype))
+
+
+def backward(parameter: torch.Tensor, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    factors = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+    factors.view(-1)[0] = 50  # in the block with the largest sum, which no write touches
+    (parameter * factors.to(parameter.dtype)).sum().backward()
+
+
+def norm_of(gradient: torch.Tensor) -> float:
+    return Mirror([], decoupled=True).norm([[gradient]])
+
+
+# What is written past version counters
+
+
+def write_data(gradient: torch.Tensor) -> None:
+    gradient.data[9000:] = 0
+
+
+def write_numpy(gradient: torch.Tensor) -> None:
+    whole = gradient.data.view(torch.int16 if gradient.element_size() == 2 else torch.int32).numpy()
+    whole[-1] ^= 1
+
+
+def swap(gradient: torch.Tensor) -> None:
+    at = gradient.data
+    at[[7, NUMEL - 1]] = at[[NUMEL - 1, 7]]
+
+
+def flip_sign(gradient: torch.Tensor) -> None:
+    gradient.data[NUMEL // 2].neg_()
+
+
+def write_dlpack(gradient: torch.Tensor) -> None:
+    torch.from_dlpack(gradient.detach())[12_345] = 3
+
+
+WRITES = [write_data, write_numpy, swap, flip_sign, write_dlpack]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_norm_is_that_of_the_gradient_that_the_update_reads(
+    streaming: Any, dtype: torch.dtype, write: Callable[[torch.Tensor], None]
+) -> None:
+    parameter = make(dtype)
+    group = {"params": [parameter], "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+    mirror = Mirror([group], decoupled=True)
+    with offload.AdamW([parameter], lr=1e-2, offload=streaming(subgroup_numel=8192)) as optimizer:
+        for step in range(3):
+            backward(parameter, step)
+            if step:
+                backward(parameter, step + 10)  # accumulated
+            optimizer.clip_grad_norm_(1e9)
+            write(parameter.grad)
+            expected = norm_of(parameter.grad)
+            assert float(optimizer.clip_grad_norm_(1.0)) == expected
+            gradient = parameter.grad.clone()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 0)
+            mirror.step([[gradient]], min(1.0, 1.0 / (expected + 1e-6)))
+        assert same_bits(parameter.detach(), mirror.weights[0][0])
+
+
+def test_wide_gradients_are_checked_as_they_are_kept(streaming: Any) -> None:
+    parameter = make(torch.bfloat16)
+    with offload.AdamW([parameter], offload=streaming(gradient_dtype="float32")) as optimizer:
+        backward(parameter, 0)
+        before = float(optimizer.clip_grad_norm_(1e9))
+        assert before == norm_of(parameter.grad)
+        parameter.grad.data[-1] = 1e3
+        assert float(optimizer.clip_grad_norm_(1e9)) == norm_of(parameter.grad) != before
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_seen_however_it_came(streaming: Any, bad: float) -> None:
+    parameter = make()
+    with offload.AdamW([parameter], offload=streaming()) as optimizer:
+        backward(parameter, 0)
+        assert optimizer.unscale(1.0)
+        parameter.grad.data[NUMEL - 1] = bad
+        assert not optimizer.unscale(1.0)
+        parameter.grad.numpy()[NUMEL - 1] = 0
+        assert optimizer.unscale(1.0)
+
+
+@pytest.mark.parametrize("scaler", [offload.GradScaler, torch.amp.GradScaler])
+def test_a_scaler_skips_what_was_made_infinite(streaming: Any, scaler: Any) -> None:
+    parameter = make()
+    scaler = scaler("cpu", init_scale=2.0**8)
+    with offload.AdamW([parameter], offload=streaming()) as optimizer:
+        before = parameter.detach().clone()
+        scaler.scale((parameter * parameter).sum()).backward()
+        parameter.grad.data[NUMEL - 3] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(parameter, before)
+        assert scaler.get_scale() == 2.0**7
+
+
+def test_only_what_has_changed_is_gathered_anew(streaming: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(numel)) for numel in (5, 0, 5000, 70_000)]
+    with offload.AdamW(parameters, offload=streaming()) as optimizer:
+        sum((parameter * parameter).sum() for parameter in parameters).backward()
+        gathered: list[int] = []
+        gradients = optimizer.engine._core.gradients
+        gather = gradients._gather
+
+        def noted(position: int, *rest: Any) -> None:
+            gathered.append(position)
+            gather(position, *rest)
+
+        monkeypatch.setattr(gradients, "_gather", noted)
+        optimizer.clip_grad_norm_(1e9)
+        assert gathered == []
+        parameters[2].grad.data[4999] = 7
+        optimizer.clip_grad_norm_(1e9)
+        assert gathered == [2]
+        optimizer.clip_grad_norm_(1e9)
+        assert gathered == [2]
