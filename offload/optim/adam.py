@@ -12,7 +12,6 @@ import logging
 import math
 import numbers
 import os
-import sys
 import tempfile
 import threading
 import uuid
@@ -37,6 +36,7 @@ from offload.engine.tables import GroupScalars
 from offload.engine.views import TORCH_DTYPES
 from offload.errors import CheckpointError, ConfigError, invariant
 from offload.layout import STATE_NAMES, Parameter
+from offload.optim.slots import GradientSlot
 from offload.optim.state import Copies, StateView
 from offload.plan import Plan, Rates, estimate
 from offload.protocols import Device, Mark
@@ -49,9 +49,6 @@ DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 NOT_SAVED = ("param_names", "amsgrad", "foreach", "fused", "capturable", "differentiable")
 NOT_LOADED = ("params", *NOT_SAVED)
 """Entries of a saved group that say nothing about this optimizer."""
-
-UNSHARED_REFERENCES = 3
-"""References to a gradient view that nobody else holds: the list's, a local name's, and `getrefcount`'s own."""
 
 DIGEST_NUMEL = 1024
 """Elements at the beginning of each weight by which ranks find out whether they have the same."""
@@ -109,7 +106,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
         self._loss_scale = 1.0
         self._positions: dict[torch.Tensor, int] = {}
-        self._views: list[torch.Tensor] = []
+        self._slots: list[GradientSlot] = []
         self._gradient_seen: list[int] = []
         self._weight_seen: list[tuple[int, int]] = []
         self._forms: list[tuple[torch.Size, tuple[int, ...]]] = []
@@ -278,8 +275,7 @@ class OffloadedAdam(torch.optim.Optimizer):
                 if not self._config.keep_grads:
                     self._handles.append(_on_arrival(parameter, _ArrivalHook(owner, position)))
             elif self._world == 1:
-                slot = self.engine.gradient_slot(position)
-                self._views.append(slot.as_strided(parameter.size(), parameter.stride()))
+                self._slots.append(GradientSlot(self.engine.gradient_slot(position), parameter))
                 self._handles.append(_on_arrival(parameter, _ArrivalHook(owner, position)))
 
     # Gradients
@@ -294,24 +290,25 @@ class OffloadedAdam(torch.optim.Optimizer):
         if self._device is not None:
             self._depart(parameter, position, gradient)
             return
-        view = self._views[position]
-        if gradient.data_ptr() == view.data_ptr() and gradient.dtype == view.dtype:
+        slot = self._slots[position]
+        if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
             # Accumulated onto what was clipped, unless somebody changed (zeroed, say) the gradient in between.
-            if position in self._clipped and view._version == self._gradient_seen[position] + 1:
+            if position in self._clipped and gradient._version == self._gradient_seen[position] + 1:
                 self._accumulated_after_clip = True
-            self.engine.gradient_arrived(position, view.data_ptr(), DTYPE_CODES[view.dtype])
-        elif gradient.requires_grad or parameter.grad_dtype not in (None, view.dtype):
+            self.engine.gradient_arrived(position, slot.address, DTYPE_CODES[slot.dtype])
+        elif gradient.requires_grad or parameter.grad_dtype not in (None, slot.dtype):
             return  # part of a graph, or of a weight that is not what it was: `step` looks at it
-        elif sys.getrefcount(view) > UNSHARED_REFERENCES:
+        elif not slot.is_free:
             return  # somebody still holds the last pass's gradient, which lies in the slot
-        elif gradient.stride() == view.stride():
-            self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
-            parameter.grad = view
         else:
-            view.copy_(gradient)
-            self.engine.gradient_arrived(position, view.data_ptr(), DTYPE_CODES[view.dtype])
-            parameter.grad = view
-        self._gradient_seen[position] = view._version
+            lent = slot.lend()
+            if gradient.stride() == slot.stride:
+                self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+            else:
+                lent.copy_(gradient)
+                self.engine.gradient_arrived(position, slot.address, DTYPE_CODES[slot.dtype])
+            parameter.grad = gradient = lent
+        self._gradient_seen[position] = gradient._version
 
     def _depart(self, parameter: torch.Tensor, position: int, gradient: torch.Tensor) -> None:
         """Let a gradient leave the GPU, or at least `.grad`."""
@@ -366,7 +363,7 @@ class OffloadedAdam(torch.optim.Optimizer):
                 not reduced
                 and self._world == 1
                 and self._device is None
-                and gradient.data_ptr() == self._views[position].data_ptr()
+                and gradient.data_ptr() == self._slots[position].address
                 and gradient._version == self._gradient_seen[position]
             )
             if gradient.stride() != parameter.stride():
@@ -410,9 +407,11 @@ class OffloadedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Clip the L2 norm of all gradients, in the update itself and without a pass over them.
+        """Clip the L2 norm of all gradients in the update itself.
 
-        `.grad` is left as it is; the factor is applied when `step` reads it, and forgotten by `zero_grad`.
+        `.grad` is left as it is; the factor is applied when `step` reads it, and forgotten by `zero_grad`. The norm
+        is that of the gradients as they are at this call: those in host memory are read once, to see whether they
+        have changed since their norms were gathered. So writes through `.data` or NumPy are noticed.
 
         Args:
             max_norm: Largest norm.
@@ -536,7 +535,7 @@ class OffloadedAdam(torch.optim.Optimizer):
                 self._weight_seen[self._positions[parameter]] = parameter.data_ptr(), parameter._version
 
     def unscale(self, scale: float) -> bool:
-        """Have the next step divide gradients by `scale`, without a pass over them; for `offload.GradScaler`.
+        """Have the next step divide gradients by `scale`, and leave them as they are; for `offload.GradScaler`.
 
         Args:
             scale: What the loss was multiplied by.

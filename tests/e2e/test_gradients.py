@@ -1,10 +1,14 @@
-"""What is written to gradients counts, however it is written."""
+"""Gradients belong to whoever holds them: what is written to them counts, and what is kept of them stays."""
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mirror import Mirror, same_bits
@@ -138,3 +142,146 @@ def test_only_what_has_changed_is_gathered_anew(streaming: Any, monkeypatch: pyt
         assert gathered == [2]
         optimizer.clip_grad_norm_(1e9)
         assert gathered == [2]
+
+
+# What is kept
+
+HOLDS: dict[str, Callable[[torch.Tensor], Callable[[], np.ndarray]]] = {}
+
+
+def holds(make: Callable[[torch.Tensor], Callable[[], np.ndarray]]) -> Callable[[torch.Tensor], Any]:
+    """Name a way to keep a gradient: from the gradient, make a function that reads what is kept."""
+    HOLDS[make.__name__] = make
+    return make
+
+
+@holds
+def the_tensor(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
+    return lambda: gradient.numpy().copy()
+
+
+@holds
+def a_slice(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
+    part = gradient[5:90]
+    return lambda: part.numpy().copy()
+
+
+@holds
+def its_data(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
+    data = gradient.data
+    return lambda: data.numpy().copy()
+
+
+@holds
+def a_numpy_array(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
+    array = gradient.numpy()[3:]
+    return lambda: array.copy()
+
+
+@holds
+def a_memoryview(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
+    view = memoryview(gradient.numpy())
+    return lambda: np.array(view)
+
+
+@holds
+def dlpack(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
+    tensor = torch.from_dlpack(torch.utils.dlpack.to_dlpack(gradient))
+    return lambda: tensor.numpy().copy()
+
+
+@holds
+def an_array_of_another_library(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
+    array = np.from_dlpack(gradient)
+    return lambda: np.array(array)
+
+
+@holds
+def its_storage(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
+    storage = gradient.untyped_storage()
+    return lambda: np.array(bytearray(storage.tolist()))
+
+
+@holds
+def a_saved_tensor(gradient: torch.Tensor) -> Callable[[], np.ndarray]:
+    leaf = torch.ones_like(gradient, requires_grad=True)
+    product = (leaf * gradient).sum()
+
+    def read() -> np.ndarray:
+        (found,) = torch.autograd.grad(product, leaf, retain_graph=True)
+        return found.numpy().copy()
+
+    return read
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("reset", ["none", "optimizer", "by hand"])
+def test_what_is_kept_of_a_gradient_stays(streaming: Any, hold: str, reset: str) -> None:
+    parameter = make()
+    with offload.AdamW([parameter], offload=streaming()) as optimizer:
+        slot = optimizer.engine.gradient_slot(0).data_ptr()
+        kept, copies = [], []
+        for step in range(3):
+            backward(parameter, step)
+            kept.append(HOLDS[hold](parameter.grad))
+            copies.append(kept[-1]())
+            expected = norm_of(parameter.grad)
+            assert float(optimizer.clip_grad_norm_(1e9)) == expected
+            optimizer.step()
+            if reset == "optimizer":
+                optimizer.zero_grad()
+            elif reset == "by hand":
+                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = None
+            else:
+                parameter.grad = None
+            for read, copied in zip(kept, copies, strict=True):
+                np.testing.assert_array_equal(read(), copied)
+        del kept, read
+        gc.collect()  # a closure may be part of a cycle
+        backward(parameter, 9)
+        assert parameter.grad.data_ptr() == slot
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+def test_what_is_kept_outlives_the_session(streaming: Any, hold: str) -> None:
+    parameter = make()
+    optimizer = offload.AdamW([parameter], offload=streaming())
+    backward(parameter, 0)
+    read = HOLDS[hold](parameter.grad)
+    copied = read()
+    parameter.grad = None
+    optimizer.close()
+    del optimizer
+    gc.collect()
+    np.testing.assert_array_equal(read(), copied)
+
+
+def test_gradients_nobody_keeps_lie_in_their_slots(streaming: Any) -> None:
+    parameters = [make(), torch.nn.Parameter(torch.randn(30, 50).t()), torch.nn.Parameter(torch.tensor(2.0))]
+    with offload.AdamW(parameters, offload=streaming()) as optimizer:
+        slots = [optimizer.engine.gradient_slot(n).data_ptr() for n in range(3)]
+        for step in range(4):
+            for parameter in parameters:
+                backward(parameter, step)
+                backward(parameter, step + 7)
+            assert [p.grad.data_ptr() for p in parameters] == slots
+            assert [p.grad.stride() for p in parameters] == [p.stride() for p in parameters]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+
+
+def test_a_model_with_gradients_is_copied_and_saved(streaming: Any) -> None:
+    model = torch.nn.Linear(30, 20)
+    with offload.AdamW(model.parameters(), offload=streaming()):
+        model(torch.ones(3, 30)).sum().backward()
+        twin = copy.deepcopy(model)
+        file = io.BytesIO()
+        torch.save([parameter.grad for parameter in model.parameters()], file)
+        file.seek(0)
+        for parameter, other, saved in zip(model.parameters(), twin.parameters(), torch.load(file), strict=True):
+            assert torch.equal(parameter.grad, saved)
+            assert other.grad is None or torch.equal(parameter.grad, other.grad)
+            assert other.grad is None or other.grad.data_ptr() != parameter.grad.data_ptr()
+        with pytest.raises(RuntimeError, match="resiz"):
+            model.weight.grad.untyped_storage().resize_(1 << 20)
