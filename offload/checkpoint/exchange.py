@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import math
 import os
@@ -28,11 +29,16 @@ import torch
 
 from offload.checkpoint.manifest import check_metadata, check_text
 from offload.checkpoint.reader import Checkpoint, Range
+from offload.engine.memory import Arena
 from offload.errors import CheckpointError
+from offload.kernels.reference import store_rounded
 from offload.layout import STATE_NAMES
 
 PIECE_NUMEL = 4 << 20
-"""Elements that are moved at once."""
+"""Elements that are written at once."""
+
+READ_NUMEL = 1 << 16
+"""Elements that are read from a file at once."""
 
 MAX_HEADER_BYTES = 100 << 20
 _ITEM = np.dtype("<f4")
@@ -83,7 +89,7 @@ def _write_safetensors(opened: Checkpoint, target: Path, progress: Progress) -> 
                     continue
                 for piece in _in_rows(opened, name, tensor):
                     file.write(piece)
-                    done += len(piece)
+                    done += piece.nbytes
                     progress(done, end)
             file.flush()
             os.fsync(file.fileno())
@@ -109,20 +115,24 @@ def _is_in_rows(opened: Checkpoint, name: str) -> bool:
     return form is None or torch.empty_strided(*form, dtype=torch.float32, device="meta").is_contiguous()
 
 
-def _in_rows(opened: Checkpoint, name: str, tensor: str) -> Any:
-    """Yield a tensor's bytes in row-major order; only one with another order in memory is held whole."""
+def _in_rows(opened: Checkpoint, name: str, tensor: str) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in row-major order; only one with another order in memory is held whole.
+
+    What is yielded is good until the next is asked for.
+    """
     numel = opened.full_numel(name)
     if not _is_in_rows(opened, name):
-        whole = np.empty(numel, _ITEM)
+        whole = torch.empty(numel, dtype=torch.float32, device="cpu")
         opened.read([Range(name, tensor, 0, whole)])
         form = opened.shape_of(name)
-        shaped = torch.from_numpy(whole).as_strided(*form) if form is not None else torch.from_numpy(whole)
-        yield shaped.contiguous().numpy().tobytes()
+        shaped = whole.as_strided(*form) if form is not None else whole
+        yield _bytes_of(shaped.contiguous())
         return
-    for start in range(0, numel, PIECE_NUMEL):
-        piece = np.empty(min(PIECE_NUMEL, numel - start), _ITEM)
-        opened.read([Range(name, tensor, start, piece)])
-        yield piece.tobytes()
+    with contextlib.closing(Arena(PIECE_NUMEL * _ITEM.itemsize)) as arena:  # not malloc, which keeps what is freed
+        for start in range(0, numel, PIECE_NUMEL):
+            piece = arena.tensor(0, min(PIECE_NUMEL, numel - start), torch.float32)
+            opened.read([Range(name, tensor, start, piece)])
+            yield _bytes_of(piece)
 
 
 class SafetensorsSource:
@@ -179,7 +189,6 @@ class SafetensorsSource:
         if type(self.step) is not int or not 0 <= self.step < 1 << 62:
             raise CheckpointError(f"{self.path} is damaged: step is {str(self.step)[:60]}")
         self.metadata: dict[str, Any] = about.get("metadata", {})
-        self._bytes = np.memmap(self.path, np.uint8, mode="r")
 
     def full_numel(self, name: str) -> int:
         """Return the elements of a parameter."""
@@ -218,14 +227,38 @@ class SafetensorsSource:
         return {key: shape for key, (shape, _) in self._entries.items()}
 
     def read(self, ranges: Sequence[Range]) -> None:
-        """Read ranges; see `Checkpoint.read`."""
-        for item in ranges:
-            key = f"state.{item.name}.{item.tensor}"
-            if key not in self._entries:
-                raise CheckpointError(f"{self.path}: {key} is missing")
-            start = self._entries[key][1] + item.start * _ITEM.itemsize
-            found: npt.NDArray[Any] = self._bytes[start : start + item.out.size * _ITEM.itemsize]
-            item.out[:] = found.view(_ITEM)
+        """Read ranges; see `Checkpoint.read`. Not through a mapping, whose pages would count as this process's."""
+        buffer = torch.empty(READ_NUMEL, dtype=torch.float32, device="cpu")
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                for item in ranges:
+                    key = f"state.{item.name}.{item.tensor}"
+                    if key not in self._entries:
+                        raise CheckpointError(f"{self.path}: {key} is missing")
+                    file.seek(self._entries[key][1] + item.start * _ITEM.itemsize)
+                    for start in range(0, item.out.numel(), READ_NUMEL):
+                        out = item.out[start : start + READ_NUMEL]
+                        _fill(file, buffer[: out.numel()])
+                        store_rounded(buffer[: out.numel()], out)
+        except (OSError, EOFError) as cause:
+            raise CheckpointError(f"{self.path} cannot be read: {cause}") from cause
+
+    def lend(self, address: int, nbytes: int) -> None:
+        """See `StateSource.lend`; its own buffer is small."""
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """Return the memory of a tensor that is contiguous."""
+    return memoryview(values.view(-1).numpy().view(np.uint8).data)
+
+
+def _fill(file: io.FileIO, values: torch.Tensor) -> None:
+    """Read all of some values from where a file stands."""
+    left = _bytes_of(values)
+    while left:
+        if not (count := file.readinto(left)):
+            raise EOFError("it ends too early")
+        left = left[count:]
 
 
 def export_distributed(checkpoint: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

@@ -2,7 +2,8 @@
 
 A checkpoint is found by its `COMMIT`, every rank's manifest is read and checked against the others, and the stores
 that they name are opened, all before anything of the state is read. State is then read tile by tile through a bounded
-number of buffers; every tile's header and checksum are verified, and what is wrong is told by parameter and file.
+number of buffers, in memory that the caller lends or that is taken for them; every tile's header and checksum are
+verified, and what is wrong is told by parameter and file.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-import numpy as np
+import torch
 
 from offload._native import CompletionQueue
 from offload.checkpoint.contents import read_extra, read_manifests, some_of
@@ -22,16 +23,15 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import StoreRef, all_tiles
 from offload.checkpoint.stores import places_of
 from offload.engine.memory import Arena
+from offload.engine.views import tensor_at
 from offload.errors import CheckpointError, TierError, invariant
+from offload.kernels.reference import store_rounded
 from offload.layout import STATE_ITEM_BYTES, STATE_NAMES
-from offload.protocols import Completion, Tier, TileId, TileRequest
+from offload.protocols import SECTOR_BYTES, Completion, Tier, TileId, TileRequest
 from offload.tiers import open_existing, tier_error
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
 BUFFERS = 12
-"""Tiles in memory at once: being read, or kept because the next range may need them again."""
+"""Most tiles in memory at once: being read, or kept because the next range may need them again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class Range:
         name: The parameter.
         tensor: "master", "exp_avg" or "exp_avg_sq".
         start: First element in the whole parameter, in the order of its memory.
-        out: Flat fp32 array that they are put into; its size says how many.
+        out: Flat tensor in host memory that they are put into, rounded to its type; its size says how many.
     """
 
     name: str
     tensor: str
     start: int
-    out: npt.NDArray[np.float32]
+    out: torch.Tensor
 
 
 class StateSource(Protocol):
@@ -106,6 +106,9 @@ class StateSource(Protocol):
     def read(self, ranges: Sequence[Range]) -> None:
         """Read ranges of state tensors."""
 
+    def lend(self, address: int, nbytes: int) -> None:
+        """Read through this memory from now on; through memory of its own again if there are 0 bytes."""
+
 
 class Checkpoint:
     """An opened checkpoint; a context manager.
@@ -133,6 +136,8 @@ class Checkpoint:
         self._tiers: dict[tuple[str, str], Tier] = {}
         self._queue = CompletionQueue()
         self._arena: Arena | None = None
+        self._lent = self._buffers = (0, 0)
+        self._buffer_bytes = 0
         self._cache: OrderedDict[tuple[int, TileId], int] = OrderedDict()
         self._ops = 0
         self.id, self.manifests = read_manifests(self._folder)
@@ -204,17 +209,24 @@ class Checkpoint:
     def read(self, ranges: Sequence[Range]) -> None:
         """Read ranges, all tiles that they need at once, in at most `BUFFERS` buffers.
 
+        Memory that was lent and is too small for one tile is not used: memory of one tile is taken instead.
+
         Raises:
             CheckpointError: A tile is damaged or cannot be read, or the checkpoint has not all of a range.
         """
-        wanted: OrderedDict[tuple[int, TileId], list[tuple[int, npt.NDArray[np.float32]]]] = OrderedDict()
+        wanted: OrderedDict[tuple[int, TileId], list[tuple[int, torch.Tensor]]] = OrderedDict()
         for item in ranges:
             for key, offset, out in self._pieces(item):
                 wanted.setdefault(key, []).append((offset, out))
         for key, buffer in self._tiles(wanted):
-            tile = self._view(buffer, self.manifests[key[0]].tile_bytes[key[1]])
+            tile = tensor_at(self._address(buffer), self.manifests[key[0]].tile_bytes[key[1]] // STATE_ITEM_BYTES)
             for offset, out in wanted[key]:
-                out[:] = tile[offset : offset + out.size]
+                store_rounded(tile[offset : offset + out.numel()], out)
+
+    def lend(self, address: int, nbytes: int) -> None:
+        """See `StateSource.lend`."""
+        self._lent = address, nbytes
+        self._drop_buffers()
 
     def verify(self) -> Iterator[tuple[int, TileId, CheckpointError | None]]:
         """Read everything once; yield rank, tile and what is wrong with it."""
@@ -232,13 +244,10 @@ class Checkpoint:
     def close(self) -> None:
         """Close the stores; idempotent."""
         with contextlib.ExitStack() as ends:
-            if self._arena is not None:
-                ends.callback(self._arena.close)
-                self._arena = None
+            ends.callback(self._drop_buffers)
             for tier in self._tiers.values():
                 ends.callback(tier.close)
             self._tiers = {}
-        self._cache.clear()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -281,13 +290,16 @@ class Checkpoint:
         """Find out which place has a store; all stores of a session have one name, so its tiles have to tell."""
         recorded = self.manifests[rank].stores[number].path
         tile = next((tile for tile, ref in self.manifests[rank].tiles.items() if ref.store == number), None)
-        for place in places:
-            self._place_store(rank, number, place)
-            with contextlib.suppress(CheckpointError):
-                for _ in self._tiles([(rank, tile)] if tile is not None else []):
-                    pass
-                return
-        self._place_store(rank, number, recorded)
+        try:
+            for place in places:
+                self._place_store(rank, number, place)
+                with contextlib.suppress(CheckpointError):
+                    for _ in self._tiles([(rank, tile)] if tile is not None else []):
+                        pass
+                    return
+            self._place_store(rank, number, recorded)
+        finally:
+            self._drop_buffers()
 
     def _place_store(self, rank: int, number: int, path: str | None) -> None:
         stores = list(self.manifests[rank].stores)
@@ -322,11 +334,11 @@ class Checkpoint:
             parts.sort(key=lambda part: (part.start, part.rank))
         return found
 
-    def _pieces(self, item: Range) -> Iterator[tuple[tuple[int, TileId], int, npt.NDArray[np.float32]]]:
+    def _pieces(self, item: Range) -> Iterator[tuple[tuple[int, TileId], int, torch.Tensor]]:
         """Yield (tile, offset in it, where its elements go) for all of a range."""
         if item.name not in self._parts:
             raise CheckpointError(f"{self.path} has no parameter {item.name}; it has {some_of(self.names)}")
-        at, end = item.start, item.start + item.out.size
+        at, end = item.start, item.start + item.out.numel()
         for part in self._parts[item.name]:
             if part.start <= at < part.start + part.numel:
                 stop = min(end, part.start + part.numel)
@@ -337,10 +349,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has not all of {item.name}: elements from {at} on are missing")
 
     def _pieces_of(
-        self, part: Part, tensor: str, start: int, out: npt.NDArray[np.float32]
-    ) -> Iterator[tuple[tuple[int, TileId], int, npt.NDArray[np.float32]]]:
+        self, part: Part, tensor: str, start: int, out: torch.Tensor
+    ) -> Iterator[tuple[tuple[int, TileId], int, torch.Tensor]]:
         layout = self.manifests[part.rank].layout
-        end = start + out.size
+        end = start + out.numel()
         for subgroup_index, position in layout.places[part.parameter]:
             subgroup = layout.subgroups[subgroup_index]
             segment = subgroup.segments[position]
@@ -356,17 +368,32 @@ class Checkpoint:
 
     # Tiles
 
-    def _view(self, buffer: int, nbytes: int) -> npt.NDArray[np.float32]:
-        invariant(self._arena is not None, "a tile without a buffer")
-        arena = self._arena
-        return arena.numpy(buffer * self._buffer_bytes, nbytes // STATE_ITEM_BYTES, np.float32)  # type: ignore[union-attr]
+    def _address(self, buffer: int) -> int:
+        address, count = self._buffers
+        invariant(buffer < count, "a tile without a buffer")
+        return address + buffer * self._buffer_bytes
+
+    def _make_buffers(self) -> None:
+        most = max((nbytes for manifest in self.manifests for nbytes in manifest.tile_bytes.values()), default=0)
+        self._buffer_bytes = max(most, SECTOR_BYTES)
+        address, nbytes = self._lent
+        count = min(BUFFERS, nbytes // self._buffer_bytes)
+        if not count:
+            count = 1 if nbytes else BUFFERS
+            self._arena = Arena(count * self._buffer_bytes)
+            address = self._arena.address
+        self._buffers = address, count
+
+    def _drop_buffers(self) -> None:
+        arena, self._arena, self._buffers = self._arena, None, (0, 0)
+        self._cache.clear()
+        if arena is not None:
+            arena.close()
 
     def _tiles(self, keys: Iterable[tuple[int, TileId]]) -> Iterator[tuple[tuple[int, TileId], int]]:
         """Yield each tile with the buffer that holds it; the buffer may be reused once the next one is asked for."""
-        if self._arena is None:
-            most = max((nbytes for manifest in self.manifests for nbytes in manifest.tile_bytes.values()), default=0)
-            self._buffer_bytes = max(most, 4096)
-            self._arena = Arena(BUFFERS * self._buffer_bytes)
+        if not self._buffers[1]:
+            self._make_buffers()
         todo = []
         for key in keys:
             if key in self._cache:
@@ -375,7 +402,7 @@ class Checkpoint:
             else:
                 todo.append(key)
         todo.reverse()
-        free = [buffer for buffer in range(BUFFERS) if buffer not in self._cache.values()]
+        free = [buffer for buffer in range(self._buffers[1]) if buffer not in self._cache.values()]
         flying: dict[int, tuple[tuple[int, TileId], int, TileRequest, Tier]] = {}
         try:
             while todo or flying:
@@ -405,13 +432,12 @@ class Checkpoint:
         ref, nbytes = manifest.tiles[tile], manifest.tile_bytes[tile]
         tier = self._tier(rank, ref.store)
         self._ops += 1
-        invariant(self._arena is not None, "a tile without a buffer")
         request = TileRequest(
             op=self._ops,
             tile=tile,
             step=ref.step,
             offset=ref.offset,
-            address=self._arena.address + buffer * self._buffer_bytes if self._arena else 0,
+            address=self._address(buffer),
             nbytes=nbytes,
             numel=nbytes // STATE_ITEM_BYTES,
             checksum=ref.checksum if self._verify and manifest.checksums else None,

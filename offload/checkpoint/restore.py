@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Range, StateSource
 from offload.engine.gpu import GpuLanes
@@ -13,7 +11,7 @@ from offload.engine.machine import Run
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError
-from offload.kernels.reference import round_weight
+from offload.kernels.reference import store_rounded
 from offload.layout import STATE_NAMES, Parameter, Subgroup
 from offload.protocols import DtypeCode
 
@@ -87,7 +85,7 @@ class Restorer:
                     self.names[segment.parameter],
                     name,
                     self.pieces[segment.parameter].start + segment.start,
-                    views[name].numpy(),
+                    views[name],
                 )
                 for segment, views in parts
                 for name in STATE_NAMES
@@ -100,30 +98,27 @@ class Restorer:
         self._tables.changed(subgroup)
         if self._views.plan.layout.subgroups[subgroup].dtype is not DtypeCode.FLOAT32:
             for segment, views in parts:
-                weight = self._views.weight(subgroup, segment, view)
-                weight.copy_(round_weight(views["master"], weight.dtype))
+                store_rounded(views["master"], self._views.weight(subgroup, segment, view))
 
     def derive_weights(self, subgroup: Subgroup) -> None:
         """Make the weights of a subgroup whose state stays where the checkpoint has it."""
         gpu, number = self._gpu, subgroup.index
         view = View(0, gpu.weight_slot(number) if gpu is not None else None)
-        ranges, weights = [], []
-        for segment in subgroup.segments:
-            weight = self._views.weight(number, segment, view)
-            master = weight
-            if weight.dtype is not torch.float32:
-                master = torch.empty(segment.numel, dtype=torch.float32, device="cpu")
-            start = self.pieces[segment.parameter].start + segment.start
-            ranges.append(Range(self.names[segment.parameter], "master", start, master.numpy()))
-            weights.append((weight, master))
         try:
-            self._source.read(ranges)
+            self._source.read(
+                [
+                    Range(
+                        self.names[segment.parameter],
+                        "master",
+                        self.pieces[segment.parameter].start + segment.start,
+                        self._views.weight(number, segment, view),
+                    )
+                    for segment in subgroup.segments
+                ]
+            )
         finally:
             if gpu is not None:
                 gpu.drop(number)
-        for weight, master in weights:
-            if weight is not master:
-                weight.copy_(round_weight(master, weight.dtype))
         if gpu is not None and view.weights_address is not None:
             gpu.store(self._tables.weight_copies(number, view.weights_address).tolist())
         self._tables.changed(number)

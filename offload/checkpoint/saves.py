@@ -26,8 +26,7 @@ from offload.checkpoint.manifest import Manifest, Piece, StoreRef, TileRef, extr
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import is_elsewhere, note_move, take_over
 from offload.engine.index import Record, TileIndex
-from offload.engine.memory import Arena
-from offload.engine.saving import SAVE_DEPTH, Commit, Save, SaveTile
+from offload.engine.saving import Commit, Save, SaveTile
 from offload.errors import CheckpointError, OffloadError, invariant
 from offload.layout import Layout
 from offload.protocols import Tier, TileId
@@ -142,6 +141,7 @@ class Saves:
         others: Where the sink is put, by its number, while there is one.
         resident_address: Where a resident subgroup's state begins.
         gather: Copies the masters of a tile that are weights to an address.
+        buffers: Returns where the copy buffers lie, taking memory for them, and bytes of each.
         keep: How many checkpoints are kept.
         checksum: Whether tiles carry checksums.
     """
@@ -153,6 +153,7 @@ class Saves:
         others: dict[int, Tier],
         resident_address: Callable[[int], int],
         gather: Callable[[TileId, int], None],
+        buffers: Callable[[], tuple[int, int]],
         *,
         keep: int,
         checksum: bool,
@@ -173,8 +174,8 @@ class Saves:
         self._gather = gather
         self._keep = keep
         self._checksum = checksum
-        self._buffers: Arena | None = None
-        self._buffer_bytes = 0
+        self._make_buffers = buffers
+        self._buffers = (0, 0)
         self._numbers = 0
         self._records: dict[TileId, Record] = {}
         self.named: dict[TileId, Record] = {}
@@ -210,7 +211,7 @@ class Saves:
         empty = not snapshot.layout.parameters
         copy = snapshot.copy and not empty
         if copy or needs_buffers:
-            self._make_buffers(snapshot.layout)
+            self._buffers = self._make_buffers()  # until the save has ended
         sink = None
         self._numbers += 1
         number = len(self.stores)
@@ -233,14 +234,6 @@ class Saves:
         self.pending = Pending(save, folder, snapshot, sink, on_done, time.monotonic())
         return self.pending
 
-    def _make_buffers(self, layout: Layout) -> None:
-        most = max((nbytes for s in layout.subgroups for _, _, nbytes in s.tiles), default=4096)
-        if self._buffers is not None and self._buffer_bytes >= most:
-            return
-        if self._buffers is not None:
-            self._buffers.close()
-        self._buffers, self._buffer_bytes = Arena(SAVE_DEPTH * most), most
-
     # On the engine thread: what the executor needs
 
     def resident_address(self, subgroup: int) -> int:
@@ -249,8 +242,9 @@ class Saves:
 
     def buffer_address(self, buffer: int) -> int:
         """See `SaveSource.buffer_address`."""
-        invariant(self._buffers is not None, "a copy buffer that was not made")
-        return self._buffers.address + buffer * self._buffer_bytes if self._buffers else 0
+        address, nbytes = self._buffers
+        invariant(address > 0, "a copy buffer that was not made")
+        return address + buffer * nbytes
 
     def gather(self, operation: SaveTile) -> None:
         """See `SaveSource.gather`."""
@@ -314,7 +308,7 @@ class Saves:
                 self.kept.append(own)
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
-        self._records = {}
+        self._records, self._buffers = {}, (0, 0)
         pending.error = error
         self.last, self.pending = pending, None
         pending.done.set()
@@ -532,16 +526,13 @@ class Saves:
             self._others.pop(number).close()
 
     def close(self) -> None:
-        """Free memory and locks; nothing is handed over any more."""
+        """Let go of stores and locks; nothing is handed over any more."""
         for number in list(self._others):
             self._others.pop(number).close()
         for kept in self.kept:
             for _, _, lock in kept.taken:
                 release_lock(lock)
         self.kept.clear()
-        if self._buffers is not None:
-            self._buffers.close()
-            self._buffers = None
 
 
 def _absolute(path: str) -> str:

@@ -243,6 +243,7 @@ class Core:
             self.executor.others,
             memory.home,
             self._views.gather_tile,
+            lambda: (memory.checkpoint_buffers(self.plan)[0], self.plan.largest_tile_bytes),
             keep=config.checkpoints,
             checksum=config.checksum,
         )
@@ -392,8 +393,17 @@ class Core:
             self._end_save(ended[1])
 
     def _end_save(self, error: BaseException | None) -> None:
+        self._drop_checkpoint_buffers()
         for number in self._saves.ended(error) if self._saves is not None else ():
             self.machine.handle(Release(number))
+
+    def _drop_checkpoint_buffers(self) -> None:
+        """Give back what a checkpoint has passed through; on the engine thread.
+
+        A session that has broken keeps it until its lanes have ended: they may still write there.
+        """
+        if not (self.broken or self.machine.broken):
+            self._memory.drop_checkpoint_buffers()
 
     def _take_request(self) -> _Request | None:
         self.executor.requests -= 1
@@ -787,6 +797,8 @@ class Core:
             def applied() -> None:
                 restorer.take_steps()
                 self._step_number = checkpoint.step
+                checkpoint.lend(0, 0)
+                self._drop_checkpoint_buffers()
 
             manifest = None
             if isinstance(checkpoint, Checkpoint):
@@ -798,11 +810,13 @@ class Core:
                 if self.machine.broken is not None:
                     raise self.machine.broken
                 copied = [subgroup.index for subgroup in layout.subgroups]
+                buffers = self._memory.checkpoint_buffers(self.plan)  # which may fail, as long as nothing has changed
                 # Versions go on from there: no two of a tile have the same number.
                 self._version = max(self._version, checkpoint.last_version)
                 if manifest is not None and isinstance(checkpoint, Checkpoint):
                     copied = [number for number in copied if self.plan.resident[number]]
                     self._adopt_state(checkpoint, manifest, restorer, rank)
+                checkpoint.lend(*buffers)
                 return self._begin(copied, restorer.restore, changes=True, overwrites=True)
 
             try:
@@ -843,6 +857,8 @@ class Core:
         streamed = [subgroup for subgroup in layout.subgroups if not self.plan.resident[subgroup.index]]
         tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
         machine.handle(TakeUp(adopted.limits, adopted.held, {tile: adopted.records[tile] for tile in tiles}))
+        # No slot is in use, and nothing is started that reads into one before this request has ended.
+        checkpoint.lend(*self._memory.staging)
         try:
             for subgroup in streamed:
                 restorer.derive_weights(subgroup)

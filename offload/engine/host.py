@@ -34,6 +34,7 @@ class HostMemory:
         self._staging: Arena | None = None
         self._slot_bytes = 0
         self._weights: Arena | None = None
+        self._checkpoints: Arena | None = None
 
     def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
         """Return memory that lasts until it is given back or the session ends.
@@ -122,8 +123,30 @@ class HostMemory:
             self.give_back(self.bounce)
             self.bounce = bounce
 
+    def checkpoint_buffers(self, plan: Plan) -> tuple[int, int]:
+        """Return address and size of memory for `CHECKPOINT_BUFFERS` tiles, taken now unless it is there.
+
+        Nothing is in flight in what was there before.
+
+        Raises:
+            OffloadError: The system has no such memory.
+        """
+        nbytes = max(1, plan.checkpoint_buffer_bytes)
+        if self._checkpoints is None or self._checkpoints.nbytes < nbytes:
+            self.drop_checkpoint_buffers()
+            # Not pinned: it comes and goes with each checkpoint, and unpinning waits for the whole device.
+            self._checkpoints = Arena(nbytes)
+        return self._checkpoints.address, self._checkpoints.nbytes
+
+    def drop_checkpoint_buffers(self) -> None:
+        """Give the system that memory back; nothing is in flight there."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
+
     def close(self) -> None:
         """Free everything; nothing writes to it any more, and the GPU's hold on it has ended."""
         with contextlib.ExitStack() as ends:  # in reverse, and each whatever becomes of the others
             for arena in self.arenas:
                 ends.callback(arena.close)
+            ends.callback(self.drop_checkpoint_buffers)

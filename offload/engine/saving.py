@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING
 
 from offload.engine.index import Location, Record, TileIndex
 from offload.errors import CheckpointError, TierError, TierFullError, invariant
-from offload.plan.budget import Plan
+from offload.plan.budget import CHECKPOINT_BUFFERS, Plan
 from offload.protocols import SECTOR_BYTES, TileId
 
 if TYPE_CHECKING:
     from offload.engine.machine import WriteTile
 
-SAVE_DEPTH = 4
+SAVE_DEPTH = CHECKPOINT_BUFFERS
 """Tiles that a save has on their way at once; also the number of copy buffers."""
 
 

@@ -23,6 +23,9 @@ GPU_STAGING_SLOTS = 4
 WEIGHT_SLOTS = 4
 """In host memory, for new weights on their way to the GPU: two being made, one being pushed, and one to spare."""
 
+CHECKPOINT_BUFFERS = 4
+"""In host memory, for tiles on their way to or from a checkpoint: two being read, two being written or taken over."""
+
 LEAST_SLOT_BYTES = 3 * SECTOR_BYTES
 """The smallest subgroup with all three tensors fits every staging slot, so that parameters can be added later."""
 
@@ -251,12 +254,27 @@ class Plan:
         raised = [max(share, least) for share in shares]
         return tuple(share / sum(raised) for share in raised)
 
+    @cached_property
+    def largest_tile_bytes(self) -> int:
+        """Bytes of the largest tile; 0 without state."""
+        return max((nbytes for s in self.layout.subgroups for nbytes, _ in s.tile_sizes), default=0)
+
     @property
-    def overhead_bytes(self) -> int:
-        """Host memory besides state, staging and gradients: segment tables, block sums and what is fixed."""
+    def checkpoint_buffer_bytes(self) -> int:
+        """Bytes of host memory that tiles pass through while a checkpoint is copied or loaded."""
+        return CHECKPOINT_BUFFERS * self.largest_tile_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Host memory for segment tables, block sums and what is fixed."""
         segments = sum(len(subgroup.segments) for subgroup in self.layout.subgroups)
         blocks = sum(-(-parameter.numel // 4096) for parameter in self.layout.parameters)
         return FIXED_OVERHEAD_BYTES + 512 * segments + 8 * blocks
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Host memory besides state, staging and gradients: tables, and buffers for checkpoints."""
+        return self.table_bytes + self.checkpoint_buffer_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -291,7 +309,10 @@ class Plan:
             lines.append(
                 f"               {format_bytes(self.bounce_bytes):>10}  state at home on the GPU, while it is read"
             )
-        lines.append(f"               {format_bytes(self.overhead_bytes):>10}  tables, threads and other overhead")
+        if self.checkpoint_buffer_bytes:
+            buffers = format_bytes(self.checkpoint_buffer_bytes)
+            lines.append(f"               {buffers:>10}  checkpoints, while they are copied or loaded")
+        lines.append(f"               {format_bytes(self.table_bytes):>10}  tables, threads and other overhead")
         lines.append(f"               {format_bytes(self.host_bytes):>10}  in all")
         if self.staging_slots:
             lines.append(

@@ -195,3 +195,10 @@ def test_added_subgroups_leave_as_many_staging_slots_as_there_were():
     before = make_plan(layout, budgets, staging_slots=8)
     longer = extend_layout(layout, [Parameter("more", 3000, DtypeCode.BFLOAT16, 0)], 1024)
     assert make_plan(longer, budgets, kept=before).staging_slots == 8
+
+
+def test_buffers_for_checkpoints_are_in_the_plan():
+    plan = make_plan(build_layout([Parameter("w", 10_000, DtypeCode.BFLOAT16, 0)], 4096, 8192), Budgets(1 << 20))
+    assert plan.largest_tile_bytes == 8192
+    assert plan.overhead_bytes == plan.table_bytes + 4 * 8192
+    assert "32.0 KiB  checkpoints, while they are copied or loaded" in str(plan)

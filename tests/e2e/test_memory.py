@@ -1,0 +1,52 @@
+"""Host memory stays within the plan while checkpoints are written and loaded, and afterwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload._native import IoUring
+
+PROGRAM = Path(__file__).with_name("checkpoint_memory.py")
+NOISE_BYTES = 12 << 20
+"""What interpreter, torch and allocator take besides: half of a subgroup's state there."""
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "threads": ("bfloat16", {"host_memory": 0, "io_backend": "threads"}),
+    "io_uring": ("bfloat16", {"host_memory": 0, "io_backend": "io_uring"}),
+    "asyncio": ("float16", {"host_memory": 0, "io_backend": "asyncio"}),
+    "partly resident": ("bfloat16", {"host_memory": "50MB"}),
+    "masters are weights": ("float32", {"host_memory": 0}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_keep_to_the_plan(kind: str, tmp_path: Path) -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("this system does not tell peaks")
+    if kind == "io_uring" and IoUring.refusal():
+        pytest.skip("no io_uring here")
+    dtype, settings = KINDS[kind]
+    command = [
+        sys.executable,
+        str(PROGRAM),
+        str(tmp_path),
+        dtype,
+        json.dumps({**settings, "staging_memory": "50MiB"}),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for which, session in json.loads(done.stdout.splitlines()[-1]).items():
+        planned = session["plan"]
+        for phase, used in session["phases"].items():
+            said = f"{which}, {phase}: {used['peak'] >> 20} MiB, planned {planned >> 20}"
+            assert used["peak"] <= planned + NOISE_BYTES, said
+        steps = session["phases"].get("steps")
+        for phase, used in session["phases"].items() if steps else ():
+            assert used["after"] <= steps["after"] + NOISE_BYTES, f"{which}: {phase} keeps memory"
