@@ -113,7 +113,7 @@ class Pending:
         sink: The store in the folder that takes a copy, if it is one.
         on_done: Called, in a thread of its own, with the error or None when it has ended.
         done: Set when it has ended.
-        error: Why it failed.
+        error: Why it failed; the tier's error, if that was it, is its cause.
         started_s: When it was handed over, on the monotonic clock.
         cancelled: Set when the session breaks while it is committed.
     """
@@ -125,7 +125,7 @@ class Pending:
     on_done: Callable[[BaseException | None], None] | None
     started_s: float
     done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
+    error: CheckpointError | None = None
     job: CommitJob | None = None
     thread: threading.Thread | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -307,7 +307,8 @@ class Saves:
                 own.number = pending.save.number
                 self.kept.append(own)
         if error is not None:
-            log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
+            error = save_error(pending.folder.path, error)
+            log.warning("%s", error)
         self._records, self._buffers = {}, (0, 0)
         pending.error = error
         self.last, self.pending = pending, None
@@ -533,6 +534,15 @@ class Saves:
             for _, _, lock in kept.taken:
                 release_lock(lock)
         self.kept.clear()
+
+
+def save_error(folder: str, cause: BaseException) -> CheckpointError:
+    """Return what users are told of a save that has failed; `cause` is what it failed with."""
+    if isinstance(cause, CheckpointError):
+        return cause
+    error = CheckpointError(f"no checkpoint was written to {folder}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def _absolute(path: str) -> str:

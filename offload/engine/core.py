@@ -28,7 +28,7 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest, Piece
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.checkpoint.restore import Restorer
-from offload.checkpoint.saves import Exchange, Saves, Snapshot
+from offload.checkpoint.saves import Exchange, Saves, Snapshot, save_error
 from offload.checkpoint.stores import leftover_bytes, released_before
 from offload.config import OffloadConfig
 from offload.engine.executor import REQUEST, LiveExecutor, visit_nothing
@@ -66,6 +66,7 @@ from offload.errors import (
     CheckpointError,
     ConfigError,
     InfeasiblePlanError,
+    InternalError,
     OffloadError,
     SessionBrokenError,
     StepAbortedError,
@@ -697,7 +698,7 @@ class Core:
                         self._views.make_whole(run, view)
                         self.tables.changed(run.visit.subgroup)
 
-                self._request(partial(self._begin, unmade, make, changes=True))
+                self._request_save(folder.path, partial(self._begin, unmade, make, changes=True))
             wholes = pieces if pieces is not None else [Piece(0, p.numel) for p in layout.parameters]
             snapshot = Snapshot(
                 layout=saved,
@@ -719,6 +720,8 @@ class Core:
             def begin() -> None:
                 machine = self.machine
                 pump(machine, self.executor, lambda m: m.broken is not None or State.BUSY not in m.states)
+                if machine.broken is not None:
+                    raise machine.broken
                 try:
                     pending = saves.open(
                         folder,
@@ -739,7 +742,23 @@ class Core:
                     self._take_save()
                     raise error
 
+            self._request_save(folder.path, begin)
+
+    def _request_save(self, folder: str, begin: Callable[[], Sweep | None]) -> None:
+        """Have the engine thread do a part of a save; tell its failure from the session's.
+
+        Raises:
+            CheckpointError: The save has failed.
+            SessionBrokenError: The session has.
+        """
+        try:
             self._request(begin)
+        except (ConfigError, InternalError):
+            raise
+        except OffloadError as error:
+            self.check_usable()
+            failed = save_error(folder, error)
+            raise failed from failed.__cause__
 
     def _wait_for_save(self, saves: Saves) -> None:
         pending = saves.pending
@@ -772,12 +791,8 @@ class Core:
             return
         if not pending.done.wait(timeout_s):
             raise TimeoutError(f"the checkpoint in {pending.folder.path} is not written after {timeout_s} s")
-        if isinstance(pending.error, CheckpointError):
-            raise pending.error
         if pending.error is not None:
-            raise CheckpointError(
-                f"no checkpoint was written to {pending.folder.path}: {pending.error}"
-            ) from pending.error
+            raise pending.error
 
     def load(
         self,

@@ -274,9 +274,9 @@ class Engine:
             replica: Whether rank 0 has the same state and saves it for this rank too; it writes `extra` alone then.
 
         Raises:
-            CheckpointError: The folder cannot be used, or the paths have no room for a checkpoint; training may
-                go on.
-            SessionBrokenError: The session cannot be used.
+            CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
+                error is the cause; training may go on.
+            SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
         """
         self._core.save(
             path, metadata or {}, extra, pieces, copy, on_done, id or uuid.uuid4().hex, rank, ranks, replica
@@ -300,7 +300,7 @@ class Engine:
         """Wait until the checkpoint that was started last has been committed.
 
         Raises:
-            CheckpointError: It was not; training may go on.
+            CheckpointError: It was not; a tier's error that it failed with is the cause. Training may go on.
             TimeoutError: It has not been by then.
         """
         self._core.wait_checkpoint(timeout_s)

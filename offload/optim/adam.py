@@ -754,8 +754,10 @@ class OffloadedAdam(torch.optim.Optimizer):
             on_done: Called from a thread of its own when it has ended, with the error or None.
 
         Raises:
-            CheckpointError: The folder cannot be used, or there is no room for a checkpoint; training may go on. What
-                goes wrong later is logged, and raised by `wait_checkpoint`.
+            CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
+                `TierError` is the `__cause__`; training may go on. What goes wrong later is logged, and raised by
+                `wait_checkpoint`.
+            SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
         """
         content = None
         if extra is not None:
@@ -812,7 +814,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         """Wait until the checkpoint that was started last has been committed.
 
         Raises:
-            CheckpointError: It was not; training may go on.
+            CheckpointError: It was not; a `TierError` that it failed with is the `__cause__`. Training may go on.
             TimeoutError: It has not been by then.
         """
         self.engine.wait_checkpoint(timeout_s)

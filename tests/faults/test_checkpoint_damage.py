@@ -573,6 +573,64 @@ def test_an_interrupt_while_a_copy_is_opened_leaves_no_store(tmp_path: Path, mon
         assert not list(folder.glob("offload-*"))
 
 
+@pytest.mark.parametrize("when", ["open", "before it returns", "behind training"])
+def test_what_ends_a_save_alone_is_a_checkpoint_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The tier's error is its cause and in its message, whichever call raises it and in `on_done`."""
+    full = offload.errors.TierFullError("write", tier="file", path="there", errno=errno.ENOSPC)
+
+    class Full:
+        """A store in the checkpoint's folder that takes nothing."""
+
+        def __init__(self, tier: Tier) -> None:
+            self.inner = tier
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def write(self, request: TileRequest) -> None:
+            raise full
+
+    def opened(*arguments: Any, **settings: Any) -> Any:
+        if when == "open":
+            raise full
+        return Full(open_tier(*arguments, **settings))
+
+    (tmp_path / "path").mkdir()
+    dtype = torch.float32 if when == "before it returns" else torch.bfloat16  # masters that are weights come first
+    weight = torch.nn.Parameter(torch.ones(3000, dtype=dtype, device="cpu"))
+    told: list[Any] = []
+    ended = threading.Event()
+
+    def on_done(error: BaseException | None) -> None:
+        told.append(error)
+        ended.set()
+
+    config = {"host_memory": 0, "paths": [tmp_path / "path"], "subgroup_numel": 1024}
+    with offload.AdamW([weight], offload=config) as optimizer:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        monkeypatch.setattr(saves, "open_tier", opened)
+
+        def save() -> None:
+            optimizer.save_checkpoint(tmp_path / "ck", copy=True, on_done=on_done)
+            assert when == "behind training"
+            optimizer.wait_checkpoint()
+
+        with pytest.raises(offload.CheckpointError, match=r"no checkpoint was written to .*/ck: .*ENOSPC") as caught:
+            save()
+        assert isinstance(caught.value.__cause__, offload.TierError)
+        if when != "open":  # nothing had begun there
+            assert ended.wait(60)
+            assert isinstance(told[0], offload.CheckpointError)
+        monkeypatch.setattr(saves, "open_tier", open_tier)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.save_checkpoint(tmp_path / "ck", copy=True)
+        optimizer.wait_checkpoint()
+
+
 @pytest.fixture(params=["tmpfs", "ext4"])
 def small(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A small file system of its own: 3 MiB of memory, or ext4 on a loop device."""
