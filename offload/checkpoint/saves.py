@@ -138,7 +138,7 @@ class Saves:
         queue: The session's.
         tiers: One for each path.
         stores: Path and store of each tier, in the same order.
-        others: Where the sink is put, by its number, while there is one.
+        others: Where the sink is put, by its number, until another tier takes that.
         resident_address: Where a resident subgroup's state begins.
         gather: Copies the masters of a tile that are weights to an address.
         buffers: Returns where the copy buffers lie, taking memory for them, and bytes of each.
@@ -293,7 +293,7 @@ class Saves:
             if pending.job is not None and not pending.job.undone:
                 self.named = dict(self._records)
         if pending.sink is not None:
-            self._others.pop(pending.save.sink if pending.save.sink is not None else -1, None)
+            # Closed, it stays where its number finds it: a session that breaks still hears of writes to it.
             if error is None or self.named:
                 innermost(pending.sink[1]).kept = frozenset(r.location.offset for r in self._records.values())  # type: ignore[attr-defined]
             pending.sink[1].close()

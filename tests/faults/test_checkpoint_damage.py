@@ -631,6 +631,62 @@ def test_what_ends_a_save_alone_is_a_checkpoint_error(
         optimizer.wait_checkpoint()
 
 
+def test_a_session_that_breaks_while_a_copy_is_written_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writes to the copy's store land with errors when it has been closed; the path's error is what counts."""
+    failing = False
+
+    class Wrapped:
+        def __init__(self, tier: Tier, queue: Any) -> None:
+            self.inner = tier
+            self.queue = queue
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    class Failing(Wrapped):
+        def write(self, request: TileRequest) -> None:
+            if failing:
+                self.queue.post(request.op, errno.EIO, 0, 0.0, 0.0, request.offset)
+            else:
+                self.inner.write(request)
+
+    class Sink(Wrapped):
+        """Answers when it is closed."""
+
+        held: list[int] = []  # noqa: RUF012
+        started = threading.Event()
+
+        def write(self, request: TileRequest) -> None:
+            self.held.append(request.op)
+            self.started.set()
+
+        def close(self) -> None:
+            while self.held:
+                self.queue.post(self.held.pop(), errno.ENOSPC, 0, 0.0, 0.0, 0)
+            self.inner.close()
+
+    def opened(kind: type) -> Any:
+        return lambda path, store, queue, **settings: kind(open_tier(path, store, queue, **settings), queue)
+
+    monkeypatch.setattr(setup, "open_tier", opened(Failing))
+    monkeypatch.setattr(saves, "open_tier", opened(Sink))
+    (tmp_path / "path").mkdir()
+    parameters, optimizer = make([tmp_path / "path"])
+    with optimizer:
+        step(parameters, optimizer)
+        optimizer.save_checkpoint(tmp_path / "copy", copy=True)
+        assert Sink.started.wait(60)
+        failing = True
+        with pytest.raises(offload.StepAbortedError) as caught:
+            step(parameters, optimizer, 2)
+        assert isinstance(caught.value.cause, offload.TierError)
+        assert "EIO" in str(caught.value)
+        with pytest.raises(offload.CheckpointError, match="EIO"):
+            optimizer.wait_checkpoint()
+
+
 @pytest.fixture(params=["tmpfs", "ext4"])
 def small(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A small file system of its own: 3 MiB of memory, or ext4 on a loop device."""
