@@ -7,7 +7,8 @@ they come in, remembers which pieces have one, and updates all of them in one st
 Invariants:
   * a piece takes part in a step if and only if a gradient has arrived since the last one;
   * the first gradient of a window (what lies between two steps) replaces what is in the buffer, later ones are added;
-  * padding that DeepSpeed adds to a flat tensor has no state here and reads as zero.
+  * padding that DeepSpeed adds to a flat tensor has no state here and reads as zero;
+  * the buffers of gradients are read after a wait for the copies that fill them.
 
 Not here: reductions, gathering of weights, loss scale (DeepSpeed's).
 """
@@ -17,13 +18,14 @@ from __future__ import annotations
 import math
 import mmap
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from offload import ConfigError, DtypeCode, Engine, GroupScalars, OffloadConfig, Parameter
+from offload.integrations.deepspeed.transfers import Transfers
 
 CODES = {
     torch.bfloat16: DtypeCode.BFLOAT16,
@@ -79,15 +81,17 @@ class Shard:
     Args:
         pieces: All of them; names are unique.
         weights: The flat tensors of weights, on any device; the engine writes to them, or to host copies of those
-            that are not on the CPU (`weights` afterwards; whoever uses the shard then copies them over).
+            that are not on the CPU (`weights` afterwards; `push_weights` copies them over).
         config: Tiers and budgets of this rank.
     """
 
     def __init__(self, pieces: Sequence[Piece], weights: Sequence[torch.Tensor], config: OffloadConfig) -> None:
         self.pieces = tuple(pieces)
         self.index = {piece.name: number for number, piece in enumerate(self.pieces)}
+        self.transfers = Transfers()
         self._targets = list(weights)
-        self.weights = [self._on_host(weight) for weight in weights]
+        self.weights = [self.transfers.buffer(w) if self.transfers.is_far(w) else w for w in weights]
+        self._fetch_weights(self.pieces)
         self.gradients: list[torch.Tensor] = []
         """Flat buffers on the CPU, one for each flat tensor of weights; set by whoever made the shard."""
         self._arrived: dict[int, None] = {}
@@ -100,11 +104,17 @@ class Shard:
         self.engine = Engine(parameters, config)
         self._bind_weights()
 
-    @staticmethod
-    def _on_host(weight: torch.Tensor) -> torch.Tensor:
-        if weight.device.type == "cpu":
-            return weight
-        return torch.empty(weight.shape, dtype=weight.dtype, device="cpu", pin_memory=True).copy_(weight)
+    def _fetch_weights(self, pieces: Iterable[Piece]) -> None:
+        """Take host copies of weights from where DeepSpeed has them."""
+        for piece in pieces:
+            weight, target = self.weights[piece.flat], self._targets[piece.flat]
+            if weight is not target:
+                weight.narrow(0, piece.offset, piece.numel).copy_(target.narrow(0, piece.offset, piece.numel))
+
+    def push_weights(self, flat: int) -> None:
+        """Start copying a flat tensor's weights to where DeepSpeed has them; `close_window` waits for them."""
+        if self.weights[flat] is not self._targets[flat]:
+            self.transfers.start(self._targets[flat], self.weights[flat])
 
     def _bind_weights(self) -> None:
         for number, piece in enumerate(self.pieces):
@@ -114,7 +124,12 @@ class Shard:
     # Gradients
 
     def gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
-        """Return where a piece's gradient lies (a view); its first `numel` elements if that is given."""
+        """Return where a piece's gradient lies (a view), complete; its first `numel` elements if that is given."""
+        self.transfers.wait()
+        return self._slot(number, numel)
+
+    def _slot(self, number: int, numel: int | None = None) -> torch.Tensor:
+        """Return what `gradient` does, to which copies may still be under way."""
         piece = self.pieces[number]
         return self.gradients[piece.flat].narrow(0, piece.offset, piece.numel if numel is None else numel)
 
@@ -127,15 +142,18 @@ class Shard:
             final: Whether no more is expected before the step, so that its norm can be gathered while it is in cache.
         """
         self._open_window()
-        slot = self.gradient(number, gradient.numel())
-        if number not in self._arrived:
-            slot.copy_(gradient, non_blocking=True)
-        elif gradient.device == slot.device:
+        slot = self._slot(number, gradient.numel())
+        first, far = number not in self._arrived, self.transfers.is_far(gradient)
+        if far:
+            if not first:  # a sum on the CPU would be slow
+                self.transfers.wait()  # what is there may have come on another stream
+                gradient = slot.to(gradient.device, copy=True).add_(gradient.to(slot.dtype))
+            self.transfers.start(slot, gradient)
+        elif first:
+            slot.copy_(gradient)
+        else:
             slot.add_(gradient.to(slot.dtype))
-        else:  # a sum on the CPU would be slow
-            slot.copy_(slot.to(gradient.device).add_(gradient.to(slot.dtype)), non_blocking=True)
-        # What comes from another device is still on its way.
-        self.touch(number, gathered=final and gradient.device.type == "cpu")
+        self.touch(number, gathered=final and not far)  # a norm is gathered from what has arrived
 
     def sum_of(self, number: int) -> torch.Tensor:
         """Return where a piece's gradients of this window are summed up (a view), for someone who adds one."""
@@ -149,7 +167,7 @@ class Shard:
     def touch(self, number: int, *, gathered: bool = False) -> None:
         """Note that a piece has a gradient, or that the one it has was changed in place."""
         self._open_window()
-        slot = self.gradient(number)
+        slot = self._slot(number)
         self._arrived[number] = None
         if gathered:
             self.engine.gradient_arrived(number, slot.data_ptr(), CODES[slot.dtype])
@@ -163,6 +181,9 @@ class Shard:
 
     def close_window(self) -> None:
         """The gradients have been used or thrown away; they stay readable until the next ones arrive."""
+        # What is thrown away could arrive after what comes next. And ZeRO-3 gathers weights on a stream that waits
+        # for no other, so new ones have to be there.
+        self.transfers.wait()
         self._open = False
 
     def lend_gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
@@ -184,24 +205,30 @@ class Shard:
 
     def norms(self) -> dict[str, float]:
         """Return the L2 norm of each gradient by name; not finite if and only if an element is not."""
+        self.transfers.wait()
         return {self.pieces[number].name: math.sqrt(self.engine.gradient_norm_sq([number])) for number in self.active}
 
     def is_finite(self) -> bool:
         """Return whether all elements of all gradients are finite."""
+        self.transfers.wait()
         return math.isfinite(self.engine.gradient_norm_sq(self.active))
 
     # Work
 
     def step(self, groups: Sequence[GroupScalars], factor: float) -> None:
         """Update every piece that has a gradient, whose elements are first multiplied by `factor`."""
+        self.transfers.wait()
+        active = self.active
+        # Host copies go back whole, and somebody (a checkpoint that was loaded) may have changed the other weights.
+        # Those in fp32 are the masters themselves.
+        others = [self.pieces[number] for number in set(range(len(self.pieces))).difference(active)]
+        self._fetch_weights(piece for piece in others if self.weights[piece.flat].dtype != torch.float32)
         self._bind_weights()
-        self.engine.step(groups, clip=factor, active=self.active)
+        self.engine.step(groups, clip=factor, active=active)
 
     def reload_masters(self) -> None:
         """Take the masters from the weights; the moments stay."""
-        for weight, target in zip(self.weights, self._targets, strict=True):
-            if weight is not target:
-                weight.copy_(target)
+        self._fetch_weights(self.pieces)
         self._bind_weights()
         for number in range(len(self.pieces)):
             self.engine.reload_master(number)

@@ -57,20 +57,14 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         ]
         self._flats = self.single_partition_of_fp32_groups
         # Before the engine takes its memory.
-        for flat, weight in zip(self._flats, weights, strict=True):
-            flat.data = weight if weight.device.type == "cpu" else torch.empty_like(weight, device="cpu")
+        for flat in self._flats:
+            flat.data = torch.empty(0, dtype=torch.float32, device="cpu")
         buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
         buffers.clear()
         self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group)
         buffers.extend(self.shard.weights)
         self.shard.gradients = [
-            torch.zeros(
-                weight.numel(),
-                dtype=self.gradient_accumulation_dtype,
-                device="cpu",
-                pin_memory=weight.device.type == "cuda",
-            )
-            for weight in weights
+            self.shard.transfers.buffer(weight, self.gradient_accumulation_dtype) for weight in weights
         ]
         self._take_back()
 
@@ -116,13 +110,11 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         boundary = self.is_gradient_accumulation_boundary
         final = bool(boundary() if callable(boundary) else boundary)
         flat, source, _, numel = self.grad_position[identity]
-        if self._use_compact_grad_partition_buffer(flat):  # it is there already
-            self.shard.touch(self._numbers[identity], gathered=final)
-        else:
+        if not self._use_compact_grad_partition_buffer(flat):
             gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, source, numel)
             self.shard.accumulate(self._numbers[identity], gradient, final=final)
-            if gradient.is_cuda:
-                gradient.record_stream(torch.cuda.current_stream())
+        else:  # it is there already
+            self.shard.touch(self._numbers[identity], gathered=final)
         self.clear_grad_attribute(param)
 
     def scaled_global_norm(self, norm_type: int = 2) -> Any:

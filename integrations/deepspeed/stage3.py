@@ -126,9 +126,7 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             self._update_all()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        weights = self.shard.weights[sub_group_id]
-        if weights.device != self.fp16_partitioned_groups_flat[sub_group_id].device:
-            self.fp16_partitioned_groups_flat[sub_group_id].copy_(weights, non_blocking=True)
+        self.shard.push_weights(sub_group_id)
         self._unflatten_partitioned_parameters(sub_group_id)
 
     # Checkpoints

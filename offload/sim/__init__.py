@@ -20,6 +20,7 @@ from offload.sim.faults import (
     random_faults,
 )
 from offload.sim.predict import Prediction, predict
+from offload.sim.transfers import LateTransfers
 
 __all__ = [
     "CheckedExecutor",
@@ -32,6 +33,7 @@ __all__ = [
     "HazardError",
     "Interval",
     "LaneSeconds",
+    "LateTransfers",
     "MisdirectedWrite",
     "PathFull",
     "Prediction",

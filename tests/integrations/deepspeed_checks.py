@@ -1,7 +1,8 @@
 """Checks of the DeepSpeed backend that run inside worker processes: many in one start, each in every rank.
 
 Run by `test_deepspeed.py` as `python deepspeed_checks.py FOLDER CHECK...` with RANK and WORLD_SIZE set; writes what
-became of each check to `FOLDER/results-<rank>.json`.
+became of each check to `FOLDER/results-<rank>.json`. With LATE_TRANSFERS set, weights and gradients count as those of
+another device, whose copies end as late as they may.
 """
 
 from __future__ import annotations
@@ -844,6 +845,11 @@ def run(folder: Path, names: list[str]) -> None:
     import torch
     from deepspeed_runs import offload_deepspeed  # noqa: F401
 
+    from offload.integrations.deepspeed import shard
+    from offload.sim import LateTransfers
+
+    if "LATE_TRANSFERS" in os.environ:
+        shard.Transfers = LateTransfers  # type: ignore[misc, assignment]
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     deepspeed.init_distributed(

@@ -25,6 +25,9 @@ OLDER = ("0.17.6", "0.18.9")
 SCRIPT = Path(__file__).with_name("deepspeed_checks.py")
 OTHERS = tuple(name for name in CHECKS if name not in FULL and not name.startswith("alone"))
 TIMEOUT_S = 840  # for a machine that does other things as well
+LATE = ("model_variants_equal_stock", "micro_steps_by_hand", "gradients_set_by_hand_count")
+LATE += ("checkpoints_go_both_ways",)
+"""Checks that are run with weights and gradients on a device whose copies end late, too."""
 NOT_OLDER = ("pairs_equal_stock", "model_variants_equal_stock")
 """Checks beside which stock itself goes wrong before 0.19."""
 
@@ -167,6 +170,13 @@ def limit_locked_memory() -> None:
 def test_little_locked_memory_is_enough(tmp_path: Path) -> None:
     name = "alone_with_little_locked_memory"
     assert start(1, tmp_path, (name,), before_exec=limit_locked_memory) == {name: "ok"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_copies_from_and_to_another_device_may_end_late(tmp_path: Path) -> None:
+    """Whatever is read before its copy has ended is wrong then."""
+    assert start(2, tmp_path, LATE, LATE_TRANSFERS="1") == dict.fromkeys(LATE, "ok")
 
 
 @pytest.mark.slow
