@@ -66,6 +66,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         self.shard.gradients = [
             self.shard.transfers.buffer(weight, self.gradient_accumulation_dtype) for weight in weights
         ]
+        self._sums: dict[int, torch.Tensor] = {}
         self._take_back()
 
     def _take_back(self) -> None:
@@ -90,18 +91,26 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     # Gradients
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
-        """Whether reductions are summed up in fp32 in a buffer of this rank's part (DeepSpeed's since 0.19)."""
+        """Whether reductions are added in fp32 to what the method below returns (DeepSpeed's since 0.19)."""
         asked = getattr(super(), "_use_compact_grad_partition_buffer", None)
-        return asked is not None and self._flats[group_idx].device.type == "cpu" and bool(asked(group_idx))
+        return asked is not None and bool(asked(group_idx))
 
     def _get_compact_grad_partition_slice(
         self, group_idx: int, partition_id: int, param_id: int, num_elements: int
     ) -> torch.Tensor | None:
-        """Return what a reduction in fp32 adds to: our own buffer."""
+        """Return what a reduction in fp32 adds to: our buffer, or zeros elsewhere that are accumulated there next."""
         mine = partition_id == torch.distributed.get_rank(group=self.real_dp_process_group[group_idx])
         if not mine or not self._use_compact_grad_partition_buffer(group_idx):
             return None
-        target: torch.Tensor = self.shard.sum_of(self._numbers[param_id])
+        target: torch.Tensor
+        weight = self.parallel_partitioned_bit16_groups[group_idx][partition_id]
+        if self.shard.transfers.is_far(weight):
+            if param_id not in self._sums:
+                dtype = self.gradient_accumulation_dtype
+                self._sums[param_id] = torch.zeros(int(num_elements), dtype=dtype, device=weight.device)
+            target = self._sums[param_id]
+        else:
+            target = self.shard.sum_of(self._numbers[param_id])
         return target
 
     def copy_grads_in_partition(self, param: Any, *group: Any) -> None:
@@ -113,6 +122,8 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         if not self._use_compact_grad_partition_buffer(flat):
             gradient = self.get_param_gradient_attribute(param).view(-1).narrow(0, source, numel)
             self.shard.accumulate(self._numbers[identity], gradient, final=final)
+        elif identity in self._sums:
+            self.shard.accumulate(self._numbers[identity], self._sums.pop(identity), final=final)
         else:  # it is there already
             self.shard.touch(self._numbers[identity], gathered=final)
         self.clear_grad_attribute(param)

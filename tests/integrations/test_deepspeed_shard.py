@@ -104,6 +104,26 @@ def test_weights_of_another_device(dtype: torch.dtype) -> None:
     late.close()
 
 
+def test_reductions_in_fp32_are_added_to_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device they go to zeros there, which are then accumulated on the host; on the CPU to our own buffer."""
+    pytest.importorskip("deepspeed")
+    from offload.integrations.deepspeed.stage12 import OffloadedStage12
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    for device in ("cpu", "meta"):
+        optimizer = object.__new__(OffloadedStage12)
+        optimizer.shard, _ = make(torch.float32)
+        optimizer.dtype, optimizer.gradient_accumulation_dtype = torch.bfloat16, torch.float32
+        optimizer.real_dp_process_group, optimizer.params_in_partition = [None], [[]]
+        optimizer.parallel_partitioned_bit16_groups = [[torch.empty(8, dtype=torch.bfloat16, device=device)]]
+        optimizer._numbers, optimizer._sums = {11: 0}, {}
+        target = optimizer._get_compact_grad_partition_slice(0, 0, 11, 5)
+        assert target is not None
+        assert (target.device.type, target.dtype, target.numel()) == (device, torch.float32, 5)
+        assert optimizer._get_compact_grad_partition_slice(0, 1, 11, 5) is None
+        optimizer.shard.close()
+
+
 @pytest.mark.gpu
 def test_copies_of_a_gpu_are_waited_for() -> None:
     transfers = Transfers()
