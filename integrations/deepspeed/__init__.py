@@ -6,6 +6,9 @@
     import offload.integrations.deepspeed as offload_deepspeed
     offload_deepspeed.enable()  # then deepspeed.initialize(...) as always
 
+Without that call DeepSpeed ignores the object. `python -m offload.integrations.deepspeed train.py` makes it for a
+script that cannot be edited.
+
 ZeRO stages 1 to 3, Adam and AdamW. Besides what it has in DeepSpeed, `engine.optimizer` has `metrics()`, `plan` and
 `offload` (the `offload.Engine`).
 """
