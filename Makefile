@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 # DeepSpeed comes as sources that need torch to be there, and builds none of its native parts now.
 DEEPSPEED := deepspeed==0.19.8
 
-.PHONY: train test test-full bench lint clean
+.PHONY: train test test-full sanitize bench lint clean
 
 train: $(VENV)/.ready
 	$(BIN)/offload train $(ARGS)
@@ -21,6 +21,12 @@ test: $(VENV)/.ready lint
 
 test-full: $(VENV)/.ready lint
 	$(BIN)/python -m pytest --hypothesis-profile new $(ARGS)
+
+# The native module with the address, undefined-behaviour and thread sanitizers, which come with g++, in build/sanitize.
+# The first that finds something ends it; the installed module stays as it is.
+sanitize: $(VENV)/.ready
+	$(BIN)/python tests/sanitize.py address $(ARGS)
+	$(BIN)/python tests/sanitize.py thread $(ARGS)
 
 bench: $(VENV)/.ready
 	$(BIN)/offload bench $(ARGS)
