@@ -1,7 +1,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "../runtime/completion_queue.h"
@@ -26,13 +29,27 @@ void bind_runtime(nb::module_& module) {
           nb::arg("finished_s") = 0.0, nb::arg("detail") = 0, "Report a completion from Python; any thread.")
       .def(
           "exchange",
-          [](CompletionQueue& queue, std::uint64_t op, CompletionQueue& reply) {
-            nb::gil_scoped_release release;
-            queue.push(Completion{op});
-            reply.wait(-1.0);
+          [](CompletionQueue& queue, std::uint64_t op, CompletionQueue& reply, double quiet_s,
+             std::uint64_t interrupt_op) {
+            std::optional<nb::python_error> raised;
+            {
+              nb::gil_scoped_release release;
+              queue.push(Completion{op});
+              while (reply.wait(std::min(quiet_s, 1.0)).empty()) {
+                if (queue.silence_s() < quiet_s) continue;
+                if (!raised) {
+                  nb::gil_scoped_acquire acquire;
+                  if (PyErr_CheckSignals() != 0) raised.emplace();
+                }
+                if (raised) queue.nudge(interrupt_op);
+              }
+            }
+            if (raised) throw std::move(*raised);
           },
-          nb::arg("op"), nb::arg("reply"),
-          "Report op and wait until something arrives on reply, in one call that no signal handler interrupts.")
+          nb::arg("op"), nb::arg("reply"), nb::arg("quiet_s"), nb::arg("interrupt_op"),
+          "Report op and wait until something arrives on reply, in one call that no signal handler cuts short. Once\n"
+          "nothing has been reported for quiet_s, handlers run; what one raises is raised when the answer is there,\n"
+          "and interrupt_op is reported until then, about once a second.")
       .def(
           "wait",
           [](CompletionQueue& queue, double timeout_s) {

@@ -46,8 +46,26 @@ class CompletionQueue {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       items_.push_back(completion);
+      pushed_s_ = monotonic_seconds();
     }
     ready_.notify_one();
+  }
+
+  // Wake the reader with an op that no lane reports: it does not count as a sign of life.
+  void nudge(std::uint64_t op) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      Completion completion;
+      completion.op = op;
+      items_.push_back(completion);
+    }
+    ready_.notify_one();
+  }
+
+  // Seconds since the last push.
+  double silence_s() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return monotonic_seconds() - pushed_s_;
   }
 
   // Take all that has arrived; wait up to timeout_s (< 0: for ever) if nothing has.
@@ -68,6 +86,7 @@ class CompletionQueue {
   std::mutex mutex_;
   std::condition_variable ready_;
   std::deque<Completion> items_;
+  double pushed_s_ = 0.0;
 };
 
 }  // namespace offload

@@ -9,11 +9,29 @@
 `COMMIT` names what the folder held before, so that these are known to be replaced if the session is killed in 4.
 
 Whatever happens in between, a folder holds the checkpoint from before or the new one. Data is durable before 1.
+
+Giving up. A rank waits for others in 3: rank 0 for their manifests, the others for `COMMIT`. It gives up when its
+session breaks, when whoever closes it has waited long enough, or after `RANKS_TIMEOUT_S`. Only rank 0 decides, by
+writing `COMMIT`, and whatever `COMMIT` may name has to stay:
+
+    rank 0 gives up before it begins to write `COMMIT`: nobody else writes it, so there will be no checkpoint;
+        what this rank has written is undone. Manifests of others stay; nobody looks at them.
+    rank 0 fails while it writes `COMMIT`: it may be there all the same (its name may not last; an answer was lost).
+        Where the folder can be read and has another one or none, this rank's part is undone; else it is in doubt.
+    another rank fails before it begins to write its manifest: rank 0 never finds that, so this rank's part is undone.
+    another rank gives up or fails later: rank 0 may have found the manifest, or may yet, long after this rank has
+        gone. The checkpoint is in doubt.
+    any rank is killed: as if it had given up, with nothing undone.
+
+In doubt, manifest and pins stay and the slots are held, as if it had been committed; the caller is told that it was
+not. A session that goes on settles the doubt when its next checkpoint has been committed: that `COMMIT` names those
+that rank 0 has given up since the one before. A session that ends leaves the pin, which costs room and no data.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import uuid
@@ -22,6 +40,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from offload import waits
 from offload.checkpoint.contents import read_commit, read_released
 from offload.checkpoint.folder import Folder, open_folder
 from offload.checkpoint.manifest import (
@@ -97,9 +116,14 @@ class CommitJob:
         keep: How many to keep, this one included.
         paths: Directories whose leftovers go on the way: stores without a pin whose session has ended.
         cancelled: Set when the session breaks: nothing is committed from then on.
-        released: Those of `older` that were released.
+        ranks_until_s: Says when other ranks are given up, on the monotonic clock.
+        doubtful: Checkpoints of this session that were in doubt so far.
+        abandoned: Ids of saves that this rank, the first, has given up and that nobody will commit.
+        released: Those of `older` and `doubtful` that were released.
+        confirmed: Those of `doubtful` that were committed after all.
         committed: Whether the checkpoint is one.
-        undone: Whether nothing of it is left; if neither, other ranks may commit it yet.
+        undone: Whether nothing of it is left.
+        awaited: What other ranks have still to do, while this one waits for that.
     """
 
     folder: Folder
@@ -109,9 +133,20 @@ class CommitJob:
     keep: int
     cancelled: threading.Event = field(default_factory=threading.Event)
     paths: Sequence[str] = ()
+    ranks_until_s: Callable[[], float] = lambda: math.inf
+    doubtful: Sequence[Kept] = ()
+    abandoned: Sequence[str] = ()
     released: list[Kept] = field(default_factory=list)
+    confirmed: list[Kept] = field(default_factory=list)
     committed: bool = False
     undone: bool = False
+    awaited: str = ""
+    _is_named: bool = False  # COMMIT may name this rank's part from now on
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether it has failed here, and is or may become a checkpoint all the same."""
+        return self._is_named and not self.committed and not self.undone
 
     @property
     def kept(self) -> Kept:
@@ -133,22 +168,25 @@ class CommitJob:
                 pin(self._store(ref), Pin(manifest.id, HERE if ref.path is None else folder.path))
             if self.extra is not None:
                 folder.write(extra_name(manifest.id, manifest.rank), self.extra)
+            self._is_named = manifest.rank > 0
             folder.write(manifest_name(manifest.id, manifest.rank), encode(manifest))
             if manifest.rank == 0:
-                self._wait("manifests of all ranks", self._all_there)
+                self._wait(self._missing)
                 if self.cancelled.is_set():
                     raise CheckpointError(f"{folder.path} was not committed: the session broke")
-                folder.write(COMMIT_NAME, seal_commit(CommitRecord(manifest.id, manifest.ranks, before)))
+                self._is_named = True
+                replaced = (*self.abandoned, *before)
+                folder.write(COMMIT_NAME, seal_commit(CommitRecord(manifest.id, manifest.ranks, replaced)))
             else:
-                self._wait(COMMIT_NAME, self._is_committed)
+                self._wait(lambda: "" if _is_there(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}")
         except CheckpointError:
-            # The first rank may commit yet what another one has given up waiting for as its session broke.
-            if manifest.rank == 0 or not self.cancelled.is_set():
-                self._undo()
+            if not self._is_named or (manifest.rank == 0 and self._is_not_there()):
+                self._undo(folder, manifest.id, [self._store(ref) for ref in manifest.stores])
                 self.undone = True
             raise
         self.committed = True
         try:
+            self._settle()
             self._tidy()
         except Exception as error:  # it is a checkpoint all the same
             _log.warning("after the checkpoint in %s: %s", folder.path, error)
@@ -156,30 +194,52 @@ class CommitJob:
     def _store(self, ref: StoreRef) -> Folder:
         return store_folder(self.folder.path if ref.path is None else ref.path, ref.store)
 
-    def _is_committed(self) -> bool:
-        content = self.folder.read(COMMIT_NAME)
-        return content is not None and unseal_commit(content, self.folder.path).id == self.manifest.id
+    def _missing(self) -> str:
+        """Return whose manifests are not there."""
+        names, manifest = set(self.folder.names()), self.manifest
+        missing = [r for r in range(manifest.ranks) if manifest_name(manifest.id, r) not in names]
+        return f"the manifests of ranks {', '.join(map(str, missing))}" if missing else ""
 
-    def _all_there(self) -> bool:
-        names = set(self.folder.names())
-        return all(manifest_name(self.manifest.id, rank) in names for rank in range(self.manifest.ranks))
-
-    def _wait(self, what: str, arrived: Callable[[], bool]) -> None:
+    def _wait(self, missing: Callable[[], str]) -> None:
+        silence, before = waits.Silence(), ""
         until_s, pause_s = time.monotonic() + RANKS_TIMEOUT_S, 0.01
-        while not arrived():
-            if time.monotonic() > until_s or self.cancelled.wait(pause_s):
-                raise CheckpointError(
-                    f"{self.folder.path} was not committed: waited for {what} in vain; see what the other ranks say"
-                )
-            pause_s = min(2 * pause_s, 1.0)
+        try:
+            while what := missing():
+                self.awaited = f"{what}, so that {self.folder.path} is a checkpoint"
+                if what != before:
+                    silence.end()
+                if time.monotonic() > min(until_s, self.ranks_until_s()) or self.cancelled.wait(pause_s):
+                    story = f"{self.folder.path} was not committed: waited for {what} in vain"
+                    raise CheckpointError(f"{story}; see what the other ranks say")
+                silence.tell(lambda: self.awaited)
+                before, pause_s = what, min(2 * pause_s, 1.0)
+        finally:
+            self.awaited = ""
 
-    def _undo(self) -> None:
+    def _is_not_there(self) -> bool:
+        """Return whether a `COMMIT` that failed to be written is surely not there, and will not be."""
+        if self.folder.path.startswith("s3://"):  # a request whose answer was lost may still be on its way
+            return False
+        return _is_there(self.folder, self.manifest.id) is False
+
+    def _settle(self) -> None:
+        """Find out what has become of checkpoints in doubt, from what rank 0 says in the `COMMIT` of this one."""
+        abandoned = read_commit(self.folder).replaced if self.doubtful else ()
+        for kept in self.doubtful:
+            folder = open_folder(kept.folder)
+            if kept.id in abandoned:
+                self._undo(folder, kept.id, [store_folder(path, store) for path, store in kept.stores])
+                self.released.append(kept)
+            elif _is_there(folder, kept.id):
+                self.confirmed.append(kept)
+
+    def _undo(self, folder: Folder, id: str, stores: Sequence[Folder]) -> None:
         """Take back what an uncommitted checkpoint has left, as far as that can be done."""
-        own = self.manifest
+        rank = self.manifest.rank
         steps: list[Callable[[], object]] = [
-            partial(self.folder.delete, manifest_name(own.id, own.rank)),
-            partial(self.folder.delete, extra_name(own.id, own.rank)),
-            *(partial(unpin, self._store(ref), own.id) for ref in own.stores),
+            partial(folder.delete, manifest_name(id, rank)),
+            partial(folder.delete, extra_name(id, rank)),
+            *(partial(unpin, store, id) for store in stores),
         ]
         for step in steps:
             try:
@@ -218,6 +278,15 @@ class CommitJob:
     def _release(self, kept: Kept) -> None:
         if release(kept, f"{self.folder.path} took its place. Raise checkpoints_kept to keep more"):
             self.released.append(kept)
+
+
+def _is_there(folder: Folder, id: str) -> bool | None:
+    """Return whether a folder's `COMMIT` is of that save; None if it cannot be read."""
+    try:
+        content = folder.read(COMMIT_NAME)
+        return content is not None and unseal_commit(content, folder.path).id == id
+    except CheckpointError:
+        return None
 
 
 def release(kept: Kept, note: str, *, missing: bool = False) -> bool:

@@ -17,11 +17,13 @@ from typing import Any, Protocol
 
 import torch
 
+from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.contents import read_extra, read_manifests, some_of
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import StoreRef, all_tiles
 from offload.checkpoint.stores import places_of
+from offload.engine.executor import STALL_S
 from offload.engine.memory import Arena
 from offload.engine.views import tensor_at
 from offload.errors import CheckpointError, TierError, invariant
@@ -142,10 +144,15 @@ class Checkpoint:
         self._ops = 0
         self.id, self.manifests = read_manifests(self._folder)
         self._parts = self._find_parts()
+        self._stalled = False
+        # Aside, so that no interrupt comes between what is opened and taking note of it.
+        self._opening = waits.Aside(lambda: self._open_stores(paths), "offload-open")
+        self._end = waits.Aside(self._close, "offload-close")
         try:
-            for rank in range(len(self.manifests)):
-                self._locate_stores(rank, paths)
-            self._open_stores()
+            self._opening.start()
+            waits.wait_for(self._opening.wait, lambda: f"the stores of {self.path} to be opened")
+            if self._opening.error is not None:
+                raise self._opening.error
         except BaseException:
             self.close()
             raise
@@ -242,12 +249,29 @@ class Checkpoint:
                     yield rank, tile, problem
 
     def close(self) -> None:
-        """Close the stores; idempotent."""
+        """Close the stores; idempotent. Those of a device that hangs are closed when it answers, or never."""
+        self._end.start()
+        waits.wait_for(
+            self._end.wait,
+            lambda: f"the stores of {self.path} to be closed",
+            waits.SETTLE_S if self._stalled else None,
+        )
+        error, self._end.error = self._end.error, None
+        if error is not None:
+            raise error
+
+    def _close(self) -> None:
+        if self._opening.forestall():
+            self._opening.wait()
         with contextlib.ExitStack() as ends:
             ends.callback(self._drop_buffers)
             for tier in self._tiers.values():
                 ends.callback(tier.close)
-            self._tiers = {}
+        self._tiers = {}
+
+    def __del__(self) -> None:
+        if (end := getattr(self, "_end", None)) is not None:  # an interrupt came before whoever opened it had it
+            end.start()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -306,7 +330,9 @@ class Checkpoint:
         stores[number] = StoreRef(stores[number].store, path)
         self.manifests[rank] = replace(self.manifests[rank], stores=tuple(stores))
 
-    def _open_stores(self) -> None:
+    def _open_stores(self, paths: Sequence[str]) -> None:
+        for rank in range(len(self.manifests)):
+            self._locate_stores(rank, paths)
         for rank, manifest in enumerate(self.manifests):
             for number in sorted({ref.store for ref in manifest.tiles.values()}):
                 self._tier(rank, number)
@@ -401,6 +427,8 @@ class Checkpoint:
                 yield key, self._cache[key]
             else:
                 todo.append(key)
+        if self._stalled:
+            raise CheckpointError(f"{self.path} cannot be read any more: open it anew")
         todo.reverse()
         free = [buffer for buffer in range(self._buffers[1]) if buffer not in self._cache.values()]
         flying: dict[int, tuple[tuple[int, TileId], int, TileRequest, Tier]] = {}
@@ -410,16 +438,32 @@ class Checkpoint:
                     buffer = free.pop() if free else self._cache.popitem(last=False)[1]
                     self._start(todo.pop(), buffer, flying)
                 # Out of `flying` first, all of them: what follows may raise, or be given up by whoever iterates.
-                landed = [(Completion(*record), flying.pop(record[0])) for record in self._queue.wait()]
+                landed = [(Completion(*record), flying.pop(record[0])) for record in self._arrived(flying)]
                 for completion, (key, buffer, request, tier) in landed:
                     if completion.error:
                         raise self._damage(key, tier_error("read", completion, request, tier)) from None
                     self._cache[key] = buffer
                     yield key, buffer
         finally:
-            while flying:  # whatever happened: they write into the buffers
-                for record in self._queue.wait():
-                    flying.pop(record[0], None)
+            if flying:  # whatever happened: they write into the buffers
+                was_stalled, self._stalled = self._stalled, True  # until the last one is known to have ended
+                while flying and not was_stalled:
+                    for record in self._arrived(flying):
+                        flying.pop(record[0], None)
+                self._stalled = was_stalled
+
+    def _arrived(self, flying: Mapping[int, tuple[tuple[int, TileId], int, TileRequest, Tier]]) -> list[Any]:
+        """Return what has ended, at least one; a device that does not answer is given up like a session's."""
+
+        def what() -> str:
+            request, tier = next(iter(flying.values()))[2:]
+            return f"{tier.name} path {tier.path} to answer a read at byte {request.offset}"
+
+        found = waits.completions(self._queue, what, STALL_S)
+        if not found:
+            self._stalled = True
+            raise CheckpointError(f"{self.path} cannot be read: no answer for {STALL_S:.0f} s from {what()}")
+        return found
 
     def _start(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.adopt import Adopted, Pinned, Place, pinned_in, records_in, used_bytes
 from offload.checkpoint.commit import CommitJob, Kept, release
@@ -98,7 +100,7 @@ class Snapshot:
     copy: bool
 
 
-SETTLE_S = 5.0
+SETTLE_S = waits.SETTLE_S
 """How long a session that breaks waits for a commit that is under way: it may hang with what broke the session."""
 
 
@@ -116,6 +118,7 @@ class Pending:
         error: Why it failed; the tier's error, if that was it, is its cause.
         started_s: When it was handed over, on the monotonic clock.
         cancelled: Set when the session breaks while it is committed.
+        ranks_until_s: When it is given up, on the monotonic clock, if other ranks have not done their part by then.
     """
 
     save: Save
@@ -129,6 +132,19 @@ class Pending:
     job: CommitJob | None = None
     thread: threading.Thread | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
+    ranks_until_s: float = math.inf
+
+    def wait_for_ranks(self, seconds: float) -> None:
+        """Give it up if other ranks have not done their part in so many seconds; the first to say so counts."""
+        self.ranks_until_s = min(self.ranks_until_s, time.monotonic() + seconds)
+
+    def awaited(self) -> str:
+        """Return what whoever waits for it waits for; "" where the committing thread says it."""
+        job = self.job
+        if job is not None and job.awaited:
+            return ""
+        stage = "to be committed" if self.thread is not None else "to be written"
+        return f"the checkpoint in {self.folder.path} {stage}"
 
 
 class Saves:
@@ -181,6 +197,15 @@ class Saves:
         self.named: dict[TileId, Record] = {}
         """What a checkpoint names, or may name yet, whose commit went on when the session broke: it stays."""
         self._commit_error: BaseException | None = None
+        self._doubtful: list[Kept] = []
+        """Those that other ranks may have committed after this one gave them up: see `commit`."""
+        self._undecided: list[str] = []
+        """Ids of saves that have begun here since the last commit; but for the newest nobody will commit them, if
+        this is rank 0."""
+
+    def begin(self, id: str) -> None:
+        """Hear that a save is asked for; on the caller's thread, with nothing pending."""
+        self._undecided.append(id)
 
     # On the engine thread
 
@@ -274,8 +299,12 @@ class Saves:
         """Hear which records the save under way writes down; the same object as the machine's."""
         self._records = records
 
-    def ended(self, error: BaseException | None) -> list[int]:
+    def ended(self, error: BaseException | None, *, broke: bool = False) -> list[int]:
         """Take in that the save under way has ended.
+
+        Args:
+            error: Why it failed.
+            broke: Whether the session has broken: its lanes may hang, and nothing here waits for them.
 
         Returns:
             Numbers of the saves whose slots the machine is to release.
@@ -296,16 +325,25 @@ class Saves:
             # Closed, it stays where its number finds it: a session that breaks still hears of writes to it.
             if error is None or self.named:
                 innermost(pending.sink[1]).kept = frozenset(r.location.offset for r in self._records.values())  # type: ignore[attr-defined]
-            pending.sink[1].close()
+            if not broke:  # else it is closed with the session, as it may hang
+                pending.sink[1].close()
         if error is None and pending.job is not None:
-            self.last_folder = pending.folder.path
-            gone = pending.job.released
-            released = [kept.number for kept in gone if kept.number is not None]
-            self.kept = [kept for kept in self.kept if kept not in gone]
-            if not pending.snapshot.copy:
-                own = pending.job.kept
-                own.number = pending.save.number
-                self.kept.append(own)
+            own = pending.job.kept
+            own.number = None if pending.snapshot.copy else pending.save.number
+            if not pending.job.committed:
+                error = self.commit_error()
+                self._doubtful.append(own)
+                self._undecided.remove(own.id)
+            else:
+                self._undecided.clear()
+                self.last_folder = pending.folder.path
+                gone = pending.job.released
+                released = [kept.number for kept in gone if kept.number is not None]
+                self.kept = [kept for kept in [*pending.job.confirmed, *self.kept] if kept not in gone]
+                settled = [*pending.job.confirmed, *gone]
+                self._doubtful = [kept for kept in self._doubtful if kept not in settled]
+                if not pending.snapshot.copy:
+                    self.kept.append(own)
         if error is not None:
             error = save_error(pending.folder.path, error)
             log.warning("%s", error)
@@ -349,7 +387,8 @@ class Saves:
             pending.job.run()
         except BaseException as cause:
             self._commit_error = cause
-            error = -1
+            # What others may commit yet is kept like what was committed.
+            error = 0 if pending.job is not None and pending.job.is_doubtful else -1
         self._queue.post(op, error)
 
     def _job(self, pending: Pending, records: Mapping[TileId, Record]) -> CommitJob:
@@ -388,7 +427,18 @@ class Saves:
             if not snapshot.copy
             else []
         )
-        return CommitJob(pending.folder, manifest, extra, older, keep, pending.cancelled, paths)
+        return CommitJob(
+            pending.folder,
+            manifest,
+            extra,
+            older,
+            keep,
+            pending.cancelled,
+            paths,
+            ranks_until_s=lambda: pending.ranks_until_s,
+            doubtful=tuple(self._doubtful),
+            abandoned=tuple(id for id in self._undecided if id != snapshot.id),
+        )
 
     # Resuming, with nothing pending
 

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import uuid
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.adopt import manifest_in_place
 from offload.checkpoint.folder import open_folder
@@ -31,7 +33,7 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Exchange, Saves, Snapshot, save_error
 from offload.checkpoint.stores import leftover_bytes, released_before
 from offload.config import OffloadConfig
-from offload.engine.executor import REQUEST, LiveExecutor, visit_nothing
+from offload.engine.executor import INTERRUPT, REQUEST, LiveExecutor, visit_nothing
 from offload.engine.gpu import GpuLanes
 from offload.engine.gradients import Gradients, GradientSlots
 from offload.engine.host import HostMemory
@@ -109,6 +111,10 @@ log = logging.getLogger("offload")
 
 TILES_PER_PATH = 4
 
+CLOSE_S = 60.0
+"""How long `close` waits for other ranks to write their part of a checkpoint. Where theirs may take longer,
+`wait_checkpoint` waits before."""
+
 
 @dataclass(slots=True)
 class _Request:
@@ -133,8 +139,13 @@ class Core:
         self.broken: BaseException | None = None
         self.tables = Tables()
         self._pid = os.getpid()
-        self._closed = self._freed = self._serving = False
+        self._closed = self._freed = self._serving = self._told_broken = self._told_left = False
+        self._gives_up = False  # a close was interrupted: the next one waits for nothing that may never come
         self._starting = threading.Lock()
+        self._stopped = threading.Event()  # the engine thread has ended
+        self._opening: waits.Aside | None = None
+        self._end: waits.Aside | None = None
+        self._closing: list[tuple[Tier, waits.Aside]] = []
         self._lock = threading.RLock()
         self._ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
         self._next: _Request | None = None
@@ -157,6 +168,14 @@ class Core:
 
     def open(self, parameters: tuple[Parameter, ...]) -> None:
         """Make the session; whoever gets an error closes the core."""
+        # Aside, so that no interrupt comes between what is made and taking note of it.
+        self._opening = waits.Aside(partial(self._open, parameters), "offload-open")
+        self._opening.start()
+        waits.wait_for(self._opening.wait, lambda: "the paths to be opened and probed")
+        if self._opening.error is not None:
+            raise self._opening.error
+
+    def _open(self, parameters: tuple[Parameter, ...]) -> None:
         config, queue, memory = self.config, self._queue, self._memory
         device = self._gpu.device if self._gpu is not None else None
         paths = config.path_configs
@@ -215,7 +234,6 @@ class Core:
             stall_s=config.stall_timeout_s,
             gpu=self._gpu,
         )
-        self._ends.callback(self._close_others)
         memory.adopt_homes(self.plan, Layout((), ()))
         self._adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
@@ -237,7 +255,7 @@ class Core:
         shares = self.plan.shares(self.rates)
         limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
         index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
-        self.machine = Machine(self.plan, index, log.warning)
+        self.machine = Machine(self.plan, index, log.warning, self._say_broken)
         self._saves = self.executor.save_source = Saves(
             queue,
             [(path.path, store) for path in paths],
@@ -325,6 +343,7 @@ class Core:
             self.plan = self._views.plan = plan
 
         with self._lock:
+            self._wait_for_save()
             self._request(extend)
 
     # The engine thread
@@ -339,6 +358,7 @@ class Core:
         except Exception as error:
             # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
             self.broken = error
+            self._say_broken(error)
             self._end_save(error)
             if self._current is not None:
                 self._answer(error)
@@ -368,6 +388,7 @@ class Core:
                     self._answer(None)
                 continue
             if self._take_request() is None:
+                self._finish()
                 return
             self._begin_request()
 
@@ -387,6 +408,21 @@ class Core:
         else:
             self.machine.handle(Begin(sweep))
 
+    def _finish(self) -> None:
+        """Finish what is in flight as the session is closed; a device that does not answer breaks it, as ever."""
+        saves = self._saves
+        if saves is not None and saves.pending is not None:  # whoever closes does not wait for it
+            where, self._told_broken = saves.pending.folder.path, True
+            self.machine.handle(Stop(CheckpointError(f"the session was closed before {where} was committed")))
+            self._take_save()
+        pump(self.machine, self.executor, lambda m: m.in_flight == 0 or m.broken is not None)
+
+    def _say_broken(self, error: BaseException) -> None:
+        """Log what has broken the session, once, when it happens: whoever is told may be held up for long."""
+        if not self._told_broken:
+            log.error("the session has broken and cannot be used any more: %s", error)
+        self._told_broken = True
+
     def _take_save(self) -> None:
         """Take note of a save that has ended, if one has."""
         ended, self.machine.saver.ended = self.machine.saver.ended, None
@@ -395,7 +431,8 @@ class Core:
 
     def _end_save(self, error: BaseException | None) -> None:
         self._drop_checkpoint_buffers()
-        for number in self._saves.ended(error) if self._saves is not None else ():
+        broke = self.broken is not None or self.machine.broken is not None
+        for number in self._saves.ended(error, broke=broke) if self._saves is not None else ():
             self.machine.handle(Release(number))
 
     def _drop_checkpoint_buffers(self) -> None:
@@ -426,7 +463,8 @@ class Core:
 
         A sweep reads gradients and writes weights until it has ended, so nothing may cut the wait short: handing over
         and waiting are one native call, and what is raised in this thread meanwhile (a KeyboardInterrupt, a signal
-        handler's exception) is raised after it.
+        handler's exception) is raised after it. While no lane gives a sign of life for long, that also ends the
+        sweep, and breaks the session.
 
         Raises:
             BaseException: What the request ended with.
@@ -437,7 +475,7 @@ class Core:
         if self._gpu is not None:
             self._gpu.follow_caller()
         try:
-            self._queue.exchange(REQUEST, self._reply)
+            self._queue.exchange(REQUEST, self._reply, waits.QUIET_S, INTERRUPT)
             if request.error is not None:
                 raise request.error
         except BaseException:  # whatever came of it, weights may be on their way
@@ -679,7 +717,9 @@ class Core:
         if not copy and not self.config.checkpoints:
             raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
         with self._lock:
-            self._wait_for_save(saves)
+            self._wait_for_save()
+            self.check_usable()
+            saves.begin(id)
             layout = self.plan.layout
             saved = Layout((), ()) if replica else layout
             # State that is still to be taken from the weights is taken now, so that all of it is somewhere; what lies
@@ -760,13 +800,6 @@ class Core:
             failed = save_error(folder, error)
             raise failed from failed.__cause__
 
-    def _wait_for_save(self, saves: Saves) -> None:
-        pending = saves.pending
-        if pending is not None:
-            log.info("waiting for the checkpoint in %s before the next", pending.folder.path)
-            pending.done.wait()
-        self.check_usable()
-
     def release(self, path: str | os.PathLike[str]) -> None:
         """See `Engine.release`."""
         self.check_usable()
@@ -780,8 +813,15 @@ class Core:
                 self.machine.handle(Release(number))
 
         with self._lock:
-            self._wait_for_save(saves)
+            self._wait_for_save()
             self._request(begin)
+
+    def _wait_for_save(self) -> None:
+        """Wait for the checkpoint that is being written; on the caller's thread, where a Ctrl-C is a way out."""
+        pending = self._saves.pending if self._saves is not None else None
+        if pending is not None and not pending.done.is_set():
+            log.info("waiting for the checkpoint in %s first", pending.folder.path)
+            waits.wait_for(pending.done.wait, pending.awaited)
 
     def wait_checkpoint(self, timeout_s: float | None) -> None:
         """See `Engine.wait_checkpoint`."""
@@ -789,7 +829,7 @@ class Core:
         pending = (saves.pending or saves.last) if saves is not None else None
         if pending is None:
             return
-        if not pending.done.wait(timeout_s):
+        if not waits.wait_for(pending.done.wait, pending.awaited, timeout_s):
             raise TimeoutError(f"the checkpoint in {pending.folder.path} is not written after {timeout_s} s")
         if pending.error is not None:
             raise pending.error
@@ -807,6 +847,7 @@ class Core:
         layout, saves = self.plan.layout, self._saves
         restorer = Restorer(checkpoint, layout.parameters, names, pieces, self._views, self.tables, self._gpu)
         with self._lock:
+            self._wait_for_save()
             self.check_usable()
 
             def applied() -> None:
@@ -846,7 +887,8 @@ class Core:
                     ) from error
                 raise
             if saves is not None and manifest is None and isinstance(checkpoint, Checkpoint):
-                saves.resumed(checkpoint, rank, ranks)
+                # On the engine thread, where no interrupt comes between a lock and taking note of it.
+                self._request(partial(saves.resumed, checkpoint, rank, ranks))
 
     def _adopt_state(self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int) -> None:
         """Go on from a checkpoint where it lies, but for what is at home in memory; on the engine thread."""
@@ -879,6 +921,7 @@ class Core:
                 restorer.derive_weights(subgroup)
         except OffloadError as error:
             self.broken = error
+            self._say_broken(error)
             raise
 
     # Figures
@@ -930,22 +973,83 @@ class Core:
     # The end
 
     def close(self) -> None:
-        """See `Engine.close`; if it is interrupted, another call goes on with it."""
+        """See `Engine.close`; if it is interrupted, another call goes on with it.
+
+        What may hang runs on a thread of its own (`_end_all`), which holds all that lanes still use: lanes end before
+        the memory that they work on goes, however long that takes, and this call waits for that no longer than makes
+        sense. A device that answers after all lets that thread finish.
+        """
         if os.getpid() != self._pid:  # a lock that another thread held at the fork stays held
             return
         with self._lock:
             if self._freed:
                 return
-            pending = self._saves.pending if self._saves is not None else None
-            if pending is not None and not (self.broken or self.machine.broken):
-                pending.done.wait()
-            with self._starting:  # a thread that comes to serve later does not
-                self._closed = True
+            try:
+                self._close()
+            except BaseException:
+                self._gives_up = True
+                raise
+
+    def _close(self) -> None:
+        self._finish_save()
+        with self._starting:  # a thread that comes to serve later does not
+            self._closed = True
+        if self._end is None or (self._end.done and self._end.error is not None):
+            self._end = waits.Aside(self._end_all, "offload-end")
+        self._end.start()
+        settle_s = 0.0 if self._told_left else waits.SETTLE_S
+        is_raising = sys.exception() is not None
+        patience_s = waits.QUIET_S if is_raising else None
+        waits.wait_for(self._stopped.wait, self._unstopped, settle_s if self._is_given_up else patience_s)
+        patience_s = waits.QUIET_S if is_raising else self.config.stall_timeout_s
+        waits.wait_for(self._end.wait, self._left, settle_s if self._is_given_up else patience_s)
+        if self._end.done and self._end.error is not None:
+            raise self._end.error
+        if not self._end.done and not self._told_left:
+            self._told_left = True
+            log.error(
+                "the session is closed, but this does not end: %s; it stays as it is until it does", self._left()
+            )
+
+    @property
+    def _is_given_up(self) -> bool:
+        machine = getattr(self, "machine", None)  # none if the session was never whole
+        return self._gives_up or self.broken is not None or (machine is not None and machine.broken is not None)
+
+    def _unstopped(self) -> str:
+        """Return what keeps the engine thread, unless the executor says it."""
+        machine = getattr(self, "machine", None)
+        return "" if machine is not None and machine.in_flight else "the engine thread to end"
+
+    def _left(self) -> str:
+        """Return what is there as long as the session's end has not come."""
+        memory = f"{sum(arena.nbytes for arena in self._memory.arenas)} bytes of host memory"
+        if not self._stopped.is_set():
+            return f"the engine thread (with all paths, and {memory})"
+        open_tiers = [tier for tier, ending in self._closing if not ending.done]
+        places = ", ".join(str(getattr(innermost(tier), "store_path", tier.path)) for tier in open_tiers)
+        return f"requests to {places} (with their threads and open files, and {memory})" if places else memory
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, but for other ranks only so long; see `commit`."""
+        pending = self._saves.pending if self._saves is not None else None
+        if pending is None or self._is_given_up:
+            return
+        pending.wait_for_ranks(waits.SETTLE_S if sys.exception() is not None else CLOSE_S)
+        waits.wait_for(pending.done.wait, pending.awaited)
+
+    def _end_all(self) -> None:
+        """End the engine thread, then free everything; on a thread of its own."""
+        if self._opening is not None and self._opening.forestall():
+            self._opening.wait()
+        try:
             if self._serving and self._thread is not None:
                 self._next = None
                 self._queue.post(REQUEST)
                 self._thread.join()
-            self._free()
+        finally:
+            self._stopped.set()
+        self._free()
 
     def forgotten(self) -> None:
         """Close what nobody has any more."""
@@ -966,15 +1070,20 @@ class Core:
             if held.get(number):
                 innermost(tier).kept = frozenset(held[number])  # type: ignore[attr-defined]
 
-    def _close_others(self) -> None:
-        with contextlib.ExitStack() as ends:
-            while self.executor.others:
-                ends.callback(self.executor.others.popitem()[1].close)
-
     def _close_tiers(self) -> None:
-        with contextlib.ExitStack() as ends:
-            for tier in self._tiers:
-                ends.callback(tier.close)
+        """Close them side by side: one whose device hangs keeps no other open."""
+        others = self.executor.others if hasattr(self, "executor") else {}
+        self._closing = [
+            (tier, waits.Aside(tier.close, "offload-close")) for tier in (*self._tiers, *others.values())
+        ]
+        others.clear()
+        for _, ending in self._closing:
+            ending.start()
+        for _, ending in self._closing:
+            ending.wait()
+        errors = [ending.error for _, ending in self._closing if ending.error is not None]
+        if errors:
+            raise errors[0]
 
     def _free(self) -> None:
         try:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
 
+from offload import waits
 from offload.engine.gpu import GpuLanes, Timed
 from offload.engine.machine import (
     CopyIn,
@@ -37,6 +38,9 @@ WAKE = 0
 
 REQUEST = (1 << 64) - 1
 """Operation id of a completion that says that somebody has a request."""
+
+INTERRUPT = (1 << 64) - 2
+"""Operation id of a completion that says that whoever waits for an answer has been interrupted (by a Ctrl-C)."""
 
 STALL_S = 300.0
 """How long a lane may be silent with operations in flight before the session gives up on it."""
@@ -131,7 +135,7 @@ class LiveExecutor:
         self._stall_s = stall_s
         self._gpu = gpu
         self._waiting: dict[int, npt.NDArray[Any]] = {}
-        self._heard_s = time.monotonic()
+        self._silence = waits.Silence()
         self._visitor: Visitor = visit_nothing
         self.save_source: SaveSource | None = None
         self.others: dict[int, Tier] = {}
@@ -162,7 +166,7 @@ class LiveExecutor:
         """Start operations; one that cannot be started is reported as failed by the next `wait`."""
         for operation in operations:
             if not self._in_flight:
-                self._heard_s = time.monotonic()
+                self._silence.end()
             self._due_s[operation.op] = self._happened_s
             try:
                 self._start(operation)
@@ -262,21 +266,25 @@ class LiveExecutor:
         return source.buffer_address(operation.buffer)
 
     def wait(self) -> list[Event]:
-        """Return what has happened; an empty list if that is only a request."""
-        silence_s = time.monotonic() - self._heard_s
+        """Return what has happened; an empty list if that is only a request, or nothing for long."""
         # A commit may wait for other ranks, and says itself when it has waited for too long.
         watched = any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values())
-        timeout_s = max(self._stall_s - silence_s, 0.0) if watched else -1.0
+        left_s = self._stall_s - self._silence.lasts_s
+        timeout_s = max(min(left_s, self._silence.left_s), 0.0) if watched else -1.0
         records = [] if self._events else self._queue.wait(timeout_s)
+        interrupted = any(record[0] == INTERRUPT for record in records)
+        records = [record for record in records if record[0] != INTERRUPT]
         events, self._events = self._events, []
         if records:
-            self._heard_s = time.monotonic()
+            self._silence.end()
         elif not events and watched:
-            self._heard_s = time.monotonic()
-            operation, request = next(x for x in self._in_flight.values() if not isinstance(x[0], Commit))
-            return [Stop(self._stalled(operation, request))]
+            lasts_s = self._silence.lasts_s
+            if lasts_s >= self._stall_s or (interrupted and lasts_s >= waits.QUIET_S):
+                self._silence.end()
+                return [Stop(self._stalled(lasts_s, "interrupted after" if interrupted else "no answer for"))]
+            self._silence.tell(self._awaited)
         ended_s = [record[4] for record in records if record[0] not in (WAKE, REQUEST)]
-        self._happened_s = max(ended_s, default=self._heard_s)
+        self._happened_s = max(ended_s, default=time.monotonic())
         for record in records:
             completion = Completion(*record)
             if completion.op == REQUEST:
@@ -334,19 +342,37 @@ class LiveExecutor:
         verb = "read" if isinstance(operation, ReadTile | CopyTile) else "write"
         return Failed(completion.op, self._tier_error(verb, completion, request, tier))
 
-    def _stalled(self, operation: Operation, request: TileRequest | None) -> TierError:
-        verb = type(operation).__name__
+    def _stalled(self, lasts_s: float, what: str) -> TierError:
+        """Return the error that names an operation whose lane is silent."""
+        operation, request = self._silent()
+        tier, path = self._place(operation)
+        # Only some tiers wait for anything but their device.
+        reasons = [why() for tier in self._tiers if (why := getattr(tier, "waiting_for", None)) is not None]
+        return TierError(
+            type(operation).__name__,
+            tier=tier,
+            path=path,
+            offset=request.offset if request else None,
+            detail="; ".join([f"{what} {lasts_s:.0f} s", *filter(None, reasons)]),
+        )
+
+    def _silent(self) -> tuple[Operation, TileRequest | None]:
+        return next(x for x in self._in_flight.values() if not isinstance(x[0], Commit))
+
+    def _place(self, operation: Operation) -> tuple[str, str]:
+        """Return the names of the tier and the path that an operation is for."""
         tier = None
         if isinstance(operation, Sync):
             tier = self._tier(operation.path)
         elif isinstance(operation, ReadTile | WriteTile | SaveTile | CopyTile):
             tier = self._tier(operation.record.location.path)
-        # Only some tiers wait for anything but their device.
-        reasons = [why() for tier in self._tiers if (why := getattr(tier, "waiting_for", None)) is not None]
-        return TierError(
-            verb,
-            tier=tier.name if tier is not None else "gpu" if isinstance(operation, CopyOut) else "host",
-            path=tier.path if tier is not None else "d2h" if isinstance(operation, CopyOut) else "cpu",
-            offset=request.offset if request else None,
-            detail="; ".join([f"no answer for {self._stall_s:.0f} s", *filter(None, reasons)]),
-        )
+        if tier is not None:
+            return tier.name, tier.path
+        return ("gpu", "d2h") if isinstance(operation, CopyOut) else ("host", "cpu")
+
+    def _awaited(self) -> str:
+        """Return what a lane has been asked and does not answer, for the log."""
+        operation, request = self._silent()
+        tier, path = self._place(operation)
+        where = f" at byte {request.offset}" if request is not None else ""
+        return f"{tier} path {path} to answer a {type(operation).__name__}{where}"

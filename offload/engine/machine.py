@@ -278,10 +278,15 @@ class Machine:
         plan: Homes and staging slots.
         index: Slots of the stores.
         on_warning: Told, in words, of a path that is no longer written to.
+        on_break: Told of the error that breaks the machine, when it does.
     """
 
     def __init__(
-        self, plan: Plan, index: TileIndex, on_warning: Callable[[str], None] = lambda message: None
+        self,
+        plan: Plan,
+        index: TileIndex,
+        on_warning: Callable[[str], None] = lambda message: None,
+        on_break: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.plan = plan
         self.index = index
@@ -294,6 +299,7 @@ class Machine:
         self.moved: list[int] = []
         """Subgroups whose changing visit has finished in the current (or last) sweep, in that order."""
         self._on_warning = on_warning
+        self._on_break = on_break
         self._states: list[State] = []
         self._fresh: list[bool] = []
         self._owners: list[int | None] = []
@@ -636,6 +642,7 @@ class Machine:
     def _break(self, error: Exception) -> None:
         if self.broken is None:
             self.broken = error
+            self._on_break(error)
             for operation in self._out:  # decided in the same breath, and not handed over yet
                 del self._in_flight[operation.op]
                 if isinstance(operation, Run):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from offload import waits
 from offload.layout import STATE_ITEM_BYTES
 from offload.protocols import SECTOR_BYTES, Completion, Queue, Tier, TileId, TileRequest
 from offload.tiers import SLOT_HEADER_BYTES, slot_bytes, tier_error
@@ -101,7 +102,7 @@ def tune_depth(
         left = len(read) + len(written)
         failed: list[Completion] = []
         while left:
-            records = queue.wait()
+            records = waits.completions(queue, lambda: f"the path {tier.path} to be probed")
             left -= len(records)
             failed += [Completion(*record) for record in records if record[1]]
         if failed:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from offload import waits
 from offload.engine.gpu import GpuLanes
 from offload.errors import invariant
 from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES, STATE_NAMES
@@ -111,7 +112,9 @@ def _time(queue: Queue, count: int, start: Callable[[], None], tier: Tier | None
     start()
     records: list[Completion] = []
     while len(records) < count:
-        records.extend(Completion(*record) for record in queue.wait())
+        # An update ends; a path may not.
+        arrived = queue.wait() if tier is None else waits.completions(queue, lambda: f"path {tier.path} to be probed")
+        records.extend(Completion(*record) for record in arrived)
     failed = [record for record in records if record.error != 0]
     if failed and tier is not None:
         raise tier_error("probe", failed[0], None, tier)

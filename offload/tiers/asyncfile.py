@@ -17,7 +17,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from aiofiles.os import wrap
@@ -36,6 +35,7 @@ from offload.tiers.common import (
     system_error,
 )
 from offload.tiers.file import DEFAULT_PIECE_BYTES
+from offload.tiers.lane import Lane
 from offload.tiers.places import room_bytes
 from offload.tiers.store import Store
 
@@ -127,10 +127,13 @@ class AsyncFileTier(Owned):
                 self.store_path, self.data_path = self._place.directory, self._place.data_path
                 self._descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 undo.callback(os.close, self._descriptor)
-                self._executor = _executor(depth)
+                self._lane = Lane("offload-file", 0)
+                undo.callback(self._lane.close)
+                self._lane.set_threads(2 * depth)  # for the system calls of both directions
                 self._loop = asyncio.new_event_loop()
                 undo.callback(self._loop.close)
                 self._thread = threading.Thread(target=self._loop.run_forever, name="offload-asyncio", daemon=True)
+                undo.callback(self._stop_loop)
                 self._thread.start()
             except OSError as cause:
                 raise system_error("open", cause, self) from cause
@@ -168,8 +171,10 @@ class AsyncFileTier(Owned):
         """See `Tier.set_depth`."""
         self._check_open("set_depth")
         check_depth(depth)
-        self._executor.shutdown()
-        self._executor = _executor(depth)
+        try:
+            self._lane.set_threads(2 * depth)
+        except RuntimeError as cause:  # the system has no more threads
+            raise TierError("set_depth", tier=self.name, path=self.path, detail=str(cause)) from cause
         self.depth = depth
 
     def free_bytes(self) -> int:
@@ -183,12 +188,16 @@ class AsyncFileTier(Owned):
         if not self._ends_here():
             return
         asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        self._stop_loop()
         self._loop.close()
-        self._executor.shutdown()
+        self._lane.close()
         os.close(self._descriptor)
         self._place.close(keep=self.kept is not None)
+
+    def _stop_loop(self) -> None:
+        if self._thread.ident is not None:  # it has started, whatever interrupted that
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
 
     # On the loop's thread
 
@@ -244,14 +253,14 @@ class AsyncFileTier(Owned):
             await asyncio.wait(before)
         try:
             if not self._sync_error:
-                await _fdatasync(self._descriptor, loop=self._loop, executor=self._executor)
+                await _fdatasync(self._descriptor, loop=self._loop, executor=self._lane)
         except OSError as cause:
             # The kernel reports lost pages once; what was lost stays lost.
             self._sync_error = cause.errno or errno.EIO
         return self._sync_error, 0
 
     async def _crc(self, request: TileRequest) -> int:
-        found = await _crc32c(request.address, request.nbytes, loop=self._loop, executor=self._executor)
+        found = await _crc32c(request.address, request.nbytes, loop=self._loop, executor=self._lane)
         return int(found)
 
     async def _move(self, call: Callable[..., Any], buffers: Sequence[memoryview], offset: int) -> int:
@@ -261,16 +270,9 @@ class AsyncFileTier(Owned):
             done = 0
             while done < len(buffer):
                 piece = buffer[done : done + self._piece_bytes]
-                moved = await call(
-                    self._descriptor, [piece], offset + total, loop=self._loop, executor=self._executor
-                )
+                moved = await call(self._descriptor, [piece], offset + total, loop=self._loop, executor=self._lane)
                 if moved == 0:
                     return total  # the end of the file
                 done += moved
                 total += moved
         return total
-
-
-def _executor(depth: int) -> ThreadPoolExecutor:
-    """Return threads for the system calls of both directions."""
-    return ThreadPoolExecutor(2 * depth, thread_name_prefix="offload-file")

@@ -16,16 +16,15 @@ import ctypes
 import errno
 import json
 import logging
-import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
 
 from offload._native import crc32c, crc32c_combine, make_slot_header
 from offload.errors import ConfigError, TierError, invariant
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
 from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_depth, check_limits, check_request, memory_of
+from offload.tiers.lane import Lane
 from offload.tiers.objects import (
     DELETE_KEYS,
     HASTY,
@@ -46,8 +45,6 @@ DEFAULT_DEPTH = 8
 """A store answers late but many at once."""
 
 _log = logging.getLogger(__name__)
-
-_STOP = None
 
 
 class RemoteTier(Owned):
@@ -119,10 +116,10 @@ class RemoteTier(Owned):
         else:
             self._client = client
             self._open(store, bucket)
-        lanes: list[_Lane] = []
+        lanes: list[Lane] = []
         try:
             for name, count in (("offload-get", depth), ("offload-put", depth), ("offload-delete", 1)):
-                lanes.append(_Lane(name, count))
+                lanes.append(Lane(name, count))
         except RuntimeError as cause:  # the system has no more threads
             for lane in lanes:
                 lane.close()
@@ -442,39 +439,6 @@ class ExistingRemoteStore(RemoteTier):
 
     def _remove(self) -> None:
         pass
-
-
-class _Lane:
-    """Threads that take work from one queue, in order."""
-
-    def __init__(self, name: str, threads: int) -> None:
-        self._name = name
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self.set_threads(threads)
-
-    def put(self, work: Callable[[], None]) -> None:
-        """Have `work` done; it must not raise."""
-        self._work.put(work)
-
-    def set_threads(self, threads: int) -> None:
-        """Go on with so many threads; RuntimeError if the system has not so many."""
-        self.close()
-        for number in range(threads):
-            thread = threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    def close(self) -> None:
-        """Finish all work and end the threads."""
-        for _ in self._threads:
-            self._work.put(_STOP)
-        while self._threads:
-            self._threads.pop().join()
-
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not _STOP:
-            work()
 
 
 def crc32c_of(content: bytes) -> int:

@@ -1,0 +1,387 @@
+"""Devices that never answer: nothing is silent for long, and everything has a way out that loses nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from s3_server import BUCKET, FaultProxy
+
+import offload
+from offload import waits
+from offload._native import IoUring
+from offload.engine import setup
+from offload.tiers import FaultyTier, open_tier
+
+LONG_S = 120.0
+BACKENDS = ["threads", "io_uring", "asyncio"]
+
+
+class Stuck(FaultyTier):
+    """A path whose device stops to answer: requests are not even started, and `close` waits for them."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.hangs = False
+        self.asked = threading.Event()
+        self.thawed = threading.Event()
+
+    def read(self, request: Any) -> None:
+        if self.hangs:
+            self._held[request.op] = ("read", request)
+            self.asked.set()
+        else:
+            super().read(request)
+
+    def close(self) -> None:
+        if self.hangs:
+            assert self.thawed.wait(LONG_S)
+        super().close()
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> list[Stuck]:
+    opened: list[Stuck] = []
+
+    def opening(name: str, store: uuid.UUID, queue: Any, **settings: Any) -> Any:
+        opened.append(Stuck(open_tier(name, store, queue, **settings), queue, []))
+        return opened[-1]
+
+    monkeypatch.setattr(setup, "open_tier", opening)
+    return opened
+
+
+class Training:
+    """A session whose every step reads from its path."""
+
+    def __init__(self, path: Any, **settings: Any) -> None:
+        self.parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
+        config = offload.OffloadConfig(
+            host_memory=0, paths=[path], subgroup_numel=1024, staging_memory=12 * 1024, threads=1, **settings
+        )
+        self.optimizer = offload.AdamW(self.parameters, offload=config)
+        self.core = self.optimizer.engine._core
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for parameter in self.parameters:
+                parameter.grad = torch.ones_like(parameter)
+            self.optimizer.step()
+
+    def give_up_in(self, seconds: float) -> None:
+        self.core.executor._stall_s = seconds  # not from the beginning: whatever is slow here hangs as well
+
+
+def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == level]
+
+
+def ended(training: Training) -> bool:
+    end = training.core._end
+    assert end is not None
+    return end.wait(LONG_S)
+
+
+def test_a_session_leaves_a_hung_device_and_says_what_it_leaves(
+    tmp_path: Path, stuck: list[Stuck], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
+    training = Training(tmp_path)
+    training.step()
+    stuck[0].hangs = True
+    training.give_up_in(0.1)
+    with pytest.raises(offload.StepAbortedError, match="no answer for"), training.optimizer:
+        training.step()
+    errors = messages(caplog, logging.ERROR)
+    assert len(errors) == 2
+    assert "has broken" in errors[0]
+    assert str(tmp_path) in errors[0]
+    assert "offload-" in errors[1]
+    assert "bytes of host memory" in errors[1]
+    assert list(tmp_path.iterdir())
+    staging = training.core._memory.staging[0]
+    assert f"{staging:x}-" in Path("/proc/self/maps").read_text()  # a request may still write there
+    training.optimizer.close()  # nothing more to say, and nothing to wait for
+    assert messages(caplog, logging.ERROR) == errors
+    stuck[0].thawed.set()
+    assert ended(training)
+    assert not list(tmp_path.iterdir())
+    assert not training.core._memory.arenas[0]._mapping
+
+
+def test_a_hung_path_keeps_no_other_open(tmp_path: Path, stuck: list[Stuck], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    parameter = torch.nn.Parameter(torch.randn(9000).bfloat16())
+    config = offload.OffloadConfig(host_memory=0, paths=paths, subgroup_numel=1024, threads=1)
+    optimizer = offload.AdamW([parameter], offload=config)
+    stuck[0].hangs = True
+    optimizer.engine._core.broken = offload.OffloadError("as if")
+    optimizer.close()
+    assert list(paths[0].iterdir())
+    assert optimizer.engine._core._closing[1][1].wait(LONG_S)
+    assert not list(paths[1].iterdir())
+    stuck[0].thawed.set()
+    assert optimizer.engine._core._end.wait(LONG_S)  # type: ignore[union-attr]
+    assert not list(paths[0].iterdir())
+
+
+def test_a_long_silence_is_explained_and_harmless(
+    tmp_path: Path, stuck: list[Stuck], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(tmp_path)
+    training.step()
+    stuck[0].hangs = True
+    monkeypatch.setattr(waits, "QUIET_S", 0.05)
+
+    def told(message: str) -> None:
+        stuck[0].hangs = False
+        for op in stuck[0].held():
+            stuck[0].release(op)
+
+    with listening("waiting for", told):
+        training.step()
+    (warning, *_) = [text for text in messages(caplog, logging.WARNING) if "waiting for" in text]
+    assert f"path {tmp_path} to answer a ReadTile at byte" in warning
+    monkeypatch.undo()
+    training.step()
+    training.optimizer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def interrupt(message: str) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+class listening:
+    """Calls `told` with the first log message that has a text in it."""
+
+    def __init__(self, text: str, told: Callable[[str], None]) -> None:
+        self.handler = logging.Handler()
+        heard = threading.Lock()
+
+        def emit(record: logging.LogRecord) -> None:
+            if text in record.getMessage() and heard.acquire(blocking=False):
+                told(record.getMessage())
+
+        self.handler.emit = emit  # type: ignore[method-assign]
+
+    def __enter__(self) -> None:
+        logging.getLogger("offload").addHandler(self.handler)
+
+    def __exit__(self, *exception: object) -> None:
+        logging.getLogger("offload").removeHandler(self.handler)
+
+
+def test_ctrl_c_is_a_way_out_of_a_step_that_hangs(
+    tmp_path: Path, stuck: list[Stuck], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(tmp_path)
+    training.step()
+    stuck[0].hangs = True
+    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
+    monkeypatch.setattr(waits, "QUIET_S", 0.05)
+    with listening("to answer a ReadTile", interrupt), pytest.raises(KeyboardInterrupt):
+        training.step()
+    assert "interrupted after" in messages(caplog, logging.ERROR)[0]
+    with pytest.raises(offload.SessionBrokenError):
+        training.step()
+    training.optimizer.close()
+    stuck[0].thawed.set()
+    assert ended(training)
+
+
+def test_ctrl_c_is_a_way_out_of_a_close_that_hangs(
+    tmp_path: Path, stuck: list[Stuck], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The device answers all that it is asked, and hangs when its store is deleted."""
+    training = Training(tmp_path)
+    training.step()
+    stuck[0].hangs = True
+    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
+    monkeypatch.setattr(waits, "QUIET_S", 0.05)
+    with listening("waiting for requests to", interrupt), pytest.raises(KeyboardInterrupt):
+        training.optimizer.close()
+    training.optimizer.close()
+    assert "does not end" in messages(caplog, logging.ERROR)[-1]
+    stuck[0].thawed.set()
+    assert ended(training)
+    assert not list(tmp_path.iterdir())
+
+
+# Real devices
+
+
+@pytest.fixture
+def fuse(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
+    """A folder that a process serves, and a function that sends this process a signal: stopped, it never answers."""
+    if os.geteuid() != 0 or shutil.which("bindfs") is None or not os.path.exists("/dev/fuse"):
+        pytest.skip("needs root, /dev/fuse and bindfs")
+    below, point = tmp_path / "below", tmp_path / "fuse"
+    below.mkdir()
+    point.mkdir()
+    command = ["bindfs", "-f", "--multithreaded", "--forward-odirect=4096", below, point]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as server:
+        try:
+            while not os.path.ismount(point):
+                if server.poll() is not None:
+                    pytest.skip("no FUSE here")
+            yield point, server.send_signal
+        finally:
+            server.send_signal(signal.SIGCONT)
+            subprocess.run(["umount", point], check=True)
+
+
+def need(backend: str) -> None:
+    if backend == "io_uring" and IoUring.refusal():
+        pytest.skip("no io_uring here")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_server_that_stops(
+    fuse: tuple[Path, Callable[[int], None]], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lanes have asked for is answered long after the session has gone, and harms nobody."""
+    need(backend)
+    monkeypatch.setattr(waits, "SETTLE_S", 0.2)
+    path, send = fuse
+    training = Training(path, io_backend=backend)
+    training.step()
+    send(signal.SIGSTOP)
+    training.give_up_in(0.5)
+    with pytest.raises(offload.StepAbortedError), training.optimizer:
+        training.step(4)
+    assert not training.core._end.done  # type: ignore[union-attr]
+    other = Training(path.parent / "below", io_backend=backend)
+    send(signal.SIGCONT)
+    other.step()
+    other.optimizer.close()
+    assert ended(training)
+    assert not list(path.iterdir())
+
+
+CHILD = """
+import sys, torch, offload
+from offload import waits
+waits.SETTLE_S = 0.2
+path, backend, closes = sys.argv[1:]
+parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
+optimizer = offload.AdamW(parameters, offload=offload.OffloadConfig(
+    host_memory=0, paths=[path], subgroup_numel=1024, staging_memory=12 * 1024, io_backend=backend))
+def step():
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+step()
+optimizer.engine._core.executor._stall_s = 0.5
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    step()
+    step()
+except offload.StepAbortedError:
+    print("given up", flush=True)
+if closes == "closes":
+    optimizer.close()
+print("over", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closes", ["closes", "forgets"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interpreter_exits_beside_a_hung_device(
+    fuse: tuple[Path, Callable[[int], None]], backend: str, closes: str
+) -> None:
+    need(backend)
+    path, send = fuse
+    command = [sys.executable, "-c", CHILD, str(path), backend, closes]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            assert child.stdout.readline() == "ready\n"
+            send(signal.SIGSTOP)
+            child.stdin.write("\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == "given up\n"
+            assert child.stdout.readline() == "over\n"
+            assert child.wait(LONG_S) == 0  # and only then is the device let go
+        finally:
+            send(signal.SIGCONT)
+            child.kill()
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], None]]]:
+    """A folder of an ext4 of its own, and a function that freezes ("-f") and thaws ("-u") it."""
+    point, image = tmp_path / "mount", tmp_path / "image"
+    point.mkdir()
+    image.write_bytes(b"")
+    os.truncate(image, 48 << 20)
+    for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, point]):
+        if os.geteuid() != 0 or shutil.which(command[0]) is None or shutil.which("fsfreeze") is None:
+            pytest.skip("needs root, mkfs.ext4 and fsfreeze")
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            pytest.skip("nothing can be mounted here")
+
+    def freeze(how: str) -> None:
+        subprocess.run(["fsfreeze", how, point], check=how == "-f", capture_output=True)
+
+    watchdog = threading.Timer(LONG_S, freeze, ["-u"])
+    watchdog.start()
+    yield point, freeze
+    watchdog.cancel()
+    freeze("-u")
+    subprocess.run(["umount", point], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_frozen_file_system(
+    frozen: tuple[Path, Callable[[str], None]], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even a signal ends what waits there: reads go on, writes and deletions do not."""
+    need(backend)
+    monkeypatch.setattr(waits, "SETTLE_S", 0.2)
+    path, freeze = frozen
+    training = Training(path, io_backend=backend)
+    training.step()
+    freeze("-f")
+    training.give_up_in(0.5)
+    with pytest.raises(offload.StepAbortedError), training.optimizer:
+        training.step(4)
+    assert not training.core._end.done  # type: ignore[union-attr]
+    freeze("-u")
+    assert ended(training)
+    assert [entry.name for entry in path.iterdir()] == ["lost+found"]
+
+
+@pytest.mark.slow
+def test_an_object_store_that_stalls(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "SETTLE_S", 0.2)
+    training = Training(f"s3://{BUCKET}/stalled-{uuid.uuid4()}")
+    training.step()
+    for method in ("GET", "PUT", "POST", "DELETE"):
+        proxy.add(kind="stall", method=method, match="", times=1000)
+    training.give_up_in(0.5)
+    with pytest.raises(offload.StepAbortedError), training.optimizer:
+        training.step(4)
+    assert not training.core._end.done  # type: ignore[union-attr]
+    proxy.faults.clear()
+    proxy.released.set()
+    assert ended(training)
