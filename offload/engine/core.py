@@ -115,6 +115,9 @@ CLOSE_S = 60.0
 """How long `close` waits for other ranks to write their part of a checkpoint. Where theirs may take longer,
 `wait_checkpoint` waits before."""
 
+UNWIND_S = 30.0
+"""How long `close` waits for devices with an exception on its way, which nobody sees before."""
+
 
 @dataclass(slots=True)
 class _Request:
@@ -999,9 +1002,9 @@ class Core:
         self._end.start()
         settle_s = 0.0 if self._told_left else waits.SETTLE_S
         is_raising = sys.exception() is not None
-        patience_s = waits.QUIET_S if is_raising else None
+        patience_s = UNWIND_S if is_raising else None
         waits.wait_for(self._stopped.wait, self._unstopped, settle_s if self._is_given_up else patience_s)
-        patience_s = waits.QUIET_S if is_raising else self.config.stall_timeout_s
+        patience_s = UNWIND_S if is_raising else self.config.stall_timeout_s
         waits.wait_for(self._end.wait, self._left, settle_s if self._is_given_up else patience_s)
         if self._end.done and self._end.error is not None:
             raise self._end.error

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +16,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import offload
+from offload import waits
 from offload.checkpoint import commit
 from offload.checkpoint.contents import is_checkpoint
+from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint
+from offload.engine import core
 
 WHOLE = 10_000
 SCALARS = offload.GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
@@ -104,6 +110,198 @@ def test_without_all_ranks_there_is_no_checkpoint(tmp_path: Path, monkeypatch: p
     ranks[0].step()
     for rank in ranks:
         rank.engine.close()
+
+
+def two(tmp_path: Path) -> list[Shard]:
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.mkdir()
+    return shards([0, 3333, WHOLE], paths)
+
+
+def save(rank: int, ranks: list[Shard], folder: Path, id: str) -> None:
+    ranks[rank].engine.save(folder, pieces=ranks[rank].pieces, id=id, rank=rank, ranks=2)
+
+
+def assert_holds(folder: Path, expected: list[torch.Tensor]) -> None:
+    (other,) = shards([0, WHOLE])
+    with Checkpoint(folder) as checkpoint:
+        other.weight.zero_()
+        other.engine.load(checkpoint, pieces=other.pieces)
+    assert all(torch.equal(left, right) for left, right in zip(other.state(), expected, strict=True))
+    other.engine.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_its_way_is_not_kept_waiting_for_another_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int
+) -> None:
+    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
+    monkeypatch.setattr(waits, "QUIET_S", 0.01)
+    ranks = two(tmp_path)
+    ranks[rank].step()
+    awaited = "manifests of ranks 1" if rank == 0 else "rank 0 to write COMMIT"
+    said = f"{awaited}, so that {tmp_path / 'ck'} is a checkpoint"
+    save(rank, ranks, tmp_path / "ck", "a" * 32)
+    deadline_s = time.monotonic() + 60
+    while said not in caplog.text and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert said in caplog.text
+    with pytest.raises(RuntimeError, match="a peer has gone"), ranks[rank].engine:
+        raise RuntimeError("a peer has gone")
+    assert "no checkpoint was written" in caplog.text
+    assert not is_checkpoint(tmp_path / "ck")
+    left = list((tmp_path / "ab"[rank]).iterdir())
+    assert len(left) == rank  # rank 0 knows that there is no checkpoint, another one does not
+    ranks[1 - rank].engine.close()
+
+
+def test_a_close_waits_for_other_ranks_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "CLOSE_S", 0.05)
+    ranks = two(tmp_path)
+    ranks[0].step()
+    save(0, ranks, tmp_path / "ck", "a" * 32)
+    ranks[0].engine.close()
+    assert not list((tmp_path / "a").iterdir())
+    ranks[1].engine.close()
+
+
+def test_what_a_rank_gave_up_may_be_committed_after_it_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "CLOSE_S", 0.05)
+    ranks = two(tmp_path)
+    for rank in ranks:
+        rank.step()
+    expected = joined(ranks)
+    save(1, ranks, tmp_path / "ck", "a" * 32)
+    ranks[1].engine.close()
+    monkeypatch.undo()
+    save(0, ranks, tmp_path / "ck", "a" * 32)
+    ranks[0].engine.wait_checkpoint(60)
+    ranks[0].engine.close()
+    assert_holds(tmp_path / "ck", expected)
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_rank_that_goes_on_keeps_what_is_in_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed: bool
+) -> None:
+    """It writes many versions meanwhile, all beside the slots that the checkpoint may name."""
+    ranks = two(tmp_path)
+    for rank in ranks:
+        rank.step()
+    expected = joined(ranks)
+    save(1, ranks, tmp_path / "ck", "a" * 32)
+    saves = ranks[1].engine._core._saves
+    assert saves is not None
+    assert saves.pending is not None
+    saves.pending.wait_for_ranks(0.05)
+    with pytest.raises(offload.CheckpointError, match="waited for rank 0 to write COMMIT in vain"):
+        ranks[1].engine.wait_checkpoint(60)
+    for _ in range(4):
+        ranks[1].step()
+    if committed:
+        save(0, ranks, tmp_path / "ck", "a" * 32)
+        ranks[0].engine.wait_checkpoint(60)
+        assert_holds(tmp_path / "ck", expected)
+    for _ in range(4):
+        ranks[0].step()
+    expected = joined(ranks)
+    for rank in (0, 1):
+        save(rank, ranks, tmp_path / "next", "b" * 32)
+    for rank in ranks:
+        rank.engine.wait_checkpoint(60)
+    assert [kept.id[0] for kept in saves.kept] == (["a", "b"] if committed else ["b"])
+    assert saves._doubtful == []
+    (path,) = (tmp_path / "b").iterdir()
+    assert ("a" * 32 in (path / "pins.json").read_text()) == committed
+    for rank in ranks:
+        rank.engine.close()
+    assert_holds(tmp_path / "next", expected)
+
+
+def test_a_commit_that_failed_with_its_name_in_place_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(directory: Path) -> None:
+        if (directory / "COMMIT").exists():
+            raise OSError(5, "as if")
+
+    ranks = two(tmp_path)
+    for rank in ranks:
+        rank.step()
+    expected = joined(ranks)
+    monkeypatch.setattr("offload.checkpoint.folder.sync_directory", fail)
+    for rank in (0, 1):
+        save(rank, ranks, tmp_path / "ck", "a" * 32)
+    with pytest.raises(offload.CheckpointError, match="as if"):
+        ranks[0].engine.wait_checkpoint(60)
+    ranks[1].engine.wait_checkpoint(60)
+    for rank in ranks:
+        for _ in range(3):
+            rank.step()
+        rank.engine.close()
+    assert_holds(tmp_path / "ck", expected)
+
+
+def test_a_commit_that_cannot_be_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody lets go of older checkpoints for one that may not be there."""
+    plain = DirectoryFolder.read
+
+    def read(folder: DirectoryFolder, name: str) -> bytes | None:
+        if name == "COMMIT":
+            raise offload.CheckpointError("as if")
+        return plain(folder, name)
+
+    ranks = two(tmp_path)
+    ranks[1].step()
+    monkeypatch.setattr(DirectoryFolder, "read", read)
+    save(1, ranks, tmp_path / "ck", "a" * 32)
+    assert ranks[1].engine._core._saves is not None
+    ranks[1].engine._core._saves.pending.wait_for_ranks(0.05)  # type: ignore[union-attr]
+    with pytest.raises(offload.CheckpointError, match="in vain"):
+        ranks[1].engine.wait_checkpoint(60)
+    for rank in ranks:
+        rank.engine.close()
+
+
+@pytest.mark.parametrize("wait", ["wait_checkpoint", "save", "close", "load"])
+def test_ctrl_c_is_a_way_out_of_waiting_for_another_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str
+) -> None:
+    ranks = two(tmp_path)
+    ranks[0].step()
+    ranks[0].engine.save(tmp_path / "old", pieces=ranks[0].pieces)
+    ranks[0].engine.wait_checkpoint(60)
+    save(0, ranks, tmp_path / "ck", "a" * 32)
+    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
+    plain, interrupted = waits.wait_for, []
+
+    def wait_for(arrived: Callable[[float], object], *arguments: Any) -> bool:
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return plain(arrived, *arguments)
+
+    engine = ranks[0].engine
+    with monkeypatch.context() as patch, Checkpoint(tmp_path / "old") as old:
+        patch.setattr(waits, "wait_for", wait_for)
+        calls = {
+            "load": lambda: engine.load(old, pieces=ranks[0].pieces),
+            "save": lambda: save(0, ranks, tmp_path / "next", "b" * 32),
+        }
+        with pytest.raises(KeyboardInterrupt):
+            calls.get(wait, getattr(engine, wait))()
+    if wait != "close":
+        ranks[0].step()  # nothing has happened
+        with pytest.raises(KeyboardInterrupt), engine:
+            raise KeyboardInterrupt
+    engine.close()
+    assert engine._core._end is not None
+    assert engine._core._end.wait(60)
+    assert not is_checkpoint(tmp_path / "ck")
+    ranks[1].engine.close()
 
 
 def worker(rank: int, folder: str) -> None:
