@@ -10,6 +10,7 @@ Not done here: deciding how long a wait is worth while.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -117,7 +118,10 @@ class Aside:
         self._work = work
         self._name = name
         self._taken = threading.Lock()
-        self._done = threading.Event()
+        # Not an event, whose Python code an interrupt may leave locked.
+        self._busy = threading.Lock()
+        self._busy.acquire()
+        self._has_ended = False
         self.error: BaseException | None = None
         """What the work has raised."""
 
@@ -129,7 +133,7 @@ class Aside:
     @property
     def done(self) -> bool:
         """Whether the work has ended, well or not."""
-        return self._done.is_set()
+        return self._has_ended
 
     def start(self) -> None:
         """Start; idempotent, also after an interrupt at any point of another call."""
@@ -146,7 +150,14 @@ class Aside:
 
     def wait(self, pause_s: float | None = None) -> bool:
         """Wait for the end, for so long at most; return whether it has come."""
-        return self._done.wait(pause_s)
+        until_s = math.inf if pause_s is None else time.monotonic() + pause_s
+        while not self._has_ended:
+            left_s = until_s - time.monotonic()
+            if self._busy.acquire(timeout=max(min(left_s, SLICE_S), 0.0)):
+                self._busy.release()
+            if left_s <= 0:
+                break
+        return self._has_ended
 
     def _run(self) -> None:
         if self.forestall():
@@ -157,7 +168,8 @@ class Aside:
         except BaseException as error:
             self.error = error
         finally:
-            self._done.set()
+            self._has_ended = True
+            self._busy.release()
 
 
 def _nothing() -> None:

@@ -1,0 +1,175 @@
+"""A Ctrl-C at every line of a constructor, a load, a save and a close: nothing stays behind, and the next try works.
+
+Not by timing: a trace function raises `KeyboardInterrupt` at the n-th line of this package that the main thread runs,
+for every n until the call gets through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+
+FILES = os.path.dirname(offload.__file__)
+LONG_S = 60.0
+STRIDE = 13
+"""Of `make test`; a prime, so that no loop is always met at the same line."""
+
+
+class Interrupted:
+    """Calls something and interrupts it at its n-th line."""
+
+    def __init__(self, nth: int) -> None:
+        self.nth = nth
+        self.lines = 0
+        self.where = ""
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        """Return what the call returns, if it is too short to be interrupted."""
+        sys.settrace(self._enter)
+        try:
+            return call()
+        finally:
+            sys.settrace(None)
+
+    @property
+    def has_fired(self) -> bool:
+        return self.lines > self.nth
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(FILES) else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and not self.has_fired:
+            self.lines += 1
+            if self.has_fired:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self._line
+
+
+def left(path: Path) -> tuple[int, int, int]:
+    """Return how many descriptors, threads and stores there are."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), len(list(path.iterdir()))
+
+
+def settles(path: Path, expected: tuple[int, int, int]) -> bool:
+    """Return whether everything that is being put away is, some time."""
+    deadline_s = time.monotonic() + LONG_S
+    while left(path) != expected and time.monotonic() < deadline_s:
+        gc.collect()
+        time.sleep(0.001)
+    return left(path) == expected
+
+
+def make(path: Path, backend: str) -> offload.AdamW:
+    parameter = torch.nn.Parameter(torch.ones(3000).bfloat16())
+    config = offload.OffloadConfig(
+        host_memory=0, paths=[path], subgroup_numel=1024, threads=1, io_backend=backend, staging_memory=50_000
+    )
+    return offload.AdamW([parameter], offload=config)
+
+
+def step(optimizer: offload.AdamW) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def every(stride: int) -> Iterator[Interrupted]:
+    """Yield interrupts for ever, at every `stride`-th line; whoever takes them stops when one has not fired."""
+    nth = 0
+    while True:
+        yield Interrupted(nth)
+        nth += stride
+
+
+STRIDES = [
+    pytest.param(STRIDE, marks=[pytest.mark.slow]),
+    pytest.param(1, marks=[pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(1800)]),
+]
+BACKENDS = pytest.mark.parametrize("backend", ["threads", "asyncio"])
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@BACKENDS
+def test_a_constructor(tmp_path: Path, backend: str, stride: int) -> None:
+    make(tmp_path, backend).close()
+    gc.collect()
+    before = left(tmp_path)
+    for interrupted in every(stride):
+        optimizer = None
+        with contextlib.suppress(KeyboardInterrupt):
+            optimizer = interrupted(lambda: make(tmp_path, backend))
+        if optimizer is not None:
+            optimizer.close()
+        assert settles(tmp_path, before), (interrupted.where, left(tmp_path), before)
+        if not interrupted.has_fired:
+            break
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@BACKENDS
+def test_a_close(tmp_path: Path, backend: str, stride: int) -> None:
+    make(tmp_path, backend).close()
+    gc.collect()
+    before = left(tmp_path)
+    for interrupted in every(stride):
+        optimizer = make(tmp_path, backend)
+        step(optimizer)
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted(optimizer.close)
+        optimizer.close()
+        del optimizer
+        assert settles(tmp_path, before), (interrupted.where, left(tmp_path), before)
+        if not interrupted.has_fired:
+            break
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_load_and_a_save(tmp_path: Path, stride: int, copy: bool) -> None:
+    path, folder = tmp_path / "path", tmp_path / "checkpoint"
+    path.mkdir()
+    with make(path, "threads") as optimizer:
+        step(optimizer)
+        optimizer.save_checkpoint(folder, copy=copy)
+        optimizer.wait_checkpoint()
+    gc.collect()
+    before = left(path)
+    for interrupted in every(stride):
+        optimizer = make(path, "threads")
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted(lambda optimizer=optimizer: optimizer.load_checkpoint(folder))
+        if optimizer.engine.broken is None:
+            optimizer.load_checkpoint(folder)
+            step(optimizer)
+        optimizer.close()
+        del optimizer
+        assert settles(path, before), (interrupted.where, left(path), before)
+        if not interrupted.has_fired:
+            break
+    for interrupted in every(stride):
+        optimizer = make(path, "threads")
+        step(optimizer)
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted(lambda optimizer=optimizer: optimizer.save_checkpoint(tmp_path / "other", copy=copy))
+        step(optimizer)
+        optimizer.save_checkpoint(tmp_path / "another", copy=True)
+        optimizer.wait_checkpoint()
+        optimizer.close()
+        del optimizer
+        if not interrupted.has_fired:
+            break
