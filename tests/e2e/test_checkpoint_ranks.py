@@ -149,7 +149,7 @@ def test_an_error_on_its_way_is_not_kept_waiting_for_another_rank(
     assert said in caplog.text
     with pytest.raises(RuntimeError, match="a peer has gone"), ranks[rank].engine:
         raise RuntimeError("a peer has gone")
-    assert "no checkpoint was written" in caplog.text
+    assert "was not committed" in caplog.text
     assert not is_checkpoint(tmp_path / "ck")
     left = list((tmp_path / "ab"[rank]).iterdir())
     assert len(left) == rank  # rank 0 knows that there is no checkpoint, another one does not
@@ -183,9 +183,9 @@ def test_what_a_rank_gave_up_may_be_committed_after_it_has_gone(
     assert_holds(tmp_path / "ck", expected)
 
 
-@pytest.mark.parametrize("committed", [False, True])
+@pytest.mark.parametrize("outcome", ["committed", "given up", "moved", "never begun"])
 def test_a_rank_that_goes_on_keeps_what_is_in_doubt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, committed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:
     """It writes many versions meanwhile, all beside the slots that the checkpoint may name."""
     ranks = two(tmp_path)
@@ -201,23 +201,39 @@ def test_a_rank_that_goes_on_keeps_what_is_in_doubt(
         ranks[1].engine.wait_checkpoint(60)
     for _ in range(4):
         ranks[1].step()
-    if committed:
-        save(0, ranks, tmp_path / "ck", "a" * 32)
+    folder = tmp_path / "ck"
+    if outcome in ("committed", "moved"):
+        save(0, ranks, folder, "a" * 32)
         ranks[0].engine.wait_checkpoint(60)
-        assert_holds(tmp_path / "ck", expected)
+        assert_holds(folder, expected)
+    elif outcome == "given up":
+
+        def prepare(folder: DirectoryFolder) -> None:
+            raise offload.CheckpointError("as if")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DirectoryFolder, "prepare", prepare)
+            with pytest.raises(offload.CheckpointError, match="as if"):
+                save(0, ranks, folder, "a" * 32)
+    if outcome == "moved":
+        folder = folder.rename(tmp_path / "moved")
     for _ in range(4):
         ranks[0].step()
-    expected = joined(ranks)
+    before, expected = expected, joined(ranks)
     for rank in (0, 1):
         save(rank, ranks, tmp_path / "next", "b" * 32)
     for rank in ranks:
         rank.engine.wait_checkpoint(60)
-    assert [kept.id[0] for kept in saves.kept] == (["a", "b"] if committed else ["b"])
-    assert saves._doubtful == []
+    assert [kept.id[0] for kept in saves.kept] == (["a", "b"] if outcome == "committed" else ["b"])
+    assert len(saves._doubtful) == (outcome in ("moved", "never begun"))
     (path,) = (tmp_path / "b").iterdir()
-    assert ("a" * 32 in (path / "pins.json").read_text()) == committed
+    assert ("a" * 32 in (path / "pins.json").read_text()) == (outcome != "given up")
     for rank in ranks:
+        rank.step()
+        rank.step()
         rank.engine.close()
+    if outcome == "moved":
+        assert_holds(folder, before)
     assert_holds(tmp_path / "next", expected)
 
 
