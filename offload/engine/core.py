@@ -952,6 +952,8 @@ class Core:
         }
         if self._gpu is not None:
             found["gpu_bytes"] = plan.gpu_bytes
+            found["pinned_bytes"] = self._gpu.pinned.pinned_bytes
+            found["unpinned_bytes"] = self._gpu.pinned.unpinned_bytes
         self.executor.take_timed()
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
         ends_s = [i.finished_s for i in self.executor.timeline if i.lane in ("gpu", "h2d")]

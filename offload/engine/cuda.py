@@ -124,12 +124,14 @@ class CudaDevice:
     def pin(self, address: int, nbytes: int) -> None:
         """See `Device.pin`."""
         with _refusals(self.name), cuda.device(self.device):
-            refused = int(cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
-        if refused:
+            refused = cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)
+            if not int(refused):
+                return
+            reason = f"{cuda.cudart().cudaGetErrorString(refused)} (CUDA error {int(refused)})"
             with contextlib.suppress(RuntimeError):
                 # Takes the error away, which the next kernel would be blamed for.
                 torch.zeros(1, dtype=torch.uint8, device=self.device)
-            raise OffloadError(f"{self.name}: {nbytes} bytes of host memory cannot be pinned (CUDA error {refused})")
+        raise OffloadError(f"{self.name}: {nbytes} bytes of host memory cannot be pinned: {reason}")
 
     def unpin(self, address: int) -> None:
         """See `Device.unpin`."""

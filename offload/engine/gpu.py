@@ -11,7 +11,6 @@ All methods belong to the engine thread, but for those of `GpuLanes` that say ot
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,12 +21,11 @@ import numpy.typing as npt
 
 from offload.engine.machine import CopyIn, CopyOut, PushWeights, Run, Visit
 from offload.engine.memory import Arena
+from offload.engine.pinning import PinnedMemory
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout
 from offload.plan.budget import WEIGHT_SLOTS, Plan
 from offload.protocols import Device, DeviceLane, DtypeCode, Mark, Queue
-
-log = logging.getLogger("offload")
 
 ITEM_BYTES = {DtypeCode.BFLOAT16: 2, DtypeCode.FLOAT16: 2, DtypeCode.FLOAT32: 4}
 
@@ -67,6 +65,8 @@ class GpuLanes:
         self.device = device
         self.timed: list[Timed] = []
         """What has been put on lanes since it was last taken, in that order."""
+        self.pinned = PinnedMemory(device)
+        """Host memory that the device reaches by itself."""
         self._queue = queue
         self._plan: Plan | None = None
         self._homes: dict[int, int] = {}
@@ -78,8 +78,6 @@ class GpuLanes:
         self._weights: list[_WeightSlot] = []
         self._weights_of: dict[int, tuple[_WeightSlot, npt.NDArray[Any]]] = {}
         self._inputs: dict[int, tuple[Mark, ...]] = {}
-        self._pinned: set[int] = set()
-        self._told_unpinned = False
 
     # Memory
 
@@ -140,24 +138,12 @@ class GpuLanes:
     def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
         """Return host memory that the device reaches by itself, where the system allows that."""
         arena = Arena(nbytes, inherit=inherit)
-        try:
-            self.device.pin(arena.address, nbytes)
-            self._pinned.add(arena.address)
-        except OffloadError as error:
-            if not self._told_unpinned:
-                self._told_unpinned = True
-                log.warning(
-                    "host memory cannot be pinned, so copies to and from the GPU are slower: %s (ulimit -l says how "
-                    "much memory a process may lock; said once)",
-                    error,
-                )
+        self.pinned.pin(arena)
         return arena
 
     def give_back(self, arena: Arena) -> None:
         """Return memory that `arena` gave, which no work uses any more."""
-        if arena.address in self._pinned:
-            self._pinned.remove(arena.address)
-            self.device.unpin(arena.address)
+        self.pinned.unpin(arena)
         arena.close()
 
     # Around the caller's work; on the caller's thread
@@ -180,6 +166,12 @@ class GpuLanes:
 
     # Operations
 
+    def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
+        """Put a copy on a lane (`H2D` copies to the device), cut where pinned chunks of host memory end; any thread."""
+        host = source if lane is DeviceLane.H2D else target
+        for offset, size in self.pinned.whole_copies(host, nbytes):
+            self.device.copy(lane, target + offset, source + offset, size)
+
     def copy_in(self, operation: CopyIn, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state to the device."""
         slot, nbytes = operation.gpu_slot, self._state_bytes(operation.subgroup)
@@ -187,7 +179,7 @@ class GpuLanes:
             if mark is not None:
                 self.device.follow(DeviceLane.H2D, mark)
         began = self.device.mark(DeviceLane.H2D)
-        self.device.copy(DeviceLane.H2D, self._slot(slot), host_address, nbytes)
+        self.copy(DeviceLane.H2D, self._slot(slot), host_address, nbytes)
         self._ready[slot] = self.device.mark(DeviceLane.H2D)
         self.timed.append(Timed("h2d", operation.subgroup, nbytes, due_s, began, self._ready[slot]))
         self._post(operation.op)
@@ -214,7 +206,7 @@ class GpuLanes:
         slot, nbytes = operation.gpu_slot, self._state_bytes(operation.subgroup)
         self.device.follow(DeviceLane.D2H, self._updated[slot])
         began = self.device.mark(DeviceLane.D2H)
-        self.device.copy(DeviceLane.D2H, host_address, self._slot(slot), nbytes)
+        self.copy(DeviceLane.D2H, host_address, self._slot(slot), nbytes)
         self._left[slot] = self.device.mark(DeviceLane.D2H)
         self.timed.append(Timed("d2h", operation.subgroup, nbytes, due_s, began, self._left[slot]))
         self.device.report(self._left[slot], self._queue, operation.op)
@@ -264,7 +256,7 @@ class GpuLanes:
 
     def _copy_all(self, lane: DeviceLane, copies: npt.NDArray[Any]) -> None:
         for target, source, nbytes in copies.tolist():
-            self.device.copy(lane, target, source, nbytes)
+            self.copy(lane, target, source, nbytes)
 
     # Gradients that the CPU needs
 
@@ -282,7 +274,7 @@ class GpuLanes:
             for mark in marks:
                 self.device.follow(DeviceLane.D2H, mark)
             for target, source, nbytes in copies:
-                self.device.copy(DeviceLane.D2H, target, source, nbytes)
+                self.copy(DeviceLane.D2H, target, source, nbytes)
             self._inputs[visit.subgroup] = (self.device.mark(DeviceLane.D2H),)
 
     def inputs(self, subgroup: int) -> Mark | None:
@@ -305,7 +297,7 @@ class GpuLanes:
         for lane in (DeviceLane.UPDATE, DeviceLane.H2D) if follows else ():
             self.device.follow(DeviceLane.D2H, self.device.mark(lane))
         for target, source, nbytes in copies:
-            self.device.copy(DeviceLane.D2H, target, source, nbytes)
+            self.copy(DeviceLane.D2H, target, source, nbytes)
         self.device.mark(DeviceLane.D2H).wait()
 
     def store(self, copies: Sequence[tuple[int, int, int]]) -> None:
@@ -313,7 +305,7 @@ class GpuLanes:
         for lane in (DeviceLane.UPDATE, DeviceLane.D2H):
             self.device.follow(DeviceLane.H2D, self.device.mark(lane))
         for target, source, nbytes in copies:
-            self.device.copy(DeviceLane.H2D, target, source, nbytes)
+            self.copy(DeviceLane.H2D, target, source, nbytes)
         mark = self.device.mark(DeviceLane.H2D)
         self.device.follow(DeviceLane.UPDATE, mark)
         mark.wait()
@@ -332,7 +324,5 @@ class GpuLanes:
         """Wait for the lanes, and give back the device's memory and its hold on host memory."""
         with contextlib.suppress(OffloadError):  # a device that has failed finishes nothing
             self.wait()
-        for address in sorted(self._pinned):
-            self.device.unpin(address)
-        self._pinned.clear()
+        self.pinned.close()
         self.device.close()

@@ -121,7 +121,7 @@ class GpuGradients:
             device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
             found.kept = address
             if found.slot.numel():
-                device.copy(DeviceLane.GRADIENTS, found.slot.data_ptr(), address, nbytes)
+                self.lanes.copy(DeviceLane.GRADIENTS, found.slot.data_ptr(), address, nbytes)
         else:
             if found.stays:
                 device.gradient_blocks(
@@ -136,7 +136,7 @@ class GpuGradients:
                 )
             if found.slot.numel():
                 buffer = self._buffer(found)
-                device.copy(DeviceLane.GRADIENTS, buffer.data_ptr(), address, nbytes)
+                self.lanes.copy(DeviceLane.GRADIENTS, buffer.data_ptr(), address, nbytes)
                 self._passing.append(_Passing(device.mark(DeviceLane.GRADIENTS), position, buffer))
         found.arrivals += 1
         found.dtype = dtype
@@ -188,7 +188,7 @@ class GpuGradients:
         device = self.lanes.device
         self.finish_additions()
         for region in self._regions:
-            device.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
+            self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
         device.mark(DeviceLane.GRADIENTS).wait()
         for found in self.positions:
             if found.added and not found.stays:

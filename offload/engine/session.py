@@ -100,9 +100,10 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict.
 
-        Keys: `step`, `step_s`, `state_bytes`, `resident_bytes`, `streamed_bytes`, `resident_share`, and `gpu_bytes`
-        with a GPU; for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`, `h2d`, `d2h` with a GPU)
-        `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path
+        Keys: `step`, `step_s`, `state_bytes`, `resident_bytes`, `streamed_bytes`, `resident_share`; with a GPU
+        `gpu_bytes`, `pinned_bytes` and `unpinned_bytes` (host memory that the GPU copies from and to, and what of it
+        the system does not let it reach by itself); for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`,
+        `h2d`, `d2h` with a GPU) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path
         `path/<number>/read_bytes`, `path/<number>/write_bytes` and `path/<number>/live_bytes` (what lies there now).
         """
         return self._core.metrics()

@@ -81,8 +81,8 @@ def probe_device(lanes: GpuLanes, plan: Plan) -> GpuRates:
             table[name] = 0.5
 
         def copy() -> None:
-            device.copy(DeviceLane.H2D, memory, host.address, nbytes // 2)
-            device.copy(DeviceLane.D2H, host.address + nbytes, memory + nbytes // 2, nbytes - nbytes // 2)
+            lanes.copy(DeviceLane.H2D, memory, host.address, nbytes // 2)
+            lanes.copy(DeviceLane.D2H, host.address + nbytes, memory + nbytes // 2, nbytes - nbytes // 2)
 
         seconds: dict[DeviceLane, list[float]] = {}
         for work, used in (

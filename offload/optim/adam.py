@@ -29,7 +29,7 @@ from torch.autograd.graph import increment_version
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint, StateSource
-from offload.config import OffloadConfig
+from offload.config import OffloadConfig, format_bytes
 from offload.engine.executor import Interval
 from offload.engine.session import Engine
 from offload.engine.tables import GroupScalars
@@ -71,13 +71,19 @@ class PlanReport:
         plan: What lives where.
         explanation: How long a step should take by the rates known now, what bounds it, and how long the last one
             took.
+        unpinned_bytes: Host memory that the GPU copies from and to more slowly, as it could not be pinned.
     """
 
     plan: Plan
     explanation: Explanation
+    unpinned_bytes: int = 0
 
     def __str__(self) -> str:
-        return f"{self.plan}\n{self.explanation}"
+        lines = [str(self.plan), str(self.explanation)]
+        if self.unpinned_bytes:
+            nbytes = format_bytes(self.unpinned_bytes)
+            lines.insert(1, f"  not pinned   {nbytes:>10}  of the host memory: slower from and to the GPU")
+        return "\n".join(lines)
 
 
 class OffloadedAdam(torch.optim.Optimizer):
@@ -1005,7 +1011,7 @@ class OffloadedAdam(torch.optim.Optimizer):
     @property
     def plan(self) -> PlanReport:
         """What lives where, how long a step should take, what bounds it, and how long the last one took."""
-        return PlanReport(self.engine.plan, self.explain())
+        return PlanReport(self.engine.plan, self.explain(), int(self.engine.metrics().get("unpinned_bytes", 0)))
 
     def explain(self) -> Explanation:
         """Return predicted and measured seconds of the last step, lane by lane; print it."""

@@ -10,6 +10,8 @@ the same memory, one of them writing, must be ordered by a lane, by `follow`, or
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 import random
 import threading
 import time
@@ -101,6 +103,8 @@ class SimulatedDevice:
         bytes_per_s: Rate of copies and updates; None for as fast as it goes.
         fail_at: Number of the piece of work (marks not counted) that makes the device fail; None for never.
         pins: Whether host memory can be pinned.
+        pin_limit_bytes: Most that one registration takes; None for any size.
+        pin_total_bytes: Most that all registrations take together; None for any size.
         caller_is_host: Whether the calling thread stands for the caller's stream. Else that is a lane like others.
     """
 
@@ -114,11 +118,15 @@ class SimulatedDevice:
         bytes_per_s: float | None = None,
         fail_at: int | None = None,
         pins: bool = True,
+        pin_limit_bytes: int | None = None,
+        pin_total_bytes: int | None = None,
         caller_is_host: bool = True,
     ) -> None:
         self.name = "simulated GPU"
         self.pinned: dict[int, int] = {}
         """Host memory that is pinned now: address and bytes."""
+        self.pageable_bytes = 0
+        """What copies have read or written of host memory that was not pinned."""
         self.done = 0
         """Pieces of work that have been done, marks not counted."""
         self._memory_bytes = memory_bytes
@@ -127,7 +135,10 @@ class SimulatedDevice:
         self._delay_s = delay_s
         self._bytes_per_s = bytes_per_s
         self._fail_at = fail_at
-        self._pins = pins
+        self._pin_limits = (
+            0 if not pins else math.inf if pin_limit_bytes is None else pin_limit_bytes,
+            math.inf if pin_total_bytes is None else pin_total_bytes,
+        )
         self._caller_is_host = caller_is_host
         lanes = LANES if caller_is_host else tuple(DeviceLane)
         self._memory: dict[int, npt.NDArray[np.uint8]] = {}
@@ -182,9 +193,15 @@ class SimulatedDevice:
 
     def pin(self, address: int, nbytes: int) -> None:
         """See `Device.pin`."""
-        if not self._pins:
-            raise OffloadError(f"{self.name}: {nbytes} bytes cannot be locked")
-        self.pinned[address] = nbytes
+        with self._lock:
+            limit, total = self._pin_limits
+            if nbytes > limit or sum(self.pinned.values()) + nbytes > total:
+                raise OffloadError(f"{self.name}: {nbytes} bytes cannot be locked")
+            first, last = address // mmap.PAGESIZE, (address + nbytes - 1) // mmap.PAGESIZE
+            for other, size in self.pinned.items():
+                if other // mmap.PAGESIZE <= last and first <= (other + size - 1) // mmap.PAGESIZE:
+                    raise OffloadError(f"{self.name}: a page at {address} has been registered before")
+            self.pinned[address] = nbytes
 
     def unpin(self, address: int) -> None:
         """See `Device.unpin`."""
@@ -247,10 +264,20 @@ class SimulatedDevice:
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
         """See `Device.copy`."""
         if nbytes:
+            self._check_registrations(source if lane is DeviceLane.H2D else target, nbytes)
             spans = ((source, source + nbytes, False), (target, target + nbytes, True))
             self._put(
                 lane, f"a copy of {nbytes} bytes", lambda: ctypes.memmove(target, source, nbytes), spans, nbytes
             )
+
+    def _check_registrations(self, address: int, nbytes: int) -> None:
+        with self._lock:
+            for start, size in self.pinned.items():
+                if start <= address and address + nbytes <= start + size:
+                    return
+                if start < address + nbytes and address < start + size:
+                    raise OffloadError(f"{self.name}: invalid argument: {nbytes} bytes that are pinned in part")
+            self.pageable_bytes += nbytes
 
     def update(self, table: npt.NDArray[Any]) -> None:
         """See `Device.update`."""

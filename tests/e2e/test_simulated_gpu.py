@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import mmap
 import signal
 import tempfile
 import threading
@@ -25,6 +26,7 @@ import offload
 from offload.checkpoint import saves
 from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import COMMIT_NAME
+from offload.engine import pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
 from offload.protocols import DeviceLane
@@ -507,6 +509,42 @@ def test_what_the_lanes_did_is_reported(tmp_path: Path) -> None:
         assert copied < found["lane/h2d/bytes"] <= copied + pushed
         assert {i.lane for i in optimizer.timeline()} >= {"cpu", "gpu", "h2d", "d2h", "read:0", "write:0"}
         assert "h2d" in str(optimizer.explain())
+
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.mark.parametrize(
+    ("limit", "total", "all_pinned"),
+    [(None, None, True), (3 * PAGE, None, True), (None, 20 * PAGE, False), (0, None, False)],
+    ids=["in one call each", "in small chunks", "not all", "nothing"],
+)
+def test_memory_is_pinned_as_far_as_the_system_allows(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    limit: int | None,
+    total: int | None,
+    all_pinned: bool,
+) -> None:
+    """A copy may span chunks of it, or end in what is not pinned."""
+    monkeypatch.setattr(pinning, "LEAST_PIN_BYTES", PAGE)
+    parameters = weights()
+    device = SimulatedDevice(lazy=True, pin_limit_bytes=limit, pin_total_bytes=total)
+    settings = config(tmp_path, gpu_memory=0, keep_grads=False)
+    with OnDevice(parameters, device=device, offload=settings) as optimizer:
+        for step in range(3):
+            backward(parameters, 10 + step)  # which is added in host memory
+            train(optimizer, parameters, range(step, step + 1))
+        found, core = optimizer.metrics(), optimizer.engine._core
+        arenas = [*core._memory.arenas, core.gradients.on_gpu._buffers]  # type: ignore[union-attr]
+        assert found["pinned_bytes"] == sum(device.pinned.values())
+        assert found["pinned_bytes"] + found["unpinned_bytes"] == sum(arena.nbytes for arena in arenas if arena)
+        assert all_pinned == (found["unpinned_bytes"] == 0) == (device.pageable_bytes == 0)
+        assert ("cannot be pinned" in caplog.text) == ("not pinned" in str(optimizer.plan)) == (not all_pinned)
+        if limit == 3 * PAGE:
+            assert len(device.pinned) > len(arenas)
+    assert not device.pinned
 
 
 def test_weights_on_two_devices_are_refused() -> None:

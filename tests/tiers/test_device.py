@@ -74,6 +74,24 @@ def test_pinned_memory_works_as_any_other(device: Device, host: Arena) -> None:
     device.unpin(host.address)
 
 
+def test_chunks_of_pinned_memory_and_what_is_between_them(device: Device, host: Arena) -> None:
+    chunk = 1 << 20
+    for number in (0, 1, 3):
+        device.pin(host.address + number * chunk, chunk)
+    with pytest.raises(OffloadError, match=device.name.split()[0]):
+        device.pin(host.address + chunk, chunk)
+    memory = device.allocate(2 * chunk)
+    values = np.arange(chunk // 4, dtype=np.uint32)
+    for number in range(4):
+        host.numpy(number * chunk, values.size, np.uint32)[:] = values + number
+        device.copy(DeviceLane.H2D, memory, host.address + number * chunk, chunk)
+        mark = device.mark(DeviceLane.H2D)
+        mark.wait()
+        assert fetch(device, host, memory, chunk, number * chunk) == (values + np.uint32(number)).tobytes()
+    for number in (0, 1, 3):
+        device.unpin(host.address + number * chunk)
+
+
 def test_a_lane_that_follows_another_finds_its_work_done(device: Device, host: Arena) -> None:
     size = 1 << 20
     memory = device.allocate(size)

@@ -1,0 +1,113 @@
+"""Host memory that a GPU reaches by itself: arenas pinned in chunks, as far as the system allows.
+
+A driver may refuse a large registration and take several small ones, so a chunk that is refused is tried again at
+half its size. A copy must lie in one registration: `whole_copies` cuts those that do not. What cannot be pinned is
+remembered, and copies of it work, more slowly.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import logging
+import mmap
+from collections.abc import Iterator
+
+from offload.engine.memory import Arena
+from offload.errors import OffloadError
+from offload.protocols import Device
+
+log = logging.getLogger("offload")
+
+PIN_BYTES = 16 << 30
+"""Most that is pinned in one call; drivers refuse more than some hundred GiB, and now and then much less."""
+
+LEAST_PIN_BYTES = 64 << 20
+"""A chunk of an arena that is refused is not tried again at less than this."""
+
+
+class PinnedMemory:
+    """What of a session's arenas is pinned; arenas come and go while nothing is copied from or to them.
+
+    Args:
+        device: For which.
+
+    Attributes:
+        pinned_bytes: Host memory that is pinned now.
+        unpinned_bytes: Host memory that should be, and could not be.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.pinned_bytes = 0
+        self.unpinned_bytes = 0
+        self._device = device
+        self._chunks: dict[int, list[tuple[int, int]]] = {}
+        self._edges: list[int] = []
+        self._told = False
+
+    def pin(self, arena: Arena) -> None:
+        """Pin as much of an arena as the system allows."""
+        chunks: list[tuple[int, int]] = []
+        self._chunks[arena.address] = chunks
+        at, end, size = arena.address, arena.address + arena.nbytes, PIN_BYTES
+        try:
+            while at < end:
+                size = min(size, end - at)
+                try:
+                    self._device.pin(at, size)
+                except OffloadError as error:
+                    size = size // 2 // mmap.PAGESIZE * mmap.PAGESIZE  # two registrations share no page
+                    if size < LEAST_PIN_BYTES:
+                        self._tell(end - at, arena.nbytes, error)
+                        break
+                    continue
+                chunks.append((at, size))
+                at += size
+        finally:
+            self.pinned_bytes += at - arena.address
+            self.unpinned_bytes += end - at
+            self._note_edges()
+
+    def unpin(self, arena: Arena) -> None:
+        """Take back what `pin` did; the device copies nothing from or to the arena any more."""
+        chunks = self._chunks.pop(arena.address, [])
+        pinned = sum(nbytes for _, nbytes in chunks)
+        self.pinned_bytes -= pinned
+        self.unpinned_bytes -= arena.nbytes - pinned
+        self._note_edges()
+        with contextlib.ExitStack() as ends:
+            for address, _ in chunks:
+                ends.callback(self._device.unpin, address)
+
+    def close(self) -> None:
+        """Unpin everything; the device copies nothing any more."""
+        with contextlib.ExitStack() as ends:
+            for chunks in self._chunks.values():
+                for address, _ in chunks:
+                    ends.callback(self._device.unpin, address)
+            self._chunks.clear()
+
+    def whole_copies(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Cut a copy from or to host memory into pieces (offset, bytes) that lie in one registration, or in none."""
+        edges = self._edges
+        offset = 0
+        for edge in edges[bisect.bisect_right(edges, address) : bisect.bisect_left(edges, address + nbytes)]:
+            yield offset, edge - address - offset
+            offset = edge - address
+        yield offset, nbytes - offset
+
+    def _note_edges(self) -> None:
+        chunks = (chunk for chunks in self._chunks.values() for chunk in chunks)
+        # Replaced, never changed: whoever copies meanwhile reads the list that it has.
+        self._edges = sorted({edge for address, nbytes in chunks for edge in (address, address + nbytes)})
+
+    def _tell(self, nbytes: int, arena_bytes: int, error: OffloadError) -> None:
+        if not self._told:
+            self._told = True
+            log.warning(
+                "%d of %d bytes of host memory cannot be pinned, so copies between them and the GPU are slower: %s "
+                "(said once; metrics()['unpinned_bytes'] counts all)",
+                nbytes,
+                arena_bytes,
+                error,
+            )
