@@ -245,11 +245,18 @@ class Device(Protocol):
 
     Addresses are plain integers, of host or of device memory; who passes them keeps them alive until the work is
     done. Nothing orders two lanes but `follow`. All methods may be called from any thread; lane `CALLER` is that of
-    the thread that calls. They raise `OffloadError` where the device refuses or has failed.
+    the thread that calls. They raise `OffloadError` where the device refuses or has failed, and `ConfigError` for
+    lane `CALLER` while a CUDA graph is captured from it: a replay would not repeat what depends on that work.
     """
 
     name: str
     """What it is, for messages."""
+
+    def adopt_thread(self) -> None:
+        """Prepare a thread of the session's own, which calls this first: it works for this device from now on.
+
+        Whatever it asks of the device leaves other devices, and captures of CUDA graphs by other threads, alone.
+        """
 
     def free_bytes(self) -> int:
         """Return how much of its memory nobody has taken."""

@@ -357,6 +357,8 @@ class Core:
                 return
             self._serving = True
         try:
+            if self._gpu is not None:
+                self._gpu.device.adopt_thread()
             self._serve_requests()
         except Exception as error:
             # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
@@ -1062,7 +1064,13 @@ class Core:
             self.close()
         else:
             # The garbage collector runs on any thread; one of the session's own would wait for itself.
-            threading.Thread(target=self.close, name="offload-close").start()
+            threading.Thread(target=self._close_elsewhere, name="offload-close").start()
+
+    def _close_elsewhere(self) -> None:
+        if self._gpu is not None:
+            with contextlib.suppress(OffloadError):  # a device that has failed is closed, too
+                self._gpu.device.adopt_thread()
+        self.close()
 
     def _keep_slots(self) -> None:
         """Tell the tiers which slots kept checkpoints refer to, so that closing leaves them."""

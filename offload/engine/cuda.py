@@ -19,7 +19,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from offload.errors import OffloadError
+from offload.errors import ConfigError, OffloadError
 from offload.kernels.gpu import GpuUpdateKernel
 from offload.protocols import ERROR_DEVICE, DeviceLane, DtypeCode, Mark, Queue
 
@@ -28,6 +28,12 @@ log = logging.getLogger("offload")
 cuda: Any = torch.cuda
 
 _PORTABLE = 1  # cudaHostRegisterPortable
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+
+CAPTURE_ADVICE = (
+    "leave step, clip_grad_norm_, zero_grad and, with keep_grads=False, backward out of the capture: a replay would "
+    "not repeat what they do"
+)
 
 REBASE_S = 10.0
 """How old the event may be from which marks are timed: CUDA gives a float of milliseconds, which has steps of half a
@@ -43,18 +49,16 @@ class _Event:
         self.number = number
         self.base = base
 
-    # With the device set: what a new thread asks first would else make a context on device 0, of half a gigabyte.
-
     def reached(self) -> bool:
-        with _refusals(self.device.name), cuda.device(self.device.device):
+        with self.device.current():
             return bool(self.event.query())
 
     def wait(self) -> None:
-        with _refusals(self.device.name), cuda.device(self.device.device):
+        with self.device.current():
             self.event.synchronize()
 
     def time_s(self) -> float:
-        with _refusals(self.device.name):
+        with self.device.current():
             base, base_s = self.base
             return base_s + float(base.elapsed_time(self.event)) / 1e3
 
@@ -85,7 +89,7 @@ class CudaDevice:
         self._pending: list[tuple[_Event, Queue, int]] = []
         self._some = threading.Condition()
         self._closed = False
-        with _refusals(self.name), cuda.device(self.device):
+        with self.current():
             lanes = (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS)
             self._streams = {lane: cuda.Stream(self.device) for lane in lanes}
             self._clock = cuda.Stream(self.device)
@@ -93,24 +97,41 @@ class CudaDevice:
         self._thread = threading.Thread(target=self._post_reports, name="offload-gpu", daemon=True)
         self._thread.start()
 
+    # Threads
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make this the thread's current device, and turn what torch raises for it into an `OffloadError`.
+
+        A thread has device 0 at first, and what it asks or leaves there makes a context on it, of half a gigabyte.
+        `cuda.stream` does not help: it ends with a call for the device that was current before.
+        """
+        with _refusals(self.name), cuda.device(self.device):
+            yield
+
+    def adopt_thread(self) -> None:
+        """See `Device.adopt_thread`."""
+        with _refusals(self.name):
+            cuda.set_device(self.device)
+        _relax_captures()
+
     def _now(self) -> tuple[Any, float]:
         """Return an event that happens now, on a stream with nothing else on it, and the monotonic clock's time."""
-        with cuda.device(self.device):
-            event = cuda.Event(enable_timing=True)
-            event.record(self._clock)
-            event.synchronize()
-            return event, time.monotonic()
+        event = cuda.Event(enable_timing=True)
+        event.record(self._clock)
+        event.synchronize()
+        return event, time.monotonic()
 
     # Memory
 
     def free_bytes(self) -> int:
         """See `Device.free_bytes`."""
-        with _refusals(self.name):
+        with self.current():
             return int(cuda.mem_get_info(self.device)[0])
 
     def allocate(self, nbytes: int) -> int:
         """See `Device.allocate`."""
-        with _refusals(self.name):
+        with self.current():
             tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             # The allocator orders its memory by the stream that asked for it; our lanes are others.
             cuda.current_stream(self.device).synchronize()
@@ -123,7 +144,7 @@ class CudaDevice:
 
     def pin(self, address: int, nbytes: int) -> None:
         """See `Device.pin`."""
-        with _refusals(self.name), cuda.device(self.device):
+        with self.current():
             refused = cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)
             if not int(refused):
                 return
@@ -135,17 +156,21 @@ class CudaDevice:
 
     def unpin(self, address: int) -> None:
         """See `Device.unpin`."""
-        with contextlib.suppress(OffloadError), _refusals(self.name), cuda.device(self.device):
+        with contextlib.suppress(OffloadError), self.current():
             cuda.cudart().cudaHostUnregister(address)
 
     # Order
 
     def _stream(self, lane: DeviceLane) -> Any:
-        return cuda.current_stream(self.device) if lane is DeviceLane.CALLER else self._streams[lane]
+        if lane is not DeviceLane.CALLER:
+            return self._streams[lane]
+        if cuda.is_current_stream_capturing():
+            raise ConfigError("optimizer", "used while a CUDA graph is captured", CAPTURE_ADVICE)
+        return cuda.current_stream(self.device)
 
     def mark(self, lane: DeviceLane) -> Mark:
         """See `Device.mark`."""
-        with _refusals(self.name):
+        with self.current():
             if time.monotonic() - self._base[1] > REBASE_S:
                 self._base = self._now()
             base = self._base  # recorded before the mark, so no time since it is negative
@@ -156,7 +181,7 @@ class CudaDevice:
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """See `Device.follow`."""
         if isinstance(mark, _Event):
-            with _refusals(self.name):
+            with self.current():
                 self._stream(lane).wait_event(mark.event)
 
     def report(self, mark: Mark, queue: Queue, op: int) -> None:
@@ -167,6 +192,8 @@ class CudaDevice:
                 self._some.notify()
 
     def _post_reports(self) -> None:
+        with contextlib.suppress(OffloadError):  # a device that has failed says so with every report
+            self.adopt_thread()
         while True:
             with self._some:
                 while not self._pending and not self._closed:
@@ -193,7 +220,7 @@ class CudaDevice:
         if not nbytes:
             return
         here, there = (source, target) if lane is DeviceLane.H2D else (target, source)
-        with _refusals(self.name), cuda.device(self.device), cuda.stream(self._stream(lane)):
+        with self.current(), cuda.stream(self._stream(lane)):
             on_device = torch.as_tensor(_Memory(there, nbytes), dtype=torch.uint8, device=self.device)
             on_host = torch.frombuffer((ctypes.c_char * nbytes).from_address(here), dtype=torch.uint8)
             if lane is DeviceLane.H2D:
@@ -203,7 +230,7 @@ class CudaDevice:
 
     def update(self, table: npt.NDArray[Any]) -> None:
         """See `Device.update`."""
-        with _refusals(self.name), cuda.stream(self._streams[DeviceLane.UPDATE]):
+        with self.current(), cuda.stream(self._streams[DeviceLane.UPDATE]):
             self._kernel.update(table)
 
     def gradient_blocks(
@@ -218,14 +245,14 @@ class CudaDevice:
         accumulate: bool = False,
     ) -> None:
         """See `Device.gradient_blocks`."""
-        with _refusals(self.name), cuda.stream(self._stream(lane)):
+        with self.current(), cuda.stream(self._stream(lane)):
             self._kernel.gather(source, dtype, numel, blocks, target, target_dtype, accumulate=accumulate)
 
     def close(self) -> None:
         """See `Device.close`."""
         if self._closed:
             return
-        with contextlib.suppress(OffloadError), _refusals(self.name):
+        with contextlib.suppress(OffloadError), self.current():
             for stream in self._streams.values():
                 stream.synchronize()
         with self._some:
@@ -234,6 +261,17 @@ class CudaDevice:
         if self._thread is not threading.current_thread():  # the garbage collector may run on it
             self._thread.join()
         self._memory.clear()
+
+
+def _relax_captures() -> None:
+    """Let what this thread asks leave captures of CUDA graphs alone; by default, much of it makes them fail."""
+    name, library = ("hip", "libamdhip64.so") if torch.version.hip else ("cuda", "libcudart.so")
+    version = f".{torch.version.cuda.partition('.')[0]}" if torch.version.cuda else ""
+    try:
+        runtime = ctypes.CDLL(library + version)  # torch has loaded it
+        runtime[f"{name}ThreadExchangeStreamCaptureMode"](ctypes.byref(ctypes.c_int(_RELAXED)))
+    except (OSError, AttributeError) as error:
+        log.debug("a capture of a CUDA graph may fail while offload works: %s", error)
 
 
 @contextlib.contextmanager

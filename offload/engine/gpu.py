@@ -167,7 +167,7 @@ class GpuLanes:
     # Operations
 
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
-        """Put a copy on a lane (`H2D` copies to the device), cut where pinned chunks of host memory end; any thread."""
+        """Put a copy on a lane (`H2D` copies to the device), cut where chunks of pinned memory end; any thread."""
         host = source if lane is DeviceLane.H2D else target
         for offset, size in self.pinned.whole_copies(host, nbytes):
             self.device.copy(lane, target + offset, source + offset, size)

@@ -39,7 +39,7 @@ from offload.layout import STATE_NAMES, Parameter
 from offload.optim.slots import GradientSlot
 from offload.optim.state import Copies, StateView
 from offload.plan import Plan, Rates, estimate
-from offload.protocols import Device, Mark
+from offload.protocols import Device, DeviceLane, Mark
 from offload.sim import Explanation, Prediction, carry_on, compare, predict
 
 log = logging.getLogger("offload")
@@ -153,6 +153,8 @@ class OffloadedAdam(torch.optim.Optimizer):
 
     def _open_after_backward(self) -> None:
         """Open the engine, if it was left until now: it is known now what backward leaves free."""
+        if self._device is not None and not self._closed:
+            self._device.mark(DeviceLane.CALLER)  # before anything changes: refused while a CUDA graph is captured
         if self._engine is None and self._device is not None and not self._closed:
             self._open(self._config)
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.errors import InternalError, OffloadError
+from offload.errors import ConfigError, InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
 from offload.layout import STATE_NAMES
 from offload.protocols import ERROR_DEVICE, SEGMENT_DTYPE, DeviceLane, DtypeCode, Mark, Queue, SegmentFlag
@@ -62,12 +62,14 @@ class _Work:
     at_s: float = 0.0
 
     def reached(self) -> bool:
+        self.device._check_thread()
         if not self.done.is_set():
             return False
         self.device.observe(self)
         return True
 
     def wait(self) -> None:
+        self.device._check_thread()
         self.device.finish(self)
         self.device.observe(self)
         self.device.check()
@@ -106,6 +108,8 @@ class SimulatedDevice:
         pin_limit_bytes: Most that one registration takes; None for any size.
         pin_total_bytes: Most that all registrations take together; None for any size.
         caller_is_host: Whether the calling thread stands for the caller's stream. Else that is a lane like others.
+        index: Which device it is. A thread works for device 0 until `adopt_thread`, and all that it asks of another
+            is an error; users' threads call that, too (torch's own calls take care of those).
     """
 
     def __init__(
@@ -121,8 +125,13 @@ class SimulatedDevice:
         pin_limit_bytes: int | None = None,
         pin_total_bytes: int | None = None,
         caller_is_host: bool = True,
+        index: int = 0,
     ) -> None:
         self.name = "simulated GPU"
+        self.capturing = False
+        """Whether the user captures a CUDA graph from the caller's lane."""
+        self._index = index
+        self._adopted = threading.local()
         self.pinned: dict[int, int] = {}
         """Host memory that is pinned now: address and bytes."""
         self.pageable_bytes = 0
@@ -166,14 +175,27 @@ class SimulatedDevice:
         for thread in self._threads:
             thread.start()
 
+    # Threads
+
+    def adopt_thread(self) -> None:
+        """See `Device.adopt_thread`."""
+        self._adopted.index = self._index
+
+    def _check_thread(self) -> None:
+        index = getattr(self._adopted, "index", 0)
+        if index != self._index:
+            raise OffloadError(f"{self.name} {self._index} is asked by a thread that works for device {index}")
+
     # Memory
 
     def free_bytes(self) -> int:
         """See `Device.free_bytes`."""
+        self._check_thread()
         return self._memory_bytes - sum(block.nbytes for block in self._memory.values())
 
     def allocate(self, nbytes: int) -> int:
         """See `Device.allocate`."""
+        self._check_thread()
         with self._lock:
             if nbytes > self.free_bytes():
                 raise OffloadError(f"{self.name}: no memory for {nbytes} bytes; {self.free_bytes()} are free")
@@ -193,6 +215,7 @@ class SimulatedDevice:
 
     def pin(self, address: int, nbytes: int) -> None:
         """See `Device.pin`."""
+        self._check_thread()
         with self._lock:
             limit, total = self._pin_limits
             if nbytes > limit or sum(self.pinned.values()) + nbytes > total:
@@ -205,6 +228,7 @@ class SimulatedDevice:
 
     def unpin(self, address: int) -> None:
         """See `Device.unpin`."""
+        self._check_thread()
         nbytes = self.pinned.pop(address)
         if self._failure is None:
             self.host_access(address, nbytes, writes=True)
@@ -213,17 +237,24 @@ class SimulatedDevice:
 
     def mark(self, lane: DeviceLane) -> Mark:
         """See `Device.mark`."""
+        self._check_caller(lane)
         if lane is DeviceLane.CALLER and self._caller_is_host:
             return _Now()
         return self._put(lane, "mark", lambda: None, (), 0)
 
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """See `Device.follow`."""
+        self._check_caller(lane)
         if lane is DeviceLane.CALLER and self._caller_is_host:
             mark.wait()
         elif isinstance(mark, _Work):
             with self._lock:
                 self._following[lane].append(mark)
+
+    def _check_caller(self, lane: DeviceLane) -> None:
+        self._check_thread()
+        if lane is DeviceLane.CALLER and self.capturing:
+            raise ConfigError("optimizer", "used while a CUDA graph is captured", "leave it out of the capture")
 
     def report(self, mark: Mark, queue: Queue, op: int) -> None:
         """See `Device.report`."""
@@ -333,6 +364,7 @@ class SimulatedDevice:
     def _put(
         self, lane: DeviceLane, label: str, act: Callable[[], Any], spans: tuple[Span, ...], nbytes: int
     ) -> _Work:
+        self._check_thread()
         with self._lock:
             self.check()
             if self._closed:

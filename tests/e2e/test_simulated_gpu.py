@@ -511,6 +511,51 @@ def test_what_the_lanes_did_is_reported(tmp_path: Path) -> None:
         assert "h2d" in str(optimizer.explain())
 
 
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_every_thread_works_for_its_own_device(tmp_path: Path, keep_grads: bool) -> None:
+    """A thread that asks another device for something makes a context there, of half a gigabyte."""
+    (tmp_path / "store").mkdir()
+    parameters = weights()
+    device = SimulatedDevice(index=3)
+    device.adopt_thread()
+    settings = config(tmp_path / "store", keep_grads=keep_grads)
+    optimizer = OnDevice(parameters, device=device, offload=settings)
+    train(optimizer, parameters, range(3))
+    optimizer.save_checkpoint(tmp_path / "checkpoint", copy=True)
+    optimizer.wait_checkpoint()
+    assert same(states(optimizer, parameters), on_cpu(range(3)))
+    closing = threading.Thread(target=optimizer.engine._core.forgotten)
+    closing.start()  # as the collector would, on any thread
+    closing.join()
+    optimizer.close()
+    assert optimizer.engine._core._freed
+    assert not device.pinned
+
+
+@pytest.mark.parametrize("gpu_memory", ["auto", 40_000])
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_what_a_cuda_graph_would_not_repeat_is_refused_while_it_is_captured(
+    tmp_path: Path, keep_grads: bool, gpu_memory: int | str
+) -> None:
+    parameters = weights()
+    device = SimulatedDevice()
+    settings = config(tmp_path, keep_grads=keep_grads, gpu_memory=gpu_memory)
+    with OnDevice(parameters, device=device, offload=settings) as optimizer:
+        for step in range(3):
+            device.capturing = True
+            if step and not keep_grads:
+                with pytest.raises(offload.ConfigError, match="CUDA graph"):
+                    backward(parameters, step)
+                for parameter in parameters:
+                    parameter.grad = None
+            for refused in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
+                with pytest.raises(offload.ConfigError, match="CUDA graph"):
+                    refused()
+            device.capturing = False
+            train(optimizer, parameters, range(step, step + 1))
+        assert same(states(optimizer, parameters), on_cpu(range(3)))
+
+
 PAGE = mmap.PAGESIZE
 
 

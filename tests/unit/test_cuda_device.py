@@ -1,0 +1,270 @@
+"""What `CudaDevice` asks of torch, with a torch.cuda that keeps a list: threads, devices, streams, events, errors."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offload.engine import cuda as module
+from offload.errors import ConfigError, OffloadError
+from offload.protocols import SEGMENT_DTYPE, DeviceLane, DtypeCode
+
+INDEX = 1
+
+
+class Stream:
+    """A stream, with what was put on it."""
+
+    def __init__(self, cuda: FakeCuda, device: Any = None, priority: int = 0) -> None:
+        self.cuda = cuda
+        self.device = torch.device("cuda", cuda.index if device is None else torch.device(device).index)
+        self.priority = priority
+        self.work: list[Any] = []
+
+    def wait_event(self, event: Event) -> None:
+        self.cuda.touch("wait_event")
+        self.work.append(("wait", event))
+
+    def synchronize(self) -> None:
+        self.cuda.touch("synchronize")
+
+
+class Event:
+    """An event, which is reached at once."""
+
+    def __init__(self, cuda: FakeCuda, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.cuda, self.timed, self.blocking = cuda, enable_timing, blocking
+        self.recorded = 0
+        cuda.events.append(self)
+
+    def record(self, stream: Stream) -> None:
+        self.cuda.touch("record")
+        self.recorded += 1
+        stream.work.append(("record", self))
+
+    def query(self) -> bool:
+        self.cuda.touch("query")
+        return True
+
+    def synchronize(self) -> None:
+        self.cuda.touch("synchronize")
+
+    def elapsed_time(self, other: Event) -> float:
+        if not (self.timed and other.timed):
+            raise RuntimeError("both events must be made with timing")
+        return 1.0
+
+
+class FakeCuda:
+    """The parts of `torch.cuda` that `CudaDevice` uses; two devices, and each thread begins with the first."""
+
+    def __init__(self) -> None:
+        self.local = threading.local()
+        self.contexts: set[int] = set()
+        """Devices that were asked for something, or set, by a thread."""
+        self.events: list[Event] = []
+        self.defaults = [Stream(self, torch.device("cuda", index)) for index in range(2)]
+        self.capturing = False
+        self.registered: list[tuple[int, int]] = []
+
+    @property
+    def index(self) -> int:
+        return getattr(self.local, "index", 0)
+
+    def touch(self, what: str) -> None:
+        self.contexts.add(self.index)
+
+    def set_device(self, device: Any) -> None:
+        self.local.index = torch.device(device).index
+        self.touch("set_device")
+
+    def device(self, device: Any) -> Any:
+        class Exchange:
+            def __enter__(self) -> None:
+                self.before, cuda.local.index = cuda.index, torch.device(device).index
+
+            def __exit__(self, *raised: Any) -> None:
+                cuda.local.index = self.before  # torch does not make a context for that
+
+        cuda = self
+        return Exchange()
+
+    def Stream(self, device: Any = None, priority: int = 0) -> Stream:
+        return Stream(self, device, priority)
+
+    def Event(self, **options: Any) -> Event:
+        return Event(self, **options)
+
+    def current_stream(self, device: Any = None) -> Any:
+        index = self.index if device is None else torch.device(device).index
+        return getattr(self.local, f"stream{index}", self.defaults[index])
+
+    def set_stream(self, stream: Any) -> None:
+        self.set_device(stream.device)
+        setattr(self.local, f"stream{stream.device.index}", stream)
+
+    def stream(self, stream: Any) -> Any:
+        class Exchange:
+            def __enter__(self) -> None:
+                self.here, self.there = cuda.current_stream(), cuda.current_stream(stream.device)
+                cuda.set_stream(stream)
+
+            def __exit__(self, *raised: Any) -> None:
+                if self.here.device != stream.device:
+                    cuda.set_stream(self.there)
+                cuda.set_stream(self.here)
+
+        cuda = self
+        return Exchange()
+
+    def mem_get_info(self, device: Any) -> tuple[int, int]:
+        return 1 << 30, 1 << 31
+
+    def get_device_name(self, device: Any) -> str:
+        return "card"
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capturing
+
+    def cudart(self) -> Any:
+        return SimpleNamespace(
+            cudaHostRegister=self.register,
+            cudaHostUnregister=lambda address: self.touch("unregister"),
+            cudaGetErrorString=lambda error: "out of memory",
+        )
+
+    def register(self, address: int, nbytes: int, flags: int) -> int:
+        self.touch("register")
+        self.registered.append((address, nbytes))
+        return 2 if nbytes > 1 << 20 else 0
+
+
+class Kernel:
+    """What `GpuUpdateKernel` asks of a stream."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.device = cuda, torch.device("cuda", INDEX)
+
+    def update(self, table: Any) -> None:
+        self.launch("update")
+
+    def gather(self, *arguments: Any, accumulate: bool = False) -> None:
+        self.launch("gather")
+
+    def launch(self, name: str) -> None:
+        self.cuda.touch(name)
+        self.cuda.current_stream().work.append(name)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    fake = FakeCuda()
+
+    def as_tensor(memory: Any, device: torch.device) -> torch.Tensor:
+        address, _ = memory.__cuda_array_interface__["data"]
+        nbytes = memory.__cuda_array_interface__["shape"][0]
+        fake.touch("as_tensor")
+        fake.current_stream().work.append("copy")
+        return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+    def made(*shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        fake.touch("empty")
+        return torch.zeros(*shape, dtype=dtype, device="cpu")
+
+    monkeypatch.setattr(module, "cuda", fake)
+    monkeypatch.setattr(module, "GpuUpdateKernel", lambda device: Kernel(fake))
+    stand_ins = {"as_tensor": as_tensor, "empty": made, "zeros": made}
+    monkeypatch.setattr(module, "torch", SimpleNamespace(**{**vars(torch), **stand_ins}))
+    return fake
+
+
+@pytest.fixture
+def device(cuda: FakeCuda) -> Iterator[module.CudaDevice]:
+    made = module.CudaDevice(torch.device("cuda", INDEX))
+    yield made
+    made.close()
+
+
+class Posts:
+    """A queue that waits for as many posts."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.some = threading.Semaphore(0)
+
+    def post(self, op: int, **rest: Any) -> None:
+        self.seen.append(op)
+        self.some.release()
+
+
+def use_all(device: module.CudaDevice) -> None:
+    values = np.zeros(64, np.uint8)
+    address = device.allocate(64)
+    device.copy(DeviceLane.H2D, address, values.ctypes.data, 64)
+    device.copy(DeviceLane.D2H, values.ctypes.data, address, 64)
+    device.update(np.zeros(1, SEGMENT_DTYPE))
+    device.gradient_blocks(DeviceLane.GRADIENTS, address, DtypeCode.FLOAT32, 4, address)
+    for lane in DeviceLane:
+        mark = device.mark(lane)
+        assert mark.reached()
+        mark.wait()
+        device.follow(lane, mark)
+    device.pin(values.ctypes.data, 64)
+    device.unpin(values.ctypes.data)
+    assert device.free_bytes() == 1 << 30
+    device.release(address)
+
+
+def test_nothing_is_asked_of_another_device(cuda: FakeCuda, device: module.CudaDevice) -> None:
+    """Neither by the caller's thread, which may work for another, nor by threads of the session."""
+    use_all(device)
+    assert cuda.index == 0
+    thread = threading.Thread(target=lambda: (device.adopt_thread(), use_all(device)))
+    thread.start()
+    thread.join()
+    posts = Posts()
+    device.report(device.mark(DeviceLane.D2H), posts, 7)
+    assert posts.some.acquire(timeout=60.0)
+    device.close()
+    assert cuda.contexts == {INDEX}
+
+
+def test_the_caller_s_lane_is_refused_while_it_is_captured(cuda: FakeCuda, device: module.CudaDevice) -> None:
+    mark = device.mark(DeviceLane.UPDATE)
+    cuda.capturing = True
+    for refused in (lambda: device.mark(DeviceLane.CALLER), lambda: device.follow(DeviceLane.CALLER, mark)):
+        with pytest.raises(ConfigError, match="CUDA graph"):
+            refused()
+    device.follow(DeviceLane.D2H, mark)
+
+
+def test_threads_of_the_session_leave_captures_alone(
+    cuda: FakeCuda, device: module.CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[int] = []
+
+    class Runtime:
+        def __getitem__(self, name: str) -> Any:
+            assert name == "cudaThreadExchangeStreamCaptureMode"
+            return lambda mode: modes.append(mode._obj.value)
+
+    opened: list[str] = []
+    monkeypatch.setattr(module.torch, "version", SimpleNamespace(cuda="13.0", hip=None))
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: (opened.append(name), Runtime())[1])
+    before = cuda.index
+    device.adopt_thread()
+    cuda.local.index = before
+    assert opened == ["libcudart.so.13"]
+    assert modes == [2]  # cudaStreamCaptureModeRelaxed
+
+
+def test_what_cannot_be_pinned_is_told_with_cuda_s_reason(cuda: FakeCuda, device: module.CudaDevice) -> None:
+    with pytest.raises(OffloadError, match=r"2097152 bytes .* cannot be pinned: out of memory \(CUDA error 2\)"):
+        device.pin(1 << 30, 2 << 20)
