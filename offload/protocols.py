@@ -237,7 +237,7 @@ class Mark(Protocol):
         """
 
     def time_s(self) -> float:
-        """Return when it was reached, on the monotonic clock; only once it has been."""
+        """Return when it was reached, on the monotonic clock; only once it has been, and if it is `timed`."""
 
 
 class Device(Protocol):
@@ -281,8 +281,13 @@ class Device(Protocol):
     def unpin(self, address: int) -> None:
         """Take back what `pin` did; no work uses the memory any more."""
 
-    def mark(self, lane: DeviceLane) -> Mark:
-        """Return the point after what has been put on a lane so far."""
+    def mark(self, lane: DeviceLane, *, timed: bool = True) -> Mark:
+        """Return the point after what has been put on a lane so far.
+
+        Args:
+            lane: Which one.
+            timed: Whether it tells its time, as those that are reported have to; one that does not costs less.
+        """
 
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """Let what is put on a lane from now on wait for a mark of another."""
@@ -319,7 +324,7 @@ class Device(Protocol):
         """
 
     def report(self, mark: Mark, queue: Queue, op: int) -> None:
-        """Post completion `op` when a mark has been reached, with its time; of one lane's marks in their order.
+        """Post completion `op` when a timed mark has been reached, with its time; of one lane's marks in their order.
 
         A device that has failed posts `ERROR_DEVICE`.
         """

@@ -13,9 +13,11 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -43,11 +45,21 @@ microsecond after ten seconds and of eight milliseconds after a day, and its clo
 class _Event:
     """A mark: an event that has been recorded."""
 
-    def __init__(self, device: CudaDevice, event: Any, number: int, base: tuple[Any, float]) -> None:
+    def __init__(self, device: CudaDevice, lane: DeviceLane, timed: bool) -> None:
         self.device = device
-        self.event = event
-        self.number = number
-        self.base = base
+        self.number = next(device.numbers)
+        self.base = device.base  # recorded before, so no time since it is negative
+        # Whoever waits for an event that is recorded again waits for what was recorded when they were told to.
+        self.unused = device.unused[timed]
+        try:
+            self.event = self.unused.pop()
+        except IndexError:
+            self.event = cuda.Event(enable_timing=timed, blocking=True)
+        self.event.record(device.stream(lane))
+
+    def __del__(self) -> None:
+        if hasattr(self, "event"):
+            self.unused.append(self.event)
 
     def reached(self) -> bool:
         with self.device.current():
@@ -64,10 +76,11 @@ class _Event:
 
 
 class _Memory:
-    """Bytes of a device, as torch takes them without a copy."""
+    """Bytes of the device or the host, as torch and numpy take them without a copy (ctypes makes a type a size)."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
+        bytes_there = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = self.__array_interface__ = bytes_there
 
 
 class CudaDevice:
@@ -84,7 +97,9 @@ class CudaDevice:
         self._kernel = GpuUpdateKernel(device)
         self.device = self._kernel.device
         self.name = f"{self.device} ({cuda.get_device_name(self.device)})"
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
+        self.unused: dict[bool, deque[Any]] = {False: deque(), True: deque()}
+        """Events without and with timing that nobody waits for any more: making one can take long."""
         self._memory: dict[int, torch.Tensor] = {}
         self._pending: list[tuple[_Event, Queue, int]] = []
         self._some = threading.Condition()
@@ -93,7 +108,7 @@ class CudaDevice:
             lanes = (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS)
             self._streams = {lane: cuda.Stream(self.device) for lane in lanes}
             self._clock = cuda.Stream(self.device)
-            self._base = self._now()
+            self.base = self._now()
         self._thread = threading.Thread(target=self._post_reports, name="offload-gpu", daemon=True)
         self._thread.start()
 
@@ -161,28 +176,24 @@ class CudaDevice:
 
     # Order
 
-    def _stream(self, lane: DeviceLane) -> Any:
+    def stream(self, lane: DeviceLane) -> Any:
+        """Return the stream of a lane; the device is current."""
         if lane is not DeviceLane.CALLER:
             return self._streams[lane]
         if cuda.is_current_stream_capturing():
             raise ConfigError("optimizer", "used while a CUDA graph is captured", CAPTURE_ADVICE)
         return cuda.current_stream(self.device)
 
-    def mark(self, lane: DeviceLane) -> Mark:
+    def mark(self, lane: DeviceLane, *, timed: bool = True) -> Mark:
         """See `Device.mark`."""
         with self.current():
-            if time.monotonic() - self._base[1] > REBASE_S:
-                self._base = self._now()
-            base = self._base  # recorded before the mark, so no time since it is negative
-            event = cuda.Event(enable_timing=True, blocking=True)
-            event.record(self._stream(lane))
-        return _Event(self, event, next(self._numbers), base)
+            return _Event(self, lane, timed)
 
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """See `Device.follow`."""
         if isinstance(mark, _Event):
             with self.current():
-                self._stream(lane).wait_event(mark.event)
+                self.stream(lane).wait_event(mark.event)
 
     def report(self, mark: Mark, queue: Queue, op: int) -> None:
         """See `Device.report`."""
@@ -197,9 +208,18 @@ class CudaDevice:
         while True:
             with self._some:
                 while not self._pending and not self._closed:
-                    self._some.wait()
-                if not self._pending:
+                    if not self._some.wait(REBASE_S):
+                        break
+                if not self._pending and self._closed:
                     return
+            # Here, and not where marks are made: with one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) this
+            # waits for all that has been asked of the device.
+            with contextlib.suppress(OffloadError), self.current():
+                if time.monotonic() - self.base[1] > REBASE_S:
+                    self.base = self._now()
+            with self._some:
+                if not self._pending:
+                    continue
                 # What was recorded first on a lane is reached first.
                 chosen = min(self._pending, key=lambda pending: pending[0].number)
                 self._pending.remove(chosen)
@@ -220,9 +240,9 @@ class CudaDevice:
         if not nbytes:
             return
         here, there = (source, target) if lane is DeviceLane.H2D else (target, source)
-        with self.current(), cuda.stream(self._stream(lane)):
+        with self.current(), cuda.stream(self.stream(lane)):
             on_device = torch.as_tensor(_Memory(there, nbytes), dtype=torch.uint8, device=self.device)
-            on_host = torch.frombuffer((ctypes.c_char * nbytes).from_address(here), dtype=torch.uint8)
+            on_host = torch.from_numpy(np.asarray(_Memory(here, nbytes)))
             if lane is DeviceLane.H2D:
                 on_device.copy_(on_host, non_blocking=True)
             else:
@@ -245,7 +265,7 @@ class CudaDevice:
         accumulate: bool = False,
     ) -> None:
         """See `Device.gradient_blocks`."""
-        with self.current(), cuda.stream(self._stream(lane)):
+        with self.current(), cuda.stream(self.stream(lane)):
             self._kernel.gather(source, dtype, numel, blocks, target, target_dtype, accumulate=accumulate)
 
     def close(self) -> None:

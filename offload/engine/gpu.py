@@ -150,19 +150,19 @@ class GpuLanes:
 
     def follow_caller(self) -> None:
         """Let all lanes wait for what the caller has asked of the device so far."""
-        mark = self.device.mark(DeviceLane.CALLER)
+        mark = self.device.mark(DeviceLane.CALLER, timed=False)
         for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE):
             self.device.follow(lane, mark)
 
     def lead_caller(self) -> None:
         """Let what the caller asks of the device from now on wait for new weights and state."""
         for lane in (DeviceLane.UPDATE, DeviceLane.H2D):
-            self.device.follow(DeviceLane.CALLER, self.device.mark(lane))
+            self.device.follow(DeviceLane.CALLER, self.device.mark(lane, timed=False))
 
     def wait(self) -> None:
         """Wait until all that is on the lanes has been done; any thread."""
         for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS):
-            self.device.mark(lane).wait()
+            self.device.mark(lane, timed=False).wait()
 
     # Operations
 
@@ -246,7 +246,7 @@ class GpuLanes:
         """Send a subgroup's weights to the device and wait until they are there."""
         slot, copies = self._weights_of.pop(subgroup)
         self._copy_all(DeviceLane.H2D, copies)
-        self.device.mark(DeviceLane.H2D).wait()
+        self.device.mark(DeviceLane.H2D, timed=False).wait()
         slot.subgroup = None
 
     def drop(self, subgroup: int) -> None:
@@ -295,18 +295,18 @@ class GpuLanes:
             follows: Whether that comes after all that has been put on lanes; else only after what the caller did.
         """
         for lane in (DeviceLane.UPDATE, DeviceLane.H2D) if follows else ():
-            self.device.follow(DeviceLane.D2H, self.device.mark(lane))
+            self.device.follow(DeviceLane.D2H, self.device.mark(lane, timed=False))
         for target, source, nbytes in copies:
             self.copy(DeviceLane.D2H, target, source, nbytes)
-        self.device.mark(DeviceLane.D2H).wait()
+        self.device.mark(DeviceLane.D2H, timed=False).wait()
 
     def store(self, copies: Sequence[tuple[int, int, int]]) -> None:
         """Copy to the device, behind all that is on its lanes, and wait: rows of (device, host address, bytes)."""
         for lane in (DeviceLane.UPDATE, DeviceLane.D2H):
-            self.device.follow(DeviceLane.H2D, self.device.mark(lane))
+            self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))
         for target, source, nbytes in copies:
             self.copy(DeviceLane.H2D, target, source, nbytes)
-        mark = self.device.mark(DeviceLane.H2D)
+        mark = self.device.mark(DeviceLane.H2D, timed=False)
         self.device.follow(DeviceLane.UPDATE, mark)
         mark.wait()
 

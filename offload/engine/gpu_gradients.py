@@ -115,7 +115,7 @@ class GpuGradients:
         found = self.positions[position]
         self._check_dtype(found, dtype)
         device = self.lanes.device
-        device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER))
+        device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
         nbytes = found.numel * ITEM_BYTES[dtype]
         if not found.arrivals:
             device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
@@ -137,10 +137,10 @@ class GpuGradients:
             if found.slot.numel():
                 buffer = self._buffer(found)
                 self.lanes.copy(DeviceLane.GRADIENTS, buffer.data_ptr(), address, nbytes)
-                self._passing.append(_Passing(device.mark(DeviceLane.GRADIENTS), position, buffer))
+                self._passing.append(_Passing(device.mark(DeviceLane.GRADIENTS, timed=False), position, buffer))
         found.arrivals += 1
         found.dtype = dtype
-        found.mark = device.mark(DeviceLane.GRADIENTS)
+        found.mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         return found.mark
 
     def _check_dtype(self, found: _Parameter, dtype: DtypeCode) -> None:
@@ -175,7 +175,7 @@ class GpuGradients:
     def gather(self, position: int, address: int, dtype: DtypeCode) -> None:
         """Make the block sums of a gradient that stays with its owner, behind the caller's work."""
         found, device = self.positions[position], self.lanes.device
-        device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER))
+        device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
         device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
 
     def finish_additions(self) -> None:
@@ -189,7 +189,7 @@ class GpuGradients:
         self.finish_additions()
         for region in self._regions:
             self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
-        device.mark(DeviceLane.GRADIENTS).wait()
+        device.mark(DeviceLane.GRADIENTS, timed=False).wait()
         for found in self.positions:
             if found.added and not found.stays:
                 address, blocks = found.slot.data_ptr(), found.blocks.ctypes.data
@@ -198,7 +198,9 @@ class GpuGradients:
     def forget(self) -> None:
         """Gradients have been used or are not wanted: the next that arrives is the first."""
         device = self.lanes.device
-        device.follow(DeviceLane.CALLER, device.mark(DeviceLane.GRADIENTS))  # their memory may be used again
+        device.follow(
+            DeviceLane.CALLER, device.mark(DeviceLane.GRADIENTS, timed=False)
+        )  # their memory may be used again
         for passing in self._passing:
             passing.mark.wait()
         self._passing.clear()

@@ -154,7 +154,9 @@ class OffloadedAdam(torch.optim.Optimizer):
     def _open_after_backward(self) -> None:
         """Open the engine, if it was left until now: it is known now what backward leaves free."""
         if self._device is not None and not self._closed:
-            self._device.mark(DeviceLane.CALLER)  # before anything changes: refused while a CUDA graph is captured
+            self._device.mark(
+                DeviceLane.CALLER, timed=False
+            )  # before anything changes: refused while a CUDA graph is captured
         if self._engine is None and self._device is not None and not self._closed:
             self._open(self._config)
 

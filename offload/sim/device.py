@@ -60,6 +60,7 @@ class _Work:
     requires: list[_Work]
     done: threading.Event = field(default_factory=threading.Event)
     at_s: float = 0.0
+    timed: bool = False
 
     def reached(self) -> bool:
         self.device._check_thread()
@@ -75,6 +76,8 @@ class _Work:
         self.device.check()
 
     def time_s(self) -> float:
+        if not self.timed:
+            raise InternalError("a mark that is not timed is asked for its time")
         return self.at_s
 
 
@@ -235,12 +238,14 @@ class SimulatedDevice:
 
     # Order
 
-    def mark(self, lane: DeviceLane) -> Mark:
+    def mark(self, lane: DeviceLane, *, timed: bool = True) -> Mark:
         """See `Device.mark`."""
         self._check_caller(lane)
         if lane is DeviceLane.CALLER and self._caller_is_host:
             return _Now()
-        return self._put(lane, "mark", lambda: None, (), 0)
+        mark = self._put(lane, "mark", lambda: None, (), 0)
+        mark.timed = timed
+        return mark
 
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """See `Device.follow`."""
@@ -260,6 +265,7 @@ class SimulatedDevice:
         """See `Device.report`."""
         with self._lock:
             if isinstance(mark, _Work | _Now):
+                mark.time_s()
                 self._reports.append((mark, queue, op))
             self._some.notify_all()
 

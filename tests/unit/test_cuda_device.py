@@ -265,6 +265,33 @@ def test_threads_of_the_session_leave_captures_alone(
     assert modes == [2]  # cudaStreamCaptureModeRelaxed
 
 
+def test_events_are_used_again_when_nobody_waits_for_them(cuda: FakeCuda, device: module.CudaDevice) -> None:
+    before = len(cuda.events)
+    for _ in range(10):
+        for lane in DeviceLane:
+            device.follow(DeviceLane.UPDATE, device.mark(lane, timed=False))
+    assert not [event for event in cuda.events[before:] if event.timed]
+    assert len(cuda.events) == before + 1
+    held = [device.mark(DeviceLane.H2D) for _ in range(3)]
+    assert len({mark.event for mark in held}) == 3
+    assert held[0].time_s() <= held[0].base[1] + 1e-3
+
+
+def test_the_time_is_compared_on_the_thread_that_reports(
+    cuda: FakeCuda, device: module.CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes a mark may be running backward."""
+    compared: list[threading.Thread] = []
+    plain = device._now
+    monkeypatch.setattr(device, "_now", lambda: (compared.append(threading.current_thread()), plain())[1])
+    monkeypatch.setattr(module, "REBASE_S", 0.0)
+    posts = Posts()
+    device.report(device.mark(DeviceLane.D2H), posts, 7)
+    assert posts.some.acquire(timeout=60.0)
+    device.close()
+    assert set(compared) == {device._thread}
+
+
 def test_what_cannot_be_pinned_is_told_with_cuda_s_reason(cuda: FakeCuda, device: module.CudaDevice) -> None:
     with pytest.raises(OffloadError, match=r"2097152 bytes .* cannot be pinned: out of memory \(CUDA error 2\)"):
         device.pin(1 << 30, 2 << 20)
