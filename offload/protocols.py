@@ -220,7 +220,13 @@ class DeviceLane(IntEnum):
     D2H = 2
     UPDATE = 3
     GRADIENTS = 4
-    """Gradients that leave during backward."""
+    """Sums of gradients, as they arrive during backward; comes after `LEAVING` for each of them."""
+    LEAVING = 5
+    """Copies of gradients that leave during backward: beside their sums, as both only read."""
+
+
+LANES = tuple(lane for lane in DeviceLane if lane is not DeviceLane.CALLER)
+"""The lanes of a session's own."""
 
 
 class Mark(Protocol):

@@ -23,7 +23,7 @@ import torch
 
 from offload.errors import ConfigError, OffloadError
 from offload.kernels.gpu import GpuUpdateKernel
-from offload.protocols import ERROR_DEVICE, DeviceLane, DtypeCode, Mark, Queue
+from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, DtypeCode, Mark, Queue
 
 log = logging.getLogger("offload")
 
@@ -105,8 +105,9 @@ class CudaDevice:
         self._some = threading.Condition()
         self._closed = False
         with self.current():
-            lanes = (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS)
-            self._streams = {lane: cuda.Stream(self.device) for lane in lanes}
+            # Kernels of ours are short and much waits for them: before those of forward and backward.
+            first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS)
+            self._streams = {lane: cuda.Stream(self.device, priority=-(lane in first)) for lane in LANES}
             self._clock = cuda.Stream(self.device)
             self.base = self._now()
         self._thread = threading.Thread(target=self._post_reports, name="offload-gpu", daemon=True)

@@ -25,7 +25,7 @@ from offload.engine.pinning import PinnedMemory
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout
 from offload.plan.budget import WEIGHT_SLOTS, Plan
-from offload.protocols import Device, DeviceLane, DtypeCode, Mark, Queue
+from offload.protocols import LANES, Device, DeviceLane, DtypeCode, Mark, Queue
 
 ITEM_BYTES = {DtypeCode.BFLOAT16: 2, DtypeCode.FLOAT16: 2, DtypeCode.FLOAT32: 4}
 
@@ -161,7 +161,7 @@ class GpuLanes:
 
     def wait(self) -> None:
         """Wait until all that is on the lanes has been done; any thread."""
-        for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS):
+        for lane in LANES:
             self.device.mark(lane, timed=False).wait()
 
     # Operations

@@ -114,30 +114,23 @@ class GpuGradients:
         """
         found = self.positions[position]
         self._check_dtype(found, dtype)
-        device = self.lanes.device
-        device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
-        nbytes = found.numel * ITEM_BYTES[dtype]
-        if not found.arrivals:
-            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
+        device, first, left = self.lanes.device, not found.arrivals, None
+        made = device.mark(DeviceLane.CALLER, timed=False)
+        if found.slot.numel():
+            target = found.slot if first else self._buffer(found)
+            device.follow(DeviceLane.LEAVING, made)
+            self.lanes.copy(DeviceLane.LEAVING, target.data_ptr(), address, found.numel * ITEM_BYTES[dtype])
+            left = device.mark(DeviceLane.LEAVING, timed=False)
+            if not first:
+                self._passing.append(_Passing(left, position, target))
+        if first:
             found.kept = address
-            if found.slot.numel():
-                self.lanes.copy(DeviceLane.GRADIENTS, found.slot.data_ptr(), address, nbytes)
-        else:
-            if found.stays:
-                device.gradient_blocks(
-                    DeviceLane.GRADIENTS,
-                    address,
-                    dtype,
-                    found.numel,
-                    found.device_blocks,
-                    found.kept,
-                    dtype,
-                    accumulate=True,
-                )
-            if found.slot.numel():
-                buffer = self._buffer(found)
-                self.lanes.copy(DeviceLane.GRADIENTS, buffer.data_ptr(), address, nbytes)
-                self._passing.append(_Passing(device.mark(DeviceLane.GRADIENTS, timed=False), position, buffer))
+        if first or found.stays:
+            adds = (found.kept, dtype, True) if not first else ()
+            device.follow(DeviceLane.GRADIENTS, made)
+            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks, *adds)
+        if left is not None:  # after the sums, so that these do not wait for their own copy
+            device.follow(DeviceLane.GRADIENTS, left)
         found.arrivals += 1
         found.dtype = dtype
         found.mark = device.mark(DeviceLane.GRADIENTS, timed=False)

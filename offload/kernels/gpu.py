@@ -76,6 +76,8 @@ class GpuUpdateKernel:
             raise ConfigError("device", str(chosen), f"TRITON_INTERPRET must be {wanted} before Triton is imported")
         self.device = chosen
         """Where the memory lies that tables and addresses point at."""
+        streams: Any = torch.cuda
+        self._uploads: Any = streams.Stream(chosen) if chosen.type == "cuda" else None
 
     def update(self, table: npt.NDArray[Any]) -> None:
         """Enqueue the update of the segments of `table`, a launch for each combination of dtypes.
@@ -205,9 +207,17 @@ class GpuUpdateKernel:
         return np.errstate(all="ignore")
 
     def _upload(self, words: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Return a copy on the device, enqueued on the current stream like all that reads it."""
+        """Return a copy on the device, for which the current stream waits from now on."""
         if self.device.type == "cpu":
             return torch.from_numpy(words)
         pinned = torch.empty(words.size, dtype=torch.int64, device="cpu", pin_memory=True)
         pinned.numpy()[:] = words
-        return pinned.to(self.device, non_blocking=True)  # torch keeps both until the stream is done with them
+        using = torch.cuda.current_stream(self.device)
+        # On a stream of its own: on the current one it would wait for the state that is updated, and then for its
+        # turn among copies of other state.
+        with torch.cuda.stream(self._uploads):
+            there = torch.empty(words.size, dtype=torch.int64, device=self.device)
+            there.copy_(pinned, non_blocking=True)  # torch keeps both until the streams are done with them
+        there.record_stream(using)
+        using.wait_stream(self._uploads)
+        return there

@@ -9,6 +9,7 @@ the same memory, one of them writing, must be ordered by a lane, by `follow`, or
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -27,15 +28,28 @@ import torch
 from offload.errors import ConfigError, InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
 from offload.layout import STATE_NAMES
-from offload.protocols import ERROR_DEVICE, SEGMENT_DTYPE, DeviceLane, DtypeCode, Mark, Queue, SegmentFlag
+from offload.protocols import (
+    ERROR_DEVICE,
+    LANES,
+    SEGMENT_DTYPE,
+    DeviceLane,
+    DtypeCode,
+    Mark,
+    Queue,
+    SegmentFlag,
+)
 
-LANES = (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS)
 ALIGNMENT = 256
+TABLES = "tables"
+"""The stream on which the tables of updates are sent to the device."""
 POISON = 0xA5
 """What new device memory is filled with."""
 
 ITEM_BYTES = (0, 2, 2, 4)
 TORCH_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
+
+Lane = DeviceLane | str
+"""A lane, or one more stream: of the device itself, or of the user."""
 
 Span = tuple[int, int, bool]
 """First address, address after the last, and whether it is written."""
@@ -50,17 +64,18 @@ class _Work:
     """One piece of work; a mark is one that does nothing."""
 
     device: SimulatedDevice
-    lane: DeviceLane
+    lane: Lane
     number: int
     label: str
     act: Callable[[], None]
     spans: tuple[Span, ...]
     nbytes: int
-    clock: dict[DeviceLane, int]
+    clock: dict[Lane, int]
     requires: list[_Work]
     done: threading.Event = field(default_factory=threading.Event)
     at_s: float = 0.0
     timed: bool = False
+    engine: threading.Lock | None = None
 
     def reached(self) -> bool:
         self.device._check_thread()
@@ -152,16 +167,18 @@ class SimulatedDevice:
             math.inf if pin_total_bytes is None else pin_total_bytes,
         )
         self._caller_is_host = caller_is_host
-        lanes = LANES if caller_is_host else tuple(DeviceLane)
+        lanes: tuple[Lane, ...] = (*LANES, TABLES, *(() if caller_is_host else (DeviceLane.CALLER,)))
         self._memory: dict[int, npt.NDArray[np.uint8]] = {}
         self._kernel = CpuUpdateKernel(threads=1)
         self._lock = threading.RLock()
         self._doing = threading.RLock()
-        self._queues: dict[DeviceLane, deque[_Work]] = {lane: deque() for lane in lanes}
-        self._clocks: dict[DeviceLane, dict[DeviceLane, int]] = {lane: {} for lane in lanes}
-        self._following: dict[DeviceLane, list[_Work]] = {lane: [] for lane in lanes}
-        self._host_clock: dict[DeviceLane, int] = {}
+        self._queues: dict[Lane, deque[_Work]] = {lane: deque() for lane in lanes}
+        self._clocks: dict[Lane, dict[Lane, int]] = {lane: {} for lane in lanes}
+        self._following: dict[Lane, list[_Work]] = {lane: [] for lane in lanes}
+        self._host_clock: dict[Lane, int] = {}
         self._open: list[_Work] = []
+        self._engines = {DeviceLane.H2D: threading.Lock(), DeviceLane.D2H: threading.Lock()}
+        """What copies: one way each, and one copy at a time, whatever lane it is on."""
         self._failure: OffloadError | None = None
         self._acting = 0
         self._closed = False
@@ -171,7 +188,7 @@ class SimulatedDevice:
         if not lazy:
             self._threads += [
                 threading.Thread(
-                    target=self._serve, args=(lane,), name=f"sim-device-{lane.name.lower()}", daemon=True
+                    target=self._serve, args=(lane,), name=f"sim-device-{_name(lane).lower()}", daemon=True
                 )
                 for lane in lanes
             ]
@@ -278,7 +295,7 @@ class SimulatedDevice:
         with self._lock:
             self._compare("the host", ((address, address + nbytes, writes),), self._host_clock)
 
-    def _compare(self, label: str, spans: Iterable[Span], clock: dict[DeviceLane, int]) -> None:
+    def _compare(self, label: str, spans: Iterable[Span], clock: dict[Lane, int]) -> None:
         for work in self._open:
             if clock.get(work.lane, -1) >= work.number:
                 continue
@@ -286,7 +303,7 @@ class SimulatedDevice:
                 for other_begin, other_end, other_writes in work.spans:
                     if begin < other_end and other_begin < end and (writes or other_writes):
                         raise HazardError(
-                            f"{label} and {work.label} (number {work.number} on {work.lane.name}) touch the same "
+                            f"{label} and {work.label} (number {work.number} on {_name(work.lane)}) touch the same "
                             f"{min(end, other_end) - max(begin, other_begin)} bytes in no order"
                         )
 
@@ -303,8 +320,14 @@ class SimulatedDevice:
         if nbytes:
             self._check_registrations(source if lane is DeviceLane.H2D else target, nbytes)
             spans = ((source, source + nbytes, False), (target, target + nbytes, True))
+            engine = self._engines[DeviceLane.H2D if lane is DeviceLane.H2D else DeviceLane.D2H]
             self._put(
-                lane, f"a copy of {nbytes} bytes", lambda: ctypes.memmove(target, source, nbytes), spans, nbytes
+                lane,
+                f"a copy of {nbytes} bytes",
+                lambda: ctypes.memmove(target, source, nbytes),
+                spans,
+                nbytes,
+                engine=engine,
             )
 
     def _check_registrations(self, address: int, nbytes: int) -> None:
@@ -329,6 +352,9 @@ class SimulatedDevice:
             columns.append((row["gradient"] if active else 0, ITEM_BYTES[row["gradient_dtype"]], False))
             spans += [(int(at), int(at) + numel * item, writes) for at, item, writes in columns if at]
         nbytes = 12 * int(rows["numel"].sum())
+        engine = self._engines[DeviceLane.H2D]
+        there = self._put(TABLES, "a table", lambda: None, (), rows.nbytes, engine=engine)
+        self.follow(DeviceLane.UPDATE, there)
         self._put(DeviceLane.UPDATE, "an update", lambda: self._kernel.run(rows), tuple(spans), nbytes)
 
     def gradient_blocks(
@@ -368,7 +394,14 @@ class SimulatedDevice:
         self._put(DeviceLane.CALLER, label, act, tuple(spans), 0)
 
     def _put(
-        self, lane: DeviceLane, label: str, act: Callable[[], Any], spans: tuple[Span, ...], nbytes: int
+        self,
+        lane: Lane,
+        label: str,
+        act: Callable[[], Any],
+        spans: tuple[Span, ...],
+        nbytes: int,
+        *,
+        engine: threading.Lock | None = None,
     ) -> _Work:
         self._check_thread()
         with self._lock:
@@ -383,14 +416,14 @@ class SimulatedDevice:
             number = clock.get(lane, -1) + 1
             self._compare(label, spans, clock)
             clock[lane] = number
-            work = _Work(self, lane, number, label, act, spans, nbytes, dict(clock), requires)
+            work = _Work(self, lane, number, label, act, spans, nbytes, dict(clock), requires, engine=engine)
             self._queues[lane].append(work)
             if spans:
                 self._open.append(work)
             self._some.notify_all()
             return work
 
-    def _serve(self, lane: DeviceLane) -> None:
+    def _serve(self, lane: Lane) -> None:
         while True:
             with self._some:
                 while not self._queues[lane] and not self._closed:
@@ -403,11 +436,12 @@ class SimulatedDevice:
                 other.done.wait()
             if self._bytes_per_s:
                 delay_s += work.nbytes / self._bytes_per_s
-            if delay_s:
-                time.sleep(delay_s)
-            with self._lock:
-                self._queues[lane].popleft()
-            self._do(work)
+            with work.engine or contextlib.nullcontext():
+                if delay_s:
+                    time.sleep(delay_s)
+                with self._lock:
+                    self._queues[lane].popleft()
+                self._do(work)
 
     def finish(self, work: _Work) -> None:
         """Return when a piece of work has been done; do it, if nobody else does."""
@@ -483,7 +517,11 @@ class SimulatedDevice:
         self._memory.clear()
 
 
-def _merge(clock: dict[DeviceLane, int], other: dict[DeviceLane, int]) -> None:
+def _name(lane: Lane) -> str:
+    return lane if isinstance(lane, str) else lane.name
+
+
+def _merge(clock: dict[Lane, int], other: dict[Lane, int]) -> None:
     for lane, number in other.items():
         clock[lane] = max(clock.get(lane, -1), number)
 

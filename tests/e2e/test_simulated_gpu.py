@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -29,7 +30,7 @@ from offload.checkpoint.manifest import COMMIT_NAME
 from offload.engine import pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
-from offload.protocols import DeviceLane
+from offload.protocols import SEGMENT_DTYPE, DeviceLane
 from offload.sim import HazardError, SimulatedDevice
 
 
@@ -438,6 +439,39 @@ def test_gradients_leave_during_backward(tmp_path: Path) -> None:
         scaler.scale(torch.ones(()))
         with pytest.raises(AssertionError, match="No inf checks"):
             scaler.step(optimizer)
+
+
+def test_one_engine_copies_to_the_device() -> None:
+    device = SimulatedDevice()
+    host, other = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
+    there, back = (device.allocate(16) for _ in range(2))
+    with device._engines[DeviceLane.H2D]:
+        device.copy(DeviceLane.H2D, there, host.data_ptr(), 16)
+        device.update(np.zeros(1, SEGMENT_DTYPE))
+        waiting = [device.mark(DeviceLane.H2D), device.mark(DeviceLane.UPDATE)]
+        device.copy(DeviceLane.D2H, other.data_ptr(), back, 16)
+        device.mark(DeviceLane.D2H).wait()
+        assert not any(mark.reached() for mark in waiting)
+    for mark in waiting:
+        mark.wait()
+    device.close()
+
+
+def test_copies_of_gradients_do_not_wait_for_their_sums(tmp_path: Path) -> None:
+    """Sums wait for backward's own kernels to end, and the link would idle meanwhile."""
+    parameters = weights()
+    device = SimulatedDevice(lazy=True)
+    settings = config(tmp_path, keep_grads=False, placement="cpu", gpu_memory=0)
+    with OnDevice(parameters, device=device, offload=settings) as optimizer:
+        core, before = optimizer.engine._core, device.done
+        gradients = [torch.full_like(p, number + 1) for number, p in enumerate(parameters)]
+        torch.autograd.backward(parameters, gradients)
+        device.mark(DeviceLane.LEAVING).wait()
+        assert device.done == before + len(parameters)
+        for number, position in enumerate(core.gradients.on_gpu.positions):  # type: ignore[union-attr]
+            assert (position.slot == number + 1).all()
+        device.mark(DeviceLane.GRADIENTS).wait()
+        assert device.done == before + 2 * len(parameters)
 
 
 def test_more_gradient_after_clipping_is_refused(tmp_path: Path) -> None:

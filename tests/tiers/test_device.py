@@ -15,8 +15,6 @@ from offload.kernels import CpuUpdateKernel
 from offload.protocols import SEGMENT_DTYPE, Device, DeviceLane, DtypeCode, SegmentFlag
 from offload.sim import SimulatedDevice
 
-LANES = [DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS]
-
 
 @pytest.fixture(params=["eager", "lazy", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:

@@ -14,7 +14,8 @@ import torch
 
 from offload.engine import cuda as module
 from offload.errors import ConfigError, OffloadError
-from offload.protocols import SEGMENT_DTYPE, DeviceLane, DtypeCode
+from offload.kernels import gpu as kernels
+from offload.protocols import SEGMENT_DTYPE, DeviceLane, DtypeCode, SegmentFlag
 
 INDEX = 1
 
@@ -31,6 +32,9 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.cuda.touch("wait_event")
         self.work.append(("wait", event))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.work.append(("wait", stream))
 
     def synchronize(self) -> None:
         self.cuda.touch("synchronize")
@@ -290,6 +294,65 @@ def test_the_time_is_compared_on_the_thread_that_reports(
     assert posts.some.acquire(timeout=60.0)
     device.close()
     assert set(compared) == {device._thread}
+
+
+def test_kernels_of_the_session_come_before_those_of_backward(device: module.CudaDevice) -> None:
+    priorities = {lane: device.stream(lane).priority for lane in DeviceLane if lane is not DeviceLane.CALLER}
+    assert {lane for lane, priority in priorities.items() if priority} == {DeviceLane.UPDATE, DeviceLane.GRADIENTS}
+    assert set(priorities.values()) == {-1, 0}
+
+
+class Uploaded:
+    """A tensor on the device."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.users = cuda, []
+
+    def copy_(self, other: torch.Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        self.cuda.current_stream().work.append("upload")
+
+    def record_stream(self, stream: Stream) -> None:
+        self.users.append(stream)
+
+    def __getitem__(self, which: slice) -> Uploaded:
+        return self
+
+    def view(self, dtype: torch.dtype) -> Uploaded:
+        return self
+
+
+def test_a_table_is_sent_before_the_state_that_it_is_for_is_there(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine copies all that goes to the device: a table that comes after the wait takes its turn again."""
+    made: list[Uploaded] = []
+
+    def empty(*shape: int, dtype: torch.dtype, device: Any, pin_memory: bool = False) -> Any:
+        if device == "cpu":
+            return torch.empty(*shape, dtype=dtype, device="cpu")
+        made.append(Uploaded(cuda))
+        return made[-1]
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **constants: cuda.current_stream().work.append("update")
+
+    monkeypatch.setattr(kernels, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda, "empty": empty}))
+    kernel = kernels.GpuUpdateKernel.__new__(kernels.GpuUpdateKernel)
+    kernel.device, kernel._uploads = torch.device("cuda", 0), cuda.Stream()
+    kernel._kernels = SimpleNamespace(update=Launch())
+    table = np.zeros(1, SEGMENT_DTYPE)
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        table[name] = 4096
+    table["numel"], table["flags"] = 1000, int(SegmentFlag.ZERO_MOMENTS)
+    copied, lane = cuda.Event(), cuda.Stream()
+    lane.wait_event(copied)
+    with cuda.stream(lane):
+        kernel.update(table)
+    assert kernel._uploads.work == ["upload"]
+    assert lane.work == [("wait", copied), ("wait", kernel._uploads), "update"]
+    assert made[0].users == [lane]
 
 
 def test_what_cannot_be_pinned_is_told_with_cuda_s_reason(cuda: FakeCuda, device: module.CudaDevice) -> None:
