@@ -13,6 +13,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+    import torch
 
 SECTOR_BYTES = 4096
 """Alignment of buffers, of slots and of headers."""
@@ -276,6 +277,12 @@ class Device(Protocol):
 
     def release(self, address: int) -> None:
         """Give memory back that no work uses any more."""
+
+    def give_up(self, tensor: torch.Tensor) -> None:
+        """Say that the caller drops a tensor on the device: its memory is used again behind the caller's lane only.
+
+        An allocator orders memory by the stream that it was allocated on, which may be another one of the user's.
+        """
 
     def pin(self, address: int, nbytes: int) -> None:
         """Lock host memory and let the device reach it, so that copies need nobody's help.

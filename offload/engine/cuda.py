@@ -158,6 +158,11 @@ class CudaDevice:
         """See `Device.release`."""
         del self._memory[address]
 
+    def give_up(self, tensor: torch.Tensor) -> None:
+        """See `Device.give_up`; costs nothing where the tensor was allocated on the caller's stream."""
+        with self.current():
+            tensor.record_stream(cuda.current_stream(self.device))
+
     def pin(self, address: int, nbytes: int) -> None:
         """See `Device.pin`."""
         with self.current():

@@ -59,6 +59,9 @@ PREDICTION_DRIFT = 0.1
 HYPERPARAMETER_DEPTH = 4
 """How deeply a hyperparameter may be nested to be kept in a checkpoint."""
 
+MAX_IN_TRANSIT_BYTES = 1 << 30
+"""Gradients on a GPU that are held while they leave it; for more of them, backward waits on the GPU."""
+
 CLIP_EPS = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides."""
 
@@ -110,6 +113,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._closed = False
         self._departed: dict[int, torch.Tensor | None] = {}
         self._in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
+        self._in_transit_bytes = 0
         self._loss_scale = 1.0
         self._positions: dict[torch.Tensor, int] = {}
         self._slots: list[GradientSlot] = []
@@ -331,18 +335,28 @@ class OffloadedAdam(torch.optim.Optimizer):
         mark = self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
         parameter.grad = None
         while self._in_transit and self._in_transit[0][0].reached():
-            self._in_transit.popleft()
+            self._in_transit_bytes -= self._in_transit.popleft()[1].nbytes
         if mark is not None:
             self._in_transit.append((mark, gradient))  # its memory is free when the copy has been made
+            self._in_transit_bytes += gradient.nbytes
+        while self._in_transit_bytes > MAX_IN_TRANSIT_BYTES and self._device is not None:
+            first, oldest = self._in_transit.popleft()
+            self._in_transit_bytes -= oldest.nbytes
+            self._device.follow(DeviceLane.CALLER, first)  # whatever backward does next, with that memory too
+            self._device.give_up(oldest)
         if position not in self._departed:
             self._departed[position] = gradient if self.engine.keeps_gradient(position) else None
 
     def forget_departed(self) -> None:
         """Forget gradients that have left the GPU: those that arrive next are the first; for `offload.GradScaler`."""
-        if self._departed:
-            self.engine.forget_gradients()
+        if self._departed and self._device is not None:
+            self.engine.forget_gradients()  # the caller's stream comes behind whatever reads them
+            for gradient in (*self._departed.values(), *(gradient for _, gradient in self._in_transit)):
+                if gradient is not None:
+                    self._device.give_up(gradient)
             self._departed.clear()
         self._in_transit.clear()
+        self._in_transit_bytes = 0
 
     def _bind_gradients(self) -> list[int]:
         """Tell the engine where gradients lie; return the positions of the parameters that have one."""

@@ -16,8 +16,9 @@ import mmap
 import random
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,17 @@ class _Work:
         return self.at_s
 
 
+@dataclass(eq=False)
+class _Block:
+    """Memory of the user's tensors, which is given out again when it is free."""
+
+    memory: npt.NDArray[np.uint8]
+    unused: list[_Block]
+    """Where it goes when it is freed: what is free on the lane that it was allocated on."""
+    users: set[Lane] = field(default_factory=set)
+    ends: list[_Work] = field(default_factory=list)
+
+
 class _Now:
     """The mark of what the calling thread has done: it works at once."""
 
@@ -149,7 +161,11 @@ class SimulatedDevice:
         self.capturing = False
         """Whether the user captures a CUDA graph from the caller's lane."""
         self._index = index
-        self._adopted = threading.local()
+        self._thread = threading.local()
+        self._blocks: dict[int, _Block] = {}
+        self._unused: defaultdict[tuple[Lane, int], list[_Block]] = defaultdict(list)
+        self.user_bytes = 0
+        """What `empty` has taken of the device's memory, used or not."""
         self.pinned: dict[int, int] = {}
         """Host memory that is pinned now: address and bytes."""
         self.pageable_bytes = 0
@@ -172,9 +188,9 @@ class SimulatedDevice:
         self._kernel = CpuUpdateKernel(threads=1)
         self._lock = threading.RLock()
         self._doing = threading.RLock()
-        self._queues: dict[Lane, deque[_Work]] = {lane: deque() for lane in lanes}
-        self._clocks: dict[Lane, dict[Lane, int]] = {lane: {} for lane in lanes}
-        self._following: dict[Lane, list[_Work]] = {lane: [] for lane in lanes}
+        self._queues: dict[Lane, deque[_Work]] = {}
+        self._clocks: dict[Lane, dict[Lane, int]] = {}
+        self._following: dict[Lane, list[_Work]] = {}
         self._host_clock: dict[Lane, int] = {}
         self._open: list[_Work] = []
         self._engines = {DeviceLane.H2D: threading.Lock(), DeviceLane.D2H: threading.Lock()}
@@ -185,28 +201,77 @@ class SimulatedDevice:
         self._some = threading.Condition(self._lock)
         self._reports: deque[tuple[_Work | _Now, Queue, int]] = deque()
         self._threads = [threading.Thread(target=self._post_reports, name="sim-device-reports", daemon=True)]
-        if not lazy:
-            self._threads += [
-                threading.Thread(
-                    target=self._serve, args=(lane,), name=f"sim-device-{_name(lane).lower()}", daemon=True
-                )
-                for lane in lanes
-            ]
-        for thread in self._threads:
-            thread.start()
+        self._threads[0].start()
+        for lane in lanes:
+            self._open_lane(lane)
+
+    def _open_lane(self, lane: Lane) -> None:
+        self._queues[lane], self._clocks[lane], self._following[lane] = deque(), {}, []
+        if not self._lazy:
+            name = f"sim-device-{_name(lane).lower()}"
+            self._threads.append(threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True))
+            self._threads[-1].start()
 
     # Threads
 
     def adopt_thread(self) -> None:
         """See `Device.adopt_thread`."""
-        self._adopted.index = self._index
+        self._thread.index = self._index
 
     def _check_thread(self) -> None:
-        index = getattr(self._adopted, "index", 0)
+        index = getattr(self._thread, "index", 0)
         if index != self._index:
             raise OffloadError(f"{self.name} {self._index} is asked by a thread that works for device {index}")
 
+    @contextlib.contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """Make a stream of the user's, of that name, the calling thread's caller's lane."""
+        before, self._thread.stream = self._caller, name
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    @property
+    def _caller(self) -> Lane:
+        return getattr(self._thread, "stream", DeviceLane.CALLER)
+
     # Memory
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return memory as torch's allocator would, on the caller's lane, which fills it.
+
+        What was freed is given out again at once, on the lane that it was allocated on; what `give_up` knows of, when
+        the lane that gave it up has come to where it was freed.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            unused = self._unused[self._caller, nbytes]
+            block = next((block for block in unused if all(mark.reached() for mark in block.ends)), None)
+            if block is None:
+                block = _Block(np.empty(nbytes, np.uint8), unused)
+                self.user_bytes += nbytes
+            else:
+                unused.remove(block)
+        begin = block.memory.ctypes.data
+        self.caller_work("new memory", lambda: ctypes.memset(begin, POISON, nbytes), [(begin, begin + nbytes, True)])
+        view = block.memory[:]
+        self._blocks[begin] = block
+        weakref.finalize(view, self._free, block).atexit = False
+        return torch.from_numpy(view).view(dtype).view(shape)
+
+    def _free(self, block: _Block) -> None:
+        with self._lock:
+            users, block.users = block.users, set()
+            if self._failure is None and not self._closed:
+                block.ends = [self._put(lane, "mark", lambda: None, (), 0) for lane in users]
+                block.unused.append(block)
+
+    def give_up(self, tensor: torch.Tensor) -> None:
+        """See `Device.give_up`."""
+        block = self._blocks.get(tensor.data_ptr())
+        if block is not None and self._unused[self._caller, block.memory.nbytes] is not block.unused:
+            block.users.add(self._caller)
 
     def free_bytes(self) -> int:
         """See `Device.free_bytes`."""
@@ -260,20 +325,23 @@ class SimulatedDevice:
         self._check_caller(lane)
         if lane is DeviceLane.CALLER and self._caller_is_host:
             return _Now()
-        mark = self._put(lane, "mark", lambda: None, (), 0)
+        mark = self._put(self._caller if lane is DeviceLane.CALLER else lane, "mark", lambda: None, (), 0)
         mark.timed = timed
         return mark
 
-    def follow(self, lane: DeviceLane, mark: Mark) -> None:
+    def follow(self, lane: Lane, mark: Mark) -> None:
         """See `Device.follow`."""
         self._check_caller(lane)
         if lane is DeviceLane.CALLER and self._caller_is_host:
             mark.wait()
         elif isinstance(mark, _Work):
             with self._lock:
+                lane = self._caller if lane is DeviceLane.CALLER else lane
+                if lane not in self._queues:
+                    self._open_lane(lane)
                 self._following[lane].append(mark)
 
-    def _check_caller(self, lane: DeviceLane) -> None:
+    def _check_caller(self, lane: Lane) -> None:
         self._check_thread()
         if lane is DeviceLane.CALLER and self.capturing:
             raise ConfigError("optimizer", "used while a CUDA graph is captured", "leave it out of the capture")
@@ -391,7 +459,7 @@ class SimulatedDevice:
 
     def caller_work(self, label: str, act: Callable[[], Any], spans: Iterable[Span]) -> None:
         """Put work on the caller's lane: a piece of forward or backward that touches `spans`."""
-        self._put(DeviceLane.CALLER, label, act, tuple(spans), 0)
+        self._put(self._caller, label, act, tuple(spans), 0)
 
     def _put(
         self,
@@ -408,6 +476,8 @@ class SimulatedDevice:
             self.check()
             if self._closed:
                 raise OffloadError(f"{self.name} is closed")
+            if lane not in self._queues:
+                self._open_lane(lane)
             requires, self._following[lane] = self._following[lane], []
             clock = self._clocks[lane]
             for other in requires:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import itertools
 import mmap
@@ -30,6 +31,7 @@ from offload.checkpoint.manifest import COMMIT_NAME
 from offload.engine import pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
+from offload.optim import adam
 from offload.protocols import SEGMENT_DTYPE, DeviceLane
 from offload.sim import HazardError, SimulatedDevice
 
@@ -472,6 +474,64 @@ def test_copies_of_gradients_do_not_wait_for_their_sums(tmp_path: Path) -> None:
             assert (position.slot == number + 1).all()
         device.mark(DeviceLane.GRADIENTS).wait()
         assert device.done == before + 2 * len(parameters)
+
+
+def arrive(
+    optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], device: SimulatedDevice, seed: int
+) -> None:
+    """Put a backward pass on the caller's lane, in memory that it allocates and frees there."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for parameter in parameters:
+        value = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = device.empty(tuple(parameter.shape), parameter.dtype)
+        at, nbytes = parameter.grad.data_ptr(), value.nbytes
+        device.caller_work(
+            "backward",
+            lambda at=at, value=value: ctypes.memmove(at, value.data_ptr(), value.nbytes),
+            [(at, at + nbytes, True)],
+        )
+        optimizer._arrived(parameter, optimizer._positions[parameter])
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_backward_waits_on_the_gpu_when_too_many_gradients_are_on_their_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lazy: bool
+) -> None:
+    monkeypatch.setattr(adam, "MAX_IN_TRANSIT_BYTES", 4096)
+    parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 1000).bfloat16()) for _ in range(20)]
+    twins = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+    device = SimulatedDevice(lazy=lazy, caller_is_host=False)
+    settings = config(tmp_path, keep_grads=False, placement="cpu", gpu_memory=0)
+    with OnDevice(parameters, device=device, offload=settings) as optimizer, offload.AdamW(twins) as twin:
+        for step in range(2):
+            arrive(optimizer, parameters, device, step)
+            assert device.user_bytes <= 4096 + 2 * 2000
+            generator = torch.Generator().manual_seed(1000 + step)
+            torch.autograd.backward(twins, [torch.randn(1000, generator=generator).bfloat16() for _ in twins])
+            for owner in (optimizer, twin):
+                owner.step()
+                owner.zero_grad()
+        device.mark(DeviceLane.CALLER).wait()  # for new weights
+        assert same(states(optimizer, parameters), states(twin, twins))
+
+
+@pytest.mark.parametrize("placement", ["cpu", "gpu"])
+def test_memory_of_another_stream_is_not_used_again_before_its_gradient_has_been_read(
+    tmp_path: Path, placement: str
+) -> None:
+    parameters = weights()
+    device = SimulatedDevice(lazy=True, caller_is_host=False)
+    settings = config(tmp_path, keep_grads=False, placement=placement, gpu_memory=0)
+    with OnDevice(parameters, device=device, offload=settings) as optimizer:
+        for passes in (2, 1):
+            with device.stream("backward"):
+                for number in range(passes):
+                    arrive(optimizer, parameters, device, passes - 1 - number)
+            if passes == 2:
+                optimizer.zero_grad()  # on another stream
+        optimizer.step()
+        device.mark(DeviceLane.CALLER).wait()  # for new weights
+        assert same(states(optimizer, parameters), on_cpu(range(1), clip=False))
 
 
 def test_more_gradient_after_clipping_is_refused(tmp_path: Path) -> None:

@@ -355,6 +355,13 @@ def test_a_table_is_sent_before_the_state_that_it_is_for_is_there(
     assert made[0].users == [lane]
 
 
+def test_a_tensor_that_is_given_up_is_the_current_stream_s_too(cuda: FakeCuda, device: module.CudaDevice) -> None:
+    tensor = Uploaded(cuda)
+    with cuda.stream(Stream(cuda, torch.device("cuda", INDEX))):
+        device.give_up(tensor)  # type: ignore[arg-type]
+        assert tensor.users == [cuda.current_stream(device.device)]
+
+
 def test_what_cannot_be_pinned_is_told_with_cuda_s_reason(cuda: FakeCuda, device: module.CudaDevice) -> None:
     with pytest.raises(OffloadError, match=r"2097152 bytes .* cannot be pinned: out of memory \(CUDA error 2\)"):
         device.pin(1 << 30, 2 << 20)
