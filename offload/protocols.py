@@ -259,6 +259,9 @@ class Device(Protocol):
     name: str
     """What it is, for messages."""
 
+    reserve_bytes: int
+    """How much of its memory a session leaves free where it may choose: whatever else works there grows."""
+
     def adopt_thread(self) -> None:
         """Prepare a thread of the session's own, which calls this first: it works for this device from now on.
 

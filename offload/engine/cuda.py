@@ -37,6 +37,9 @@ CAPTURE_ADVICE = (
     "not repeat what they do"
 )
 
+LEAST_RESERVE_BYTES = 2 << 30
+"""What is left free where a tenth of the card is less: later batches are larger, and libraries want workspaces."""
+
 REBASE_S = 10.0
 """How old the event may be from which marks are timed: CUDA gives a float of milliseconds, which has steps of half a
 microsecond after ten seconds and of eight milliseconds after a day, and its clock drifts from the host's."""
@@ -97,6 +100,8 @@ class CudaDevice:
         self._kernel = GpuUpdateKernel(device)
         self.device = self._kernel.device
         self.name = f"{self.device} ({cuda.get_device_name(self.device)})"
+        with self.current():
+            self.reserve_bytes = max(LEAST_RESERVE_BYTES, int(cuda.mem_get_info(self.device)[1]) // 10)
         self.numbers = itertools.count()
         self.unused: dict[bool, deque[Any]] = {False: deque(), True: deque()}
         """Events without and with timing that nobody waits for any more: making one can take long."""

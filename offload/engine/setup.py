@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import uuid
 
 from offload._native import CompletionQueue
 from offload.config import OffloadConfig, PathConfig
 from offload.engine.memory import available_bytes
-from offload.errors import ConfigError, TierError, invariant
+from offload.errors import ConfigError, OffloadError, TierError, invariant
 from offload.layout import Layout
 from offload.plan import Budgets, PathBudget
 from offload.plan.budget import GPU_STAGING_SLOTS
@@ -15,11 +17,13 @@ from offload.protocols import Completion, Device, Tier, TileRequest
 from offload.tiers import Turns, free_bytes, innermost, open_tier, tier_error
 from offload.tiers.file import DEFAULT_EXTENT_BYTES
 
+log = logging.getLogger("offload")
+
+LEAST_GPU_BYTES = 4096
+"""Not worth asking a GPU for."""
+
 LEAST_TILE_BYTES = 1 << 20
 """A subgroup is cut so that every path gets several of its tiles, but none that a disk would be slow on."""
-
-GPU_USE = 0.9
-"""How much of a GPU's free memory is taken at most: whatever else works there needs some, too."""
 
 
 def refuse_gpu(config: OffloadConfig) -> None:
@@ -58,7 +62,14 @@ def first_budgets(
         left = usable_bytes(device)
         if config.placement != "cpu":
             gpu_slots_bytes = gpu_staging_bytes(layout, left)
-        gpu_bytes = left - gpu_slots_bytes if config.gpu_memory == "auto" else int(config.gpu_memory)
+        if config.gpu_memory == "auto":
+            gpu_slots_bytes = _given_bytes(device, gpu_slots_bytes)
+            gpu_bytes = left - gpu_slots_bytes
+            wanted = min(gpu_bytes, layout.state_bytes)
+            given = _given_bytes(device, wanted, beside=gpu_slots_bytes)
+            gpu_bytes = gpu_bytes if given == wanted else given
+        else:
+            gpu_bytes = int(config.gpu_memory)
     return Budgets(
         gpu_bytes=gpu_bytes,
         gpu_staging_bytes=gpu_slots_bytes,
@@ -76,7 +87,30 @@ def first_budgets(
 
 def usable_bytes(device: Device) -> int:
     """Return what may be taken of the memory that is free on a GPU now."""
-    return int(device.free_bytes() * GPU_USE)
+    return max(0, device.free_bytes() - device.reserve_bytes)
+
+
+def _given_bytes(device: Device, nbytes: int, beside: int = 0) -> int:
+    """Return `nbytes`, or as many halves of it less as a GPU has to be asked for until it gives them in one piece.
+
+    What it has given, torch's allocator keeps for this process.
+
+    Args:
+        device: The GPU.
+        nbytes: What is wanted.
+        beside: What else is taken at the same time; there is room for that alone.
+    """
+    with contextlib.ExitStack() as ends:
+        if beside:
+            ends.callback(device.release, device.allocate(beside))
+        while nbytes >= LEAST_GPU_BYTES:
+            try:
+                ends.callback(device.release, device.allocate(nbytes))
+                return nbytes
+            except OffloadError as error:
+                log.info("less of the GPU is used: %s", error)
+                nbytes //= 2
+    return 0
 
 
 def gpu_staging_bytes(layout: Layout, usable: int) -> int:

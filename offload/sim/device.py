@@ -172,6 +172,7 @@ class SimulatedDevice:
         """What copies have read or written of host memory that was not pinned."""
         self.done = 0
         """Pieces of work that have been done, marks not counted."""
+        self.reserve_bytes = memory_bytes // 10
         self._memory_bytes = memory_bytes
         self._random = random.Random(seed)
         self._lazy = lazy

@@ -588,6 +588,37 @@ def test_what_is_free_after_backward_is_used(tmp_path: Path) -> None:
         assert optimizer.engine.plan.gpu_bytes == 0
 
 
+@pytest.mark.parametrize("given", [1.0, 0.45, 0.15])
+def test_auto_takes_less_where_the_gpu_gives_less(tmp_path: Path, given: float) -> None:
+    """Free memory may be in pieces, or another process' by then."""
+    parameters, device = weights(), SimulatedDevice(1 << 20)
+    plain, needed = device.allocate, 120_000
+
+    def allocate(nbytes: int) -> int:
+        if nbytes > given * needed:
+            raise offload.OffloadError(f"no memory for {nbytes} bytes")
+        return plain(nbytes)
+
+    device.allocate = allocate  # type: ignore[method-assign]
+    settings = config(tmp_path, gpu_memory="auto", placement="auto")
+    with OnDevice(parameters, device=device, offload=settings) as optimizer:
+        train(optimizer, parameters, range(3))
+        plan = optimizer.engine.plan
+        assert (plan.gpu_bytes == plan.state_bytes) == (given == 1.0)
+        assert plan.gpu_bytes <= given * needed
+        assert plan.gpu_bytes > 0
+        assert same(states(optimizer, parameters), on_cpu(range(3)))
+
+
+def test_auto_leaves_what_the_device_wants_left(tmp_path: Path) -> None:
+    parameters, device = weights(), SimulatedDevice(1 << 20)
+    device.reserve_bytes = (1 << 20) - 80_000
+    with OnDevice(parameters, device=device, offload=config(tmp_path, gpu_memory="auto")) as optimizer:
+        train(optimizer, parameters, range(1))
+        assert 0 < optimizer.engine.plan.gpu_bytes <= 80_000 - 4 * 12_288
+        assert device.free_bytes() >= device.reserve_bytes - 2000  # sums of gradients
+
+
 def test_what_the_lanes_did_is_reported(tmp_path: Path) -> None:
     parameters = weights()
     device = SimulatedDevice(bytes_per_s=1e9)

@@ -362,6 +362,16 @@ def test_a_tensor_that_is_given_up_is_the_current_stream_s_too(cuda: FakeCuda, d
         assert tensor.users == [cuda.current_stream(device.device)]
 
 
+def test_a_tenth_of_the_card_is_left_but_no_less_than_is_useful(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for total, reserve in ((8 << 30, 2 << 30), (80 << 30, 8 << 30)):
+        monkeypatch.setattr(cuda, "mem_get_info", lambda device, total=total: (1 << 30, total))
+        device = module.CudaDevice(torch.device("cuda", INDEX))
+        assert device.reserve_bytes == reserve
+        device.close()
+
+
 def test_what_cannot_be_pinned_is_told_with_cuda_s_reason(cuda: FakeCuda, device: module.CudaDevice) -> None:
     with pytest.raises(OffloadError, match=r"2097152 bytes .* cannot be pinned: out of memory \(CUDA error 2\)"):
         device.pin(1 << 30, 2 << 20)
