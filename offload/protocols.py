@@ -5,6 +5,7 @@ Nothing here does anything: values, `typing.Protocol`s and the layout of one nat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -267,6 +268,9 @@ class Device(Protocol):
 
         Whatever it asks of the device leaves other devices, and captures of CUDA graphs by other threads, alone.
         """
+
+    def prepare(self, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+        """Make ready what updates and sums need for these dtypes of gradients and their weights; may take seconds."""
 
     def free_bytes(self) -> int:
         """Return how much of its memory nobody has taken."""

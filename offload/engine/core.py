@@ -288,6 +288,8 @@ class Core:
 
     def _adopt_gpu(self, gpu: GpuLanes, plan: Plan, before: Layout) -> Plan:
         """Take memory for what `plan` adds on the GPU and for it; return the plan with its gradients' bytes."""
+        slots = self._gradient_slots
+        gpu.device.prepare({(slots.dtype_of(parameter), parameter.dtype) for parameter in plan.layout.parameters})
         self._memory.adopt_gpu(gpu, plan, before)
         budgets = dataclasses.replace(plan.budgets, gradient_bytes=self.gradients.used_bytes(plan))
         return dataclasses.replace(plan, budgets=budgets)

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,11 @@ class CudaDevice:
         event.record(self._clock)
         event.synchronize()
         return event, time.monotonic()
+
+    def prepare(self, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+        """See `Device.prepare`."""
+        with self.current():
+            self._kernel.compile(dtypes)
 
     # Memory
 

@@ -12,6 +12,7 @@ tests.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ GATHER_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 """How the kernels are compiled: without fused multiply-add, which rounds once where the definition rounds twice."""
 
 _ITEM_BYTES = np.array([4, 2, 2, 4], np.uint64)  # by dtype code; no weight of its own is fp32
+_SOME_ADDRESS = 1 << 40  # any that takes 64 bits: integers are compiled for by their size
 _TOUCHING = int(SegmentFlag.ACTIVE | SegmentFlag.LOAD_MASTER | SegmentFlag.ZERO_MOMENTS)
 
 
@@ -74,10 +76,49 @@ class GpuUpdateKernel:
         if compiled is not (chosen.type == "cuda"):
             wanted = "unset" if chosen.type == "cuda" else "set to 1"
             raise ConfigError("device", str(chosen), f"TRITON_INTERPRET must be {wanted} before Triton is imported")
+        if compiled:
+            try:
+                self._kernels.triton.runtime.driver.active  # noqa: B018 (makes it, with a C compiler)
+            except Exception as error:
+                advice = f"Triton cannot use it (it needs a C compiler and Python's headers): {error}"
+                raise ConfigError("device", str(chosen), advice) from error
         self.device = chosen
         """Where the memory lies that tables and addresses point at."""
         streams: Any = torch.cuda
         self._uploads: Any = streams.Stream(chosen) if chosen.type == "cuda" else None
+
+    def compile(self, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+        """Compile what aligned gradients and weights need, so that nothing waits for that later.
+
+        Args:
+            dtypes: Those of gradients with those of their weights.
+        """
+        with self._current():
+            for gradient, weight in dtypes:
+                self._kernels.update.warmup(
+                    torch.int64,
+                    torch.int32,
+                    0,
+                    GRADIENT=int(gradient),
+                    WEIGHT=int(weight) if weight is not DtypeCode.FLOAT32 else int(DtypeCode.NONE),
+                    ALIGNED=True,
+                    BLOCK=BLOCK_NUMEL,
+                    grid=(1,),
+                    **UPDATE_OPTIONS,
+                )
+                for adds in (False, True):
+                    self._kernels.gather.warmup(
+                        _SOME_ADDRESS,
+                        BLOCK_NUMEL,
+                        _SOME_ADDRESS,
+                        _SOME_ADDRESS if adds else 0,
+                        SOURCE=int(gradient),
+                        DESTINATION=int(gradient) if adds else int(DtypeCode.NONE),
+                        ACCUMULATE=adds,
+                        ALIGNED=True,
+                        grid=(1,),
+                        **GATHER_OPTIONS,
+                    )
 
     def update(self, table: npt.NDArray[Any]) -> None:
         """Enqueue the update of the segments of `table`, a launch for each combination of dtypes.

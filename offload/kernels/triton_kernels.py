@@ -235,7 +235,7 @@ def gather_block(
     tl.store(blocks + tl.arange(0, 1), x)
 
 
-@triton.jit(do_not_specialize=["source", "numel", "destination"])
+@triton.jit(do_not_specialize=["source", "numel", "blocks", "destination"])
 def gather(
     source,
     numel,

@@ -161,6 +161,8 @@ class SimulatedDevice:
         self.capturing = False
         """Whether the user captures a CUDA graph from the caller's lane."""
         self._index = index
+        self.prepared: set[tuple[DtypeCode, DtypeCode]] = set()
+        """Dtypes of gradients and their weights for which a real device would have compiled its kernels."""
         self._thread = threading.local()
         self._blocks: dict[int, _Block] = {}
         self._unused: defaultdict[tuple[Lane, int], list[_Block]] = defaultdict(list)
@@ -236,6 +238,10 @@ class SimulatedDevice:
     @property
     def _caller(self) -> Lane:
         return getattr(self._thread, "stream", DeviceLane.CALLER)
+
+    def prepare(self, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+        """See `Device.prepare`."""
+        self.prepared |= set(dtypes)
 
     # Memory
 

@@ -372,6 +372,68 @@ def test_a_tenth_of_the_card_is_left_but_no_less_than_is_useful(
         device.close()
 
 
+class Recorder:
+    """A kernel of Triton's that notes what it is compiled for."""
+
+    def __init__(self) -> None:
+        self.warm: list[dict[str, Any]] = []
+        self.launched: list[dict[str, Any]] = []
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **constants: Any) -> None:
+        self.warm.append({"arguments": [_kind(argument) for argument in arguments], **constants})
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **constants: self.launched.append(
+            {"arguments": [_kind(argument) for argument in arguments], **constants}
+        )
+
+
+def _kind(argument: Any) -> Any:
+    """Return what Triton compiles for: a pointer's element type, or the size of an integer."""
+    if isinstance(argument, int):
+        return "i64" if argument >= 1 << 31 else "i32"
+    return argument if isinstance(argument, torch.dtype) else argument.dtype
+
+
+@pytest.mark.parametrize("weight", [DtypeCode.BFLOAT16, DtypeCode.FLOAT16, DtypeCode.FLOAT32])
+def test_what_is_launched_has_been_compiled(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, weight: DtypeCode
+) -> None:
+    kernel = kernels.GpuUpdateKernel.__new__(kernels.GpuUpdateKernel)
+    kernel.device = torch.device("cpu")
+    kernel._kernels = SimpleNamespace(update=Recorder(), gather=Recorder())
+    at = 1 << 45
+    for gradient in {weight, DtypeCode.FLOAT32}:
+        kernel.compile({(gradient, weight)})
+        table = np.zeros(1, SEGMENT_DTYPE)
+        for name in ("master", "exp_avg", "exp_avg_sq", "gradient"):
+            table[name] = at
+        table["weight"] = at if weight is not DtypeCode.FLOAT32 else 0
+        table["weight_dtype"] = int(weight) if weight is not DtypeCode.FLOAT32 else 0
+        table["gradient_dtype"], table["numel"], table["flags"] = int(gradient), 5000, int(SegmentFlag.ACTIVE)
+        kernel.update(table)
+        kernel.gather(at, gradient, 5000, at)
+        kernel.gather(at, gradient, 5000, at + 8, at + (1 << 20), gradient, accumulate=True)
+    for recorder in (kernel._kernels.update, kernel._kernels.gather):
+        assert recorder.launched
+        assert all(launched in recorder.warm for launched in recorder.launched)
+
+
+def test_a_gpu_that_triton_cannot_drive_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Drivers:
+        @property
+        def active(self) -> Any:
+            raise RuntimeError("Failed to find C compiler")
+
+    triton = SimpleNamespace(JITFunction=object, runtime=SimpleNamespace(driver=Drivers()))
+    module_ = SimpleNamespace(triton=triton, update=object())
+    monkeypatch.setattr(kernels, "import_module", lambda name: module_)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="Failed to find C compiler"):
+        kernels.GpuUpdateKernel("cuda:0")
+
+
 def test_what_cannot_be_pinned_is_told_with_cuda_s_reason(cuda: FakeCuda, device: module.CudaDevice) -> None:
     with pytest.raises(OffloadError, match=r"2097152 bytes .* cannot be pinned: out of memory \(CUDA error 2\)"):
         device.pin(1 << 30, 2 << 20)
