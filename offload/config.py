@@ -132,7 +132,8 @@ class OffloadConfig:
         staging_memory: Bytes of host memory through which streamed state passes. None: four subgroups, or more where
             rates from a file say that they pay.
         subgroup_numel: Most elements of a subgroup. None: chosen from the model's size.
-        threads: CPU threads of the update. None: as many as this process may use.
+        threads: CPU threads of the update. None: as many as this process may use (under torchrun, its part of
+            them), and two less with weights on a GPU.
         gradient_dtype: "parameter" (gradients in the weight's dtype) or "float32".
         keep_grads: Whether gradients on a GPU stay in `.grad` until the step. If not, they leave during backward, and
             `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own; to drop them without a

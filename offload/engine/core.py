@@ -55,6 +55,7 @@ from offload.engine.machine import (
 from offload.engine.memory import available_bytes
 from offload.engine.setup import (
     LEAST_TILE_BYTES,
+    default_threads,
     first_budgets,
     gpu_staging_bytes,
     named_error,
@@ -165,7 +166,7 @@ class Core:
             passing=device is not None and not config.keep_grads,
         )
         self._thread: threading.Thread | None = None
-        self._threads = config.threads or len(os.sched_getaffinity(0))
+        self._threads = config.threads or default_threads(device)
         self._step_number = self._version = self._sweeps = 0
         self._step_s = self._step_started_s = 0.0
 

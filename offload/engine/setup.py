@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import uuid
+
+import torch
 
 from offload._native import CompletionQueue
 from offload.config import OffloadConfig, PathConfig
@@ -18,6 +21,9 @@ from offload.tiers import Turns, free_bytes, innermost, open_tier, tier_error
 from offload.tiers.file import DEFAULT_EXTENT_BYTES
 
 log = logging.getLogger("offload")
+
+CORES_BESIDE = 2
+"""For the engine's thread and whoever runs forward and backward."""
 
 LEAST_GPU_BYTES = 4096
 """Not worth asking a GPU for."""
@@ -34,6 +40,17 @@ def refuse_gpu(config: OffloadConfig) -> None:
         raise ConfigError("placement", config.placement, 'use "cpu": the weights are not on a GPU')
     if not config.keep_grads:
         raise ConfigError("keep_grads", False, "use true: gradients that are not on a GPU lie in their slots anyway")
+
+
+def default_threads(device: Device | None) -> int:
+    """Return how many threads update, if nobody says it: the cores that this process may use, shared by local ranks.
+
+    With a GPU two are left for the threads that drive it, which would wait for their turn else.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun says it
+    return max(1, cores - (CORES_BESIDE if device is not None else 0))
 
 
 def first_budgets(
