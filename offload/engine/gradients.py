@@ -95,7 +95,7 @@ class Gradients:
         # What `_blocks` were made of: a gradient of this dtype (NONE: they are nobody's), with this fingerprint.
         self._gathered: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._wide: list[torch.Tensor] = []
+        self._wide: dict[int, torch.Tensor] = {}
 
     # Memory
 
@@ -248,7 +248,6 @@ class Gradients:
             return
         gpu.forget_inputs()
         gradients.finish_additions()
-        self._wide.clear()
         self.addresses = addresses = self._slot_addresses.copy()
         for visit in visits:
             copies, marks = [], []
@@ -263,19 +262,25 @@ class Gradients:
                     item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
                     slot = self._slots[position]
                     if item > slot.element_size() and addresses[position] == self._slot_addresses[position]:
-                        # An fp32 gradient of a 16-bit weight.
-                        self._wide.append(torch.empty(slot.numel(), dtype=torch.float32, device="cpu"))
-                        addresses[position] = self._wide[-1].data_ptr()
+                        addresses[position] = self._wide_slot(position).data_ptr()
                     start, nbytes = segment.start * item, segment.numel * item
                     source = int(tables.gradients[position]) + start
                     copies.append((int(addresses[position]) + start, source, nbytes))
             gpu.bring(visit, marks, copies)
+
+    def _wide_slot(self, position: int) -> torch.Tensor:
+        """Return memory for an fp32 gradient of a 16-bit weight, from now on; pinned as slots are."""
+        if position not in self._wide:
+            numel = self._slots[position].numel()
+            self._wide[position] = self._memory.arena(4 * numel).tensor(0, numel, torch.float32)
+        return self._wide[position]
 
     def close(self) -> None:
         """Let go of the slots, and of what gradients pass on their way from a GPU."""
         if self.on_gpu is not None:
             self.on_gpu.close()
         self._slots.clear()
+        self._wide.clear()
 
 
 def _uses_cpu(plan: Plan, position: int) -> bool:

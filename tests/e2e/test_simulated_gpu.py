@@ -7,6 +7,7 @@ import ctypes
 import gc
 import itertools
 import mmap
+import os
 import signal
 import tempfile
 import threading
@@ -28,11 +29,11 @@ import offload
 from offload.checkpoint import saves
 from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import COMMIT_NAME
-from offload.engine import pinning
+from offload.engine import pinning, setup
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
 from offload.optim import adam
-from offload.protocols import SEGMENT_DTYPE, DeviceLane
+from offload.protocols import SEGMENT_DTYPE, DeviceLane, DtypeCode
 from offload.sim import HazardError, SimulatedDevice
 
 
@@ -715,6 +716,47 @@ def test_memory_is_pinned_as_far_as_the_system_allows(
         if limit == 3 * PAGE:
             assert len(device.pinned) > len(arenas)
     assert not device.pinned
+
+
+def test_wide_gradients_of_narrow_weights_are_copied_to_pinned_memory(tmp_path: Path) -> None:
+    parameters, twins = weights(), weights()
+    device = SimulatedDevice()
+    settings = config(tmp_path, gpu_memory=0, placement="cpu")
+    with OnDevice(parameters, device=device, offload=settings) as optimizer, offload.AdamW(twins) as twin:
+        for parameter in (*parameters, *twins):
+            parameter.grad_dtype = torch.float32
+        for step in range(3):
+            for owner, mine in ((optimizer, parameters), (twin, twins)):
+                backward(mine, step)
+                owner.step()
+                owner.zero_grad()
+        assert len(optimizer.engine._core.gradients._wide) == len(parameters)
+        assert not device.pageable_bytes
+        assert same(states(optimizer, parameters), states(twin, twins))
+
+
+def test_kernels_are_made_ready_when_the_session_opens(tmp_path: Path) -> None:
+    parameters, device = weights(), SimulatedDevice()
+    narrow, wide = DtypeCode.BFLOAT16, DtypeCode.FLOAT32
+    with OnDevice(parameters[:2], device=device, offload=config(tmp_path)) as optimizer:
+        assert device.prepared == {(narrow, narrow)}
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3000))]})
+        assert device.prepared == {(narrow, narrow), (wide, wide)}
+    device = SimulatedDevice()
+    with OnDevice(parameters, device=device, offload=config(tmp_path, gradient_dtype="float32")):
+        assert device.prepared == {(wide, narrow)}
+
+
+def test_threads_leave_cores_for_those_that_drive_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda which: set(range(48)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    device = SimulatedDevice()
+    assert (setup.default_threads(None), setup.default_threads(device)) == (48, 46)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert (setup.default_threads(None), setup.default_threads(device)) == (6, 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda which: {0, 1})
+    assert setup.default_threads(device) == 1
+    device.close()
 
 
 def test_weights_on_two_devices_are_refused() -> None:
