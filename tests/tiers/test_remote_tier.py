@@ -13,7 +13,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 
-import botocore.session
 import pytest
 from s3_server import BUCKET, FaultProxy, S3Server
 from tier_harness import Harness
@@ -33,6 +32,8 @@ from offload.tiers import (
     tier_error,
 )
 from offload.tiers import objects as objects_module
+
+botocore_session = pytest.importorskip("botocore.session", reason="botocore is not installed")
 
 TARGET = 4 << 20
 NBYTES = 256 << 10
@@ -470,7 +471,7 @@ def test_a_server_that_looks_at_credentials(aws: pytest.MonkeyPatch) -> None:
     server = S3Server(free_requests=4)
     aws.setenv("AWS_ENDPOINT_URL", server.endpoint)
     try:
-        iam = botocore.session.get_session().create_client("iam")
+        iam = botocore_session.get_session().create_client("iam")
         iam.create_user(UserName="reader")
         allowed = {"Effect": "Allow", "Action": "s3:GetObject", "Resource": "*"}
         policy = json.dumps({"Version": "2012-10-17", "Statement": [allowed]})

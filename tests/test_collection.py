@@ -1,0 +1,29 @@
+"""What is tested on a machine that has torch, Triton and pytest, and nothing of what is optional."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+OPTIONAL = ("accelerate", "aws", "botocore", "deepspeed", "matplotlib", "moto", "safetensors", "tqdm", "transformers")
+COLLECT = f"""
+import sys
+sys.modules.update(dict.fromkeys({OPTIONAL!r}))  # importing one of them fails from now on
+import pytest
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_tests_for_a_gpu_are_collected_without_optional_packages() -> None:
+    command = [sys.executable, "-c", COLLECT, "-m", "gpu", str(TESTS)]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    count = re.search(r"(\d+)/\d+ tests collected", done.stdout)
+    assert count is not None, done.stdout[-1000:]
+    assert int(count[1]) > 100
