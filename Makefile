@@ -36,9 +36,17 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check offload integrations tests bench
 	$(BIN)/mypy
 
+# Where $(PYTHON) is itself of a virtual environment, a new one sees the packages of that one's base, not its own: those
+# are put on the path, behind what is installed here.
+SITE := import sysconfig; print(sysconfig.get_path("purelib"))
+PARENT := import sys, sysconfig; sys.prefix != sys.base_prefix and \
+  print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")
+
 $(VENV)/bin/python:
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
-	  $(PYTHON) -m venv --system-site-packages $(VENV); else $(PYTHON) -m venv $(VENV); fi
+	  $(PYTHON) -m venv --system-site-packages $(VENV) && \
+	  $(PYTHON) -c '$(PARENT)' > "$$($(BIN)/python -c '$(SITE)')/parent.pth"; \
+	else $(PYTHON) -m venv $(VENV); fi
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 NATIVE := CMakeLists.txt $(shell find csrc -type f)
