@@ -214,6 +214,9 @@ def test_work_is_on_the_current_stream():
         patch.setattr(Placed, "device", "cuda")
         for numel, flags in itertools.product((10, 100_000), UPDATES):
             cases.append(Case.make(numel, seed=numel, flags=flags))
+            kernel.update(
+                Case.make(numel, seed=numel, flags=flags).row()
+            )  # compiles, which takes longer than the sleep
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(100_000_000)

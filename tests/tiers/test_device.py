@@ -16,15 +16,19 @@ from offload.protocols import SEGMENT_DTYPE, Device, DeviceLane, DtypeCode, Segm
 from offload.sim import SimulatedDevice
 
 
-@pytest.fixture(params=["eager", "lazy", pytest.param("cuda", marks=pytest.mark.gpu)])
+REAL = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1")]
+
+
+@pytest.fixture(params=["eager", "lazy", *REAL])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     made: Device
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("torch sees no CUDA device")
+    if request.param.startswith("cuda"):
+        count = torch.cuda.device_count()
+        if count <= (request.param == "cuda:1"):
+            pytest.skip(f"torch sees {count} CUDA devices")
         from offload.engine.cuda import CudaDevice
 
-        made = CudaDevice()
+        made = CudaDevice(torch.device(request.param))
     else:
         made = SimulatedDevice(1 << 26, lazy=request.param == "lazy", delay_s=1e-3)
     yield made
