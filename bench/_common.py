@@ -8,12 +8,14 @@ and a comparison is the median of ratios taken within a round.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import logging
 import mmap
 import os
 import platform
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -100,6 +102,8 @@ def environment() -> dict[str, Any]:
     """Return where this runs: hardware, versions, commit, command, and how busy the machine already is."""
 
     def git(*arguments: str) -> str:
+        if not (ROOT / ".git").exists():  # a copy, perhaps inside another repository
+            return ""
         try:
             done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         except OSError:
@@ -120,8 +124,11 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "offload": getattr(offload, "__version__", None),
-        "commit": git("rev-parse", "HEAD") or None,
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        # `bench/gpu/run.sh` knows of a copy what it was copied from.
+        "commit": git("rev-parse", "HEAD") or os.environ.get("OFFLOAD_COMMIT") or None,
+        "uncommitted_changes": bool(
+            git("status", "--porcelain", "--untracked-files=no") or os.environ.get("OFFLOAD_CHANGED")
+        ),
         "command": shlex.join(["python", sys.argv[0].removeprefix(f"{ROOT}/"), *sys.argv[1:]]),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -232,4 +239,16 @@ def report(
             "checksum": checksum,
             "targets": [asdict(target) for target in targets],
         }
-        args.json.write_text(json.dumps(document, indent=2) + "\n")
+        write_whole(args.json, json.dumps(document, indent=2) + "\n")
+
+
+def end_with_parent() -> None:
+    """Let a child process be killed when this one ends, however that is. Runs between fork and exec; Linux."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file so that whoever reads it finds the old content or the new one, whenever this process ends."""
+    draft = file.with_name(f".{file.name}.draft")
+    draft.write_text(text)
+    draft.replace(file)

@@ -2,6 +2,9 @@
 
 A contender is started with `python _gpu_runs.py NAME SPECIFICATION` and prints one line of JSON. What keeps one from
 running, a package that is missing or memory that is not there, is its answer too.
+
+On device "simulated" weights lie in host memory, ours take that for a `SimulatedDevice`'s, and DeepSpeed runs on the
+CPU: that shows that everything runs, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,16 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import _common  # noqa: F401  so that `deepspeed` is the package, not the benchmark of that name
+import _common  # first of all, so that `deepspeed` is the package, not the benchmark of that name
 import torch
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-OURS = ("offload-host", "offload-disk")
+OURS = ("offload-host", "offload-disk", "offload-deepspeed")
 PEERS = ("torchao", "deepspeed-zero3", "deepspeed-twinflow", "deepspeed-superoffload")
 CONTENDERS = ("in-memory", *OURS, *PEERS)
 
@@ -33,6 +36,7 @@ ABOUT = {
     "in-memory": "no offload: torch.optim.AdamW(fused=True) on fp32 masters, weights cast from them",
     "offload-host": "ours, state at home in host memory",
     "offload-disk": "ours, state at home on disk",
+    "offload-deepspeed": "ours under DeepSpeed's ZeRO-3, state at home in host memory",
     "torchao": "CPUOffloadOptimizer; its masters are the bf16 weights and its moments are bf16",
     "deepspeed-zero3": "ZeRO-3, offload_optimizer on the CPU, pinned",
     "deepspeed-twinflow": "the same with ratio 0.5: half of the updates on the GPU",
@@ -52,8 +56,9 @@ class Specification:
         params: Parameters of the model, about.
         batch, seq: Sequences of an iteration, and their tokens.
         warm_up, iterations: Iterations before the first that counts, and those that do.
-        device: "cuda" or "cpu".
+        device: "cuda", "cpu" or "simulated".
         folder: Where state on disk goes.
+        rates: A rates file for ours, or "auto".
     """
 
     params: float
@@ -63,6 +68,12 @@ class Specification:
     iterations: int
     device: str
     folder: str
+    rates: str = "auto"
+
+    @property
+    def place(self) -> str:
+        """Where torch has the weights."""
+        return "cuda" if self.device == "cuda" else "cpu"
 
 
 Step = Callable[[], None]
@@ -116,10 +127,12 @@ def in_memory(model: Any, spec: Specification) -> Contender:
 def offloaded(model: Any, spec: Specification, **config: Any) -> Contender:
     import offload
 
+    config["rates"], _ = fitting_rates(spec.rates, config.get("paths", ()))
     if spec.device != "cpu":
         config |= {"keep_grads": False, "gpu_memory": 0}  # all state lies where the contender says
+    kind = simulated_adamw() if spec.device == "simulated" else offload.AdamW
     try:
-        optimizer = offload.AdamW(model.parameters(), offload=offload.OffloadConfig(**config), **SETTINGS)
+        optimizer = kind(model.parameters(), offload=offload.OffloadConfig(**config), **SETTINGS)
     except offload.ConfigError as error:
         raise NotRun(f"offload.AdamW: {error}") from error
 
@@ -137,6 +150,32 @@ def offloaded(model: Any, spec: Specification, **config: Any) -> Contender:
     return Contender(model, torch.Tensor.backward, step, optimizer.close, details)
 
 
+def fitting_rates(file: str, paths: Sequence[str] = ()) -> tuple[str, str]:
+    """Return a rates file as `OffloadConfig.rates` takes it, or "auto" where it does not fit, with the reason."""
+    from offload import ConfigError
+    from offload.measure.rates_file import session_rates
+
+    if file == "auto":
+        return file, ""
+    try:
+        session_rates(file, [str(path) for path in paths], _common.cores())
+    except ConfigError as error:
+        return "auto", str(error)
+    return file, ""
+
+
+def simulated_adamw() -> Any:
+    """Return `offload.AdamW` for weights that lie in host memory and count as lying on a device."""
+    import offload
+    from offload.sim import SimulatedDevice
+
+    class AdamW(offload.AdamW):
+        def _find_device(self, parameters: list[torch.Tensor]) -> SimulatedDevice:
+            return SimulatedDevice(1 << 30)
+
+    return AdamW
+
+
 def gpu_share(plan: Any) -> float:
     """Return the share of a plan's elements that the GPU updates."""
     subgroups = plan.layout.subgroups
@@ -149,7 +188,7 @@ def torchao(model: Any, spec: Specification) -> Contender:
         from torchao.optim import CPUOffloadOptimizer
     except ImportError as error:
         raise NotRun(f"torchao: {error}") from error
-    if spec.device == "cpu":
+    if spec.place == "cpu":
         raise NotRun("torchao: its CPUOffloadOptimizer needs a GPU")
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **SETTINGS)
 
@@ -160,19 +199,22 @@ def torchao(model: Any, spec: Specification) -> Contender:
     return Contender(model, torch.Tensor.backward, step)
 
 
-def deepspeed(model: Any, spec: Specification, **kind: Any) -> Contender:
-    try:
-        import deepspeed as package
-    except ImportError as error:
-        raise NotRun(f"deepspeed: {error}") from error
+def deepspeed(model: Any, spec: Specification, *, ours: bool = False, **kind: Any) -> Contender:
     if spec.device == "cpu":
         raise NotRun("deepspeed: compared on a GPU only, where its offload is meant to run")
+    if spec.device == "simulated":
+        os.environ["DS_ACCELERATOR"] = "cpu"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(one)
-    settings = {
+    os.environ.update(one, LOCAL_SIZE="1")
+    try:
+        import deepspeed as package
+        import deepspeed.ops as ops
+    except ImportError as error:
+        raise NotRun(f"deepspeed: {error}") from error
+    settings: dict[str, Any] = {
         "train_batch_size": spec.batch,
         "train_micro_batch_size_per_gpu": spec.batch,
         "bf16": {"enabled": True},
@@ -184,8 +226,27 @@ def deepspeed(model: Any, spec: Specification, **kind: Any) -> Contender:
         },
         "steps_per_print": 10**9,
     }
-    engine, *_ = package.initialize(model=model, model_parameters=model.parameters(), config=settings)
-    return Contender(engine, engine.backward, engine.step, engine.destroy)
+    client = None
+    if spec.device == "simulated":  # nothing native is built
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        settings["zero_optimization"]["offload_optimizer"].pop("pin_memory")
+        settings |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+        if not ours:
+            client = torch.optim.AdamW(model.parameters(), **SETTINGS)
+            del settings["optimizer"]
+    if ours:
+        from offload.integrations.deepspeed import enable
+
+        settings["multi_tier_offload"] = {"rates": fitting_rates(spec.rates)[0]}
+        enable()
+    parameters = model.parameters() if client is None else None
+    engine, *_ = package.initialize(model=model, model_parameters=parameters, optimizer=client, config=settings)
+
+    def details() -> dict[str, float]:
+        found = engine.optimizer.metrics() if ours else {}
+        return {name: found[name] for name in ("step_s", "resident_share") if name in found}
+
+    return Contender(engine, engine.backward, engine.step, engine.destroy, details)
 
 
 MAKERS: dict[str, Callable[[Any, Specification], Contender]] = {
@@ -194,6 +255,7 @@ MAKERS: dict[str, Callable[[Any, Specification], Contender]] = {
     "offload-disk": lambda model, spec: offloaded(
         model, spec, host_memory=0, paths=[tempfile.mkdtemp(dir=spec.folder)]
     ),
+    "offload-deepspeed": lambda model, spec: deepspeed(model, spec, ours=True),
     "torchao": torchao,
     "deepspeed-zero3": deepspeed,
     "deepspeed-twinflow": lambda model, spec: deepspeed(model, spec, ratio=0.5),
@@ -207,16 +269,16 @@ def train(name: str, spec: Specification) -> dict[str, Any]:
     from offload.cli.text import VOCABULARY
 
     shape = choose_shape(int(spec.params))
-    model = build_model(shape, seq=spec.seq, dtype=torch.bfloat16, device=spec.device, seed=0)
+    model = build_model(shape, seq=spec.seq, dtype=torch.bfloat16, device=spec.place, seed=0)
     numel = sum(parameter.numel() for parameter in model.parameters())
     weights = dict(model.named_parameters())
-    if spec.device != "cpu":
+    if spec.place != "cpu":
         torch.cuda.reset_peak_memory_stats()
     contender = MAKERS[name](model, spec)
     losses, ends_s = [], []
     for number in range(spec.warm_up + spec.iterations):
         generator = torch.Generator().manual_seed(number)
-        tokens = torch.randint(VOCABULARY, (spec.batch, spec.seq), generator=generator).to(spec.device)
+        tokens = torch.randint(VOCABULARY, (spec.batch, spec.seq), generator=generator).to(spec.place)
         loss = contender.model(input_ids=tokens, labels=tokens).loss
         contender.backward(loss)
         contender.step()
@@ -227,12 +289,12 @@ def train(name: str, spec: Specification) -> dict[str, Any]:
         "parameters": numel,
         "losses": losses,
         "iteration_s": [after - before for before, after in itertools.pairwise(ends_s)],
-        "peak_gpu_bytes": 0 if spec.device == "cpu" else torch.cuda.max_memory_allocated(),
-        "peak_gpu_reserved_bytes": 0 if spec.device == "cpu" else torch.cuda.max_memory_reserved(),
+        "peak_gpu_bytes": 0 if spec.place == "cpu" else torch.cuda.max_memory_allocated(),
+        "peak_gpu_reserved_bytes": 0 if spec.place == "cpu" else torch.cuda.max_memory_reserved(),
         "peak_host_bytes": peak_host_bytes(),
         "details": contender.details(),
     }
-    if not name.startswith("deepspeed"):  # ZeRO-3 leaves no weights in the model between steps
+    if "deepspeed" not in name:  # ZeRO-3 leaves no weights in the model between steps
         found["weights"] = digest(weights.values())
     contender.close()
     return found
@@ -255,12 +317,21 @@ def run(name: str, spec: Specification, limit_s: float) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).resolve()), name, json.dumps(asdict(spec))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=limit_s,
+            env=environment,
+            preexec_fn=_common.end_with_parent,
+        )
     except subprocess.TimeoutExpired:
         return {"not_run": f"not done after {limit_s:.0f} s"}
     if done.returncode:
         said = done.stderr.strip().splitlines()
-        return {"not_run": f"failed with status {done.returncode}: {said[-1] if said else 'without a word'}"}
+        reason = f"failed with status {done.returncode}: {said[-1] if said else 'without a word'}"
+        return {"not_run": reason, "log": done.stderr[-4000:]}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -10,8 +10,9 @@
     p  steps at every share as predicted for published machines; needs no GPU
 
 `python bench/gpu.py --section b --json FILE` keeps the other sections that FILE holds; each section says on what
-machine, from what commit and by what command it was run. FILE gets a Markdown file beside it. Without `--json`, a
-full-size run goes to bench/reports under the day's date. Without a CUDA device nothing but that fact is reported.
+machine, from what commit and by what command it was run. FILE gets a Markdown file beside it. Without a CUDA device
+nothing but that fact is reported; `--simulated` puts a simulated device in a GPU's place, at smoke sizes, to see that
+everything runs. `bench/gpu/run.sh` runs this on a machine without a package index.
 """
 
 from __future__ import annotations
@@ -36,8 +37,19 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the smoke run's kernels; read when Triton is imported
 
-from _common import ROOT, Target, arguments, cores, environment, progress, report
-from _gpu_runs import ABOUT, CONTENDERS, OURS, PEERS, Specification, gpu_share, iteration_s, run
+from _common import Target, arguments, cores, environment, progress, report, write_whole
+from _gpu_runs import (
+    ABOUT,
+    CONTENDERS,
+    OURS,
+    PEERS,
+    Specification,
+    fitting_rates,
+    gpu_share,
+    iteration_s,
+    run,
+    simulated_adamw,
+)
 from kernel import Buffers
 
 import offload
@@ -53,6 +65,7 @@ from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
 from offload.sim import predict
 
 NO_DEVICE = "no CUDA device: not run"
+SIMULATED = "SIMULATED DEVICE: NO GPU WAS USED, NO FIGURE MEANS ANYTHING"
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
 STATE = ("master", "exp_avg", "exp_avg_sq")
@@ -216,8 +229,12 @@ def section_bits(args: argparse.Namespace, device: torch.device | None) -> Found
     counts: dict[str, int] = {}
     digest = hashlib.sha256()
     cpu = CpuUpdateKernel()
+    ends_s = time.monotonic() + args.limit
     for number, numel, gradient, weight, flags, kind in rounds_of_tests(total, chunk):
         progress(f"{number * chunk:.3g} of {total:.3g} elements")
+        if time.monotonic() > ends_s:
+            found["ended_early"] = f"no time left in this call, of {total:.3g} elements"
+            break
         generator = torch.Generator(where).manual_seed(number)
         there = {name: patterns(numel, torch.float32, kind, generator) for name in STATE}
         if kind == "plain":
@@ -294,15 +311,24 @@ def section_shares(args: argparse.Namespace, device: torch.device | None) -> Fou
     starts = [patterns(each, torch.bfloat16, "plain", generator) for _ in range(tensors)]
     gradients = [patterns(each, torch.bfloat16, "plain", generator) for _ in range(tensors)]
     found: Found = {"elements": tensors * each, "shares": {}}
+    found["rates"], unfit = fitting_rates(args.rates)
+    if unfit:
+        found["rates"] += f" ({unfit})"
+    kind = simulated_adamw() if args.simulated else offload.AdamW
     first: list[torch.Tensor] | None = None
-    for share in SHARES if device is not None else ("cpu",):
+    ends_s = time.monotonic() + args.limit
+    for share in SHARES if device is not None or args.simulated else ("cpu",):
         progress(f"share {share}")
+        if time.monotonic() > ends_s:
+            found["shares"][str(share)] = {"not_run": "no time left in this call"}
+            continue
         weights = [torch.nn.Parameter(start.clone()) for start in starts]
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient.clone()
         try:
-            config = offload.OffloadConfig(placement=share, gpu_memory=0)  # all state lies in host memory
-            optimizer = offload.AdamW(weights, offload=config, **SETTINGS)
+            # All state lies in host memory.
+            config = offload.OffloadConfig(placement=share, gpu_memory=0, rates=fitting_rates(args.rates)[0])
+            optimizer = kind(weights, offload=config, **SETTINGS)
         except offload.OffloadError as error:
             found["shares"][str(share)] = {"not_run": str(error)}
             continue
@@ -326,7 +352,7 @@ def section_shares(args: argparse.Namespace, device: torch.device | None) -> Fou
         entry["same_weights"] = all(torch.equal(a, b) for a, b in zip(weights, first, strict=True))
         found["shares"][str(share)] = entry
     if device is None:
-        found["not_run"] = f"shares on a GPU: {NO_DEVICE}"
+        found["not_run"] = SIMULATED if args.simulated else f"shares on a GPU: {NO_DEVICE}"
     return found
 
 
@@ -375,16 +401,17 @@ def section_training(args: argparse.Namespace, device: torch.device | None, befo
     """Run the contenders that were asked for, as long as there is time; keep what others found before."""
     with tempfile.TemporaryDirectory(dir=args.path) as folder:
         if args.smoke:
-            spec = Specification(2e5, 2, 32, 1, 2, "cpu" if device is None else "cuda", folder)
+            place = "simulated" if args.simulated else "cpu" if device is None else "cuda"
+            spec = Specification(2e5, 2, 32, 1, 2, place, folder, args.rates)
         else:
-            spec = Specification(args.params, args.batch, args.seq, 3, args.iterations, "cuda", folder)
+            spec = Specification(args.params, args.batch, args.seq, 3, args.iterations, "cuda", folder, args.rates)
         asked = {"parameters": spec.params, "batch": spec.batch, "seq": spec.seq}
         found = before if before.get("asked") == asked else {"asked": asked, "contenders": {}}
         ends_s = time.monotonic() + args.limit
         for name in args.contenders:
             left_s = ends_s - time.monotonic()
             progress(name)
-            if args.smoke and name.startswith("deepspeed"):
+            if args.smoke and "deepspeed" in name and not args.simulated:
                 entry: Found = {"not_run": "left out of the smoke run: its native part takes a minute to build"}
             elif left_s < 30:
                 entry = {"not_run": f"no time left in this call; use --section d --contenders {name}"}
@@ -462,6 +489,8 @@ def targets_of(results: dict[str, Found]) -> list[Target]:
 def markdown(results: dict[str, Found], targets: list[Target]) -> str:
     """Return the report for people."""
     lines = ["# GPU", ""]
+    if any(section.get("environment", {}).get("gpu") == SIMULATED for section in results.values()):
+        lines += [f"**{SIMULATED}**", ""]
     for target in targets:
         value = f"not measured ({target.note})" if target.value is None else f"{target.value:.3f}"
         verdict = "" if target.met is None else ", met" if target.met else ", MISSED"
@@ -533,7 +562,7 @@ def table_of(name: str, section: Found) -> list[str]:
     return [" | ".join(("", *row, "")).strip() for row in (head, ("---",) * len(head), *rows)]
 
 
-def described() -> dict[str, Any]:
+def described(simulated: bool = False) -> dict[str, Any]:
     """Return the environment with what matters on a GPU."""
 
     def version(package: str) -> str | None:
@@ -550,6 +579,8 @@ def described() -> dict[str, Any]:
         found["gpu_capability"] = f"{properties.major}.{properties.minor}"
         driver = Path("/proc/driver/nvidia/version")
         found["driver"] = driver.read_text().splitlines()[0] if driver.exists() else None
+    if simulated:
+        found["gpu"] = SIMULATED
     return found
 
 
@@ -569,14 +600,21 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--elements-c", type=lambda text: int(float(text)), default=10**9, help="of section c")
     parser.add_argument("--reference-rounds", type=int, default=2, help="rounds of section b with the reference too")
     parser.add_argument(
-        "--limit", type=float, default=440.0, help="seconds of section d, after which no more is begun"
+        "--limit", type=float, default=440.0, help="seconds of sections b, c and d each, after which no more is begun"
+    )
+    parser.add_argument(
+        "--rates", metavar="FILE", default="auto", help="what `offload probe` wrote, for ours in c and d"
+    )
+    parser.add_argument(
+        "--simulated", action="store_true", help="a simulated device in the GPU's place, at smoke sizes: does it run?"
     )
     args = parser.parse_args()
+    if args.simulated and torch.cuda.is_available():
+        parser.error("--simulated: there is a CUDA device")
+    args.smoke = args.smoke or args.simulated
     unknown = set(args.contenders) - set(CONTENDERS)
     if unknown:
         parser.error(f"--contenders: {', '.join(sorted(unknown))} cannot be run; there are {', '.join(CONTENDERS)}")
-    if args.json is None and not args.smoke:
-        args.json = ROOT / "bench" / "reports" / f"{time.strftime('%Y-%m-%d')}-gpu.json"
     return args
 
 
@@ -584,7 +622,7 @@ def main() -> None:
     """Run the sections that were asked for and add them to the report."""
     args = parsed()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    surroundings = described()
+    surroundings = described(args.simulated)
     results: dict[str, Found] = {}
     if args.json is not None and args.json.exists():
         document = json.loads(args.json.read_text())
@@ -613,10 +651,12 @@ def main() -> None:
             print(f"section {name}: {time.monotonic() - started_s:.1f} s")
         results[name] = found | {"environment": surroundings, "smoke": args.smoke}
     targets = targets_of(results)
+    if args.simulated:
+        targets = [Target(target.name, None, target.target, None, SIMULATED) for target in targets]
     kept = json.dumps({name: found.get("checksum") for name, found in sorted(results.items())})
     report(args, surroundings, results, hashlib.sha256(kept.encode()).hexdigest()[:16], targets)
     if args.json is not None:
-        args.json.with_suffix(".md").write_text(markdown(results, targets))
+        write_whole(args.json.with_suffix(".md"), markdown(results, targets))
 
 
 if __name__ == "__main__":
