@@ -839,11 +839,33 @@ def alone_universal_load(folder: Path) -> None:
             train(engine, case, case.steps, 1)
 
 
+@check
+def alone_given_gradients(folder: Path) -> None:
+    """Train a model whose gradients are given, ours or stock by GIVEN; leave weights and state beside the folder."""
+    import torch
+    from deepspeed_runs import Case, Given, state_of, training
+
+    ours = os.environ["GIVEN"] == "ours"
+    wide = {"data_types": {"grad_accum_dtype": "fp32"}}
+    found = {}
+    for stage, accumulation, config in itertools.product((1, 2, 3), (1, 2), ({}, wide)):
+        zero = {"sub_group_size": 200_000, "reduce_bucket_size": 400_000}
+        tiers = {**paths(folder), "host_memory": "4MiB", "subgroup_numel": 1 << 16}
+        case = Case(stage, "bf16", accumulation, clip=0.0, config=dict(config), zero=zero, offload=tiers)
+        with training(case, ours=ours, model=Given()) as engine:
+            for step in range(3 * accumulation):
+                engine.backward(engine(step))
+                engine.step()
+            label = f"stage {stage}, {accumulation} micro-steps, {'fp32' if config else 'bf16'} sums"
+            found[label] = {name: tensor.cpu() for name, tensor in state_of(engine).items()}
+    torch.save(found, folder.parent / "given.pt")
+
+
 def run(folder: Path, names: list[str]) -> None:
     """Run checks in order; what hangs ends by the collectives' timeout."""
     import deepspeed
     import torch
-    from deepspeed_runs import offload_deepspeed  # noqa: F401
+    from deepspeed_runs import get_accelerator
 
     from offload.integrations.deepspeed import shard
     from offload.sim import LateTransfers
@@ -853,7 +875,7 @@ def run(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     deepspeed.init_distributed(
-        "gloo",
+        "gloo" if get_accelerator().device_name() == "cpu" else get_accelerator().communication_backend_name(),
         timeout=timedelta(seconds=60),
         init_method=f"file://{os.environ['RENDEZVOUS']}",
         rank=rank,

@@ -98,6 +98,25 @@ class Net(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x).float().view(-1, 37), tokens.roll(1, -1).view(-1))
 
 
+class Given(torch.nn.Module):
+    """Weights whose gradients are drawn from the step's number alone: exact on every device."""
+
+    SIZES = ((700, 400), (300_000,), (17,), (250, 1000), (4096,))
+
+    def __init__(self) -> None:
+        super().__init__()
+        draws = torch.Generator().manual_seed(0)
+        self.weights = torch.nn.ParameterList(torch.randn(size, generator=draws) for size in self.SIZES)
+
+    def forward(self, step: int) -> torch.Tensor:
+        draws = torch.Generator().manual_seed(1000 + step)
+        total = torch.zeros((), device=self.weights[0].device)
+        for weight, size in zip(self.weights, self.SIZES, strict=True):
+            given = torch.randn(size, generator=draws).to(weight.device, weight.dtype)
+            total = total + (weight * given).float().sum()
+        return total
+
+
 @dataclass
 class Case:
     """One training.
