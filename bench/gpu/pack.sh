@@ -42,8 +42,9 @@ tar --create --gzip --null --files-from="$folder/FILES" --transform='s,^,offload
 rm "$folder/FILES"
 
 echo "commit $(cat "$folder/COMMIT")$([ -s "$folder/CHANGED" ] && echo ', with uncommitted changes')"
-(cd "$folder" && du --bytes --apparent-size offload.tar.gz wheels/*.whl)
-total=$(du --bytes --summarize "$folder" | cut -f1)
+cd "$folder"
+du --bytes --apparent-size offload.tar.gz wheels/*.whl
+total=$(cat COMMIT CHANGED SHA256SUMS offload.tar.gz wheels/*.whl | wc --bytes)
 echo "$((total >> 10)) KiB in $folder"
 if [ "$total" -gt $((most_mib << 20)) ]; then
   echo "pack.sh: that is more than $most_mib MiB" >&2

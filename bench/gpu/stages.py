@@ -8,7 +8,7 @@
 A stage is a row of parts, the most valuable first. Each is a process of its own with a limit of its own; one that
 fails, hangs or finds no time left is reported as that, and the next one begins. The report is written around every
 part: a stage that is killed leaves what it had found. All stages may be repeated; `train` uses the rates file that
-`rates` left in the same FOLDER.
+`rates` left in the same FOLDER, or another.
 
 The package is built into a folder outside of the sources, named after their content, so that the next stage finds it.
 This script itself imports neither torch nor the package: what is broken there is reported, too.
@@ -456,7 +456,7 @@ def has(package: str) -> bool:
 
 def gpu_bench(stage: Stage, file: str, *arguments: str) -> list[str]:
     """Return a command that adds to one of this stage's reports of `bench/gpu.py`."""
-    rates = stage.folder / "rates.json"
+    rates = (stage.args.rates or stage.folder / "rates.json").resolve()
     command = [sys.executable, str(BENCH / "gpu.py"), "--json", str(stage.folder / f"{stage.prefix}-{file}.json")]
     command += ["--path", str(stage.scratch)] + (["--rates", str(rates)] if rates.exists() else [])
     command += ["--simulated"] if stage.args.simulated else ["--smoke"] if stage.args.smoke else []
@@ -495,8 +495,10 @@ def rates(stage: Stage) -> Iterator[Part]:
     """How fast is everything, and what does the planner make of it?"""
     seconds = "2" if stage.args.smoke else "45"
     command = [sys.executable, "-P", "-m", "offload.cli", "probe", "--quiet", "--json", "--seconds", seconds]
-    command += ["--paths", str(stage.scratch), "--out", str(stage.folder / "rates.json")]
-    yield Part("probe", command, 150.0, lambda output: json.loads((stage.folder / "rates.json").read_text()))
+    file = stage.folder / "rates.json"
+    stage.args.rates = file
+    command += ["--paths", str(stage.scratch), "--out", str(file)]
+    yield Part("probe", command, 150.0, lambda output: json.loads(file.read_text()))
     for section, limit_s in (("a", 90.0), ("c", 200.0), ("b", 200.0)):
         command = gpu_bench(stage, "gpu", "--section", section, "--limit", "{limit}")
         yield Part(f"section {section}", command, limit_s, of_section(stage, "gpu", section))
@@ -591,6 +593,9 @@ def main() -> int:
         help="seconds of the stage (default: %(default)g); with more, its parts have more",
     )
     parser.add_argument("--scratch", type=Path, help="folder on the disk to measure (default: the temporary one)")
+    parser.add_argument(
+        "--rates", type=Path, metavar="FILE", help="rates file (default: FOLDER/rates.json, if there)"
+    )
     parser.add_argument("--params", type=float, help="parameters of the model in train (default: what fits)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it still run?")
     parser.add_argument(
