@@ -217,10 +217,10 @@ class Stage:
 
 
 def short(result: Found) -> str:
-    plain = {key: value for key, value in result.items() if isinstance(value, str | int | float) and key != "text"}
-    return ", ".join(
-        f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items()
-    )[:200]
+    """Return the first few figures of a result on one line."""
+    plain = {key: value for key, value in result.items() if isinstance(value, str | int | float)}
+    shown = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items()]
+    return ", ".join(one for one in shown if len(one) < 60 and "\n" not in one)[:200]
 
 
 def cut(number: int, frame: object) -> None:
