@@ -15,7 +15,6 @@ from offload.kernels import CpuUpdateKernel
 from offload.protocols import SEGMENT_DTYPE, Device, DeviceLane, DtypeCode, SegmentFlag
 from offload.sim import SimulatedDevice
 
-
 REAL = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1")]
 
 
