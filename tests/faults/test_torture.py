@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 
-def run(kills: int, seed: int, steps: int, file: Path) -> dict[str, int]:
+def run(kills: int, seed: int, steps: int, file: Path, ranks: int = 1) -> dict[str, int]:
     script = Path(__file__).with_name("torture.py")
-    numbers = ["--kills", str(kills), "--seed", str(seed), "--steps", str(steps)]
+    numbers = ["--kills", str(kills), "--seed", str(seed), "--steps", str(steps), "--ranks", str(ranks)]
     command = [sys.executable, str(script), *numbers, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,3 +33,18 @@ def test_killed_lives_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [2, 3, 4])
 def test_many_killed_lives_lose_nothing(tmp_path: Path, seed: int) -> None:
     assert run(200, seed, 4000, tmp_path / "figures.json")["kills"] > 0
+
+
+@pytest.mark.slow
+def test_a_killed_rank_keeps_nobody(tmp_path: Path) -> None:
+    figures = run(6, 1, 1000, tmp_path / "figures.json", ranks=2)
+    assert figures["kills"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_killed_ranks_keep_nobody(tmp_path: Path) -> None:
+    figures = run(200, 2, 4000, tmp_path / "figures.json", ranks=2)
+    assert figures["kills of rank 0"] > 0
+    assert figures["kills of rank 1"] > 0

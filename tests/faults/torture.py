@@ -6,12 +6,20 @@ Each life resumes from the last checkpoint (if there is one), with tiers, subgro
 every bit of weights and state against an unkilled run at that step, and trains on, saving all the time, until it is
 killed: during start-up, resume, steps, checkpoints and commits. The last life is left alone and has to end where the
 unkilled run ends.
+
+    python tests/faults/torture.py --ranks 2 --kills 200 --json FILE
+
+Each life is two processes, each with state of its own, that save together; one of them is killed. The other
+one has to end, by an error that it raises or by itself, and may not be silent for longer than `QUIET_S` on its way.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import itertools
 import json
+import logging
 import os
 import random
 import shutil
@@ -27,6 +35,7 @@ from typing import Any
 import torch
 
 import offload
+from offload import waits
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.stores import find_stores
 
@@ -34,8 +43,8 @@ SIZES = (40_000, 7, 3000, 25_000)
 MISMATCH = 3
 
 
-def make(rng: random.Random, paths: list[Path]) -> tuple[list[torch.nn.Parameter], Any]:
-    generator = torch.Generator().manual_seed(0)
+def make(rng: random.Random, paths: list[Path], rank: int = 0) -> tuple[list[torch.nn.Parameter], Any]:
+    generator = torch.Generator().manual_seed(rank)
     dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)
     parameters = [
         torch.nn.Parameter(torch.randn(n, generator=generator).to(d)) for n, d in zip(SIZES, dtypes, strict=True)
@@ -47,7 +56,8 @@ def make(rng: random.Random, paths: list[Path]) -> tuple[list[torch.nn.Parameter
         checkpoints_kept=rng.choice((1, 1, 2)),
         threads=1,
     )
-    return parameters, offload.AdamW(parameters, lr=1e-2, offload=config)
+    named = [(f"rank {rank}, {number}", parameter) for number, parameter in enumerate(parameters)]
+    return parameters, offload.AdamW(named, lr=1e-2, offload=config)
 
 
 def update(parameters: list[torch.nn.Parameter], optimizer: Any, step: int) -> None:
@@ -69,9 +79,9 @@ def fingerprint(parameters: list[torch.nn.Parameter], optimizer: Any) -> int:
     return zlib.crc32(repr(counts).encode(), checksum)
 
 
-def reference(steps: int) -> list[int]:
+def reference(steps: int, rank: int = 0) -> list[int]:
     """Return the fingerprint before each step of an unkilled run, and after the last."""
-    parameters, optimizer = make(random.Random(0), [Path(tempfile.gettempdir())] * 1)
+    parameters, optimizer = make(random.Random(0), [Path(tempfile.gettempdir())] * 1, rank)
     found = [fingerprint(parameters, optimizer)]
     for step in range(steps):
         update(parameters, optimizer, step)
@@ -128,6 +138,134 @@ def live(root: Path, seed: int, expected: list[int], until: int) -> None:
         os._exit(MISMATCH)
     optimizer.close()
     os._exit(0)
+
+
+PEER_LOST = 5
+COLLECTIVE_S = 20.0
+"""How long gloo waits for a peer: where that has just been killed in its start-up, nobody else tells."""
+
+
+def live_together(root: Path, seed: int, rank: int, expected: list[int], until: int) -> None:
+    """One rank's part of a life of two; ends by itself only after `until` steps, or when the other one has gone."""
+    torch.set_num_threads(1)
+    logging.basicConfig(filename=root / f"log-{rank}", filemode="w", format="%(created)f %(message)s", force=True)
+    rng = random.Random(seed)
+    together = torch.distributed
+    try:
+        together.init_process_group(
+            "gloo",
+            init_method=f"file://{root}/rendezvous-{seed}",
+            rank=rank,
+            world_size=2,
+            timeout=datetime.timedelta(seconds=COLLECTIVE_S),
+        )
+        parameters, optimizer = make(rng, [root / "p0", root / "p1"], rank)
+        with optimizer:
+            step = 0
+            latest = newest(root)
+            if latest is not None:
+                step = optimizer.load_checkpoint(latest[1])["step"]
+                (root / "resumed").write_text(str(step))
+            if fingerprint(parameters, optimizer) != expected[step]:
+                print(f"life {seed}: rank {rank} resumed at step {step} with other bits", file=sys.stderr)
+                os._exit(MISMATCH)
+            together.barrier()
+            (root / "trains").touch()
+            alternate = rng.random() < 0.5
+            while step < until:
+                update(parameters, optimizer, step)
+                step += 1
+                together.all_reduce(torch.ones(1))
+                if rng.random() < 0.6:
+                    folder = folders(root)[step % 2 if alternate else 0]
+                    optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
+                    if rng.random() < 0.3:
+                        optimizer.wait_checkpoint()
+            if fingerprint(parameters, optimizer) != expected[step]:
+                os._exit(MISMATCH)
+    except (RuntimeError, offload.CheckpointError) as error:  # gloo's, or that of a commit that waited in vain
+        logging.warning("ends: %r", error)
+        os._exit(PEER_LOST)
+    os._exit(0)
+
+
+def longest_silence(log: Path, since_s: float, until_s: float) -> float:
+    """Return the longest time between two lines of a log, within a time."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    stamps = [float(line.split()[0]) for line in lines if line[:1].isdigit()]
+    said = [since_s, *(at for at in stamps if since_s < at < until_s), until_s]
+    return max(after - before for before, after in itertools.pairwise(said))
+
+
+def torture_ranks(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) -> dict[str, Any]:
+    """Kill one rank of each of `kills` lives of two; return figures.
+
+    Raises:
+        AssertionError: A life resumed with wrong bits, failed in another way, or was silent for too long.
+    """
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    root = Path(tempfile.mkdtemp(prefix="torture-"))
+    for name in ("p0", "p1"):
+        (root / name).mkdir()
+    expected = [reference(steps, rank) for rank in range(2)]
+    figures: Counter[str] = Counter()
+    longest_s = slowest_s = 0.0
+    started_s = time.monotonic()
+    try:
+        for life in range(kills + 1):
+            last = life == kills
+            for name in ("resumed", "trains"):
+                (root / name).unlink(missing_ok=True)
+            latest = newest(root)
+            step = latest[0] if latest else 0
+            until = min(step + 20, steps) if last else steps
+            children = []
+            for rank in range(2):
+                child = os.fork()
+                if child == 0:
+                    try:
+                        live_together(root, seed * 100_003 + life, rank, expected[rank], until)
+                    except BaseException as error:
+                        print(f"life {life}, rank {rank}: {error!r}", file=sys.stderr)
+                        os._exit(4)
+                children.append(child)
+            victim, killed_s = rng.randrange(2), time.time()
+            if not last:
+                if rng.random() < 0.8:  # else at any time from the start on
+                    while not (root / "trains").exists():
+                        time.sleep(0.01)
+                time.sleep(rng.choice((0.2, 1.0, 2.0)) * rng.random())
+                killed_s = time.time()
+                os.kill(children[victim], signal.SIGKILL)
+            statuses = [os.waitpid(child, 0)[1] for child in children]
+            if last:
+                assert statuses == [0, 0], f"the last life ended with {statuses}"
+            else:
+                codes = [os.waitstatus_to_exitcode(status) for status in statuses]
+                assert codes[victim] in (-signal.SIGKILL, 0), f"life {life} (seed {seed}) ended with {codes}"
+                assert codes[1 - victim] in (0, PEER_LOST), f"life {life} (seed {seed}) ended with {codes}"
+                silence_s = longest_silence(root / f"log-{1 - victim}", killed_s, time.time())
+                longest_s, slowest_s = max(longest_s, silence_s), max(slowest_s, time.time() - killed_s)
+                assert silence_s < COLLECTIVE_S + waits.QUIET_S, f"life {life}: silent for {silence_s:.1f} s"
+                figures["kills"] += codes[victim] != 0
+                figures[f"kills of rank {victim}"] += codes[victim] != 0
+            after = newest(root)
+            assert after is not None or latest is None, "a committed checkpoint is gone"
+            assert after is None or after[0] >= step, "the last checkpoint is older than it was"
+            figures["resumed"] += (root / "resumed").exists()
+            figures["with progress"] += after is not None and after[0] > step
+            if not quiet and life % 10 == 9:
+                print(f"{life + 1} lives, at step {after[0] if after else 0}", flush=True)
+        figures["final step"] = after[0] if after else 0
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return {
+        **figures,
+        "longest silence of a survivor, s": round(longest_s, 1),
+        "longest time from a kill to the survivor's end, s": round(slowest_s, 1),
+        "seconds": round(time.monotonic() - started_s, 1),
+    }
 
 
 def torture(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) -> dict[str, Any]:
@@ -189,11 +327,13 @@ def torture(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=4000, help="a life that comes this far ends by itself")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    figures = torture(arguments.kills, arguments.seed, arguments.steps, quiet=False)
+    run = torture if arguments.ranks == 1 else torture_ranks
+    figures = run(arguments.kills, arguments.seed, arguments.steps, quiet=False)
     text = json.dumps({"command": " ".join(sys.argv), "results": figures}, indent=2)
     print(text)
     if arguments.json:
