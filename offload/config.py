@@ -171,7 +171,7 @@ class OffloadConfig:
     io_backend: str = "auto"
     path_lock: str | int = "auto"
     stall_timeout_s: float = 300.0
-    lock_timeout_s: float = 120.0
+    lock_timeout_s: float = 30.0
     placement: str | float = "auto"
     rates: str | os.PathLike[str] = "auto"
 

@@ -56,7 +56,7 @@ class Silence:
         lasts_s = self.lasts_s
         self._due_s += max(lasts_s, QUIET_S)  # twice as late as the last time
         if story := what():
-            log.warning("waiting for %s since %.0f s", story, lasts_s)
+            log.warning("nothing has happened for %.0f s; waiting for %s", lasts_s, story)
 
 
 def wait_for(arrived: Callable[[float], object], what: Callable[[], str], timeout_s: float | None = None) -> bool:

@@ -13,6 +13,7 @@ import stat
 import threading
 from dataclasses import dataclass
 
+from offload import waits
 from offload._native import TakingTurns
 from offload.errors import TierError
 from offload.tiers.places import identity
@@ -22,7 +23,7 @@ LOCK_DIRECTORIES = ("/dev/shm", "/tmp")
 (XDG_RUNTIME_DIR, TMPDIR) has a say: ranks that were started in different ways would not meet."""
 
 DEFAULT_TURN_BYTES = 64 << 20
-DEFAULT_REPORT_AFTER_S = 120.0
+DEFAULT_REPORT_AFTER_S = waits.QUIET_S
 
 _log = logging.getLogger(__name__)
 

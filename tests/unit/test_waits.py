@@ -1,0 +1,99 @@
+"""Waits that say what they are for, and work that nobody has to wait for."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from offload import waits
+from offload._native import CompletionQueue
+
+LONG_S = 60.0
+
+
+class Clock:
+    """Seconds that pass when somebody waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(waits.time, "monotonic", lambda: self.now_s)
+
+    def pass_by(self, seconds: float) -> bool:
+        self.now_s += seconds
+        return False
+
+
+def test_a_long_wait_is_explained_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    assert not waits.wait_for(clock.pass_by, lambda: "Godot", 1000.0)
+    assert clock.now_s == 1100.0
+    assert [record.args for record in caplog.records] == [(each, "Godot") for each in (30, 60, 120, 240, 480, 960)]
+    assert {(record.levelno, record.name) for record in caplog.records} == {(logging.WARNING, "offload")}
+
+
+def test_nothing_is_said_before_its_time_or_twice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock(monkeypatch)
+    assert not waits.wait_for(clock.pass_by, lambda: "Godot", 29.0)
+    assert not waits.wait_for(clock.pass_by, lambda: "", 100.0)  # somebody else says it
+    silence = waits.Silence()
+    for _ in range(10):
+        clock.pass_by(20.0)
+        silence.tell(lambda: "Godot")
+        silence.end()
+    assert not caplog.records
+
+
+def test_completions_come_in_time_or_not_at_all() -> None:
+    queue = CompletionQueue()
+    assert waits.completions(queue, lambda: "", 0.01) == []
+    queue.post(7)
+    assert [record[0] for record in waits.completions(queue, lambda: "")] == [7]
+
+
+def test_what_is_done_aside_is_done_once() -> None:
+    go_on, runs = threading.Event(), []
+
+    def work() -> None:
+        runs.append(threading.current_thread())
+        assert go_on.wait(LONG_S)
+        raise KeyError("as if")
+
+    aside = waits.Aside(work, "test")
+    aside.start()
+    aside.start()
+    assert not aside.wait(0.0)
+    assert aside.forestall()
+    go_on.set()
+    assert aside.wait(LONG_S)
+    aside.start()
+    (thread,) = runs
+    assert thread.daemon
+    assert thread is not threading.current_thread()
+    assert isinstance(aside.error, KeyError)
+
+
+def test_what_is_forestalled_is_never_done() -> None:
+    runs: list[None] = []
+    aside = waits.Aside(lambda: runs.append(None), "test")
+    assert not aside.forestall()
+    aside.start()
+    assert not aside.wait(0.0)
+    assert runs == []
+
+
+def test_without_another_thread_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    runs: list[threading.Thread] = []
+    aside = waits.Aside(lambda: runs.append(threading.current_thread()), "test")
+    aside.start()
+    assert aside.done
+    assert runs == [threading.current_thread()]
