@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import logging
 import os
