@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,12 @@ for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 
+MAX_BYTES = (1 << 63) - 1
+MAX_INTEGER = (1 << 62) - 1
+MAX_DIGITS = 30
+MAX_SHARE = 1e100
 MAX_THREADS = 1024
+MAX_HOLDERS = 1 << 16
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
@@ -33,15 +37,17 @@ def parse_bytes(field: str, value: object) -> int:
     allowed = 'give bytes as an integer >= 0, or a string such as "8GiB" or "500MB"'
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(field, value, allowed)
-    if isinstance(value, int):
-        if value < 0:
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        if match is None or match.group(2).lower() not in _UNITS or len(match.group(1)) > MAX_DIGITS:
             raise ConfigError(field, value, allowed)
-        return value
-    match = _SIZE.fullmatch(value)
-    if match is None or match.group(2).lower() not in _UNITS:
+        number, unit = match.group(1), _UNITS[match.group(2).lower()]
+        nbytes = int(number) * unit if number.isdigit() else int(float(number) * unit)
+    else:
+        nbytes = value
+    if not 0 <= nbytes <= MAX_BYTES:
         raise ConfigError(field, value, allowed)
-    number, unit = match.group(1), _UNITS[match.group(2).lower()]
-    return int(number) * unit if number.isdigit() else int(float(number) * unit)
+    return nbytes
 
 
 def format_bytes(count: float) -> str:
@@ -93,12 +99,13 @@ class PathConfig:
         path = os.fspath(value["path"]) if isinstance(value["path"], str | os.PathLike) else value["path"]
         if not isinstance(path, str) or not path:
             raise ConfigError(f"{field}.path", path, "give a directory")
+        _check_text(f"{field}.path", path)
         max_bytes = value.get("max_bytes")
         if max_bytes is not None:
             max_bytes = parse_bytes(f"{field}.max_bytes", max_bytes)
         share = value.get("share")
         if share is not None and (
-            isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf
+            isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < MAX_SHARE
         ):
             raise ConfigError(
                 f"{field}.share", share, "give a number greater than 0, or none to follow measured rates"
@@ -108,6 +115,8 @@ class PathConfig:
             lock_path = os.fspath(lock_path)
         if lock_path is not None and (not isinstance(lock_path, str) or not os.path.isdir(lock_path)):
             raise ConfigError(f"{field}.lock_path", lock_path, "name a directory that exists, or none for `path`")
+        if lock_path is not None:
+            _check_text(f"{field}.lock_path", lock_path)
         depth = value.get("depth")
         if depth is not None:
             _check_int(f"{field}.depth", depth, 1, MAX_DEPTH)
@@ -198,7 +207,7 @@ class OffloadConfig:
             raise ConfigError("keep_grads", self.keep_grads, "use true or false")
         _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads", "asyncio"))
         if isinstance(self.path_lock, int):
-            _check_int("path_lock", self.path_lock, 1)
+            _check_int("path_lock", self.path_lock, 1, MAX_HOLDERS)
         else:
             _check_choice("path_lock", self.path_lock, ("auto", "on", "off"))
         if self.io_backend == "asyncio" and self.path_lock not in ("auto", "off"):
@@ -281,11 +290,21 @@ def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> 
             raise ConfigError(f"{field}.{key}", values[key], f"unknown key; known are {', '.join(known)}")
 
 
-def _check_int(field: str, value: object, least: int, most: int | None = None) -> None:
+def _check_int(field: str, value: object, least: int, most: int = MAX_INTEGER) -> None:
     number = value if isinstance(value, int) and not isinstance(value, bool) else least - 1
-    if number < least or (most is not None and number > most):
-        allowed = f">= {least}" if most is None else f"from {least} to {most}"
+    if not least <= number <= most:
+        allowed = f">= {least}" if most == MAX_INTEGER else f"from {least} to {most}"
         raise ConfigError(field, value, f"give an integer {allowed}")
+
+
+def _check_text(field: str, value: str) -> None:
+    """Check that a path's name can be written down: native code and checkpoints have it in UTF-8."""
+    try:
+        bad = b"\0" in value.encode()
+    except UnicodeEncodeError:
+        bad = True
+    if bad:
+        raise ConfigError(field, value, "use a path whose name is UTF-8")
 
 
 def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:

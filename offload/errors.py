@@ -19,6 +19,9 @@ from __future__ import annotations
 import errno as _errno
 from collections.abc import Sequence
 
+MAX_SHOWN = 300
+"""Most characters of a value that an error repeats."""
+
 
 class OffloadError(Exception):
     """Base of all errors raised on purpose by this package."""
@@ -37,7 +40,16 @@ class ConfigError(OffloadError, ValueError):
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field}: {value!r} cannot be used; {allowed}")
+        super().__init__(f"{field}: {_shown(value)} cannot be used; {allowed}")
+
+
+def _shown(value: object) -> str:
+    """Return a value as an error shows it, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of very many digits, say
+        return f"what was given ({type(value).__name__})"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class PlanError(OffloadError):

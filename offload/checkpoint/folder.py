@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Protocol
 
-from offload.errors import CheckpointError
+from offload.errors import CheckpointError, ConfigError
 from offload.tiers.objects import HASTY, ObjectError, ObjectMissingError, S3Client, split_url
 from offload.tiers.places import read_regular
 
@@ -231,9 +231,15 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
     """Return the folder that a path names: "s3://bucket/prefix", "file://" and a directory, or a directory.
 
     Raises:
-        ConfigError: The name of a bucket cannot be one, or its client is not installed.
+        ConfigError: The name cannot be one, or a bucket's client is not installed.
     """
     name = os.fspath(path)
+    try:
+        known = isinstance(name, str) and name != "" and b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:
+        known = False
+    if not known:
+        raise ConfigError("path", path, "name a folder, without null bytes, or s3://bucket/prefix")
     if name.startswith("s3://"):
         return BucketFolder(name)
     return DirectoryFolder(name.removeprefix("file://"))

@@ -287,8 +287,8 @@ class Saves:
         thread = threading.Thread(
             target=self._run, args=(pending, records, operation.op), name="offload-commit", daemon=True
         )
+        thread.start()  # or the system has no more threads, and there is none to be waited for
         pending.thread = thread
-        thread.start()
 
     def commit_error(self) -> Exception:
         """See `SaveSource.commit_error`."""

@@ -23,6 +23,7 @@ from offload.checkpoint.reader import StateSource
 from offload.config import OffloadConfig
 from offload.engine.core import Core
 from offload.engine.executor import Interval
+from offload.engine.setup import named_shortage
 from offload.engine.tables import GroupScalars
 from offload.layout import Parameter
 from offload.plan import Plan, Rates
@@ -62,7 +63,8 @@ class Engine:
             # The engine thread holds the core and never this object, so an engine that is forgotten is closed.
             self._finalizer = weakref.finalize(self, self._core.forgotten)
             try:
-                self._core.open(tuple(parameters))
+                with named_shortage("the session cannot be opened"):
+                    self._core.open(tuple(parameters))
             except BaseException:
                 self.close()
                 raise

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import uuid
+from collections.abc import Iterator
 
 import torch
 
@@ -176,6 +178,31 @@ def choose_turns(config: OffloadConfig, path: PathConfig) -> Turns | None:
         return None
     holders = config.path_lock if isinstance(config.path_lock, int) else 1
     return Turns(path=path.lock_path, holders=holders, report_after_s=config.lock_timeout_s)
+
+
+@contextlib.contextmanager
+def named_shortage(doing: str) -> Iterator[None]:
+    """Turn what Python, torch and native code raise where the system gives no more into an `OffloadError`."""
+    try:
+        yield
+    except OffloadError:
+        raise
+    except MemoryError as cause:
+        raise OffloadError(f"{doing}: there is no more memory ({cause or 'MemoryError'})") from cause
+    except RuntimeError as cause:
+        text = str(cause)
+        if "allocate memory" in text:  # torch's
+            raise OffloadError(f"{doing}: there is no more memory ({text.splitlines()[0]})") from cause
+        if not any(sign in text for sign in ("start new thread", os.strerror(errno.EAGAIN))):
+            raise
+        raise OffloadError(
+            f"{doing}: the system starts no more threads ({text}): a limit on processes (ulimit -u, a container's "
+            "pids) or on memory (ulimit -v) has been reached; raise it, or lower `threads`"
+        ) from cause
+    except OSError as cause:
+        if cause.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN):
+            raise
+        raise OffloadError(f"{doing}: the system gives no more: {cause.strerror}") from cause
 
 
 def named_error(

@@ -25,6 +25,7 @@ import logging
 import math
 import os
 import platform
+import stat
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ from offload.plan import Rates
 from offload.tiers import file_system
 
 FORMAT = 1
+
+MAX_FILE_BYTES = 4 << 20
 
 MACHINES = Path(__file__).parent / "machines"
 """Rates of well-known machines, from published figures; each file names its sources."""
@@ -212,7 +215,7 @@ class RatesFile:
 def _by_threads(values: Mapping[str, Any]) -> dict[int, float]:
     cpu = {}
     for count, rate in values.items():
-        if not (isinstance(count, str) and count.isdecimal() and int(count) > 0):
+        if not (isinstance(count, str) and count.isdecimal() and len(count) < 10 and int(count) > 0):
             raise ConfigError("rates.cpu_bytes_per_s", count, "give rates by number of threads, at least 1")
         # As strict as `Rates` is, in its words.
         cpu[int(count)] = dataclasses.replace(Rates(1.0), cpu_bytes_per_s=rate).cpu_bytes_per_s
@@ -287,13 +290,24 @@ def load_rates(file: str | os.PathLike[str]) -> RatesFile:
     """
     name = os.fspath(file)
     try:
-        with open(name, encoding="utf-8") as source:
-            values = json.load(source)
+        values = json.loads(_read_text(name))
     except OSError as cause:
         raise ConfigError("rates", name, f"it cannot be read ({cause.strerror}); {_ADVICE}") from cause
-    except ValueError as cause:  # not text, not JSON
+    except (ValueError, RecursionError) as cause:  # not text, not JSON
         raise ConfigError("rates", name, f"it is not JSON ({cause}); {_ADVICE}") from cause
     return RatesFile.from_dict(values, name)
+
+
+def _read_text(name: str) -> str:
+    """Return the content of a regular file, of a reasonable size; nothing else is waited for."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as source:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ConfigError("rates", name, f"it is not a regular file; {_ADVICE}")
+        content = source.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError("rates", name, f"it has more than {MAX_FILE_BYTES} bytes; {_ADVICE}")
+    return content.decode()
 
 
 def find_rates(name: str | os.PathLike[str]) -> RatesFile:

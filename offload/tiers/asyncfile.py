@@ -69,6 +69,14 @@ def supports_direct(directory: str) -> bool:
             os.close(descriptor)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """A loop that may be forgotten half made: where no descriptor is left its constructor fails, and then its end."""
+
+    def __del__(self) -> None:
+        if hasattr(self, "_csock"):
+            super().__del__()
+
+
 class AsyncFileTier(Owned):
     """Slots in one file of a directory, read and written through asyncio.
 
@@ -130,7 +138,7 @@ class AsyncFileTier(Owned):
                 self._lane = Lane("offload-file", 0)
                 undo.callback(self._lane.close)
                 self._lane.set_threads(2 * depth)  # for the system calls of both directions
-                self._loop = asyncio.new_event_loop()
+                self._loop = _Loop()
                 undo.callback(self._loop.close)
                 self._thread = threading.Thread(target=self._loop.run_forever, name="offload-asyncio", daemon=True)
                 undo.callback(self._stop_loop)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
+import socket
 import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +208,145 @@ def test_a_changed_dtype_is_refused() -> None:
         model.weight.grad = torch.ones_like(model.weight)
         with pytest.raises(offload.ConfigError, match="new optimizer"):
             optimizer.step()
+
+
+NINES = "9" * 400
+
+
+def kind(value: Any) -> str:
+    """Name a case that pytest could not name itself."""
+    return type(value).__name__
+
+
+class Unshown:
+    def __repr__(self) -> str:
+        raise ValueError("nobody can say what this is")
+
+
+@pytest.mark.parametrize("field", ["host_memory", "staging_memory", "gpu_memory"])
+@pytest.mark.parametrize(
+    "size", [NINES, f"{NINES}.5GiB", "9" * 5000, "9PiB" * 2, 10**30, 10**400, 10**5000, Unshown()], ids=kind
+)
+def test_sizes_that_are_none(field: str, size: Any) -> None:
+    with pytest.raises(offload.ConfigError, match=f"^{field}: ") as caught:
+        offload.OffloadConfig(**{field: size})
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "field", ["subgroup_numel", "threads", "checkpoints_kept", "path_lock", "stall_timeout_s", "placement"]
+)
+@pytest.mark.parametrize("number", [1 << 64, 10**30, 10**400, 10**5000, -(10**5000), Unshown()], ids=kind)
+def test_numbers_that_are_too_large(field: str, number: Any) -> None:
+    with pytest.raises(offload.ConfigError, match=f"^{field}: "):
+        offload.OffloadConfig(**{field: number})
+
+
+@pytest.mark.parametrize("field", ["max_bytes", "share", "depth"])
+@pytest.mark.parametrize("number", [10**400, 10**5000, float("inf"), float("nan"), Unshown()], ids=kind)
+def test_numbers_of_a_path_that_are_too_large(tmp_path: Path, field: str, number: Any) -> None:
+    with pytest.raises(offload.ConfigError, match=rf"^paths\[0\]\.{field}: "):
+        offload.OffloadConfig(paths=[{"path": tmp_path, field: number}])
+
+
+def test_shares_of_any_ratio_can_be_added_up(tmp_path: Path) -> None:
+    shares = [1e99, 1e99, 1e-300]
+    paths = [{"path": tmp_path / str(number), "share": share} for number, share in enumerate(shares)]
+    for path in paths:
+        path["path"].mkdir()
+    make(host_memory=0, paths=paths)
+
+
+@pytest.mark.parametrize("name", ["\udcff", "\ud800", "a\0b"], ids=["bytes", "half", "zero"])  # noqa: PT014
+def test_names_that_are_not_utf8(tmp_path: Path, name: str) -> None:
+    path = f"{tmp_path}/{name}"
+    if name == "\udcff":
+        os.mkdir(os.fsencode(path))
+        with pytest.raises(offload.ConfigError, match=r"lock_path.*UTF-8"):
+            offload.OffloadConfig(paths=[{"path": tmp_path, "lock_path": path}])
+    for paths in ([path], [{"path": path}]):
+        with pytest.raises(offload.ConfigError, match="UTF-8"):
+            offload.OffloadConfig(paths=paths)
+    with offload.AdamW([torch.nn.Parameter(torch.zeros(3))]) as optimizer:
+        if name != "\udcff":
+            for use in (optimizer.save_checkpoint, optimizer.load_checkpoint):
+                with pytest.raises(offload.ConfigError, match="path"):
+                    use(path)
+        with pytest.raises(offload.ConfigError, match="path"):
+            optimizer.save_checkpoint("")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("can't start new thread"), "no more threads"),
+        (RuntimeError(os.strerror(errno.EAGAIN)), "no more threads"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore"), "no more memory"),
+        (MemoryError(), "no more memory"),
+        (OSError(errno.EMFILE, "Too many open files"), "Too many open files"),
+    ],
+)
+def test_what_runs_out_as_a_session_opens_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise error
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(offload.OffloadError, match=words) as caught:
+            make(host_memory=0, paths=[tmp_path], io_backend="threads")
+    assert caught.value.__cause__ is error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_commit_without_a_thread_costs_the_checkpoint_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    plain = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "offload-commit":
+            raise RuntimeError("can't start new thread")
+        plain(self)
+
+    with offload.AdamW([parameter]) as optimizer:
+        with monkeypatch.context() as refusing:
+            refusing.setattr(threading.Thread, "start", refuse)
+            optimizer.save_checkpoint(tmp_path / "ck")
+            with pytest.raises(offload.CheckpointError, match="start new thread"):
+                optimizer.wait_checkpoint()
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.save_checkpoint(tmp_path / "ck")
+        optimizer.wait_checkpoint()
+
+
+def test_asyncio_without_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that could not be made is forgotten without a word on stderr."""
+    ignored: list[Any] = []
+
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(sys, "unraisablehook", ignored.append)
+        refusing.setattr(socket, "socketpair", refuse)
+        with pytest.raises(offload.OffloadError, match="EMFILE"):
+            make(host_memory=0, paths=[tmp_path], io_backend="asyncio")
+        gc.collect()
+    assert not ignored
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "/dev/null", "folder", "fifo", "large", "deep", "numbers", "threads"])
+def test_files_of_rates_that_are_none(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "large").write_text(" " * (5 << 20))
+    (tmp_path / "deep").write_text("[" * 100_000)
+    (tmp_path / "numbers").write_text(f'{{"format": 1, "rates": {{"cpu_bytes_per_s": {"9" * 400}, "paths": []}}}}')
+    (tmp_path / "threads").write_text(f'{{"format": 1, "rates": {{"cpu_bytes_per_s": {{"{"9" * 5000}": 1}}}}}}')
+    with pytest.raises(offload.ConfigError, match="rates"):
+        make(rates=tmp_path / name)
