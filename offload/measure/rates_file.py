@@ -25,7 +25,6 @@ import logging
 import math
 import os
 import platform
-import stat
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ import psutil
 from offload.errors import ConfigError, OffloadError
 from offload.plan import Rates
 from offload.tiers import file_system
+from offload.tiers.places import read_regular
 
 FORMAT = 1
 
@@ -290,24 +290,12 @@ def load_rates(file: str | os.PathLike[str]) -> RatesFile:
     """
     name = os.fspath(file)
     try:
-        values = json.loads(_read_text(name))
+        values = json.loads(read_regular(name, MAX_FILE_BYTES, follow=True))
     except OSError as cause:
         raise ConfigError("rates", name, f"it cannot be read ({cause.strerror}); {_ADVICE}") from cause
     except (ValueError, RecursionError) as cause:  # not text, not JSON
         raise ConfigError("rates", name, f"it is not JSON ({cause}); {_ADVICE}") from cause
     return RatesFile.from_dict(values, name)
-
-
-def _read_text(name: str) -> str:
-    """Return the content of a regular file, of a reasonable size; nothing else is waited for."""
-    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as source:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigError("rates", name, f"it is not a regular file; {_ADVICE}")
-        content = source.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError("rates", name, f"it has more than {MAX_FILE_BYTES} bytes; {_ADVICE}")
-    return content.decode()
 
 
 def find_rates(name: str | os.PathLike[str]) -> RatesFile:
