@@ -141,7 +141,7 @@ class Aside:
             return
         try:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
-        except RuntimeError:  # the system has no more threads, or the interpreter is exiting
+        except (RuntimeError, MemoryError, OSError):  # no more threads or memory, or the interpreter is exiting
             self._run()
 
     def forestall(self) -> bool:
