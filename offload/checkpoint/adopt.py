@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offload.checkpoint.contents import read_manifests
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import Manifest, Piece
+from offload.checkpoint.manifest import Manifest, Piece, StoreRef
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.stores import Standing, read_pins, standing, store_folder
+from offload.checkpoint.stores import Standing, is_same, read_pins, standing, store_folder
 from offload.engine.index import Location, Record
 from offload.errors import CheckpointError
 from offload.layout import Layout
@@ -101,6 +101,15 @@ def records_in(manifest: Manifest, numbers: Mapping[Place, int]) -> dict[TileId,
     return found
 
 
+def located(manifest: Manifest, path: str, store: uuid.UUID) -> Manifest:
+    """Return a manifest in which a store is on `path` if it was written there under another name."""
+
+    def locate(ref: StoreRef) -> StoreRef:
+        return StoreRef(store, path) if ref.store == store and ref.path and is_same(ref.path, path) else ref
+
+    return replace(manifest, stores=tuple(map(locate, manifest.stores)))
+
+
 def pinned_in(
     path: str, store: uuid.UUID, number: int, checkpoint: Checkpoint, layout: Layout
 ) -> list[Pinned] | None:
@@ -115,9 +124,11 @@ def pinned_in(
 
     Returns:
         None if it cannot be known for sure which slots are free, so that none may be written to: a pin's checkpoint
-        is missing, or of another layout, or does not pin the store, or somebody may still read one that was released.
+        is missing, or of another layout, or names nothing in the store as it is called now, or somebody may still
+        read one that was released.
     """
-    found, dead = [], False
+    found: list[Pinned] = []
+    dead = False
     try:
         for pin in read_pins(store_folder(path, store)):
             folder, manifests = checkpoint.path, checkpoint.manifests
@@ -132,12 +143,15 @@ def pinned_in(
                 id, manifests = read_manifests(open_folder(folder))
                 if id != pin.id:
                     return None
-            for manifest in manifests:
+            before = len(found)
+            for manifest in (located(manifest, path, store) for manifest in manifests):
                 records = records_in(manifest, {(path, store): number})
                 if records and manifest.layout.subgroups != layout.subgroups:
                     return None
                 if records:
                     found.append(Pinned(pin.id, folder, manifest, records))
+            if len(found) == before:
+                return None
         if dead and is_being_read(f"{path}/offload-{store}", own=1):
             return None
     except (OSError, CheckpointError):

@@ -175,7 +175,7 @@ class CommitJob:
                 if self.cancelled.is_set():
                     raise CheckpointError(f"{folder.path} was not committed: the session broke")
                 self._is_named = True
-                replaced = (*self.abandoned, *before)
+                replaced = (*before[:1], *self.abandoned, *before[1:])
                 folder.write(COMMIT_NAME, seal_commit(CommitRecord(manifest.id, manifest.ranks, replaced)))
             else:
                 self._wait(lambda: "" if _is_there(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}")
@@ -258,10 +258,12 @@ class CommitJob:
                 self._release(kept)
         try:
             if own.rank == 0:
+                replaced = read_commit(self.folder).replaced
                 if read_released(self.folder)[0]:
                     self.folder.delete(RELEASED_NAME)
+                # Not those of other ids: another save to this folder may be under way.
                 for name in self.folder.names():
-                    if OWN_FILE.fullmatch(name) and own.id not in name:
+                    if OWN_FILE.fullmatch(name) and name.split("-")[1] in replaced:
                         self.folder.delete(name)
         except CheckpointError as error:
             _log.warning("%s", error)
@@ -321,6 +323,8 @@ def release(kept: Kept, note: str, *, missing: bool = False) -> bool:
             return False
         if found is not Standing.MISSING:
             _withdraw(kept, note, committed=found is Standing.HELD)
+        if any(is_read(store_folder(path, store)) for path, store in kept.stores):
+            return False  # somebody opened it meanwhile
         _forget(kept)
     except CheckpointError as error:
         _log.warning("%s could not be released: %s", kept.folder, error)

@@ -19,7 +19,7 @@ import torch
 
 from offload import waits
 from offload._native import CompletionQueue
-from offload.checkpoint.contents import read_extra, read_manifests, some_of
+from offload.checkpoint.contents import read_commit, read_extra, read_manifests, some_of
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import StoreRef, all_tiles
 from offload.checkpoint.stores import places_of
@@ -153,6 +153,8 @@ class Checkpoint:
             waits.wait_for(self._opening.wait, lambda: f"the stores of {self.path} to be opened")
             if self._opening.error is not None:
                 raise self._opening.error
+            if read_commit(self._folder).id != self.id:  # before its stores said that somebody reads them
+                raise CheckpointError(f"{self.path} was replaced while it was opened: open it anew")
         except BaseException:
             self.close()
             raise

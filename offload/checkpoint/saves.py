@@ -24,9 +24,9 @@ from offload._native import CompletionQueue
 from offload.checkpoint.adopt import Adopted, Pinned, Place, pinned_in, records_in, used_bytes
 from offload.checkpoint.commit import CommitJob, Kept, release
 from offload.checkpoint.folder import Folder
-from offload.checkpoint.manifest import Manifest, Piece, StoreRef, TileRef, extra_name
+from offload.checkpoint.manifest import MAX_RELEASED, Manifest, Piece, StoreRef, TileRef, extra_name
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.stores import is_elsewhere, note_move, take_over
+from offload.checkpoint.stores import Pin, Standing, is_elsewhere, note_move, standing, take_over
 from offload.engine.index import Record, TileIndex
 from offload.engine.saving import Commit, Save, SaveTile
 from offload.errors import CheckpointError, OffloadError, invariant
@@ -203,9 +203,10 @@ class Saves:
         """Ids of saves that have begun here since the last commit; but for the newest nobody will commit them, if
         this is rank 0."""
 
-    def begin(self, id: str) -> None:
+    def begin(self, id: str, ranks: int) -> None:
         """Hear that a save is asked for; on the caller's thread, with nothing pending."""
-        self._undecided.append(id)
+        if ranks > 1:  # else nobody else can be in doubt
+            self._undecided = [*self._undecided[1 - MAX_RELEASED // 2 :], id]
 
     # On the engine thread
 
@@ -333,13 +334,14 @@ class Saves:
             if not pending.job.committed:
                 error = self.commit_error()
                 self._doubtful.append(own)
-                self._undecided.remove(own.id)
+                self._undecided = [id for id in self._undecided if id != own.id]
             else:
                 self._undecided.clear()
                 self.last_folder = pending.folder.path
                 gone = pending.job.released
                 released = [kept.number for kept in gone if kept.number is not None]
-                self.kept = [kept for kept in [*pending.job.confirmed, *self.kept] if kept not in gone]
+                known = sorted([*pending.job.confirmed, *self.kept], key=lambda kept: kept.number or 0)
+                self.kept = [kept for kept in known if kept not in gone]
                 settled = [*pending.job.confirmed, *gone]
                 self._doubtful = [kept for kept in self._doubtful if kept not in settled]
                 if not pending.snapshot.copy:
@@ -356,7 +358,7 @@ class Saves:
         return released
 
     def release(self, folder: str) -> list[int]:
-        """Release the checkpoints in a folder that are kept, also if they are not there any more.
+        """Release the checkpoint in a folder; if none that is kept is there, those that were written there.
 
         On the engine thread, with nothing pending.
 
@@ -370,9 +372,10 @@ class Saves:
         if not found:
             places = ", ".join(kept.folder for kept in self.kept) or "none"
             raise CheckpointError(f"no checkpoint in {folder} is kept by this session; it keeps {places}")
+        there = [kept for kept in found if standing(Pin(kept.id, folder), "") is not Standing.MISSING]
         released = []
-        for kept in found:
-            if not release(kept, "released on request", missing=True):
+        for kept in there or found:
+            if not release(kept, "released on request", missing=not there):
                 raise CheckpointError(f"{folder} could not be released: it is being read, or see the log")
             self.kept.remove(kept)
             released += [kept.number] if kept.number is not None else []

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from offload.checkpoint.contents import read_manifests, read_released
 from offload.checkpoint.folder import TEMPORARY, BucketFolder, DirectoryFolder, Folder, open_folder
-from offload.checkpoint.manifest import COMMIT_NAME, MAX_RELEASED, seal, unseal, unseal_commit
+from offload.checkpoint.manifest import COMMIT_NAME, seal, unseal, unseal_commit
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers.places import (
     LOCK_NAME,
@@ -158,6 +158,8 @@ def standing(pin: Pin, store: str) -> Standing:
 def released_before(folder: Folder) -> tuple[str, ...]:
     """Return which checkpoints a folder has held and a commit to it replaces, newest first.
 
+    A copy of a checkpoint that is elsewhere, too, is not one of them: replacing it releases nothing.
+
     Raises:
         CheckpointError: Its `COMMIT` is not ours to replace.
     """
@@ -168,7 +170,16 @@ def released_before(folder: Folder) -> tuple[str, ...]:
         commit = unseal_commit(content, os.path.join(folder.path, COMMIT_NAME))
     except CheckpointError as cause:
         raise CheckpointError(f"{cause}. It is not replaced: move it away, or save to another folder") from cause
-    return (commit.id, *commit.replaced)[:MAX_RELEASED]
+    return (commit.id, *commit.replaced) if not _is_copy(folder) else commit.replaced
+
+
+def _is_copy(folder: Folder) -> bool:
+    """Return whether the checkpoint in a folder is a copy of one that the pins of its stores find elsewhere."""
+    with contextlib.suppress(CheckpointError):  # it is damaged, or its stores have gone
+        id, manifests = read_manifests(folder)
+        refs = {(ref.path, ref.store) for manifest in manifests for ref in manifest.stores if ref.path is not None}
+        return any(is_elsewhere(id, folder.path, path, store) for path, store in sorted(refs))
+    return False
 
 
 def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
@@ -181,7 +192,7 @@ def is_elsewhere(id: str, folder: str, path: str, store: uuid.UUID) -> bool:
     """
     place = store_folder(path, store)
     return any(
-        pin.id == id and not _is_same(pin.folder, folder) and standing(pin, place.path) is Standing.HELD
+        pin.id == id and not is_same(pin.folder, folder) and standing(pin, place.path) is Standing.HELD
         for pin in read_pins(place)
     )
 
@@ -194,12 +205,13 @@ def note_move(id: str, folder: str, path: str, store: uuid.UUID) -> None:
     """
     place = store_folder(path, store)
     pins = read_pins(place)
-    moved = [Pin(id, folder) if pin.id == id and not _is_same(pin.folder, folder) else pin for pin in pins]
+    moved = [Pin(id, folder) if pin.id == id and not is_same(pin.folder, folder) else pin for pin in pins]
     if moved != pins:
         write_pins(place, moved)
 
 
-def _is_same(left: str, right: str) -> bool:
+def is_same(left: str, right: str) -> bool:
+    """Return whether two names mean one directory."""
     with contextlib.suppress(OSError, ValueError):
         return left == right or os.path.samefile(left, right)
     return False

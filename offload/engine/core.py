@@ -145,7 +145,9 @@ class Core:
         self._pid = os.getpid()
         self._closed = self._freed = self._serving = self._told_broken = self._told_left = False
         self._gives_up = False  # a close was interrupted: the next one waits for nothing that may never come
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # a signal handler may close while its thread does
+        self._requesting: int | None = None
+        self._close_wanted = False
         self._stopped = threading.Event()  # the engine thread has ended
         self._opening: waits.Aside | None = None
         self._end: waits.Aside | None = None
@@ -477,8 +479,17 @@ class Core:
         Raises:
             BaseException: What the request ended with.
         """
-        self.check_usable()
         request = _Request(begin, applied)
+        try:
+            self._requesting = threading.get_ident()  # from here on a signal handler's close waits for the answer
+            self.check_usable()
+            self._exchange(request)
+        finally:
+            self._requesting = None
+            if self._close_wanted:
+                self.close()
+
+    def _exchange(self, request: _Request) -> None:
         self._next = request
         if self._gpu is not None:
             self._gpu.follow_caller()
@@ -727,7 +738,7 @@ class Core:
         with self._lock:
             self._wait_for_save()
             self.check_usable()
-            saves.begin(id)
+            saves.begin(id, ranks)
             layout = self.plan.layout
             saved = Layout((), ()) if replica else layout
             # State that is still to be taken from the weights is taken now, so that all of it is somewhere; what lies
@@ -985,11 +996,16 @@ class Core:
     def close(self) -> None:
         """See `Engine.close`; if it is interrupted, another call goes on with it.
 
+        Called by a signal handler that interrupts a request of this session, it takes effect when that has ended.
+
         What may hang runs on a thread of its own (`_end_all`), which holds all that lanes still use: lanes end before
         the memory that they work on goes, however long that takes, and this call waits for that no longer than makes
         sense. A device that answers after all lets that thread finish.
         """
         if os.getpid() != self._pid:  # a lock that another thread held at the fork stays held
+            return
+        if self._requesting == threading.get_ident():  # in a signal handler: nobody would answer the request
+            self._close_wanted = True
             return
         with self._lock:
             if self._freed:

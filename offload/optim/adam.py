@@ -19,6 +19,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from copy import deepcopy
 from itertools import chain
 from typing import Any, ClassVar, overload
 
@@ -124,7 +125,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self._arrivals: list[int] = []
         self._clip = 1.0
-        self._clipped: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._clipped: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
         self._accumulated_after_clip = False
         self._norm = math.nan
         self._kept: list[torch.Tensor] = []
@@ -304,14 +305,19 @@ class OffloadedAdam(torch.optim.Optimizer):
         if self._device is not None:
             self._depart(parameter, position, gradient)
             return
+        if position in self._clipped:
+            # Accumulated onto what was clipped, unless somebody changed (zeroed, say) the gradient in between. One
+            # that is part of a graph is another tensor each time, so nobody can tell.
+            clipped, _, version = self._clipped[position]
+            onto = clipped() is gradient and gradient._version == version + 1
+            self._accumulated_after_clip |= onto or gradient.requires_grad
         slot = self._slots[position]
         if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
-            # Accumulated onto what was clipped, unless somebody changed (zeroed, say) the gradient in between.
-            if position in self._clipped and gradient._version == self._gradient_seen[position] + 1:
-                self._accumulated_after_clip = True
             self.engine.gradient_arrived(position, slot.address, DTYPE_CODES[slot.dtype])
         elif gradient.requires_grad or parameter.grad_dtype not in (None, slot.dtype):
             return  # part of a graph, or of a weight that is not what it was: `step` looks at it
+        elif gradient.dtype not in (slot.dtype, parameter.dtype):
+            return  # wider than its slot: it is not narrowed
         elif not slot.is_free:
             return  # somebody still holds the last pass's gradient, which lies in the slot
         else:
@@ -402,7 +408,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         """Forget a clip factor whose gradients are gone (the step was skipped, say).
 
         Raises:
-            ConfigError: If more was accumulated onto gradients after they were clipped.
+            ConfigError: If more was accumulated onto gradients after they were clipped, or one was replaced.
         """
         if not self._clipped:
             return
@@ -415,8 +421,18 @@ class OffloadedAdam(torch.optim.Optimizer):
         for parameter, position in self._positions.items():
             clipped = self._clipped.get(position)
             gradient = self._gradient_of(parameter, position)
-            same = clipped is None or (clipped[0]() is gradient and clipped[1] == self._arrivals[position])
-            if not same or (clipped is None and gradient is not None):
+            if clipped is None:
+                same = gradient is None
+            else:
+                same = clipped[0]() is gradient and clipped[1] == self._arrivals[position]
+                if not same and gradient is not None and self._handles and clipped[1] == self._arrivals[position]:
+                    raise ConfigError(
+                        "clip_grad_norm_",
+                        self._clip,
+                        f"clip after the last change of gradients: .grad of {self._name(parameter)} was replaced, "
+                        "and the factor is applied to what was clipped, in the step",
+                    )
+            if not same:
                 self._forget_clip()
                 return
 
@@ -459,7 +475,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             if not norm <= max_norm:  # a norm that is NaN makes the factor NaN, as torch's does
                 self._clip *= min(1.0, float(max_norm) / (norm + CLIP_EPS)) if not math.isnan(norm) else math.nan
             self._clipped = {
-                position: (weakref.ref(gradient), self._arrivals[position])
+                position: (weakref.ref(gradient), self._arrivals[position], gradient._version)
                 for parameter, position in self._positions.items()
                 if (gradient := self._gradient_of(parameter, position)) is not None
             }
@@ -535,11 +551,11 @@ class OffloadedAdam(torch.optim.Optimizer):
         active = self._bind_gradients()
         groups = [
             GroupScalars(
-                lr=float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
+                lr=_number(group["lr"]),
+                beta1=_number(group["betas"][0]),
+                beta2=_number(group["betas"][1]),
+                eps=_number(group["eps"]),
+                weight_decay=_number(group["weight_decay"]),
                 decoupled=self.decoupled,
                 maximize=bool(group["maximize"]),
             )
@@ -735,17 +751,19 @@ class OffloadedAdam(torch.optim.Optimizer):
                     "state_dict", key, "it has state for a parameter that this optimizer does not update"
                 )
             values[position], steps[position] = _checked_state(f"state_dict {key}", entry, parameter)
-        for parameter, position in self._positions.items():
-            if position not in values and engine.step_count(position):  # never updated, says the state dict
-                zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(parameter.numel())
-                values[position] = {"exp_avg": zeros, "exp_avg_sq": zeros}
-                steps[position] = 0
+        # The state dict says of the others that they were never updated.
+        others = [position for position in self._positions.values() if position not in values]
         with self._lock:
             self._copies.forget()
             self._check_weights()
+            for position in others:
+                if engine.step_count(position):
+                    engine.reload_master(position)
             self._write(values, steps, reloads=True)
+            if others:
+                engine.reset_state(others)
             for group, saved in zip(self.param_groups, saved_groups, strict=True):
-                group.update({name: saved[name] for name in saved if name not in NOT_LOADED})
+                group.update({name: deepcopy(saved[name]) for name in saved if name not in NOT_LOADED})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -135,6 +135,7 @@ class FileTier(Owned):
                 self.store_path, self.data_path = self._place.directory, self._place.data_path
                 descriptor, self.direct = _open_data(self.data_path, direct, existing=existing)
                 self.cached = not self.direct
+                self._bytes_before = os.fstat(descriptor).st_size if existing else 0
                 # Takes the descriptor over, whatever happens next.
                 self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, extent_bytes)
                 if used_bytes is not None and (error := self._file.reserve(used_bytes)):
@@ -241,7 +242,7 @@ class FileTier(Owned):
         del self._io, self._engine, self._file
         if self.kept is not None:
             with contextlib.suppress(OSError):  # what was preallocated beyond; not needed, not harmful
-                os.truncate(self.data_path, used_bytes)
+                os.truncate(self.data_path, max(used_bytes, self._bytes_before))
         self._place.close(keep=self.keep or self.kept is not None)
 
 

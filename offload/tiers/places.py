@@ -124,6 +124,8 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, foll
 def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", os.fspath(path))
+    if stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EISDIR, "it is a directory and not a regular file", os.fspath(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
 

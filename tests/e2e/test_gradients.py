@@ -285,3 +285,59 @@ def test_a_model_with_gradients_is_copied_and_saved(streaming: Any) -> None:
             assert other.grad is None or other.grad.data_ptr() != parameter.grad.data_ptr()
         with pytest.raises(RuntimeError, match="resiz"):
             model.weight.grad.untyped_storage().resize_(1 << 20)
+
+
+# What is clipped
+
+
+def clipped(again: bool = False) -> tuple[torch.nn.Parameter, offload.AdamW]:
+    parameter = make()
+    optimizer = offload.AdamW([parameter])
+    backward(parameter, 1)
+    optimizer.clip_grad_norm_(0.1)
+    return parameter, optimizer
+
+
+def test_a_gradient_that_was_replaced_after_the_clip_is_refused() -> None:
+    parameter, optimizer = clipped()
+    with optimizer:
+        parameter.grad = parameter.grad * 1
+        with pytest.raises(offload.ConfigError, match="was replaced"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("holds", ["to the end", "to the clip"])
+def test_more_gradient_after_the_clip_is_refused_wherever_it_lies(holds: str) -> None:
+    parameter = make()
+    with offload.AdamW([parameter]) as optimizer:
+        backward(parameter, 1)
+        held = [parameter.grad]
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(parameter, 2)  # beside its slot, which is still held
+        optimizer.clip_grad_norm_(0.1)
+        if holds == "to the clip":
+            held.clear()
+        backward(parameter, 3)
+        with pytest.raises(offload.ConfigError, match="after the last backward"):
+            optimizer.step()
+
+
+def test_a_skipped_step_leaves_no_factor_behind() -> None:
+    parameter, optimizer = clipped()
+    with optimizer:
+        parameter.grad = None  # as model.zero_grad does
+        backward(parameter, 2)
+        optimizer.step()
+        unclipped = optimizer.state_for(parameter)["exp_avg"]
+        assert unclipped.norm() > 1
+
+
+def test_a_wider_gradient_than_its_slot_is_not_narrowed() -> None:
+    parameter = make(torch.bfloat16)
+    with offload.AdamW([parameter], lr=1e-3) as optimizer:
+        parameter.grad_dtype = None
+        parameter.grad = torch.full((NUMEL,), 0.25, dtype=torch.float32)
+        (parameter * 1).sum().backward()
+        optimizer.step()
+        assert torch.equal(optimizer.state_for(parameter)["exp_avg"], torch.full((NUMEL,), 0.125).mul(1))

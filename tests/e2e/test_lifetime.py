@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -364,3 +366,47 @@ def test_an_engine_holds_on_to_nothing_of_a_request_that_it_has_answered(tmp_pat
             gc.collect()
             assert [ref() for ref in held[-1]] == [None] * len(held[-1])
         assert all(held)
+
+
+def test_a_signal_handler_that_closes_in_a_request_ends_the_session_after_it(tmp_path: Path) -> None:
+    """Also between the check that the session can be used and the wait for its answer."""
+    program = (
+        "import signal, sys, torch, offload\n"
+        "from offload.engine.core import Core\n"
+        "p = torch.nn.Parameter(torch.ones(5000))\n"
+        "o = offload.AdamW([p], offload=offload.OffloadConfig(host_memory=0, paths=[sys.argv[1]]))\n"
+        "p.grad = torch.ones(5000)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: o.close())\n"
+        "plain = Core.check_usable\n"
+        "def check(self):\n"
+        "    plain(self)\n"
+        "    if self._requesting is not None:\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "Core.check_usable = check\n"
+        "o.step()\n"
+        "Core.check_usable = plain\n"
+        "assert o.engine._core._freed and p[0] != 1\n"
+        "try:\n"
+        "    o.step()\n"
+        "except offload.SessionBrokenError as error:\n"
+        "    assert 'closed' in str(error)\n"
+        "print('ended')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "ended\n", done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_closing_while_closing_on_the_same_thread_is_no_deadlock(tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, offload\n"
+        "o = offload.AdamW([torch.nn.Parameter(torch.ones(10))])\n"
+        "core, lock = o.engine._core, o.engine._core._starting\n"
+        "with lock:\n"
+        "    o.close()\n"
+        "print('ended')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "ended\n", done.stdout + done.stderr

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mirror import same_bits
@@ -363,3 +364,34 @@ def test_inference_mode_changes_nothing(make: Callable[..., Any], tmp_path: Path
             parameter.grad = torch.ones_like(parameter)
         twin.step()
         assert same(states(optimizer, parameters), states(twin, twins))
+
+
+def test_what_is_loaded_is_not_shared() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(10, dtype=torch.float32)) for _ in range(2)]
+    with offload.AdamW(parameters[:1]) as one, offload.AdamW(parameters[1:]) as other:
+        one.param_groups[0]["lr"] = torch.tensor(0.1)
+        one.param_groups[0]["mine"] = [1]
+        other.load_state_dict(one.state_dict())
+        other.param_groups[0]["lr"].fill_(0.5)
+        other.param_groups[0]["mine"].append(2)
+        assert float(one.param_groups[0]["lr"]) == pytest.approx(0.1)
+        assert one.param_groups[0]["mine"] == [1]
+
+
+def test_a_state_dict_without_a_parameter_forgets_its_moments() -> None:
+    parameter = torch.nn.Parameter(torch.ones(5000, dtype=torch.float32))
+    with offload.AdamW([parameter]) as optimizer:
+        before = optimizer.state_dict()
+        parameter.grad = torch.ones(5000, dtype=torch.float32)
+        optimizer.step()
+        optimizer.state[parameter]["step"] = 0  # a warm restart that keeps moments
+        optimizer.load_state_dict(before)
+        assert not optimizer.state_for(parameter)["exp_avg"].any()
+
+
+def test_arrays_of_one_element_are_hyperparameters() -> None:
+    parameter = torch.nn.Parameter(torch.ones(10, dtype=torch.float32))
+    with offload.AdamW([parameter], lr=np.array([0.1]), betas=(torch.tensor([0.9]), np.array([0.99]))) as optimizer:
+        parameter.grad = torch.ones(10, dtype=torch.float32)
+        optimizer.step()
+        assert optimizer.engine.step_count(0) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from offload import cli
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import seal
+from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores, read_pins, write_pins
 from offload.tiers.places import open_regular, read_regular
 
@@ -244,6 +246,104 @@ def test_a_deleted_checkpoint_gives_its_room_back_when_it_is_released(tmp_path: 
         with pytest.raises(offload.CheckpointError, match="is kept by this session; it keeps none"):
             run.optimizer.release_checkpoint(tmp_path / "last")
     assert not list(path.iterdir())
+
+
+# Stores that are taken over ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_older_checkpoints_stay_when_a_path_is_called_something_else(tmp_path: Path, path: Path, moved: bool) -> None:
+    (tmp_path / "link").symlink_to(path)
+    with Run(tmp_path / "link", keep=2) as run:
+        run.train().save(tmp_path / "ck1")
+        run.train().save(tmp_path / "ck2")
+    if moved:
+        path = path.rename(tmp_path / "elsewhere")
+    with Run(path, keep=3) as run:
+        run.optimizer.load_checkpoint(tmp_path / "ck2")
+        run.train(3).save(tmp_path / "ck3")
+        run.train(3)
+    for name, steps in (("ck1", 1), ("ck2", 2), ("ck3", 5)):
+        with Checkpoint(tmp_path / name, paths=[str(path)]) as checkpoint:
+            assert checkpoint.step == steps
+            assert not [problem for _, _, problem in checkpoint.verify() if problem is not None]
+
+
+def test_two_paths_that_have_changed_their_names_lose_nothing(tmp_path: Path) -> None:
+    paths = tmp_path / "a", tmp_path / "b"
+    for path in paths:
+        path.mkdir()
+
+    def swap() -> None:
+        paths[0].rename(tmp_path / "c")
+        paths[1].rename(paths[0])
+        (tmp_path / "c").rename(paths[1])
+
+    with Run(*paths) as run:
+        run.train(2).save(tmp_path / "ck")
+    swap()
+    with Run(*paths) as run, contextlib.suppress(offload.OffloadError):
+        run.optimizer.load_checkpoint(tmp_path / "ck")
+    swap()
+    assert steps_in(tmp_path / "ck", *paths) == 2
+
+
+def test_a_released_name_frees_what_is_there_and_not_what_was_moved(tmp_path: Path, path: Path) -> None:
+    with Run(path) as run:
+        run.train().save(tmp_path / "ck")
+        os.rename(tmp_path / "ck", tmp_path / "best")
+        run.train().save(tmp_path / "ck")
+        run.optimizer.release_checkpoint(tmp_path / "ck")
+        run.train(3).save(tmp_path / "other")
+    assert steps_in(tmp_path / "best", path) == 1
+
+
+def test_saving_over_a_copy_releases_nothing_of_the_original(tmp_path: Path, path: Path) -> None:
+    write(path, 1, tmp_path / "ck")
+    shutil.copytree(tmp_path / "ck", tmp_path / "copied")
+    write(path, 2, tmp_path / "copied")
+    os.rename(tmp_path / "ck", tmp_path / "best")
+    os.rename(tmp_path / "copied", tmp_path / "ck")
+    assert cli.main(["gc", str(path), "--quiet"]) == 0
+    assert steps_in(tmp_path / "best", path) == 1
+
+
+def test_saves_that_failed_do_not_make_a_folder_forget(tmp_path: Path, path: Path) -> None:
+    (tmp_path / "file").touch()
+    with Run(path) as run:
+        run.train().save(tmp_path / "ck")
+        for _ in range(70):
+            with pytest.raises(offload.CheckpointError):
+                run.optimizer.save_checkpoint(tmp_path / "file" / "ck")
+        for _ in range(3):
+            run.train().save(tmp_path / "ck")
+            assert len(run.optimizer.engine._core.machine.saver.held) == 1
+
+
+def test_the_manifest_of_another_save_to_the_folder_stays(tmp_path: Path, path: Path) -> None:
+    with Run(path) as run:
+        run.train().save(tmp_path / "ck")
+        other = tmp_path / "ck" / f"manifest-{'f' * 32}-0.json"
+        other.touch()
+        run.train().save(tmp_path / "ck")
+        assert other.exists()
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_refused(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Checkpoint._open_stores
+    with Run(path) as run:
+        run.train().save(tmp_path / "ck")
+
+        def opened(self: Checkpoint, paths: list[str]) -> None:
+            monkeypatch.setattr(Checkpoint, "_open_stores", plain)
+            run.train().save(tmp_path / "ck")
+            plain(self, paths)
+
+        monkeypatch.setattr(Checkpoint, "_open_stores", opened)
+        with pytest.raises(offload.CheckpointError, match="while it was opened"):
+            Checkpoint(tmp_path / "ck")
 
 
 # Files of others ---------------------------------------------------------------------------------------------------

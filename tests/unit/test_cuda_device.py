@@ -171,7 +171,7 @@ class Kernel:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
 
-    def as_tensor(memory: Any, device: torch.device) -> torch.Tensor:
+    def as_tensor(memory: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         address, _ = memory.__cuda_array_interface__["data"]
         nbytes = memory.__cuda_array_interface__["shape"][0]
         fake.touch("as_tensor")
