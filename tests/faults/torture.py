@@ -36,7 +36,10 @@ import torch
 import offload
 from offload import waits
 from offload.checkpoint import commit
-from offload.checkpoint.contents import is_checkpoint
+from offload.checkpoint.contents import is_checkpoint, read_commit
+from offload.checkpoint.folder import open_folder
+from offload.checkpoint.manifest import decode, manifest_name
+from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores
 
 SIZES = (40_000, 7, 3000, 25_000)
@@ -95,15 +98,24 @@ def folders(root: Path) -> list[Path]:
 
 
 def newest(root: Path) -> tuple[int, Path] | None:
-    """Return step and folder of the newest committed checkpoint."""
-    found = []
-    for folder in folders(root):
-        if is_checkpoint(folder):
-            from offload.checkpoint.reader import Checkpoint
+    """Return step and folder of the newest committed checkpoint.
 
-            with Checkpoint(folder) as checkpoint:
-                found.append((checkpoint.manifests[0].step, folder))
-    return max(found, default=None)
+    Of several ranks, one that was killed may have been about to release an older checkpoint that another one has
+    released already: what is left of it is older than one that is whole.
+    """
+    found, parts = [], []
+    for path in folders(root):
+        if is_checkpoint(path):
+            try:
+                with Checkpoint(path) as checkpoint:
+                    found.append((checkpoint.manifests[0].step, path))
+            except offload.CheckpointError as error:
+                content = (path / manifest_name(read_commit(open_folder(path))[0], 0)).read_bytes()
+                parts.append((decode(content, str(path)).step, path, error))
+    whole = max(found, default=None)
+    for step, path, error in parts:
+        assert step < (whole or (0,))[0], f"{path} of step {step}, the newest is {whole}: {error}"
+    return whole
 
 
 def live(root: Path, seed: int, expected: list[int], until: int) -> None:
