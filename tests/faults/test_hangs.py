@@ -262,10 +262,9 @@ def test_a_server_that_stops(
     training = Training(path, io_backend=backend)
     training.step()
     send(signal.SIGSTOP)
-    training.give_up_in(0.5)
-    with pytest.raises(offload.StepAbortedError), training.optimizer:
+    training.give_up_in(1.0)
+    with pytest.raises(offload.StepAbortedError, match="no answer for"), training.optimizer:
         training.step(4)
-    assert not training.core._end.done  # type: ignore[union-attr]
     other = Training(path.parent / "below", io_backend=backend)
     send(signal.SIGCONT)
     other.step()
@@ -275,7 +274,7 @@ def test_a_server_that_stops(
 
 
 CHILD = """
-import sys, torch, offload
+import sys, time, torch, offload
 from offload import waits
 waits.SETTLE_S = 0.2
 path, backend, closes = sys.argv[1:]
@@ -287,7 +286,9 @@ def step():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 step()
-optimizer.engine._core.executor._stall_s = 0.5
+while optimizer.engine._core.machine.in_flight:  # what a server has begun to answer, no signal ends
+    time.sleep(0.001)
+optimizer.engine._core.executor._stall_s = 1.0
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -362,10 +363,9 @@ def test_a_frozen_file_system(
     training = Training(path, io_backend=backend)
     training.step()
     freeze("-f")
-    training.give_up_in(0.5)
-    with pytest.raises(offload.StepAbortedError), training.optimizer:
+    training.give_up_in(1.0)
+    with pytest.raises(offload.StepAbortedError, match="no answer for"), training.optimizer:
         training.step(4)
-    assert not training.core._end.done  # type: ignore[union-attr]
     freeze("-u")
     assert ended(training)
     assert [entry.name for entry in path.iterdir()] == ["lost+found"]
@@ -378,10 +378,9 @@ def test_an_object_store_that_stalls(proxy: FaultProxy, monkeypatch: pytest.Monk
     training.step()
     for method in ("GET", "PUT", "POST", "DELETE"):
         proxy.add(kind="stall", method=method, match="", times=1000)
-    training.give_up_in(0.5)
-    with pytest.raises(offload.StepAbortedError), training.optimizer:
+    training.give_up_in(1.0)
+    with pytest.raises(offload.StepAbortedError, match="no answer for"), training.optimizer:
         training.step(4)
-    assert not training.core._end.done  # type: ignore[union-attr]
     proxy.faults.clear()
     proxy.released.set()
     assert ended(training)
