@@ -148,7 +148,7 @@ class Core:
         self._starting = threading.RLock()  # a signal handler may close while its thread does
         self._requesting: int | None = None
         self._close_wanted = False
-        self._stopped = threading.Event()  # the engine thread has ended
+        self._stop = waits.Aside(self._stop_thread, "offload-stop")
         self._opening: waits.Aside | None = None
         self._end: waits.Aside | None = None
         self._closing: list[tuple[Tier, waits.Aside]] = []
@@ -1018,15 +1018,15 @@ class Core:
 
     def _close(self) -> None:
         self._finish_save()
-        with self._starting:  # a thread that comes to serve later does not
-            self._closed = True
+        self._closed = True
         if self._end is None or (self._end.done and self._end.error is not None):
-            self._end = waits.Aside(self._end_all, "offload-end")
+            self._stop = waits.Aside(self._stop_thread, "offload-stop")
+            self._end = waits.Aside(partial(self._end_all, self._stop), "offload-end")
         self._end.start()
         settle_s = 0.0 if self._told_left else waits.SETTLE_S
         is_raising = sys.exception() is not None
         patience_s = UNWIND_S if is_raising else None
-        waits.wait_for(self._stopped.wait, self._unstopped, settle_s if self._is_given_up else patience_s)
+        waits.wait_for(self._stop.wait, self._unstopped, settle_s if self._is_given_up else patience_s)
         patience_s = UNWIND_S if is_raising else self.config.stall_timeout_s
         waits.wait_for(self._end.wait, self._left, settle_s if self._is_given_up else patience_s)
         if self._end.done and self._end.error is not None:
@@ -1050,7 +1050,7 @@ class Core:
     def _left(self) -> str:
         """Return what is there as long as the session's end has not come."""
         memory = f"{sum(arena.nbytes for arena in self._memory.arenas)} bytes of host memory"
-        if not self._stopped.is_set():
+        if not self._stop.done:
             return f"the engine thread (with all paths, and {memory})"
         open_tiers = [tier for tier, ending in self._closing if not ending.done]
         places = ", ".join(str(getattr(innermost(tier), "store_path", tier.path)) for tier in open_tiers)
@@ -1064,17 +1064,23 @@ class Core:
         pending.wait_for_ranks(waits.SETTLE_S if sys.exception() is not None else CLOSE_S)
         waits.wait_for(pending.done.wait, pending.awaited)
 
-    def _end_all(self) -> None:
-        """End the engine thread, then free everything; on a thread of its own."""
+    def _stop_thread(self) -> None:
+        """End the engine thread, once it has begun if it does."""
         if self._opening is not None and self._opening.forestall():
             self._opening.wait()
-        try:
-            if self._serving and self._thread is not None:
-                self._next = None
-                self._queue.post(REQUEST)
-                self._thread.join()
-        finally:
-            self._stopped.set()
+        with self._starting:  # a thread that comes to serve later does not
+            serves = self._serving
+        if serves and self._thread is not None:
+            self._next = None
+            self._queue.post(REQUEST)
+            self._thread.join()
+
+    def _end_all(self, stop: waits.Aside) -> None:
+        """End the engine thread, then free everything; on a thread of its own."""
+        stop.start()
+        stop.wait()
+        if stop.error is not None:
+            raise stop.error
         self._free()
 
     def forgotten(self) -> None:

@@ -242,7 +242,7 @@ def fuse(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
             yield point, server.send_signal
         finally:
             server.send_signal(signal.SIGCONT)
-            subprocess.run(["umount", point], check=True)
+            subprocess.run(["umount", "--lazy", point], check=True)
 
 
 def need(backend: str) -> None:
@@ -348,7 +348,7 @@ def frozen(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], None]]]:
     yield point, freeze
     watchdog.cancel()
     freeze("-u")
-    subprocess.run(["umount", point], check=True)
+    subprocess.run(["umount", "--lazy", point], check=True)
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def newest(root: Path) -> tuple[int, Path] | None:
                 with Checkpoint(path) as checkpoint:
                     found.append((checkpoint.manifests[0].step, path))
             except offload.CheckpointError as error:
-                content = (path / manifest_name(read_commit(open_folder(path))[0], 0)).read_bytes()
+                content = (path / manifest_name(read_commit(open_folder(path)).id, 0)).read_bytes()
                 parts.append((decode(content, str(path)).step, path, error))
     whole = max(found, default=None)
     for step, path, error in parts:
@@ -153,6 +153,8 @@ def live(root: Path, seed: int, expected: list[int], until: int) -> None:
 
 
 PEER_LOST = 5
+BEGINS = "begins"
+"""What a rank says when gloo has connected it, which takes minutes where the other one has been killed before."""
 QUIET_S = 3.0
 """Stands for `offload.waits.QUIET_S`, and a tenth of it."""
 RANKS_TIMEOUT_S = 6.0
@@ -176,6 +178,7 @@ def live_together(root: Path, seed: int, rank: int, expected: list[int], until: 
             world_size=2,
             timeout=datetime.timedelta(seconds=COLLECTIVE_S),
         )
+        logging.warning(BEGINS)
         parameters, optimizer = make(rng, [root / "p0", root / "p1"], rank)
         with optimizer:
             step = 0
@@ -207,10 +210,12 @@ def live_together(root: Path, seed: int, rank: int, expected: list[int], until: 
 
 
 def silence(log: Path, since_s: float, until_s: float) -> float:
-    """Return how long it took until something was said in a log after a time, or until the end if nothing was."""
+    """Return how long a survivor was silent after a time: until it said something, or ended."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    stamps = [float(line.split()[0]) for line in lines if line[:1].isdigit()]
-    return min((at for at in stamps if at > since_s), default=until_s) - since_s
+    stamps = [(float(line.split()[0]), line) for line in lines if line[:1].isdigit()]
+    begun_s = next((at for at, line in stamps if line.endswith(BEGINS)), until_s)
+    since_s = max(since_s, begun_s)
+    return min((at for at, _ in stamps if at > since_s), default=until_s) - since_s
 
 
 def torture_ranks(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) -> dict[str, Any]:
