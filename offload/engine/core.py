@@ -112,7 +112,7 @@ log = logging.getLogger("offload")
 
 TILES_PER_PATH = 4
 
-CLOSE_S = 60.0
+CLOSE_S = 30.0
 """How long `close` waits for other ranks to write their part of a checkpoint. Where theirs may take longer,
 `wait_checkpoint` waits before."""
 

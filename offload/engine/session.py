@@ -338,10 +338,10 @@ class Engine:
     def close(self) -> None:
         """Finish what is in flight, a checkpoint included, and free everything; idempotent.
 
-        The session's files are deleted, but for those that kept checkpoints refer to. Other ranks have a minute to do
-        their part of a checkpoint, and seconds if an exception is on its way. After a failure of the session, or when
-        another call was interrupted, this returns within seconds: what hangs is left, which is logged, and put away
-        when the device answers.
+        The session's files are deleted, but for those that kept checkpoints refer to. Other ranks have half a minute
+        to do their part of a checkpoint, and seconds if an exception is on its way. After the session has failed, or
+        when another call was interrupted, this returns within seconds: what hangs is left, which is logged, and put
+        away when the device answers.
         """
         self._core.close()
         self._finalizer.detach()
