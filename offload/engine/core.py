@@ -145,7 +145,7 @@ class Core:
         self._pid = os.getpid()
         self._closed = self._freed = self._serving = self._told_broken = self._told_left = False
         self._gives_up = False  # a close was interrupted: the next one waits for nothing that may never come
-        self._starting = threading.RLock()  # a signal handler may close while its thread does
+        self._starting = threading.Lock()
         self._requesting: int | None = None
         self._close_wanted = False
         self._stop = waits.Aside(self._stop_thread, "offload-stop")
