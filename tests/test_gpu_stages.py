@@ -39,7 +39,7 @@ def made(stages: ModuleType, tmp_path: Path) -> Any:
 
     def make(limit_s: float = 540.0) -> Any:
         args = argparse.Namespace(
-            stage="check", folder=tmp_path, limit=limit_s, scratch=None, simulated=True, smoke=True, params=None
+            stage="check", folder=tmp_path, limit=limit_s, scratch=tmp_path, simulated=True, smoke=True, params=None
         )
         return stages.Stage(args)
 
@@ -103,7 +103,8 @@ CUT = """
 import argparse, pathlib, sys
 sys.path.insert(0, sys.argv[1])
 import stages
-args = argparse.Namespace(stage="check", folder=pathlib.Path(sys.argv[2]), limit=540.0, scratch=None, simulated=True,
+args = argparse.Namespace(stage="check", folder=pathlib.Path(sys.argv[2]), limit=540.0,
+                          scratch=pathlib.Path(sys.argv[2]).parent, simulated=True,
                           smoke=True, params=None)
 child = "import time; told = open(sys.argv[1], 'w'); print('begun', file=told, flush=True); time.sleep(250)"
 def parts(stage):
@@ -188,6 +189,7 @@ def test_a_copy_knows_what_it_was_copied_from(
 @pytest.mark.parametrize("name", ["check", "rates", "train", "micro"])
 def test_a_stage_runs_to_its_end(name: str, tmp_path: Path) -> None:
     command = [str(GPU / "run.sh"), name, str(tmp_path / "reports"), "--simulated", "--limit", "3000"]
+    command += ["--scratch", str(tmp_path)]
     variables = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1", "OFFLOAD_SITE": str(tmp_path)}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
