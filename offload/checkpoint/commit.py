@@ -227,7 +227,8 @@ class CommitJob:
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
         for kept in self.doubtful:
             folder = open_folder(kept.folder)
-            if kept.id in abandoned:
+            known = standing(Pin(kept.id, kept.folder), "")
+            if kept.id in abandoned or known is Standing.RELEASED:  # given up, or committed and released since
                 self._undo(folder, kept.id, [store_folder(path, store) for path, store in kept.stores])
                 self.released.append(kept)
             elif _is_there(folder, kept.id):
