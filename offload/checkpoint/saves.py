@@ -347,8 +347,8 @@ class Saves:
                 if not pending.snapshot.copy:
                     self.kept.append(own)
         if error is not None:
+            log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
-            log.warning("%s", error)
         self._records, self._buffers = {}, (0, 0)
         pending.error = error
         self.last, self.pending = pending, None

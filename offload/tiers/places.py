@@ -111,12 +111,14 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, foll
     """
     # Opening a device may have effects already, so it is looked at first; then again, as names can change.
     _check_regular(os.stat(path, follow_symlinks=follow), path)
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    descriptor = -1
     try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
         _check_regular(os.fstat(descriptor), path)
         os.set_blocking(descriptor, True)  # io_uring would not wait for the disk either
     except BaseException:
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
         raise
     return descriptor
 
@@ -136,8 +138,14 @@ def read_regular(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool
     Raises:
         OSError: As `open_regular`; or it is larger than `limit_bytes` (EFBIG).
     """
-    with open(open_regular(path, follow=follow), "rb") as file:
-        content = file.read(min(limit_bytes, os.fstat(file.fileno()).st_size) + 1)
+    descriptor = -1
+    try:
+        descriptor = open_regular(path, follow=follow)
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(min(limit_bytes, os.fstat(descriptor).st_size) + 1)
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
     if len(content) > limit_bytes:
         raise OSError(errno.EFBIG, f"it has more than {limit_bytes} bytes", os.fspath(path))
     return content
