@@ -175,7 +175,7 @@ class Core:
     def open(self, parameters: tuple[Parameter, ...]) -> None:
         """Make the session; whoever gets an error closes the core."""
         # Aside, so that no interrupt comes between what is made and taking note of it.
-        self._opening = waits.Aside(partial(self._open, parameters), "offload-open")
+        self._opening = waits.Aside(partial(self._on_device, partial(self._open, parameters)), "offload-open")
         self._opening.start()
         waits.wait_for(self._opening.wait, lambda: "the paths to be opened and probed")
         if self._opening.error is not None:
@@ -1021,7 +1021,7 @@ class Core:
         self._closed = True
         if self._end is None or (self._end.done and self._end.error is not None):
             self._stop = waits.Aside(self._stop_thread, "offload-stop")
-            self._end = waits.Aside(partial(self._end_all, self._stop), "offload-end")
+            self._end = waits.Aside(partial(self._on_device, partial(self._end_all, self._stop)), "offload-end")
         self._end.start()
         settle_s = 0.0 if self._told_left else waits.SETTLE_S
         is_raising = sys.exception() is not None
@@ -1092,10 +1092,14 @@ class Core:
             threading.Thread(target=self._close_elsewhere, name="offload-close").start()
 
     def _close_elsewhere(self) -> None:
+        self._on_device(self.close)
+
+    def _on_device(self, work: Callable[[], None]) -> None:
+        """Do what a thread of ours is for, as one that works for the session's GPU."""
         if self._gpu is not None:
             with contextlib.suppress(OffloadError):  # a device that has failed is closed, too
                 self._gpu.device.adopt_thread()
-        self.close()
+        work()
 
     def _keep_slots(self) -> None:
         """Tell the tiers which slots kept checkpoints refer to, so that closing leaves them."""
