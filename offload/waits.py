@@ -102,6 +102,39 @@ def completions(queue: _Completions, what: Callable[[], str], timeout_s: float |
     return found
 
 
+class Latch:
+    """A `threading.Event` that is set once, and whose wait an interrupt may end at any line.
+
+    An event's own Python code may be left locked by one, or raise a RuntimeError of its own over it.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._unset = threading.Lock()
+        self._unset.acquire()
+
+    def is_set(self) -> bool:
+        """Whether it has been set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Set it; by its one owner, once."""
+        self._is_set = True
+        self._unset.release()
+
+    def wait(self, pause_s: float | None = None) -> bool:
+        """Wait until it is set, for so long at most; return whether it is."""
+        until_s = math.inf if pause_s is None else time.monotonic() + pause_s
+        while not self._is_set:
+            left_s = until_s - time.monotonic()
+            # In slices: another waiter may have been interrupted with the lock.
+            if self._unset.acquire(timeout=max(min(left_s, SLICE_S), 0.0)):
+                self._unset.release()
+            if left_s <= 0:
+                break
+        return self._is_set
+
+
 class Aside:
     """Work that is done once, aside: on a thread of its own, that outlives whoever waits for it.
 
@@ -118,10 +151,7 @@ class Aside:
         self._work = work
         self._name = name
         self._taken = threading.Lock()
-        # Not an event, whose Python code an interrupt may leave locked.
-        self._busy = threading.Lock()
-        self._busy.acquire()
-        self._has_ended = False
+        self._ended = Latch()
         self.error: BaseException | None = None
         """What the work has raised."""
 
@@ -133,7 +163,7 @@ class Aside:
     @property
     def done(self) -> bool:
         """Whether the work has ended, well or not."""
-        return self._has_ended
+        return self._ended.is_set()
 
     def start(self) -> None:
         """Start; idempotent, also after an interrupt at any point of another call."""
@@ -150,14 +180,7 @@ class Aside:
 
     def wait(self, pause_s: float | None = None) -> bool:
         """Wait for the end, for so long at most; return whether it has come."""
-        until_s = math.inf if pause_s is None else time.monotonic() + pause_s
-        while not self._has_ended:
-            left_s = until_s - time.monotonic()
-            if self._busy.acquire(timeout=max(min(left_s, SLICE_S), 0.0)):
-                self._busy.release()
-            if left_s <= 0:
-                break
-        return self._has_ended
+        return self._ended.wait(pause_s)
 
     def _run(self) -> None:
         if self.forestall():
@@ -168,8 +191,7 @@ class Aside:
         except BaseException as error:
             self.error = error
         finally:
-            self._has_ended = True
-            self._busy.release()
+            self._ended.set()
 
 
 def _nothing() -> None:

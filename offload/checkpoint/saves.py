@@ -127,7 +127,7 @@ class Pending:
     sink: tuple[uuid.UUID, Tier] | None
     on_done: Callable[[BaseException | None], None] | None
     started_s: float
-    done: threading.Event = field(default_factory=threading.Event)
+    done: waits.Latch = field(default_factory=waits.Latch)
     error: CheckpointError | None = None
     job: CommitJob | None = None
     thread: threading.Thread | None = None

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from offload.engine.index import Record, TileIndex
-from offload.engine.saving import Commit, CopyTile, Save, SaveOperation, Saver, SaveTile, Sync
+from offload.engine.saving import Save, SaveOperation, Saver
 from offload.errors import InternalError, OffloadError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
 from offload.protocols import TileId
@@ -609,7 +609,7 @@ class Machine:
         self._gpu_owners[gpu_slot] = None
 
     def _failed(self, operation: Operation, error: Exception) -> None:
-        if isinstance(operation, SaveTile | CopyTile | Sync | Commit):
+        if isinstance(operation, SaveOperation):
             self.saver.landed(operation, 0, error)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
@@ -647,7 +647,7 @@ class Machine:
                 del self._in_flight[operation.op]
                 if isinstance(operation, Run):
                     self._device_of(operation.visit).runs -= 1
-            saves = [o for o in self._out if isinstance(o, SaveTile | CopyTile | Sync | Commit)]
+            saves = [o for o in self._out if isinstance(o, SaveOperation)]
             self._out.clear()
             self.saver.break_off(error, saves)
 
@@ -663,13 +663,17 @@ class Machine:
         if self.broken is None:  # or a flush has just found no room
             self._start_copies()
             self._start_runs()
-        if self._sweep is not None:
-            gave_up = self.broken is not None and (self._stopped or not self._in_flight)
-            if gave_up or not self._unfinished:
-                self.finished, self._sweep = self._sweep, None
-                self.failed = self._unfinished > 0
-                for waiting in (self._pending, self._unfetched, self._cpu, self._copies, self._gpu):
-                    waiting.clear()
+        if self._sweep is not None and (self._gives_up() or not self._unfinished):
+            self.finished, self._sweep = self._sweep, None
+            self.failed = self._unfinished > 0
+            for waiting in (self._pending, self._unfetched, self._cpu, self._copies, self._gpu):
+                waiting.clear()
+
+    def _gives_up(self) -> bool:
+        """Return whether the sweep ends unfinished; what a checkpoint has in flight touches no caller's memory."""
+        if self.broken is None:
+            return False
+        return self._stopped or all(isinstance(o, SaveOperation) for o in self._in_flight.values())
 
     def _start_runs(self) -> None:
         for device in (self._cpu, self._gpu):

@@ -116,11 +116,11 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, foll
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
         _check_regular(os.fstat(descriptor), path)
         os.set_blocking(descriptor, True)  # io_uring would not wait for the disk either
+        return descriptor  # here, so that an interrupt at this line closes it
     except BaseException:
         if descriptor >= 0:
             os.close(descriptor)
         raise
-    return descriptor
 
 
 def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:

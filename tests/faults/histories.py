@@ -106,7 +106,7 @@ class World:
                     if problem is not None:
                         raise AssertionError(f"{folder.relative_to(self.root)} has lost {tile}: {problem}")
                 master = torch.empty(NUMEL, dtype=torch.float32, device="cpu")
-                checkpoint.read([Range("w", "master", 0, master.numpy())])
+                checkpoint.read([Range("w", "master", 0, master)])
             value = zlib.crc32(master.numpy().tobytes())
             if id not in self.values and self.intended is not None:
                 self.values[id] = self.intended
