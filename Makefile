@@ -11,13 +11,17 @@ TORCH := torch==2.13.0
 # DeepSpeed comes as sources that need torch to be there, and builds none of its native parts now.
 DEEPSPEED := deepspeed==0.19.8
 
+# Tests wait more than they compute: one worker more than there are cores.
+WORKERS := $(shell expr $$(nproc) + 1)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
 .PHONY: train test test-full sanitize bench lint clean
 
 train: $(VENV)/.ready
 	$(BIN)/offload train $(ARGS)
 
 test: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -m "not full and not gpu" $(ARGS)
+	$(PYTEST) -m "not full and not gpu" $(ARGS)
 
 test-full: $(VENV)/.ready lint
 	$(BIN)/python -m pytest --hypothesis-profile new $(ARGS)

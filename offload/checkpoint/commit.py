@@ -42,7 +42,7 @@ from pathlib import Path
 
 from offload import waits
 from offload.checkpoint.contents import read_commit, read_released
-from offload.checkpoint.folder import Folder, open_folder
+from offload.checkpoint.folder import Folder, FolderLock, open_folder
 from offload.checkpoint.manifest import (
     COMMIT_NAME,
     OWN_FILE,
@@ -161,6 +161,15 @@ class CommitJob:
         Raises:
             CheckpointError: It was not committed; nothing but files that nobody looks at is left of it.
         """
+        lock = FolderLock(self.folder)
+        try:
+            if self.manifest.rank == 0:  # which alone writes and deletes `COMMIT`
+                self._wait(lambda: "" if lock.take() else "another session's checkpoint in this folder")
+            self._run()
+        finally:
+            lock.drop()
+
+    def _run(self) -> None:
         folder, manifest = self.folder, self.manifest
         try:
             before = released_before(folder) if manifest.rank == 0 else ()
@@ -210,7 +219,7 @@ class CommitJob:
                     silence.end()
                 if time.monotonic() > min(until_s, self.ranks_until_s()) or self.cancelled.wait(pause_s):
                     story = f"{self.folder.path} was not committed: waited for {what} in vain"
-                    raise CheckpointError(f"{story}; see what the other ranks say")
+                    raise CheckpointError(f"{story}; see what the others say")
                 silence.tell(lambda: self.awaited)
                 before, pause_s = what, min(2 * pause_s, 1.0)
         finally:
@@ -310,7 +319,10 @@ def release(kept: Kept, note: str, *, missing: bool = False) -> bool:
         if any(is_read(store_folder(path, store)) for path, store in kept.stores):
             _log.info("%s stays for now: somebody is reading it", kept.folder)
             return False
-        found = standing(Pin(kept.id, kept.folder), "")
+        found = standing(Pin(kept.id, kept.folder), "") if kept.rank == 0 else _standing_at_first_rank(kept)
+        if found is Standing.HELD and kept.rank > 0:
+            _log.info("%s stays for now: rank 0 has not released it", kept.folder)
+            return False
         if found is Standing.MISSING and not missing:
             if not kept.reported:
                 kept.reported = True
@@ -323,7 +335,7 @@ def release(kept: Kept, note: str, *, missing: bool = False) -> bool:
                 )
             return False
         if found is not Standing.MISSING:
-            _withdraw(kept, note, committed=found is Standing.HELD)
+            _withdraw(kept, note, committed=found is Standing.HELD)  # then this is rank 0
         if any(is_read(store_folder(path, store)) for path, store in kept.stores):
             return False  # somebody opened it meanwhile
         _forget(kept)
@@ -333,15 +345,37 @@ def release(kept: Kept, note: str, *, missing: bool = False) -> bool:
     return True
 
 
+def _standing_at_first_rank(kept: Kept) -> Standing:
+    """Return what is known of a checkpoint that rank 0 is about to release: its `COMMIT` goes first."""
+    until_s = time.monotonic() + waits.SETTLE_S
+    while (found := standing(Pin(kept.id, kept.folder), "")) is Standing.HELD and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return found
+
+
 def _withdraw(kept: Kept, note: str, *, committed: bool) -> None:
     """Take a checkpoint out of its folder."""
     folder = open_folder(kept.folder)
-    if committed and kept.rank == 0:
-        if folder.read(RELEASED_NAME) is None or read_released(folder)[0]:  # else it is somebody else's file
-            folder.write(RELEASED_NAME, seal_released([kept.id, *read_commit(folder).replaced], note))
-        folder.delete(COMMIT_NAME)
+    if committed:
+        lock = FolderLock(folder)
+        try:
+            if not lock.take():
+                raise CheckpointError("another session is writing a checkpoint there")
+            _withdraw_commit(kept, folder, note)
+        finally:
+            lock.drop()
     folder.delete(manifest_name(kept.id, kept.rank))
     folder.delete(extra_name(kept.id, kept.rank))
+
+
+def _withdraw_commit(kept: Kept, folder: Folder, note: str) -> None:
+    commit = read_commit(folder)
+    if commit.id != kept.id:  # it was replaced just now
+        return
+    if folder.read(RELEASED_NAME) is not None and not read_released(folder)[0]:
+        raise CheckpointError(f"its {RELEASED_NAME} is not ours to replace: move it away")
+    folder.write(RELEASED_NAME, seal_released([kept.id, *commit.replaced], note))
+    folder.delete(COMMIT_NAME)
 
 
 def _forget(kept: Kept) -> None:

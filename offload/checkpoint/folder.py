@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import uuid
 from pathlib import Path
@@ -225,6 +226,39 @@ class BucketFolder:
 
     def _error(self, verb: str, name: str, cause: ObjectError) -> CheckpointError:
         return CheckpointError(f"cannot {verb} {self.path}/{name}: {cause}")
+
+
+class FolderLock:
+    """Keeps other sessions from committing to a directory, and from releasing what it holds, meanwhile.
+
+    It goes with the process. Object stores and some network file systems have no such locks; there nothing is kept.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._path = folder.path
+        self._descriptor = -1
+
+    def take(self) -> bool:
+        """Take it; return whether it is held, or cannot be had here at all. False: somebody else has it."""
+        if self._path.startswith("s3://"):
+            return True
+        try:
+            if self._descriptor < 0:
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # it has gone, or has no locks
+            return True
+        return True
+
+    def drop(self) -> None:
+        """Give it back; one that is not held, too."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+            os.close(descriptor)
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,14 @@ def test_ctrl_c_is_a_way_out_of_a_close_that_hangs(
 # Real devices
 
 
+def send_signal(server: subprocess.Popen[bytes], number: int) -> None:
+    """Send a server a signal; return once it has stopped, if that is what it says: it takes no request more."""
+    server.send_signal(number)
+    tasks = Path("/proc", str(server.pid), "task")
+    while number == signal.SIGSTOP and any("T (stopped)" not in (t / "status").read_text() for t in tasks.iterdir()):
+        time.sleep(0.001)
+
+
 @pytest.fixture
 def fuse(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
     """A folder that a process serves, and a function that sends this process a signal: stopped, it never answers."""
@@ -239,7 +249,7 @@ def fuse(tmp_path: Path) -> Iterator[tuple[Path, Callable[[int], None]]]:
             while not os.path.ismount(point):
                 if server.poll() is not None:
                     pytest.skip("no FUSE here")
-            yield point, server.send_signal
+            yield point, partial(send_signal, server)
         finally:
             server.send_signal(signal.SIGCONT)
             subprocess.run(["umount", "--lazy", point], check=True)

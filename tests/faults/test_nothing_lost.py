@@ -7,17 +7,20 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import offload
-from offload import cli
-from offload.checkpoint.contents import is_checkpoint
-from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import seal
+from offload import cli, waits
+from offload.checkpoint import commit
+from offload.checkpoint.contents import is_checkpoint, read_commit
+from offload.checkpoint.folder import FolderLock, open_folder
+from offload.checkpoint.manifest import manifest_name, seal
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores, read_pins, write_pins
 from offload.tiers.places import open_regular, read_regular
@@ -344,6 +347,67 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_refused(
         monkeypatch.setattr(Checkpoint, "_open_stores", opened)
         with pytest.raises(offload.CheckpointError, match="while it was opened"):
             Checkpoint(tmp_path / "ck")
+
+
+def test_sessions_take_turns_in_one_folder(tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One's release would delete the other's `COMMIT` if that were written between a look at it and the deletion."""
+    looks: list[bool] = []
+    plain = commit.seal_released
+
+    def look(ids: Sequence[str], note: str) -> bytes:
+        lock = FolderLock(open_folder(tmp_path / "ck"))
+        looks.append(lock.take())
+        lock.drop()
+        return plain(ids, note)
+
+    monkeypatch.setattr(commit, "seal_released", look)
+    with Run(path) as first, Run(path) as second:
+        first.train().save(tmp_path / "ck")
+        first.train().save(tmp_path / "next")
+        assert looks == [False]
+        lock = FolderLock(open_folder(tmp_path / "ck"))
+        assert lock.take()
+        second.train(3).optimizer.save_checkpoint(tmp_path / "ck", extra={"step": 3})
+        with pytest.raises(TimeoutError):
+            second.optimizer.wait_checkpoint(0.5)
+        assert not is_checkpoint(tmp_path / "ck")
+        lock.drop()
+        second.optimizer.wait_checkpoint()
+    assert steps_in(tmp_path / "ck", path) == 3
+
+
+@pytest.mark.slow
+def test_sessions_that_save_to_one_folder_at_once_leave_a_whole_checkpoint(tmp_path: Path, path: Path) -> None:
+    with Run(path) as first, Run(path) as second:
+
+        def save(run: Run, steps: int) -> None:
+            for number in range(10):
+                run.train(steps).save(tmp_path / ("ck" if number % 3 else f"other-{steps}"))
+
+        threads = [threading.Thread(target=save, args=(run, 1 + n)) for n, run in enumerate((first, second))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for run in (first, second):
+            run.train().save(tmp_path / "ck")
+    assert steps_in(tmp_path / "ck", path) == 21
+
+
+def test_a_rank_releases_nothing_that_rank_0_still_holds(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "SETTLE_S", 0.0)
+    folder = tmp_path / "ck"
+    write(path, 1, folder)
+    kept = commit.Kept(str(folder), read_commit(open_folder(folder)).id, 1, (), None)
+    manifest = folder / manifest_name(kept.id, 1)
+    manifest.touch()
+    assert not commit.release(kept, "")
+    assert manifest.exists()
+    assert commit.release(replace(kept, rank=0), "")
+    assert commit.release(kept, "")
+    assert not manifest.exists()
 
 
 # Files of others ---------------------------------------------------------------------------------------------------

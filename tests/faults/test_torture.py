@@ -22,7 +22,7 @@ def run(kills: int, seed: int, steps: int, file: Path, ranks: int = 1) -> dict[s
 
 @pytest.mark.slow
 def test_killed_lives_lose_nothing(tmp_path: Path) -> None:
-    figures = run(20, 1, 1000, tmp_path / "figures.json")
+    figures = run(10, 1, 400, tmp_path / "figures.json")
     assert figures["kills"] > 0
     assert figures["stores left"] < 20
 
@@ -37,7 +37,7 @@ def test_many_killed_lives_lose_nothing(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_keeps_nobody(tmp_path: Path) -> None:
-    figures = run(6, 1, 1000, tmp_path / "figures.json", ranks=2)
+    figures = run(3, 1, 120, tmp_path / "figures.json", ranks=2)
     assert figures["kills"] > 0
 
 
