@@ -164,7 +164,7 @@ class CommitJob:
         lock = FolderLock(self.folder)
         try:
             if self.manifest.rank == 0:  # which alone writes and deletes `COMMIT`
-                self._wait(lambda: "" if lock.take() else "another session's checkpoint in this folder")
+                self._wait(lambda: "" if lock.take() else "another session's checkpoint there", "the other session says")
             self._run()
         finally:
             lock.drop()
@@ -209,7 +209,7 @@ class CommitJob:
         missing = [r for r in range(manifest.ranks) if manifest_name(manifest.id, r) not in names]
         return f"the manifests of ranks {', '.join(map(str, missing))}" if missing else ""
 
-    def _wait(self, missing: Callable[[], str]) -> None:
+    def _wait(self, missing: Callable[[], str], ask: str = "the other ranks say") -> None:
         silence, before = waits.Silence(), ""
         until_s, pause_s = time.monotonic() + RANKS_TIMEOUT_S, 0.01
         try:
@@ -219,7 +219,7 @@ class CommitJob:
                     silence.end()
                 if time.monotonic() > min(until_s, self.ranks_until_s()) or self.cancelled.wait(pause_s):
                     story = f"{self.folder.path} was not committed: waited for {what} in vain"
-                    raise CheckpointError(f"{story}; see what the others say")
+                    raise CheckpointError(f"{story}; see what {ask}")
                 silence.tell(lambda: self.awaited)
                 before, pause_s = what, min(2 * pause_s, 1.0)
         finally:
