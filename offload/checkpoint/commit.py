@@ -164,7 +164,7 @@ class CommitJob:
         lock = FolderLock(self.folder)
         try:
             if self.manifest.rank == 0:  # which alone writes and deletes `COMMIT`
-                self._wait(lambda: "" if lock.take() else "another session's checkpoint there", "the other session says")
+                self._wait(lambda: "" if lock.take() else "another session's checkpoint there", "that one says")
             self._run()
         finally:
             lock.drop()
