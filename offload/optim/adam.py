@@ -18,9 +18,9 @@ import uuid
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, ClassVar, NamedTuple, overload
 
 import numpy as np
@@ -280,7 +280,16 @@ class OffloadedAdam(torch.optim.Optimizer):
                 groups[parameter] = number, name
         for parameter in wanted:
             _check_parameter(parameter, groups[parameter][1], self._place)
+        self._check_apart([*self._positions, *wanted])
         return [Parameter(groups[p][1], p.numel(), DTYPE_CODES[p.dtype], groups[p][0]) for p in wanted]
+
+    def _check_apart(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
+        found = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())
+        for (address, nbytes, number), (beyond, _, other) in pairwise(found):
+            if beyond < address + nbytes:
+                names = " and ".join(self._name(parameters[n]) for n in sorted((number, other)))
+                raise ConfigError("params", f"{names}, which share memory", "give tied weights as one parameter")
 
     def _add(self, wanted: list[torch.Tensor]) -> None:
         described = tuple(self._describe(wanted))
@@ -530,6 +539,8 @@ class OffloadedAdam(torch.optim.Optimizer):
     def _check_weights(self) -> None:
         """Notice weights that were moved or changed since we left them."""
         changed = []
+        if any(p.data_ptr() != seen for p, (seen, _) in zip(self._positions, self._weight_seen, strict=True)):
+            self._check_apart([*self._positions])
         for parameter, position in self._positions.items():
             address, version = parameter.data_ptr(), parameter._version
             if (address, version) == self._weight_seen[position]:
