@@ -350,7 +350,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             return  # somebody still holds the last pass's gradient, which lies in the slot
         else:
             lent = slot.lend()
-            if gradient.stride() == slot.stride:
+            if _lies_as(gradient, parameter):
                 self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
             else:
                 lent.copy_(gradient)
@@ -364,7 +364,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             return  # part of a graph: it stays until the step
         if position in self._scaled and position in self._departed:
             self._accumulated_onto_scaled = True
-        if gradient.stride() != parameter.stride():
+        if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         mark = self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
         parameter.grad = None
@@ -424,7 +424,7 @@ class OffloadedAdam(torch.optim.Optimizer):
                 and gradient.data_ptr() == self._slots[position].address
                 and gradient._version == self._gradient_seen[position]
             )
-            if gradient.stride() != parameter.stride():
+            if not _lies_as(gradient, parameter):
                 gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
                 self._kept.append(gradient)
             bind(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], gathered=gathered)
@@ -1282,6 +1282,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether a gradient's memory holds its elements, in the order of the parameter's."""
+    return gradient.stride() == parameter.stride() and not gradient.is_neg()
+
+
 def _check_parameter(parameter: torch.Tensor, name: str, place: torch.device | None = None) -> None:
     with contextlib.suppress(ImportError):
         from torch.distributed.tensor import DTensor
@@ -1299,6 +1304,8 @@ def _check_parameter(parameter: torch.Tensor, name: str, place: torch.device | N
         raise ConfigError(name, parameter.device, "keep weights on the CPU or on a CUDA (or ROCm) device")
     if place is not None and parameter.device != place:
         raise ConfigError(name, parameter.device, f"have all weights on {place}, or make a new optimizer")
+    if parameter.is_neg():
+        raise ConfigError(name, "a negated view", "use a weight of its own (weight.resolve_neg())")
     if parameter.numel() and not _is_dense(parameter):
         raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous weight (weight.contiguous())")
 

@@ -378,3 +378,8 @@ def test_weights_side_by_side_in_one_memory_are_not_refused() -> None:
     memory = torch.zeros(300)
     with offload.AdamW([torch.nn.Parameter(part) for part in (memory[:100], memory[100:], memory[:0])]) as optimizer:
         assert len(optimizer.engine.plan.layout.parameters) == 3
+
+
+def test_a_negated_view_is_no_weight() -> None:
+    with pytest.raises(offload.ConfigError, match="resolve_neg"):
+        offload.AdamW([torch.nn.Parameter(torch._neg_view(torch.ones(3)))])

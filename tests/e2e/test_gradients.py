@@ -289,6 +289,38 @@ def test_a_model_with_gradients_is_copied_and_saved(streaming: Any) -> None:
             model.weight.grad.untyped_storage().resize_(1 << 20)
 
 
+class Negated(torch.autograd.Function):
+    """A function whose gradient is negated when it is read."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return -weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch._neg_view(gradient.clone())
+
+
+@pytest.mark.parametrize("where", ["host", "gpu", "gpu, left"])
+@pytest.mark.parametrize("comes", ["arrives", "assigned", "imaginary part"])
+def test_a_gradient_that_is_negated_when_it_is_read(where: str, comes: str) -> None:
+    parameter = torch.nn.Parameter(torch.tensor(3.0))
+    if where == "host":
+        optimizer = offload.AdamW([parameter])
+    else:
+        settings = offload.OffloadConfig(gpu_memory=0, keep_grads=where == "gpu")
+        optimizer = OnDevice([parameter], device=SimulatedDevice(), offload=settings)
+    with optimizer:
+        if comes == "arrives":
+            Negated.apply(parameter).backward()
+        elif comes == "assigned":
+            parameter.grad = torch._neg_view(torch.tensor(1.0))
+        else:
+            parameter.grad = torch.tensor(1 + 1j).conj().imag
+        optimizer.step()
+        assert optimizer.state_for(parameter)["exp_avg"] == torch.tensor(-1.0) * (1 - 0.9)
+
+
 # What is clipped
 
 
