@@ -164,7 +164,9 @@ class CommitJob:
         lock = FolderLock(self.folder)
         try:
             if self.manifest.rank == 0:  # which alone writes and deletes `COMMIT`
+                self.undone = True  # should it not be had
                 self._wait(lambda: "" if lock.take() else "another session's checkpoint in this folder")
+                self.undone = False
             self._run()
         finally:
             lock.drop()
