@@ -429,6 +429,14 @@ def test_a_checkpoint_that_never_had_its_folder_leaves_nothing(
     assert not find_stores(str(path))
 
 
+def test_what_a_checkpoint_was_given_is_not_held_when_it_has_ended(tmp_path: Path, path: Path) -> None:
+    with Run(path) as run:
+        run.train().save(tmp_path / "ck")
+        last = run.optimizer.engine._core._saves.last
+        assert last.snapshot.extra is None
+        assert last.job is None
+
+
 @pytest.mark.slow
 def test_sessions_that_save_to_one_folder_at_once_leave_a_whole_checkpoint(tmp_path: Path, path: Path) -> None:
     with Run(path) as first, Run(path) as second:
