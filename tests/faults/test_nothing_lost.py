@@ -376,6 +376,23 @@ def test_sessions_take_turns_in_one_folder(tmp_path: Path, path: Path, monkeypat
     assert steps_in(tmp_path / "ck", path) == 3
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0], []], ids=["as before", "turned", "none"])
+def test_paths_that_have_changed_places_are_told_apart(tmp_path: Path, order: list[int]) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for each in paths:
+        each.mkdir()
+    with Run(*paths) as run:
+        run.train(2).save(tmp_path / "ck")
+    paths[0].rename(tmp_path / "c")
+    paths[1].rename(paths[0])
+    (tmp_path / "c").rename(paths[1])
+    if order:
+        assert steps_in(tmp_path / "ck", *(paths[number] for number in order)) == 2
+    else:  # of a session with other paths
+        with Checkpoint(tmp_path / "ck") as checkpoint:
+            assert not any(problem for _, _, problem in checkpoint.verify())
+
+
 def test_a_folder_s_lock_is_that_of_the_folder_that_is_there(tmp_path: Path) -> None:
     folder = tmp_path / "ck"
     folder.mkdir()
