@@ -484,8 +484,8 @@ class OffloadedAdam(torch.optim.Optimizer):
     def _note_scaled(self) -> None:
         """Take note of the gradients as they are: from now on the step has a factor for them."""
         found = {position: self._as_it_is(parameter, position) for parameter, position in self._positions.items()}
-        self._scaled = {position: gradient for position, gradient in found.items() if gradient is not None}
         self._arrivals_then = [*self._arrivals]
+        self._scaled = {position: gradient for position, gradient in found.items() if gradient is not None}
 
     def _forget_clip(self) -> None:
         self._clip = self._loss_scale = 1.0
@@ -522,10 +522,12 @@ class OffloadedAdam(torch.optim.Optimizer):
             if error_if_nonfinite and not math.isfinite(norm):
                 raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
             self._norm = norm
+            factor = self._clip
             if not norm <= max_norm:  # a norm that is NaN makes the factor NaN, as torch's does
-                self._clip *= min(1.0, float(max_norm) / (norm + CLIP_EPS)) if not math.isnan(norm) else math.nan
-            if self._clip != 1 or self._loss_scale != 1 or max_norm < math.inf:  # else it asks for the norm alone
+                factor *= min(1.0, float(max_norm) / (norm + CLIP_EPS)) if not math.isnan(norm) else math.nan
+            if factor != 1 or self._loss_scale != 1 or max_norm < math.inf:  # else it asks for the norm alone
                 self._note_scaled()
+            self._clip = factor  # now, as an interrupt at any line leaves no factor for other gradients
             return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -635,8 +637,8 @@ class OffloadedAdam(torch.optim.Optimizer):
         with self._lock:
             self._open_after_backward()
             finite = math.isfinite(self.engine.gradient_norm_sq(self._bind_gradients()))
-            self._loss_scale = scale
             self._note_scaled()
+            self._loss_scale = scale
             return finite
 
     def refresh_masters(self) -> None:
