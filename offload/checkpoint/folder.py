@@ -231,7 +231,8 @@ class BucketFolder:
 class FolderLock:
     """Keeps other sessions from committing to a directory, and from releasing what it holds, meanwhile.
 
-    It goes with the process. Object stores and some network file systems have no such locks; there nothing is kept.
+    It goes with the process, whatever that has forked. Object stores and some network file systems have no such
+    locks; there nothing is kept.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -245,7 +246,11 @@ class FolderLock:
         try:
             if self._descriptor < 0:
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                _held.add(self)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
+                self.drop()  # of a directory that was replaced meanwhile, as was the lock of whoever had it
+                return self.take()
         except BlockingIOError:
             return False
         except OSError:  # it has gone, or has no locks
@@ -254,11 +259,29 @@ class FolderLock:
 
     def drop(self) -> None:
         """Give it back; one that is not held, too."""
+        self._close(unlocks=True)
+
+    def _close(self, *, unlocks: bool) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
+            _held.discard(self)
             with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+                if unlocks:  # a child that is just being forked may have the descriptor, too
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
+
+
+_held: set[FolderLock] = set()
+"""Locks of this process that have a descriptor."""
+
+
+def _let_go() -> None:
+    """Close, in a forked child, the descriptors that would keep the locks beyond its parent's life."""
+    for lock in [*_held]:
+        lock._close(unlocks=False)
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:

@@ -22,7 +22,7 @@ from offload._native import CompletionQueue
 from offload.checkpoint.contents import read_commit, read_extra, read_manifests, some_of
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import StoreRef, all_tiles
-from offload.checkpoint.stores import places_of
+from offload.checkpoint.stores import is_same, places_of
 from offload.engine.executor import STALL_S
 from offload.engine.memory import Arena
 from offload.engine.views import tensor_at
@@ -301,16 +301,19 @@ class Checkpoint:
 
     def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:
         """Have a manifest say where its stores are now, as they and their paths may have been moved."""
+        known = [*paths, *(ref.path for ref in self.manifests[rank].stores if ref.path is not None)]
         for number, ref in enumerate(self.manifests[rank].stores):
             if ref.path is None or ref.path.startswith("s3://"):
                 continue
-            if not os.path.isdir(f"{ref.path}/offload-{ref.store}"):
-                self._find_store(rank, number, places_of(ref.store, paths))
-                continue
+            places = places_of(ref.store, known)
+            is_there = os.path.isdir(f"{ref.path}/offload-{ref.store}")
+            others = [place for place in places if not is_same(place, ref.path)]
+            if others:  # paths may have changed places, as disks do that are mounted in another order
+                self._find_store(rank, number, [ref.path, *others] if is_there else others)
+            found = self.store_path(rank, number)
             for path in paths:  # by the name that it has today
-                with contextlib.suppress(OSError):
-                    if os.path.samefile(path, ref.path):
-                        self._place_store(rank, number, os.path.abspath(path))
+                if is_same(path, found):
+                    self._place_store(rank, number, os.path.abspath(path))
 
     def _find_store(self, rank: int, number: int, places: Sequence[str]) -> None:
         """Find out which place has a store; all stores of a session have one name, so its tiles have to tell."""

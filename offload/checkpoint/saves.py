@@ -16,7 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload import waits
@@ -350,7 +350,8 @@ class Saves:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
         self._records, self._buffers = {}, (0, 0)
-        pending.error = error
+        pending.error, pending.job = error, None
+        pending.snapshot = replace(pending.snapshot, extra=None)  # until the next save
         self.last, self.pending = pending, None
         pending.done.set()
         if pending.on_done is not None:
@@ -384,14 +385,14 @@ class Saves:
     # On the committing thread
 
     def _run(self, pending: Pending, records: Mapping[TileId, Record], op: int) -> None:
-        error = 0
+        job, error = None, 0
         try:
-            pending.job = self._job(pending, records)
-            pending.job.run()
+            job = pending.job = self._job(pending, records)
+            job.run()
         except BaseException as cause:
             self._commit_error = cause
             # What others may commit yet is kept like what was committed.
-            error = 0 if pending.job is not None and pending.job.is_doubtful else -1
+            error = 0 if job is not None and job.is_doubtful else -1
         self._queue.post(op, error)
 
     def _job(self, pending: Pending, records: Mapping[TileId, Record]) -> CommitJob:

@@ -18,10 +18,10 @@ import uuid
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from itertools import chain
-from typing import Any, ClassVar, overload
+from itertools import chain, pairwise
+from typing import Any, ClassVar, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -90,6 +90,24 @@ class PlanReport:
         return "\n".join(lines)
 
 
+class _Scaled(NamedTuple):
+    """A gradient that the next step has a factor for, as it was when that was found.
+
+    Attributes:
+        of: The tensor.
+        version: Its version.
+        address: Where it lies.
+    """
+
+    of: weakref.ref[torch.Tensor]
+    version: int
+    address: int
+
+    def is_same(self, other: _Scaled) -> bool:
+        """Return whether nothing tells two notes of one parameter's gradient apart."""
+        return self.of() is other.of() and self[1:] == other[1:]
+
+
 class OffloadedAdam(torch.optim.Optimizer):
     """What `AdamW` and `Adam` share; use one of these."""
 
@@ -125,14 +143,14 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self._arrivals: list[int] = []
         self._clip = 1.0
-        self._clipped: dict[int, tuple[weakref.ref[torch.Tensor], int, int]] = {}
-        self._accumulated_after_clip = False
+        self._scaled: dict[int, _Scaled] = {}
+        self._arrivals_then: list[int] = []
+        self._accumulated_onto_scaled = False
         self._norm = math.nan
         self._kept: list[torch.Tensor] = []
         self._told_changed = False
         self._copies = Copies()
         self._changes = 0
-        self._exports = False
         self._predicted: tuple[Plan, Rates, float, Prediction] | None = None
         if amsgrad:
             raise ConfigError("amsgrad", amsgrad, "use false: the engine keeps two moments, not three")
@@ -262,7 +280,16 @@ class OffloadedAdam(torch.optim.Optimizer):
                 groups[parameter] = number, name
         for parameter in wanted:
             _check_parameter(parameter, groups[parameter][1], self._place)
+        self._check_apart([*self._positions, *wanted])
         return [Parameter(groups[p][1], p.numel(), DTYPE_CODES[p.dtype], groups[p][0]) for p in wanted]
+
+    def _check_apart(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
+        found = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())
+        for (address, nbytes, number), (beyond, _, other) in pairwise(found):
+            if beyond < address + nbytes:
+                names = " and ".join(self._name(parameters[n]) for n in sorted((number, other)))
+                raise ConfigError("params", f"{names}, which share memory", "give tied weights as one parameter")
 
     def _add(self, wanted: list[torch.Tensor]) -> None:
         described = tuple(self._describe(wanted))
@@ -286,31 +313,32 @@ class OffloadedAdam(torch.optim.Optimizer):
             self._gradient_seen.append(-1)
             self._arrivals.append(0)
             self.engine.bind_weight(position, parameter.data_ptr())
-            if self._device is not None:
-                if not self._config.keep_grads:
-                    self._handles.append(_on_arrival(parameter, _ArrivalHook(owner, position)))
-            elif self._world == 1:
+            if self._device is None and self._world == 1:
                 self._slots.append(GradientSlot(self.engine.gradient_slot(position), parameter))
-                self._handles.append(_on_arrival(parameter, _ArrivalHook(owner, position)))
+            self._handles.append(_on_arrival(parameter, _ArrivalHook(owner, position)))
 
     # Gradients
 
-    def _arrived(self, parameter: torch.Tensor, position: int) -> None:
+    def _arrived(self, parameter: torch.Tensor, position: int, *, builds_graph: bool = False) -> None:
         """A gradient has been accumulated: gather its norm while it is in cache, and keep it in its slot."""
         gradient = parameter.grad
         if gradient is None or self.engine.broken is not None:
             return
-        _check_gradient(gradient, parameter, self._name)
+        leaves = self._device is not None and not self._config.keep_grads
+        if leaves or self._slots:
+            _check_gradient(gradient, parameter, self._name)
         self._arrivals[position] += 1
-        if self._device is not None:
+        scaled = self._scaled.get(position)
+        if scaled is not None:
+            # Accumulated onto what was clipped, unless somebody changed (zeroed, say) the gradient in between. One
+            # that a graph is built with is another tensor each time, so nobody can tell.
+            onto = scaled.of() is gradient and gradient._version == scaled.version + 1
+            self._accumulated_onto_scaled |= onto or builds_graph or gradient.requires_grad
+        if leaves:
             self._depart(parameter, position, gradient)
             return
-        if position in self._clipped:
-            # Accumulated onto what was clipped, unless somebody changed (zeroed, say) the gradient in between. One
-            # that is part of a graph is another tensor each time, so nobody can tell.
-            clipped, _, version = self._clipped[position]
-            onto = clipped() is gradient and gradient._version == version + 1
-            self._accumulated_after_clip |= onto or gradient.requires_grad
+        if not self._slots:
+            return
         slot = self._slots[position]
         if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
             self.engine.gradient_arrived(position, slot.address, DTYPE_CODES[slot.dtype])
@@ -322,7 +350,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             return  # somebody still holds the last pass's gradient, which lies in the slot
         else:
             lent = slot.lend()
-            if gradient.stride() == slot.stride:
+            if _lies_as(gradient, parameter):
                 self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
             else:
                 lent.copy_(gradient)
@@ -334,9 +362,9 @@ class OffloadedAdam(torch.optim.Optimizer):
         """Let a gradient leave the GPU, or at least `.grad`."""
         if gradient.requires_grad:
             return  # part of a graph: it stays until the step
-        if position in self._clipped:
-            self._accumulated_after_clip = True
-        if gradient.stride() != parameter.stride():
+        if position in self._scaled and position in self._departed:
+            self._accumulated_onto_scaled = True
+        if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         mark = self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
         parameter.grad = None
@@ -396,7 +424,7 @@ class OffloadedAdam(torch.optim.Optimizer):
                 and gradient.data_ptr() == self._slots[position].address
                 and gradient._version == self._gradient_seen[position]
             )
-            if gradient.stride() != parameter.stride():
+            if not _lies_as(gradient, parameter):
                 gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
                 self._kept.append(gradient)
             bind(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype], gathered=gathered)
@@ -405,53 +433,74 @@ class OffloadedAdam(torch.optim.Optimizer):
         return active
 
     def _check_clip(self) -> None:
-        """Forget a clip factor whose gradients are gone (the step was skipped, say).
+        """Forget factors whose gradients are gone (the step was skipped, say).
+
+        In torch they are in the gradients; here the step applies them. So nobody can tell of a gradient that was
+        changed in between whether they are meant for what it is now.
 
         Raises:
-            ConfigError: If more was accumulated onto gradients after they were clipped, or one was replaced.
+            ConfigError: If some gradients are those that the factors are for, or have been, and others are not.
         """
-        if not self._clipped:
+        if not self._scaled:
             return
-        if self._accumulated_after_clip:
+        kept, fresh, changed = False, self._accumulated_onto_scaled, None
+        for parameter, position in self._positions.items():
+            found = self._as_it_is(parameter, position)
+            if found is None:
+                continue
+            if position in self._scaled and found.is_same(self._scaled[position]):
+                kept = True
+            elif self._arrivals[position] != self._arrivals_then[position]:
+                fresh = True
+            elif math.isnan(self._clip) or parameter.grad is None or bool(parameter.grad.any()):  # zeros stay zeros
+                changed = parameter
+        if fresh and (kept or self._accumulated_onto_scaled):
             raise ConfigError(
                 "clip_grad_norm_",
                 self._clip,
-                "clip after the last backward pass of a step: more gradient has arrived",
+                "clip, and unscale, after the last backward pass of a step: more gradient has arrived; if that step "
+                "was skipped, call optimizer.zero_grad()",
             )
-        for parameter, position in self._positions.items():
-            clipped = self._clipped.get(position)
-            gradient = self._gradient_of(parameter, position)
-            if clipped is None:
-                same = gradient is None
-            else:
-                same = clipped[0]() is gradient and clipped[1] == self._arrivals[position]
-                if not same and gradient is not None and self._handles and clipped[1] == self._arrivals[position]:
-                    raise ConfigError(
-                        "clip_grad_norm_",
-                        self._clip,
-                        f"clip after the last change of gradients: .grad of {self._name(parameter)} was replaced, "
-                        "and the factor is applied to what was clipped, in the step",
-                    )
-            if not same:
-                self._forget_clip()
-                return
+        if changed is not None and not fresh:
+            raise ConfigError(
+                "clip_grad_norm_",
+                self._clip,
+                f".grad of {self._name(changed)} was replaced or changed after clip_grad_norm_ or unscale_, which "
+                "leave it to the step to scale it. Change gradients before, or use torch.nn.utils.clip_grad_norm_ "
+                "and torch.amp.GradScaler, which scale .grad; if that step was skipped, call optimizer.zero_grad()",
+            )
+        if not kept:
+            self._forget_clip()
 
-    def _gradient_of(self, parameter: torch.Tensor, position: int) -> torch.Tensor | None:
-        """Return what stands for a parameter's gradient, which may have left."""
-        return parameter if position in self._departed else parameter.grad
+    def _as_it_is(self, parameter: torch.Tensor, position: int) -> _Scaled | None:
+        """Return what tells a parameter's gradient from others; the parameter stands for one that has left."""
+        if position in self._departed:
+            return _Scaled(weakref.ref(parameter), self._arrivals[position], 0)
+        gradient = parameter.grad
+        return (
+            _Scaled(weakref.ref(gradient), gradient._version, gradient.data_ptr()) if gradient is not None else None
+        )
+
+    def _note_scaled(self) -> None:
+        """Take note of the gradients as they are: from now on the step has a factor for them."""
+        found = {position: self._as_it_is(parameter, position) for parameter, position in self._positions.items()}
+        self._arrivals_then = [*self._arrivals]
+        self._scaled = {position: gradient for position, gradient in found.items() if gradient is not None}
 
     def _forget_clip(self) -> None:
         self._clip = self._loss_scale = 1.0
-        self._clipped = {}
-        self._accumulated_after_clip = False
+        self._scaled = {}
+        self._accumulated_onto_scaled = False
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip the L2 norm of all gradients in the update itself.
 
-        `.grad` is left as it is; the factor is applied when `step` reads it, and forgotten by `zero_grad`. The norm
-        is that of the gradients as they are at this call: those in host memory are read once, to see whether they
-        have changed since their norms were gathered. So writes through `.data` or NumPy are noticed.
+        `.grad` is left as it is; the factor is applied when `step` reads it, and forgotten by `zero_grad`. So
+        gradients are changed before this is called: `step` refuses those that were replaced, changed or accumulated
+        since. Of writes past version counters (through `.data`, NumPy, or collectives) only those before are seen.
+        The norm is that of the gradients as they are at this call: those in host memory are read once, to see whether
+        they have changed since their norms were gathered. So writes through `.data` or NumPy are noticed.
 
         Args:
             max_norm: Largest norm.
@@ -462,6 +511,7 @@ class OffloadedAdam(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: If the norm is not finite and `error_if_nonfinite` is set.
+            ConfigError: If gradients have changed since they were clipped before.
         """
         if not _number(max_norm) >= 0:
             raise ConfigError("max_norm", max_norm, "give a number >= 0")
@@ -472,13 +522,12 @@ class OffloadedAdam(torch.optim.Optimizer):
             if error_if_nonfinite and not math.isfinite(norm):
                 raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
             self._norm = norm
+            factor = self._clip
             if not norm <= max_norm:  # a norm that is NaN makes the factor NaN, as torch's does
-                self._clip *= min(1.0, float(max_norm) / (norm + CLIP_EPS)) if not math.isnan(norm) else math.nan
-            self._clipped = {
-                position: (weakref.ref(gradient), self._arrivals[position], gradient._version)
-                for parameter, position in self._positions.items()
-                if (gradient := self._gradient_of(parameter, position)) is not None
-            }
+                factor *= min(1.0, float(max_norm) / (norm + CLIP_EPS)) if not math.isnan(norm) else math.nan
+            if factor != 1 or self._loss_scale != 1 or max_norm < math.inf:  # else it asks for the norm alone
+                self._note_scaled()
+            self._clip = factor  # now, as an interrupt at any line leaves no factor for other gradients
             return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -492,6 +541,8 @@ class OffloadedAdam(torch.optim.Optimizer):
     def _check_weights(self) -> None:
         """Notice weights that were moved or changed since we left them."""
         changed = []
+        if any(p.data_ptr() != seen for p, (seen, _) in zip(self._positions, self._weight_seen, strict=True)):
+            self._check_apart([*self._positions])
         for parameter, position in self._positions.items():
             address, version = parameter.data_ptr(), parameter._version
             if (address, version) == self._weight_seen[position]:
@@ -586,6 +637,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         with self._lock:
             self._open_after_backward()
             finite = math.isfinite(self.engine.gradient_norm_sq(self._bind_gradients()))
+            self._note_scaled()
             self._loss_scale = scale
             return finite
 
@@ -606,7 +658,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         `ConfigError`; writes that torch's version counter does not see (through `.data` or numpy) are not noticed.
         `state_for` and `state_dict` give copies that are the caller's.
         """
-        return StateView(self, plain=self._exports)
+        return StateView(self)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -616,12 +668,23 @@ class OffloadedAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state and all hyperparameters in torch's own layout; `master` beside the moments."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         with self._lock:
-            self._exports = True
-            try:
-                return super().state_dict()
-            finally:
-                self._exports = False
+            parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+            numbers = {parameter: number for number, parameter in enumerate(parameters)}
+            groups = [
+                {name: value for name, value in group.items() if name != "params"}
+                | {"params": [numbers[parameter] for parameter in group["params"]]}
+                for group in self.param_groups
+            ]
+            state = {numbers[parameter]: entry for parameter, entry in StateView(self, plain=True).items()}
+        state_dict: dict[str, Any] = {"state": state, "param_groups": groups}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        return state_dict
 
     def _read(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         positions = [self._positions[parameter] for parameter in parameters]
@@ -1197,8 +1260,9 @@ class _ArrivalHook:
     def __call__(self, parameter: torch.Tensor) -> None:
         optimizer = self._owner()
         if optimizer is not None:
+            builds_graph = torch.is_grad_enabled()
             with torch.no_grad():
-                optimizer._arrived(parameter, self._position)
+                optimizer._arrived(parameter, self._position, builds_graph=builds_graph)
 
 
 def _world() -> tuple[int, int]:
@@ -1220,6 +1284,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether a gradient's memory holds its elements, in the order of the parameter's."""
+    return gradient.stride() == parameter.stride() and not gradient.is_neg()
+
+
 def _check_parameter(parameter: torch.Tensor, name: str, place: torch.device | None = None) -> None:
     with contextlib.suppress(ImportError):
         from torch.distributed.tensor import DTensor
@@ -1237,6 +1306,8 @@ def _check_parameter(parameter: torch.Tensor, name: str, place: torch.device | N
         raise ConfigError(name, parameter.device, "keep weights on the CPU or on a CUDA (or ROCm) device")
     if place is not None and parameter.device != place:
         raise ConfigError(name, parameter.device, f"have all weights on {place}, or make a new optimizer")
+    if parameter.is_neg():
+        raise ConfigError(name, "a negated view", "use a weight of its own (weight.resolve_neg())")
     if parameter.numel() and not _is_dense(parameter):
         raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous weight (weight.contiguous())")
 

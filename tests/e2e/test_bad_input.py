@@ -350,3 +350,36 @@ def test_files_of_rates_that_are_none(tmp_path: Path, name: str) -> None:
     (tmp_path / "threads").write_text(f'{{"format": 1, "rates": {{"cpu_bytes_per_s": {{"{"9" * 5000}": 1}}}}}}')
     with pytest.raises(offload.ConfigError, match="rates"):
         make(rates=tmp_path / name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("when", ["made", "added", "moved"])
+def test_weights_that_share_memory_are_refused(dtype: torch.dtype, when: str) -> None:
+    memory = torch.zeros(300, dtype=dtype)
+    first = torch.nn.Parameter(memory[:200])
+    second = torch.nn.Parameter(memory[100:] if when != "moved" else torch.ones(200, dtype=dtype))
+    if when == "made":
+        with pytest.raises(offload.ConfigError, match=r"params\[0\] and .*params\[1\], which share memory"):
+            offload.AdamW([first, second])
+        return
+    with offload.AdamW([first, second] if when == "moved" else [first]) as optimizer:
+        second.data = memory[100:]
+        for parameter in (first, second):
+            parameter.grad = torch.ones_like(parameter)
+        for _ in range(2):
+            with pytest.raises(offload.ConfigError, match="which share memory"):
+                optimizer.step() if when == "moved" else optimizer.add_param_group({"params": [second]})
+        assert not memory.any()
+        second.data = torch.ones(200, dtype=dtype)
+        optimizer.step()
+
+
+def test_weights_side_by_side_in_one_memory_are_not_refused() -> None:
+    memory = torch.zeros(300)
+    with offload.AdamW([torch.nn.Parameter(part) for part in (memory[:100], memory[100:], memory[:0])]) as optimizer:
+        assert len(optimizer.engine.plan.layout.parameters) == 3
+
+
+def test_a_negated_view_is_no_weight() -> None:
+    with pytest.raises(offload.ConfigError, match="resolve_neg"):
+        offload.AdamW([torch.nn.Parameter(torch._neg_view(torch.ones(3)))])

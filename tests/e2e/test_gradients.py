@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from mirror import Mirror, same_bits
+from simulated import OnDevice
 
 import offload
+from offload.sim import SimulatedDevice
 
 NUMEL = 20_000
 
@@ -287,6 +289,38 @@ def test_a_model_with_gradients_is_copied_and_saved(streaming: Any) -> None:
             model.weight.grad.untyped_storage().resize_(1 << 20)
 
 
+class Negated(torch.autograd.Function):
+    """A function whose gradient is negated when it is read."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return -weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch._neg_view(gradient.clone())
+
+
+@pytest.mark.parametrize("where", ["host", "gpu", "gpu, left"])
+@pytest.mark.parametrize("comes", ["arrives", "assigned", "imaginary part"])
+def test_a_gradient_that_is_negated_when_it_is_read(where: str, comes: str) -> None:
+    parameter = torch.nn.Parameter(torch.tensor(3.0))
+    if where == "host":
+        optimizer = offload.AdamW([parameter])
+    else:
+        settings = offload.OffloadConfig(gpu_memory=0, keep_grads=where == "gpu")
+        optimizer = OnDevice([parameter], device=SimulatedDevice(), offload=settings)
+    with optimizer:
+        if comes == "arrives":
+            Negated.apply(parameter).backward()
+        elif comes == "assigned":
+            parameter.grad = torch._neg_view(torch.tensor(1.0))
+        else:
+            parameter.grad = torch.tensor(1 + 1j).conj().imag
+        optimizer.step()
+        assert optimizer.state_for(parameter)["exp_avg"] == torch.tensor(-1.0) * (1 - 0.9)
+
+
 # What is clipped
 
 
@@ -304,6 +338,136 @@ def test_a_gradient_that_was_replaced_after_the_clip_is_refused() -> None:
         parameter.grad = parameter.grad * 1
         with pytest.raises(offload.ConfigError, match="was replaced"):
             optimizer.step()
+
+
+def scaled(where: str, monkeypatch: pytest.MonkeyPatch, scaler: bool = False) -> tuple[list[Any], offload.AdamW]:
+    """Return two weights and their optimizer, for whose next step there is a factor."""
+    parameters = [make(), make()]
+    if where == "ranks":
+        monkeypatch.setattr("offload.optim.adam._world", lambda: (2, 0))
+    if "gpu" in where:
+        settings = offload.OffloadConfig(gpu_memory=0, keep_grads="left" not in where)
+        optimizer: offload.AdamW = OnDevice(parameters, device=SimulatedDevice(), offload=settings)
+    else:
+        optimizer = offload.AdamW(parameters)
+    backward(parameters[0], 1)
+    backward(parameters[1], 2)
+    if scaler:
+        optimizer.unscale(8.0)
+    else:
+        optimizer.clip_grad_norm_(0.1)
+    return parameters, optimizer
+
+
+def replace(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+    parameter.grad = gradient.clone() * 2
+
+
+def replace_data(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+    gradient.data = gradient.data + 1
+
+
+def add_noise(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+    gradient.add_(1)
+
+
+def clip_values(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+    torch.nn.utils.clip_grad_value_([parameter], 1e-3)
+
+
+def clip_as_torch(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
+    torch.nn.utils.clip_grad_norm_([parameter], 1e-3)
+
+
+CHANGES = [replace, replace_data, add_noise, clip_values, clip_as_torch]
+PLACES = ["host", "ranks", "gpu"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("scaler", [False, True])
+def test_a_gradient_that_changed_when_it_had_its_factor_is_refused(
+    monkeypatch: pytest.MonkeyPatch, where: str, change: Any, scaler: bool
+) -> None:
+    parameters, optimizer = scaled(where, monkeypatch, scaler)
+    with optimizer:
+        before = [parameter.detach().clone() for parameter in parameters]
+        change(parameters[1].grad, parameters[1])
+        with pytest.raises(offload.ConfigError, match="was replaced or changed"):
+            optimizer.step()
+        assert all(map(torch.equal, before, parameters))
+        optimizer.zero_grad()
+        backward(parameters[0], 3)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("where", [*PLACES, "gpu, left"])
+@pytest.mark.parametrize("arrives", ["onto", "with a graph", "beside", "assigned"])
+def test_more_gradient_after_the_clip_is_refused_wherever_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, where: str, arrives: str
+) -> None:
+    parameters, optimizer = scaled(where, monkeypatch)
+    with optimizer:
+        if arrives in ("beside", "assigned"):
+            optimizer.zero_grad()
+            backward(parameters[0], 1)
+            optimizer.clip_grad_norm_(0.1)
+        if arrives == "with a graph":
+            (parameters[1] * 2).sum().backward(create_graph=True)
+        elif arrives == "assigned":
+            parameters[1].grad = torch.ones_like(parameters[1])
+        else:
+            backward(parameters[1], 2)
+        with pytest.raises(offload.ConfigError, match=r"more gradient has arrived|was replaced"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("drop", ["none", "zero", "restore"])
+def test_a_clip_holds_for_the_gradients_that_are_left(monkeypatch: pytest.MonkeyPatch, where: str, drop: str) -> None:
+    parameters, optimizer = scaled(where, monkeypatch)
+    with optimizer:
+        held = [parameter.grad for parameter in parameters]
+        factor = 0.1 / norm_of(torch.cat(held))
+        expected = held[0] * (factor * 0.1)
+        if drop == "none":
+            parameters[1].grad = None
+        elif drop == "zero":
+            parameters[1].grad.zero_()
+        else:
+            for parameter, gradient in zip(parameters, held, strict=True):
+                parameter.grad = None
+                backward(parameter, 3)
+                parameter.grad = gradient
+        optimizer.step()
+        assert torch.allclose(optimizer.state_for(parameters[0])["exp_avg"], expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("reset", ["none", "zeros"])
+def test_a_skipped_step_leaves_no_factor_behind_wherever_gradients_lie(
+    monkeypatch: pytest.MonkeyPatch, where: str, reset: str
+) -> None:
+    parameters, optimizer = scaled(where, monkeypatch)
+    with optimizer:
+        for parameter in parameters:  # as model.zero_grad does
+            if reset == "none":
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+        backward(parameters[0], 3)
+        optimizer.step()
+        assert optimizer.state_for(parameters[0])["exp_avg"].norm() > 1
+
+
+def test_a_norm_that_is_only_asked_for_leaves_gradients_to_the_caller() -> None:
+    parameter = make()
+    with offload.AdamW([parameter]) as optimizer:
+        backward(parameter, 1)
+        optimizer.clip_grad_norm_(float("inf"))
+        parameter.grad = torch.full_like(parameter, 2)
+        optimizer.step()
+        assert torch.allclose(optimizer.state_for(parameter)["exp_avg"], torch.full((NUMEL,), 0.2))
 
 
 @pytest.mark.parametrize("holds", ["to the end", "to the clip"])

@@ -173,3 +173,23 @@ def test_a_load_and_a_save(tmp_path: Path, stride: int, copy: bool) -> None:
         del optimizer
         if not interrupted.has_fired:
             break
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_clip(tmp_path: Path, unscales: bool) -> None:
+    """Whatever it leaves is no factor for gradients that it has not seen."""
+    parameter = torch.nn.Parameter(torch.ones(3000))
+    with offload.AdamW([parameter]) as optimizer:
+        for interrupted in every(1):
+            (parameter * 8).sum().backward()
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupted(lambda: optimizer.unscale(4.0) if unscales else optimizer.clip_grad_norm_(0.5))
+            parameter.grad = None
+            (parameter * 2).sum().backward()
+            optimizer.reset_state()
+            optimizer.step()
+            assert torch.allclose(optimizer.state_for(parameter)["exp_avg"], torch.full((3000,), 0.2))
+            parameter.grad = None
+            if not interrupted.has_fired:
+                return

@@ -419,6 +419,25 @@ def test_closure_and_hooks(streaming: Any) -> None:
         assert seen == ["before", "after", "save"]
 
 
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_state_is_written_in_the_hooks_of_a_state_dict(streaming: Any, when: str) -> None:
+    model = make_model()
+    with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:
+        backward(model, 1)
+        optimizer.step()
+        ones = torch.ones_like(model[0].weight)
+
+        def write(*_: Any) -> None:
+            optimizer.state[model[0].weight]["exp_avg"] = ones
+
+        register: Any = getattr(optimizer, f"register_state_dict_{when}_hook")
+        register(write)
+        saved = optimizer.state_dict()
+        assert torch.equal(optimizer.state_for(model[0].weight)["exp_avg"], ones)
+        assert torch.equal(saved["state"][0]["exp_avg"], ones) == (when == "pre")
+        assert type(saved["state"][0]) is dict
+
+
 def test_metrics_plan_and_timeline(streaming: Any) -> None:
     model = make_model()
     with offload.AdamW(model.parameters(), offload=streaming()) as optimizer:

@@ -376,6 +376,84 @@ def test_sessions_take_turns_in_one_folder(tmp_path: Path, path: Path, monkeypat
     assert steps_in(tmp_path / "ck", path) == 3
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0], []], ids=["as before", "turned", "none"])
+def test_paths_that_have_changed_places_are_told_apart(tmp_path: Path, order: list[int]) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for each in paths:
+        each.mkdir()
+    with Run(*paths) as run:
+        run.train(2).save(tmp_path / "ck")
+    paths[0].rename(tmp_path / "c")
+    paths[1].rename(paths[0])
+    (tmp_path / "c").rename(paths[1])
+    if order:
+        assert steps_in(tmp_path / "ck", *(paths[number] for number in order)) == 2
+    else:  # of a session with other paths
+        with Checkpoint(tmp_path / "ck") as checkpoint:
+            assert not any(problem for _, _, problem in checkpoint.verify())
+
+
+def test_a_folder_s_lock_is_that_of_the_folder_that_is_there(tmp_path: Path) -> None:
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    waiting, other = FolderLock(open_folder(folder)), FolderLock(open_folder(folder))
+    holder = FolderLock(open_folder(folder))
+    assert holder.take()
+    assert not waiting.take()
+    folder.rename(tmp_path / "gone")
+    folder.mkdir()
+    holder.drop()
+    assert other.take()
+    assert not waiting.take()
+    other.drop()
+    assert waiting.take()
+    shutil.rmtree(folder)
+    assert other.take()  # nothing is there to be kept
+    for lock in (waiting, other):
+        lock.drop()
+
+
+def test_a_forked_child_does_not_hold_a_folder_s_lock(tmp_path: Path) -> None:
+    """It may outlive a parent that was killed."""
+    lock, other = FolderLock(open_folder(tmp_path)), FolderLock(open_folder(tmp_path))
+    assert lock.take()
+    descriptor = lock._descriptor
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(OSError):
+            os.fstat(descriptor)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert not other.take()
+    lock.drop()
+    assert other.take()
+    other.drop()
+
+
+def test_a_checkpoint_that_never_had_its_folder_leaves_nothing(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "RANKS_TIMEOUT_S", 0.0)
+    (tmp_path / "ck").mkdir()
+    lock = FolderLock(open_folder(tmp_path / "ck"))
+    assert lock.take()
+    with Run(path) as run:
+        with pytest.raises(offload.CheckpointError, match="another session's checkpoint"):
+            run.train().save(tmp_path / "ck")
+        lock.drop()
+    assert not list((tmp_path / "ck").iterdir())
+    assert not find_stores(str(path))
+
+
+def test_what_a_checkpoint_was_given_is_not_held_when_it_has_ended(tmp_path: Path, path: Path) -> None:
+    with Run(path) as run:
+        run.train().save(tmp_path / "ck")
+        last = run.optimizer.engine._core._saves.last
+        assert last.snapshot.extra is None
+        assert last.job is None
+
+
 @pytest.mark.slow
 def test_sessions_that_save_to_one_folder_at_once_leave_a_whole_checkpoint(tmp_path: Path, path: Path) -> None:
     with Run(path) as first, Run(path) as second:
