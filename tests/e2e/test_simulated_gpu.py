@@ -723,6 +723,7 @@ def test_wide_gradients_of_narrow_weights_are_copied_to_pinned_memory(tmp_path: 
     device = SimulatedDevice()
     settings = config(tmp_path, gpu_memory=0, placement="cpu")
     with OnDevice(parameters, device=device, offload=settings) as optimizer, offload.AdamW(twins) as twin:
+        before = optimizer.plan.plan.host_bytes
         for parameter in (*parameters, *twins):
             parameter.grad_dtype = torch.float32
         for step in range(3):
@@ -730,8 +731,10 @@ def test_wide_gradients_of_narrow_weights_are_copied_to_pinned_memory(tmp_path: 
                 backward(mine, step)
                 owner.step()
                 owner.zero_grad()
-        assert len(optimizer.engine._core.gradients._wide) == len(parameters)
+        wide = optimizer.engine._core.gradients._wide
+        assert len(wide) == len(parameters)
         assert not device.pageable_bytes
+        assert optimizer.plan.plan.host_bytes == before + sum(tensor.nbytes for tensor in wide.values())
         assert same(states(optimizer, parameters), states(twin, twins))
 
 
