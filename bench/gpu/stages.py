@@ -429,11 +429,13 @@ def check(stage: Stage) -> Iterator[Part]:
     else:
         yield Part("sessions", pytest(stage, str(tests / "e2e" / "test_real_gpu.py")), 150.0, tests_of)
     deepspeed = str(tests / "integrations" / "test_deepspeed_gpu.py")
-    yield Part("deepspeed", pytest(stage, deepspeed, *(["-k", "stage or given"] if smoke else [])), 120.0, tests_of)
+    yield Part("deepspeed", pytest(stage, deepspeed, *(["-k", "stage or given"] if smoke else [])), 180.0, tests_of)
     tool = shutil.which("compute-sanitizer")
     for name, chosen in (("memcheck", "one_table or large_and_small"), ("racecheck", "large_and_small")):
         missing = "" if tool and not stage.args.simulated else "there is no compute-sanitizer, or no GPU"
-        whole = [str(tool), "--tool", name, "--error-exitcode", "9", *pytest(stage, kernels, "-k", chosen)]
+        # Accesses count, not what calls return: libraries ask the driver for functions that it need not have.
+        whole = [str(tool), "--tool", name, "--report-api-errors", "no", "--error-exitcode", "9"]
+        whole += pytest(stage, kernels, "-k", chosen)
         # Each allocation by itself, so that what lies beyond one is seen.
         alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         yield Part(name, None if missing else whole, 90.0, sanitized, alone, missing=missing)
