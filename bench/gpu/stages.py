@@ -179,7 +179,7 @@ class Stage:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                process_group=0,
+                start_new_session=True,
                 preexec_fn=end_with_parent,
             )
             try:
@@ -187,7 +187,7 @@ class Stage:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                end_group(process)
+                end_session(process)
         entry["seconds"] = round(time.monotonic() - began_s, 1)
         with self.log.open("rb") as log:
             log.seek(at)
@@ -233,10 +233,12 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and what it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and what it has started; ninja gives each compiler a group of its own."""
+    for number in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(number) == process.pid:
+                os.kill(number, signal.SIGKILL)
     process.wait()
 
 
