@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -81,6 +83,22 @@ def test_a_part_that_fails_hangs_or_says_nothing_does_not_end_the_stage(stages: 
     assert entries["fine again"]["result"] == {"figure": 4}
     assert not stage.scratch.exists()
     assert sorted(path.suffix for path in stage.folder.iterdir()) == [".json", ".log"]
+
+
+def test_what_a_part_has_started_ends_with_it(stages: ModuleType, made: Any) -> None:
+    """Those in groups of their own, too, as a build's compilers are."""
+    stage = made()
+    sleeps = "import subprocess as s; print(s.Popen(['sleep', '1000'], process_group=0).pid, flush=True)"
+
+    def parts(stage: Any) -> Iterator[Any]:
+        yield stages.Part("ends", python(sleeps), 60.0, lambda output: {"pid": int(output)})
+
+    assert stage.run(parts) == 0
+    (entry,) = json.loads(stage.file.read_text())["parts"]
+    with contextlib.suppress(ProcessLookupError):  # gone, and not only dead
+        started = os.pidfd_open(entry["result"]["pid"])
+        assert select.select([started], [], [], 30.0)[0], "it is still running"
+        os.close(started)
 
 
 def test_what_finds_no_time_left_is_named(stages: ModuleType, made: Any) -> None:

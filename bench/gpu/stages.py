@@ -179,7 +179,7 @@ class Stage:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                process_group=0,
+                start_new_session=True,
                 preexec_fn=end_with_parent,
             )
             try:
@@ -187,7 +187,7 @@ class Stage:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                end_group(process)
+                end_session(process)
         entry["seconds"] = round(time.monotonic() - began_s, 1)
         with self.log.open("rb") as log:
             log.seek(at)
@@ -233,10 +233,12 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and what it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and what it has started; ninja gives each compiler a group of its own."""
+    for number in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(number) == process.pid:
+                os.kill(number, signal.SIGKILL)
     process.wait()
 
 
@@ -429,11 +431,13 @@ def check(stage: Stage) -> Iterator[Part]:
     else:
         yield Part("sessions", pytest(stage, str(tests / "e2e" / "test_real_gpu.py")), 150.0, tests_of)
     deepspeed = str(tests / "integrations" / "test_deepspeed_gpu.py")
-    yield Part("deepspeed", pytest(stage, deepspeed, *(["-k", "stage or given"] if smoke else [])), 120.0, tests_of)
+    yield Part("deepspeed", pytest(stage, deepspeed, *(["-k", "stage or given"] if smoke else [])), 180.0, tests_of)
     tool = shutil.which("compute-sanitizer")
     for name, chosen in (("memcheck", "one_table or large_and_small"), ("racecheck", "large_and_small")):
         missing = "" if tool and not stage.args.simulated else "there is no compute-sanitizer, or no GPU"
-        whole = [str(tool), "--tool", name, "--error-exitcode", "9", *pytest(stage, kernels, "-k", chosen)]
+        # Accesses count, not what calls return: libraries ask the driver for functions that it need not have.
+        whole = [str(tool), "--tool", name, "--report-api-errors", "no", "--error-exitcode", "9"]
+        whole += pytest(stage, kernels, "-k", chosen)
         # Each allocation by itself, so that what lies beyond one is seen.
         alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         yield Part(name, None if missing else whole, 90.0, sanitized, alone, missing=missing)

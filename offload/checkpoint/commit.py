@@ -164,13 +164,9 @@ class CommitJob:
         lock = FolderLock(self.folder)
         try:
             if self.manifest.rank == 0:  # which alone writes and deletes `COMMIT`
-<<<<<<< HEAD
-                self._wait(lambda: "" if lock.take() else "another session's checkpoint there", "that one says")
-=======
                 self.undone = True  # should it not be had
-                self._wait(lambda: "" if lock.take() else "another session's checkpoint in this folder")
+                self._wait(lambda: "" if lock.take() else "another session's checkpoint there", "that one says")
                 self.undone = False
->>>>>>> attack13
             self._run()
         finally:
             lock.drop()

@@ -294,6 +294,10 @@ class Core:
         slots = self._gradient_slots
         gpu.device.prepare({(slots.dtype_of(parameter), parameter.dtype) for parameter in plan.layout.parameters})
         self._memory.adopt_gpu(gpu, plan, before)
+        return self._counting_gradients(plan)
+
+    def _counting_gradients(self, plan: Plan) -> Plan:
+        """Return a plan with the bytes that its gradients take, with weights on a GPU."""
         budgets = dataclasses.replace(plan.budgets, gradient_bytes=self.gradients.used_bytes(plan))
         return dataclasses.replace(plan, budgets=budgets)
 
@@ -524,7 +528,8 @@ class Core:
             visits = update_visits(self.plan, order)
             self.machine.moved = []
             try:
-                self.gradients.bring(self.plan, visits)
+                if self.gradients.bring(self.plan, visits):
+                    self.plan = self._counting_gradients(self.plan)
             except OffloadError as error:  # the GPU has failed
                 self.machine.handle(Stop(error))
                 raise (self.machine.broken or error) from None

@@ -102,7 +102,7 @@ class Gradients:
     def used_bytes(self, plan: Plan) -> int:
         """Return the host memory for the gradients that the CPU uses, with weights on a GPU."""
         used = [p for number, p in enumerate(plan.layout.parameters) if _uses_cpu(plan, number)]
-        return self._like.total_bytes(used)
+        return self._like.total_bytes(used) + sum(wide.nbytes for wide in self._wide.values())
 
     def adopt(self, plan: Plan, before: Layout) -> None:
         """Take memory for the gradients of the parameters that `plan` adds to the layout `before`.
@@ -241,11 +241,16 @@ class Gradients:
 
     # In a step
 
-    def bring(self, plan: Plan, visits: Sequence[Visit]) -> None:
-        """Let the runs of a step find their gradients: those in host memory that the CPU will use."""
+    def bring(self, plan: Plan, visits: Sequence[Visit]) -> bool:
+        """Let the runs of a step find their gradients: those in host memory that the CPU will use.
+
+        Returns:
+            Whether `used_bytes` has grown by that.
+        """
         gpu, gradients, tables = self._gpu, self.on_gpu, self._tables
         if gpu is None or gradients is None:
-            return
+            return False
+        wide = len(self._wide)
         gpu.forget_inputs()
         gradients.finish_additions()
         self.addresses = addresses = self._slot_addresses.copy()
@@ -267,6 +272,7 @@ class Gradients:
                     source = int(tables.gradients[position]) + start
                     copies.append((int(addresses[position]) + start, source, nbytes))
             gpu.bring(visit, marks, copies)
+        return len(self._wide) > wide
 
     def _wide_slot(self, position: int) -> torch.Tensor:
         """Return memory for an fp32 gradient of a 16-bit weight, from now on; pinned as slots are."""

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple, overload
 import numpy as np
 import torch
 from torch.autograd.graph import increment_version
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.manifest import Piece
@@ -131,6 +132,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._unopened: Any = None
         self._closed = False
         self._departed: dict[int, torch.Tensor | None] = {}
+        self._departed_from: dict[int, StorageWeakRef] = {}
         self._in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
         self._in_transit_bytes = 0
         self._loss_scale = 1.0
@@ -364,6 +366,16 @@ class OffloadedAdam(torch.optim.Optimizer):
             return  # part of a graph: it stays until the step
         if position in self._scaled and position in self._departed:
             self._accumulated_onto_scaled = True
+        storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
+        before = self._departed_from.get(position)
+        if before is not None and before == storage:
+            # Written to meanwhile, in no order with what has read it or will: a replayed graph has one place for it.
+            raise ConfigError(
+                f"gradient of {self._name(parameter)}",
+                "in the same memory as that of the pass before",
+                "with CUDA graphs, take one backward pass a step, or keep_grads=True",
+            )
+        self._departed_from[position] = storage  # which allocators do not use again as long as this is here
         if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
         mark = self.engine.gradient_arrived(position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
@@ -389,6 +401,7 @@ class OffloadedAdam(torch.optim.Optimizer):
                 if gradient is not None:
                     self._device.give_up(gradient)
             self._departed.clear()
+        self._departed_from.clear()
         self._in_transit.clear()
         self._in_transit_bytes = 0
 
@@ -1147,7 +1160,7 @@ class OffloadedAdam(torch.optim.Optimizer):
             self._engine.close()
         elif self._device is not None:
             self._device.close()
-        for held in (self._departed, self._in_transit, self._kept):  # the lanes have ended
+        for held in (self._departed, self._departed_from, self._in_transit, self._kept):  # the lanes have ended
             held.clear()
 
     def __getstate__(self) -> dict[str, Any]:

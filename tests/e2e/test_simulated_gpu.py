@@ -682,6 +682,47 @@ def test_what_a_cuda_graph_would_not_repeat_is_refused_while_it_is_captured(
         assert same(states(optimizer, parameters), on_cpu(range(3)))
 
 
+class Replayed(torch.autograd.Function):
+    """Has its gradient where it had it before, as a replayed CUDA graph has."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, new: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        ctx.new, ctx.place = new, place
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.place.copy_(ctx.new).detach(), None, None
+
+
+@pytest.mark.parametrize("placement", ["cpu", "gpu"])
+def test_gradients_of_replayed_graphs_leave_once_a_step(tmp_path: Path, placement: str) -> None:
+    """What the second pass writes over may not have left, or is what the GPU adds to."""
+    parameters, twins = weights(), weights()
+    places = [torch.empty_like(p) for p in parameters]
+    settings = config(tmp_path, keep_grads=False, placement=placement)
+
+    def replay(seed: int) -> None:
+        generator = torch.Generator().manual_seed(1000 + seed)
+        for weight, place in zip(parameters, places, strict=True):
+            new = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+            Replayed.apply(weight, new, place).backward()
+
+    with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer, offload.AdamW(twins) as twin:
+        for step in range(3):
+            replay(step)
+            with pytest.raises(offload.ConfigError, match=r"params\[0\].*same memory"):
+                replay(step)
+            optimizer.zero_grad()
+            replay(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            backward(twins, step)
+            twin.step()
+            twin.zero_grad()
+        assert same(states(optimizer, parameters), states(twin, twins))
+
+
 PAGE = mmap.PAGESIZE
 
 
@@ -723,6 +764,7 @@ def test_wide_gradients_of_narrow_weights_are_copied_to_pinned_memory(tmp_path: 
     device = SimulatedDevice()
     settings = config(tmp_path, gpu_memory=0, placement="cpu")
     with OnDevice(parameters, device=device, offload=settings) as optimizer, offload.AdamW(twins) as twin:
+        before = optimizer.plan.plan.host_bytes
         for parameter in (*parameters, *twins):
             parameter.grad_dtype = torch.float32
         for step in range(3):
@@ -730,8 +772,10 @@ def test_wide_gradients_of_narrow_weights_are_copied_to_pinned_memory(tmp_path: 
                 backward(mine, step)
                 owner.step()
                 owner.zero_grad()
-        assert len(optimizer.engine._core.gradients._wide) == len(parameters)
+        wide = optimizer.engine._core.gradients._wide
+        assert len(wide) == len(parameters)
         assert not device.pageable_bytes
+        assert optimizer.plan.plan.host_bytes == before + sum(tensor.nbytes for tensor in wide.values())
         assert same(states(optimizer, parameters), states(twin, twins))
 
 
