@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import (
+from offload.engine.machine import Machine, update_visits
+from offload.engine.operations import (
     Begin,
     CopyIn,
     CopyOut,
     Done,
     Event,
-    Machine,
     Operation,
     PushWeights,
     ReadTile,
@@ -31,7 +31,6 @@ from offload.engine.machine import (
     Sweep,
     Visit,
     WriteTile,
-    update_visits,
 )
 from offload.errors import InternalError, invariant
 from offload.layout import SECTOR_NUMEL, Layout, Parameter, build_layout

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.engine.session import Engine
     from offload.engine.tables import GroupScalars
     from offload.errors import (
         CheckpointError,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from offload.layout import Parameter
     from offload.optim import Adam, AdamW, GradScaler
     from offload.protocols import DtypeCode
+    from offload.session.engine import Engine
     from offload.sim.explanation import Explanation, explain
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ _HOMES = {
     "ConfigError": "offload.errors",
     "CorruptRecordError": "offload.errors",
     "DtypeCode": "offload.protocols",
-    "Engine": "offload.engine.session",
+    "Engine": "offload.session.engine",
     "Explanation": "offload.sim.explanation",
     "GroupScalars": "offload.engine.tables",
     "InfeasiblePlanError": "offload.errors",

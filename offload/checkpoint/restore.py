@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Range, StateSource
 from offload.engine.gpu import GpuLanes
-from offload.engine.machine import Run
+from offload.engine.operations import Run
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError

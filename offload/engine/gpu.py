@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.engine.machine import CopyIn, CopyOut, PushWeights, Run, Visit
 from offload.engine.memory import Arena
+from offload.engine.operations import CopyIn, CopyOut, PushWeights, Run, Visit
 from offload.engine.pinning import PinnedMemory
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout

@@ -12,7 +12,7 @@ import torch
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, GpuGradients
 from offload.engine.host import HostMemory
-from offload.engine.machine import Visit
+from offload.engine.operations import Visit
 from offload.engine.tables import ITEM_BYTES, Tables
 from offload.engine.views import TORCH_DTYPES
 from offload.errors import ConfigError

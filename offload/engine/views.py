@@ -14,7 +14,7 @@ import torch
 
 from offload.engine.gpu import GpuLanes
 from offload.engine.host import HostMemory
-from offload.engine.machine import Run
+from offload.engine.operations import Run
 from offload.engine.tables import Tables
 from offload.kernels import CpuUpdateKernel
 from offload.layout import STATE_ITEM_BYTES, Segment

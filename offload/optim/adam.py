@@ -31,9 +31,8 @@ from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.config import OffloadConfig, format_bytes
-from offload.engine.executor import Interval
-from offload.engine.session import Engine
 from offload.engine.tables import GroupScalars
+from offload.engine.timeline import Interval
 from offload.engine.views import TORCH_DTYPES
 from offload.errors import CheckpointError, ConfigError, invariant
 from offload.layout import STATE_NAMES, Parameter
@@ -41,6 +40,7 @@ from offload.optim.slots import GradientSlot
 from offload.optim.state import Copies, StateView
 from offload.plan import Plan, Rates, estimate
 from offload.protocols import Device, DeviceLane, Mark
+from offload.session.engine import Engine
 from offload.sim import Explanation, Prediction, carry_on, compare, predict
 
 log = logging.getLogger("offload")

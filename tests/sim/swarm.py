@@ -10,7 +10,8 @@ import numpy as np
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, Machine, Run, Sweep, Visit, update_visits
+from offload.engine.machine import Machine, update_visits
+from offload.engine.operations import Begin, Run, Sweep, Visit
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, make_plan, visit_order

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offload.engine.index import Location, Record
-from offload.engine.machine import Begin, Done, Failed, ReadTile, Run, Stop, Sweep, Visit, WriteTile
+from offload.engine.operations import Begin, Done, Failed, ReadTile, Run, Stop, Sweep, Visit, WriteTile
 from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan

@@ -12,7 +12,7 @@ import saves
 import swarm
 
 from offload.engine.machine import Machine
-from offload.engine.saving import SaveTile, Sync
+from offload.engine.operations import SaveTile, Sync
 from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan

@@ -9,22 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.engine.index import TileIndex
-from offload.engine.machine import (
+from offload.engine.machine import Machine, State, update_visits
+from offload.engine.operations import (
     Begin,
     CopyIn,
     CopyOut,
     Done,
     Failed,
-    Machine,
     PushWeights,
     ReadTile,
     Run,
-    State,
     Stop,
     Sweep,
     Visit,
     WriteTile,
-    update_visits,
 )
 from offload.errors import InternalError, TierError, TierFullError
 from offload.layout import Parameter, build_layout

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from offload.engine.executor import Interval
+from offload.engine.timeline import Interval
 from offload.measure import lane_totals, observe, typical
 from offload.measure.observe import IMPOSSIBLE
 from offload.plan import GpuRates, PathRates, Rates
