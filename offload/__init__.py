@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
+    from offload.dtypes import DtypeCode
     from offload.engine.tables import GroupScalars
     from offload.errors import (
         CheckpointError,
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     )
     from offload.layout import Parameter
     from offload.optim import Adam, AdamW, GradScaler
-    from offload.protocols import DtypeCode
     from offload.session.engine import Engine
     from offload.sim.explanation import Explanation, explain
 
@@ -40,7 +40,7 @@ _HOMES = {
     "CheckpointError": "offload.errors",
     "ConfigError": "offload.errors",
     "CorruptRecordError": "offload.errors",
-    "DtypeCode": "offload.protocols",
+    "DtypeCode": "offload.dtypes",
     "Engine": "offload.session.engine",
     "Explanation": "offload.sim.explanation",
     "GroupScalars": "offload.engine.tables",

@@ -25,9 +25,7 @@ from offload.engine.pinning import PinnedMemory
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout
 from offload.plan.budget import WEIGHT_SLOTS, Plan
-from offload.protocols import LANES, Device, DeviceLane, DtypeCode, Mark, Queue
-
-ITEM_BYTES = {DtypeCode.BFLOAT16: 2, DtypeCode.FLOAT16: 2, DtypeCode.FLOAT32: 4}
+from offload.protocols import LANES, Device, DeviceLane, Mark, Queue
 
 GpuOperation = CopyIn | CopyOut | PushWeights | Run
 

@@ -33,6 +33,7 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Exchange, Saves, Snapshot, save_error
 from offload.checkpoint.stores import leftover_bytes, released_before
 from offload.config import OffloadConfig
+from offload.dtypes import DtypeCode
 from offload.engine.executor import INTERRUPT, REQUEST, LiveExecutor, visit_nothing
 from offload.engine.gpu import GpuLanes
 from offload.engine.gradients import Gradients, GradientSlots
@@ -84,7 +85,7 @@ from offload.plan import (
     make_plan,
     visit_order,
 )
-from offload.protocols import Completion, Device, DtypeCode, Mark, Tier, TileRequest
+from offload.protocols import Completion, Device, Mark, Tier, TileRequest
 from offload.session.setup import (
     LEAST_TILE_BYTES,
     default_threads,

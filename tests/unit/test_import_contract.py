@@ -21,7 +21,7 @@ ROWS: list[tuple[str, ...]] = [
     ("plan", "tiers", "kernels"),
     ("layout", "config"),
     ("protocols",),
-    ("errors", "waits"),
+    ("errors", "waits", "dtypes"),
 ]
 LEVEL = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 SIBLINGS = {
