@@ -15,15 +15,16 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import (
+from offload.engine.machine import Machine, update_visits
+from offload.engine.operations import (
     Begin,
     CopyIn,
     CopyOut,
     Done,
     Event,
-    Machine,
     Operation,
     PushWeights,
     ReadTile,
@@ -31,12 +32,10 @@ from offload.engine.machine import (
     Sweep,
     Visit,
     WriteTile,
-    update_visits,
 )
 from offload.errors import InternalError, invariant
 from offload.layout import SECTOR_NUMEL, Layout, Parameter, build_layout
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates
-from offload.protocols import DtypeCode
 from offload.sim import SimExecutor
 
 STATE_BYTES = 12

@@ -53,15 +53,16 @@ from _gpu_runs import (
 from kernel import Buffers
 
 import offload
+from offload.dtypes import DTYPE_CODES, DtypeCode
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, GpuUpdateKernel, blocks_numel, reference, scalars
-from offload.kernels.reference import DTYPE_CODES, SegmentTensors, segment_table
+from offload.kernels.reference import SegmentTensors, segment_table
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
 from offload.measure import find_rates
 from offload.measure.gpu import gpu_probe
 from offload.plan import Budgets, choose_plan, choose_subgroup_numel, estimate
 from offload.plan.budget import GPU_STAGING_SLOTS
-from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
+from offload.protocols import SEGMENT_DTYPE, SegmentFlag
 from offload.sim import predict
 
 NO_DEVICE = "no CUDA device: not run"

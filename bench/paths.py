@@ -39,10 +39,10 @@ from _common import ROOT, Target, arguments, environment, interleaved, report, r
 
 import offload
 from offload._native import CompletionQueue
-from offload.engine import setup
 from offload.engine.memory import Arena
 from offload.measure.depth import DEPTHS, tune_depth
 from offload.protocols import Tier, TileId, TileRequest
+from offload.session import setup
 from offload.tiers import FileTier, ThrottledTier, open_tier
 
 MB = 1_000_000

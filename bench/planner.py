@@ -38,13 +38,13 @@ from _common import Target, arguments, cores, environment, progress, report, run
 from paths import MB, Throttles
 
 from offload import Engine, OffloadConfig
-from offload.engine import core, setup
+from offload.dtypes import DtypeCode
 from offload.engine.tables import GroupScalars
 from offload.layout import SECTOR_NUMEL, STATE_ITEM_BYTES, Parameter, build_layout
 from offload.measure import RatesFile, full, full_probe, observe
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan, estimate
 from offload.plan.planner import STAGING_SLOTS
-from offload.protocols import DtypeCode
+from offload.session import core, setup
 from offload.sim import predict
 
 DISK = math.inf

@@ -36,10 +36,10 @@ from _schedules import (
     streamed_update,
 )
 
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan
-from offload.protocols import DtypeCode
 from offload.sim import predict
 
 TABLES = Path(__file__).resolve().parent / "published"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
-    from offload.engine.session import Engine
+    from offload.dtypes import DtypeCode
     from offload.engine.tables import GroupScalars
     from offload.errors import (
         CheckpointError,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from offload.layout import Parameter
     from offload.optim import Adam, AdamW, GradScaler
-    from offload.protocols import DtypeCode
+    from offload.session.engine import Engine
     from offload.sim.explanation import Explanation, explain
 
 __version__ = "0.1.0"
@@ -40,8 +40,8 @@ _HOMES = {
     "CheckpointError": "offload.errors",
     "ConfigError": "offload.errors",
     "CorruptRecordError": "offload.errors",
-    "DtypeCode": "offload.protocols",
-    "Engine": "offload.engine.session",
+    "DtypeCode": "offload.dtypes",
+    "Engine": "offload.session.engine",
     "Explanation": "offload.sim.explanation",
     "GroupScalars": "offload.engine.tables",
     "InfeasiblePlanError": "offload.errors",

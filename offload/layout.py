@@ -17,8 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, invariant
-from offload.protocols import SECTOR_BYTES, DtypeCode, TileId
+from offload.protocols import SECTOR_BYTES, TileId
 
 STATE_ITEM_BYTES = 4
 """Every state tensor is fp32."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from offload.dtypes import DtypeCode
+
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
@@ -145,15 +147,6 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Finish what is in flight, free every resource, and delete what this session created; idempotent."""
-
-
-class DtypeCode(IntEnum):
-    """Element types as the native code numbers them."""
-
-    NONE = 0
-    BFLOAT16 = 1
-    FLOAT16 = 2
-    FLOAT32 = 3
 
 
 class SegmentFlag(IntFlag):

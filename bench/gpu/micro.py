@@ -33,9 +33,10 @@ import torch
 from _gpu_runs import SETTINGS, simulated_adamw
 
 import offload
+from offload.dtypes import DtypeCode
 from offload.engine.memory import Arena
 from offload.kernels import GpuUpdateKernel, blocks_numel
-from offload.protocols import SEGMENT_DTYPE, DeviceLane, DtypeCode, SegmentFlag
+from offload.protocols import SEGMENT_DTYPE, DeviceLane, SegmentFlag
 from offload.sim import SimulatedDevice
 
 Found = dict[str, Any]

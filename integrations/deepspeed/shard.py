@@ -27,12 +27,6 @@ import torch
 from offload import ConfigError, DtypeCode, Engine, GroupScalars, OffloadConfig, Parameter
 from offload.integrations.deepspeed.transfers import Transfers
 
-CODES = {
-    torch.bfloat16: DtypeCode.BFLOAT16,
-    torch.float16: DtypeCode.FLOAT16,
-    torch.float32: DtypeCode.FLOAT32,
-}
-
 STATE = ("master", "exp_avg", "exp_avg_sq")
 
 BATCH_NUMEL = 1 << 26
@@ -97,7 +91,7 @@ class Shard:
         self._arrived: dict[int, None] = {}
         self._open = False
         parameters = [
-            Parameter(piece.name, piece.numel, CODES[self.weights[piece.flat].dtype], piece.group)
+            Parameter(piece.name, piece.numel, DtypeCode.of(self.weights[piece.flat].dtype), piece.group)
             for piece in self.pieces
         ]
         self._scratch = next((path.path for path in config.path_configs if "://" not in path.path), None)
@@ -170,9 +164,9 @@ class Shard:
         slot = self._slot(number)
         self._arrived[number] = None
         if gathered:
-            self.engine.gradient_arrived(number, slot.data_ptr(), CODES[slot.dtype])
+            self.engine.gradient_arrived(number, slot.data_ptr(), DtypeCode.of(slot.dtype))
         else:
-            self.engine.bind_gradient(number, slot.data_ptr(), CODES[slot.dtype])
+            self.engine.bind_gradient(number, slot.data_ptr(), DtypeCode.of(slot.dtype))
 
     def _open_window(self) -> None:
         if not self._open:

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, OffloadError
 from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout
-from offload.protocols import SECTOR_BYTES, DtypeCode, TileId
+from offload.protocols import SECTOR_BYTES, TileId
 from offload.tiers.remote import crc32c_of
 
 FORMAT = 1

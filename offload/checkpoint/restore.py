@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Range, StateSource
+from offload.dtypes import DtypeCode
 from offload.engine.gpu import GpuLanes
-from offload.engine.machine import Run
+from offload.engine.operations import Run
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError
 from offload.kernels.reference import store_rounded
 from offload.layout import STATE_NAMES, Parameter, Subgroup
-from offload.protocols import DtypeCode
 
 
 class Restorer:

@@ -28,7 +28,7 @@ from offload.checkpoint.manifest import MAX_RELEASED, Manifest, Piece, StoreRef,
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import Pin, Standing, is_elsewhere, note_move, standing, take_over
 from offload.engine.index import Record, TileIndex
-from offload.engine.saving import Commit, Save, SaveTile
+from offload.engine.operations import Commit, Save, SaveTile
 from offload.errors import CheckpointError, OffloadError, invariant
 from offload.layout import Layout
 from offload.protocols import Tier, TileId

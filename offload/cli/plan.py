@@ -160,9 +160,9 @@ def ask(question: Question, *, simulate: bool = True) -> Answer:
         ConfigError: If a value makes no sense.
         InfeasiblePlanError: If the state does not fit.
     """
+    from offload.dtypes import DtypeCode
     from offload.layout import Parameter, build_layout
     from offload.plan import Budgets, PathBudget, choose_plan, choose_subgroup_numel, estimate
-    from offload.protocols import DtypeCode
     from offload.sim import predict
 
     rates = question.rates.shared_by(question.ranks)

@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
 from offload.kernels.gpu import GpuUpdateKernel
-from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, DtypeCode, Mark, Queue
+from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue
 
 log = logging.getLogger("offload")
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy.typing as npt
 
 from offload import waits
 from offload.engine.gpu import GpuLanes, Timed
-from offload.engine.machine import (
+from offload.engine.operations import (
+    Commit,
     CopyIn,
     CopyOut,
+    CopyTile,
     Done,
     Event,
     Failed,
@@ -24,10 +26,12 @@ from offload.engine.machine import (
     PushWeights,
     ReadTile,
     Run,
+    SaveTile,
     Stop,
+    Sync,
     WriteTile,
 )
-from offload.engine.saving import Commit, CopyTile, SaveTile, Sync
+from offload.engine.timeline import Interval
 from offload.errors import InternalError, OffloadError, TierError
 from offload.layout import STATE_ITEM_BYTES
 from offload.plan.budget import Plan
@@ -48,28 +52,6 @@ STALL_S = 300.0
 
 LANE_VERBS = {ReadTile: "read", WriteTile: "write", SaveTile: "save", CopyTile: "copy"}
 """What a lane of a path is called, by its operations: a checkpoint's are told from a step's."""
-
-
-class Interval(NamedTuple):
-    """One operation on a lane, for timelines.
-
-    Attributes:
-        lane: "cpu", or "read:<path>" and "write:<path>" with the path's number; with a GPU "gpu", "h2d" and "d2h"; of
-            checkpoints "save:<path>" and "copy:<path>".
-        label: What it worked on.
-        started_s: When it was taken up, on the monotonic clock.
-        finished_s: When it was through.
-        nbytes: Bytes of state that were moved or updated.
-        due_s: When what it follows from had ended: when an engine that takes no time would have handed it to the
-            lane. None where that was not noted: as it was taken up.
-    """
-
-    lane: str
-    label: str
-    started_s: float
-    finished_s: float
-    nbytes: int
-    due_s: float | None = None
 
 
 class SaveSource(Protocol):

@@ -19,15 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from offload.engine.machine import CopyIn, CopyOut, PushWeights, Run, Visit
 from offload.engine.memory import Arena
+from offload.engine.operations import CopyIn, CopyOut, PushWeights, Run, Visit
 from offload.engine.pinning import PinnedMemory
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout
 from offload.plan.budget import WEIGHT_SLOTS, Plan
-from offload.protocols import LANES, Device, DeviceLane, DtypeCode, Mark, Queue
-
-ITEM_BYTES = {DtypeCode.BFLOAT16: 2, DtypeCode.FLOAT16: 2, DtypeCode.FLOAT32: 4}
+from offload.protocols import LANES, Device, DeviceLane, Mark, Queue
 
 GpuOperation = CopyIn | CopyOut | PushWeights | Run
 

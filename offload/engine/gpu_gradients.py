@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.engine.gpu import ITEM_BYTES, GpuLanes
+from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel
-from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, DtypeCode, Mark
+from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
 
 PASSING = 2
 """Gradients that may be on their way to be added in host memory; another waits for the first of them."""
@@ -119,7 +120,7 @@ class GpuGradients:
         if found.slot.numel():
             target = found.slot if first else self._buffer(found)
             device.follow(DeviceLane.LEAVING, made)
-            self.lanes.copy(DeviceLane.LEAVING, target.data_ptr(), address, found.numel * ITEM_BYTES[dtype])
+            self.lanes.copy(DeviceLane.LEAVING, target.data_ptr(), address, found.numel * int(ITEM_BYTES[dtype]))
             left = device.mark(DeviceLane.LEAVING, timed=False)
             if not first:
                 self._passing.append(_Passing(left, position, target))
@@ -137,7 +138,7 @@ class GpuGradients:
         return found.mark
 
     def _check_dtype(self, found: _Parameter, dtype: DtypeCode) -> None:
-        item = ITEM_BYTES[dtype]
+        item = int(ITEM_BYTES[dtype])
         if (found.slot.numel() and item != found.slot.element_size()) or (
             found.arrivals and dtype is not found.dtype
         ):

@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.dtypes import ITEM_BYTES, TORCH_DTYPES, DtypeCode
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, GpuGradients
 from offload.engine.host import HostMemory
-from offload.engine.machine import Visit
-from offload.engine.tables import ITEM_BYTES, Tables
-from offload.engine.views import TORCH_DTYPES
+from offload.engine.operations import Visit
+from offload.engine.tables import Tables
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, norm_sq_at
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter
 from offload.plan import Plan
-from offload.protocols import NORM_BLOCK_NUMEL, DtypeCode, Mark
+from offload.protocols import NORM_BLOCK_NUMEL, Mark
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from offload.engine.machine import Event, Machine, Operation
+from offload.engine.machine import Machine
+from offload.engine.operations import Event, Operation
 
 
 class Executor(Protocol):

@@ -38,8 +38,29 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from offload.engine.index import Record, TileIndex
-from offload.engine.saving import Save, SaveOperation, Saver
-from offload.errors import InternalError, OffloadError, TierError, TierFullError, invariant
+from offload.engine.operations import (
+    Begin,
+    BeginSave,
+    CopyIn,
+    CopyOut,
+    Done,
+    Event,
+    Failed,
+    Operation,
+    PushWeights,
+    ReadTile,
+    Release,
+    Run,
+    Save,
+    SaveOperation,
+    Stop,
+    Sweep,
+    TakeUp,
+    Visit,
+    WriteTile,
+)
+from offload.engine.saving import Saver
+from offload.errors import InternalError, TierError, TierFullError, invariant
 from offload.plan.budget import Plan
 from offload.protocols import TileId
 
@@ -57,178 +78,6 @@ class State(Enum):
     DIRTY = auto()
     FLUSHING = auto()
     RESIDENT = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """One subgroup's turn in a sweep.
-
-    Attributes:
-        subgroup: Which one.
-        changes: Whether the visitor changes the state.
-        overwrites: Whether the visitor replaces the whole state, so that nothing has to be fetched.
-        gpu: Whether it runs on the GPU.
-        weight_bytes: Size of the new weights that go to the GPU when it has run on the CPU; 0 for none.
-    """
-
-    subgroup: int
-    changes: bool = True
-    overwrites: bool = False
-    gpu: bool = False
-    weight_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """A sequence of visits that succeeds or fails as one.
-
-    Attributes:
-        number: Identifies the sweep; grows by one.
-        step: Version that changed tiles get.
-        visits: In the order to be preferred; no subgroup twice.
-    """
-
-    number: int
-    step: int
-    visits: tuple[Visit, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadTile:
-    """Fetch one tile: from its slot in a store to its place in staging slot `slot`."""
-
-    op: int
-    tile: TileId
-    slot: int
-    buffer_offset: int
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class WriteTile:
-    """Flush one tile: from its place in staging slot `slot` to a free slot of a store."""
-
-    op: int
-    tile: TileId
-    slot: int
-    buffer_offset: int
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Let the visitor work on a subgroup's state.
-
-    Attributes:
-        op: Operation id.
-        sweep: Number of the sweep.
-        visit: The visit.
-        slot: Staging slot that holds the state, or None for a resident subgroup.
-        fresh: Whether the memory is undefined: the state has never been changed.
-        gpu_slot: Staging slot on the GPU that holds the state; None where it lies in host memory or, at home, on the
-            GPU.
-    """
-
-    op: int
-    sweep: int
-    visit: Visit
-    slot: int | None
-    fresh: bool
-    gpu_slot: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CopyIn:
-    """Copy a subgroup's state from host memory (staging slot `slot`, or None: its home) to a GPU staging slot."""
-
-    op: int
-    subgroup: int
-    slot: int | None
-    gpu_slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOut:
-    """Copy a subgroup's state back to where `CopyIn` took it from."""
-
-    op: int
-    subgroup: int
-    slot: int | None
-    gpu_slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class PushWeights:
-    """Copy the low-precision weights that a run on the CPU has made to the GPU."""
-
-    op: int
-    subgroup: int
-    nbytes: int
-
-
-Operation = ReadTile | WriteTile | Run | CopyIn | CopyOut | PushWeights | SaveOperation
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Event: start a sweep. None may be under way."""
-
-    sweep: Sweep
-
-
-@dataclass(frozen=True, slots=True)
-class BeginSave:
-    """Event: start a save; between sweeps, with no subgroup fresh and no save under way."""
-
-    save: Save
-
-
-@dataclass(frozen=True, slots=True)
-class TakeUp:
-    """Event: go on from what checkpoints hold on storage; with nothing in flight.
-
-    Attributes:
-        stores: Paths whose empty stores have been exchanged for ones that are there, and how far those may grow.
-        held: What checkpoints hold in these, by the numbers of saves.
-        records: The newest version from now on of every tile of some streamed subgroups, whatever they were before.
-    """
-
-    stores: Mapping[int, int]
-    held: Mapping[int, Mapping[TileId, Record]]
-    records: Mapping[TileId, Record]
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Event: let the slots of a finished save go."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """Event: an operation has ended well; `checksum` is what a write reports."""
-
-    op: int
-    checksum: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Event: an operation has failed; nothing of it counts."""
-
-    op: int
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Event: issue nothing new; a sweep under way fails with `error` now, without waiting for what is in flight."""
-
-    error: OffloadError
-
-
-Event = Begin | BeginSave | TakeUp | Release | Done | Failed | Stop
 
 
 @dataclass(slots=True)

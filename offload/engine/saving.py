@@ -20,83 +20,15 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from offload.engine.index import Location, Record, TileIndex
+from offload.engine.operations import Commit, CopyTile, Save, SaveOperation, SaveTile, Sync, WriteTile
 from offload.errors import CheckpointError, TierError, TierFullError, invariant
 from offload.plan.budget import CHECKPOINT_BUFFERS, Plan
 from offload.protocols import SECTOR_BYTES, TileId
 
-if TYPE_CHECKING:
-    from offload.engine.machine import WriteTile
-
 SAVE_DEPTH = CHECKPOINT_BUFFERS
 """Tiles that a save has on their way at once; also the number of copy buffers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """What is to be saved.
-
-    Attributes:
-        number: Identifies the save; grows.
-        sink: Number of the path that takes a copy of everything, or None to hold slots where they are.
-        empty: Whether there is nothing to save: another rank has the same state and saves it.
-    """
-
-    number: int
-    sink: int | None = None
-    empty: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SaveTile:
-    """Write one tile for a checkpoint.
-
-    Attributes:
-        op: Operation id.
-        tile: Which tile; of a subgroup's `weight_tiles`, if it is none of its state.
-        record: Where to and in which version.
-        source_offset: Byte offset of the tile in the subgroup's resident state, or in the image of its weights.
-        buffer: Copy buffer to write from; None for state at home in host memory.
-        gathers: Whether the tile is to be put into that buffer first: it is of weights, or of state on a GPU.
-    """
-
-    op: int
-    tile: TileId
-    record: Record
-    source_offset: int
-    buffer: int | None
-    gathers: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CopyTile:
-    """Read one tile for a checkpoint into a copy buffer."""
-
-    op: int
-    tile: TileId
-    record: Record
-    buffer: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """Make everything durable whose write to a path has ended."""
-
-    op: int
-    path: int
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Make a checkpoint of the records of the save under way; what it names is durable."""
-
-    op: int
-    number: int
-
-
-SaveOperation = SaveTile | CopyTile | Sync | Commit
 
 
 @dataclass(slots=True)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.kernels.reference import scalars
 from offload.layout import STATE_ITEM_BYTES, Layout
-from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
+from offload.protocols import SEGMENT_DTYPE, SegmentFlag
 
-ITEM_BYTES = np.array([0, 2, 2, 4], np.uint64)
 """Bytes of an element by `DtypeCode`."""
 
 SCALAR_FIELDS = (

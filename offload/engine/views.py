@@ -12,20 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.dtypes import TORCH_DTYPES, DtypeCode
 from offload.engine.gpu import GpuLanes
 from offload.engine.host import HostMemory
-from offload.engine.machine import Run
+from offload.engine.operations import Run
 from offload.engine.tables import Tables
 from offload.kernels import CpuUpdateKernel
 from offload.layout import STATE_ITEM_BYTES, Segment
 from offload.plan import Plan
-from offload.protocols import DtypeCode, SegmentFlag, TileId
-
-TORCH_DTYPES = {
-    DtypeCode.BFLOAT16: torch.bfloat16,
-    DtypeCode.FLOAT16: torch.float16,
-    DtypeCode.FLOAT32: torch.float32,
-}
+from offload.protocols import SegmentFlag, TileId
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

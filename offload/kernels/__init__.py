@@ -10,10 +10,9 @@ from offload.kernels.cpu import (
     sum_in_order,
 )
 from offload.kernels.gpu import GpuUpdateKernel
-from offload.kernels.reference import DTYPE_CODES, Scalars, scalars
+from offload.kernels.reference import Scalars, scalars
 
 __all__ = [
-    "DTYPE_CODES",
     "CpuUpdateKernel",
     "GpuUpdateKernel",
     "Scalars",

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from offload.dtypes import DtypeCode
 from offload.errors import InternalError, SessionBrokenError, invariant
-from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, DtypeCode, Queue
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, Queue
 
 if TYPE_CHECKING:
     import numpy.typing as npt

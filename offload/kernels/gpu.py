@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.kernels.cpu import blocks_numel
 from offload.layout import STATE_NAMES
-from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
+from offload.protocols import SEGMENT_DTYPE, SegmentFlag
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -36,7 +37,7 @@ UPDATE_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 GATHER_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 """How the kernels are compiled: without fused multiply-add, which rounds once where the definition rounds twice."""
 
-_ITEM_BYTES = np.array([4, 2, 2, 4], np.uint64)  # by dtype code; no weight of its own is fp32
+_ITEM_BYTES = np.where(ITEM_BYTES, ITEM_BYTES, 4)  # a segment without a weight of its own has its master
 _SOME_ADDRESS = 1 << 40  # any that takes 64 bits: integers are compiled for by their size
 _TOUCHING = int(SegmentFlag.ACTIVE | SegmentFlag.LOAD_MASTER | SegmentFlag.ZERO_MOMENTS)
 

@@ -25,17 +25,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, DtypeCode, SegmentFlag
+from offload.dtypes import DTYPE_CODES, DtypeCode
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-DTYPE_CODES = {
-    torch.bfloat16: DtypeCode.BFLOAT16,
-    torch.float16: DtypeCode.FLOAT16,
-    torch.float32: DtypeCode.FLOAT32,
-}
-"""The element types that gradients and weights may have, as the native code numbers them."""
 
 FINGERPRINT_KEYS = (
     (np.uint64(0x243F6A8885A308D3), np.uint64(0x9E3779B97F4A7C15)),

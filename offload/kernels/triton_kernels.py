@@ -28,7 +28,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, DtypeCode, SegmentFlag
+from offload.dtypes import DtypeCode
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag
 
 SEGMENT_OFFSETS = {name: field[1] for name, field in (SEGMENT_DTYPE.fields or {}).items()}
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from offload.engine.executor import Interval
+from offload.engine.timeline import Interval
 from offload.errors import OffloadError
 from offload.protocols import Completion, Queue
 

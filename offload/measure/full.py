@@ -24,6 +24,7 @@ import numpy as np
 
 from offload._native import CompletionQueue
 from offload.config import format_bytes
+from offload.dtypes import DtypeCode
 from offload.engine.memory import HUGE_PAGE_BYTES, Arena, available_bytes
 from offload.engine.tables import SCALAR_FIELDS
 from offload.errors import ConfigError, OffloadError, TierError
@@ -36,7 +37,7 @@ from offload.measure.observe import lane_totals
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, path_facts, versions
 from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
-from offload.protocols import SECTOR_BYTES, SEGMENT_DTYPE, Completion, DtypeCode, SegmentFlag, TileId, TileRequest
+from offload.protocols import SECTOR_BYTES, SEGMENT_DTYPE, Completion, SegmentFlag, TileId, TileRequest
 from offload.tiers import check_directories, open_tier, slot_bytes, tier_error
 
 ROUNDS = (3, 15)

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from offload.dtypes import DtypeCode
 from offload.kernels import GpuUpdateKernel
 from offload.layout import STATE_NAMES
-from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
+from offload.protocols import SEGMENT_DTYPE, SegmentFlag
 
 COPY_BYTES = 64 << 20
 COPIES = 8

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from offload.engine.executor import Interval
+from offload.engine.timeline import Interval
 from offload.plan import Rates
 from offload.plan.rates import UPDATE_MEMORY_COST, cpu_speed
 

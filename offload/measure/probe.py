@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from offload import waits
+from offload.dtypes import DtypeCode
 from offload.engine.gpu import GpuLanes
 from offload.errors import invariant
 from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES, STATE_NAMES
@@ -20,7 +21,6 @@ from offload.protocols import (
     SEGMENT_DTYPE,
     Completion,
     DeviceLane,
-    DtypeCode,
     Queue,
     SegmentFlag,
     Tier,

@@ -32,21 +32,20 @@ from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.config import OffloadConfig, format_bytes
-from offload.engine.executor import Interval
-from offload.engine.session import Engine
+from offload.dtypes import DTYPE_CODES
 from offload.engine.tables import GroupScalars
-from offload.engine.views import TORCH_DTYPES
+from offload.engine.timeline import Interval
 from offload.errors import CheckpointError, ConfigError, invariant
 from offload.layout import STATE_NAMES, Parameter
 from offload.optim.slots import GradientSlot
 from offload.optim.state import Copies, StateView
 from offload.plan import Plan, Rates, estimate
 from offload.protocols import Device, DeviceLane, Mark
+from offload.session.engine import Engine
 from offload.sim import Explanation, Prediction, carry_on, compare, predict
 
 log = logging.getLogger("offload")
 
-DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 NOT_SAVED = ("param_names", "amsgrad", "foreach", "fused", "capturable", "differentiable")
 NOT_LOADED = ("params", *NOT_SAVED)

@@ -1,6 +1,6 @@
 """A simulated world for the engine: clock, lanes, bytes and faults; a checker; predictions."""
 
-from offload.engine.executor import Interval
+from offload.engine.timeline import Interval
 from offload.sim.checker import CheckedExecutor
 from offload.sim.data import SimData, SimStore, StoredTile, mix
 from offload.sim.device import HazardError, SimulatedDevice

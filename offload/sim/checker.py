@@ -50,11 +50,13 @@ from dataclasses import dataclass, field
 
 from offload.engine.index import Location, Record
 from offload.engine.loop import Executor
-from offload.engine.machine import (
+from offload.engine.operations import (
     Begin,
     BeginSave,
+    Commit,
     CopyIn,
     CopyOut,
+    CopyTile,
     Done,
     Event,
     Failed,
@@ -63,13 +65,15 @@ from offload.engine.machine import (
     ReadTile,
     Release,
     Run,
+    Save,
+    SaveTile,
     Stop,
     Sweep,
+    Sync,
     TakeUp,
     Visit,
     WriteTile,
 )
-from offload.engine.saving import Commit, CopyTile, Save, SaveTile, Sync
 from offload.errors import InternalError, TierError
 from offload.plan.budget import Plan
 from offload.protocols import SECTOR_BYTES, TileId

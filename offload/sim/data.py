@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.engine.index import Record
-from offload.engine.machine import CopyIn, CopyOut, ReadTile, Run, WriteTile
-from offload.engine.saving import SAVE_DEPTH, Commit, CopyTile, SaveTile, Sync
+from offload.engine.operations import Commit, CopyIn, CopyOut, CopyTile, ReadTile, Run, SaveTile, Sync, WriteTile
+from offload.engine.saving import SAVE_DEPTH
 from offload.errors import CorruptRecordError
 from offload.layout import STATE_ITEM_BYTES
 from offload.plan.budget import Plan

@@ -26,19 +26,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.dtypes import ITEM_BYTES, TORCH_DTYPES, DtypeCode
 from offload.errors import ConfigError, InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
 from offload.layout import STATE_NAMES
-from offload.protocols import (
-    ERROR_DEVICE,
-    LANES,
-    SEGMENT_DTYPE,
-    DeviceLane,
-    DtypeCode,
-    Mark,
-    Queue,
-    SegmentFlag,
-)
+from offload.protocols import ERROR_DEVICE, LANES, SEGMENT_DTYPE, DeviceLane, Mark, Queue, SegmentFlag
 
 ALIGNMENT = 256
 TABLES = "tables"
@@ -46,8 +38,6 @@ TABLES = "tables"
 POISON = 0xA5
 """What new device memory is filled with."""
 
-ITEM_BYTES = (0, 2, 2, 4)
-TORCH_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32)
 
 Lane = DeviceLane | str
 """A lane, or one more stream: of the device itself, or of the user."""
@@ -423,8 +413,8 @@ class SimulatedDevice:
             if not numel:
                 continue
             columns = [(row[name], 4, True) for name in STATE_NAMES]
-            columns.append((row["weight"], ITEM_BYTES[row["weight_dtype"]], True))
-            columns.append((row["gradient"] if active else 0, ITEM_BYTES[row["gradient_dtype"]], False))
+            columns.append((row["weight"], int(ITEM_BYTES[row["weight_dtype"]]), True))
+            columns.append((row["gradient"] if active else 0, int(ITEM_BYTES[row["gradient_dtype"]]), False))
             spans += [(int(at), int(at) + numel * item, writes) for at, item, writes in columns if at]
         nbytes = 12 * int(rows["numel"].sum())
         engine = self._engines[DeviceLane.H2D]
@@ -457,12 +447,12 @@ class SimulatedDevice:
 
         count = -(-numel // 4096)
         spans: tuple[Span, ...] = (
-            (source, source + numel * ITEM_BYTES[dtype], False),
+            (source, source + numel * int(ITEM_BYTES[dtype]), False),
             (blocks, blocks + 8 * count, True),
         )
         if target:
-            spans += ((target, target + numel * ITEM_BYTES[target_dtype], True),)
-        self._put(lane, "a gradient", act, spans, numel * ITEM_BYTES[dtype])
+            spans += ((target, target + numel * int(ITEM_BYTES[target_dtype]), True),)
+        self._put(lane, "a gradient", act, spans, numel * int(ITEM_BYTES[dtype]))
 
     def caller_work(self, label: str, act: Callable[[], Any], spans: Iterable[Span]) -> None:
         """Put work on the caller's lane: a piece of forward or backward that touches `spans`."""

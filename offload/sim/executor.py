@@ -24,10 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from offload.engine.executor import Interval
-from offload.engine.machine import (
+from offload.engine.operations import (
+    Commit,
     CopyIn,
     CopyOut,
+    CopyTile,
     Done,
     Event,
     Failed,
@@ -35,10 +36,12 @@ from offload.engine.machine import (
     PushWeights,
     ReadTile,
     Run,
+    SaveTile,
     Stop,
+    Sync,
     WriteTile,
 )
-from offload.engine.saving import Commit, CopyTile, SaveTile, Sync
+from offload.engine.timeline import Interval
 from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
 from offload.plan.budget import Plan
 from offload.plan.rates import Rates

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.config import format_bytes
-from offload.engine.executor import Interval
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, Machine, Sweep, update_visits
+from offload.engine.machine import Machine, update_visits
+from offload.engine.operations import Begin, Sweep
+from offload.engine.timeline import Interval
 from offload.errors import ConfigError, invariant
 from offload.plan.budget import Plan
 from offload.plan.order import visit_order

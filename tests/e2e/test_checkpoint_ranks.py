@@ -22,7 +22,7 @@ from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint
-from offload.engine import core
+from offload.session import core
 
 WHOLE = 10_000
 SCALARS = offload.GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)

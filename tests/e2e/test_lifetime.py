@@ -372,7 +372,7 @@ def test_a_signal_handler_that_closes_in_a_request_ends_the_session_after_it(tmp
     """Also between the check that the session can be used and the wait for its answer."""
     program = (
         "import signal, sys, torch, offload\n"
-        "from offload.engine.core import Core\n"
+        "from offload.session.core import Core\n"
         "p = torch.nn.Parameter(torch.ones(5000))\n"
         "o = offload.AdamW([p], offload=offload.OffloadConfig(host_memory=0, paths=[sys.argv[1]]))\n"
         "p.grad = torch.ones(5000)\n"

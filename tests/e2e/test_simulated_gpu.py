@@ -29,11 +29,13 @@ import offload
 from offload.checkpoint import saves
 from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import COMMIT_NAME
-from offload.engine import pinning, setup
+from offload.dtypes import DtypeCode
+from offload.engine import pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
 from offload.optim import adam
-from offload.protocols import SEGMENT_DTYPE, DeviceLane, DtypeCode
+from offload.protocols import SEGMENT_DTYPE, DeviceLane
+from offload.session import setup
 from offload.sim import HazardError, SimulatedDevice
 
 

@@ -26,8 +26,8 @@ from offload.checkpoint import saves
 from offload.checkpoint.manifest import COMMIT_NAME, CommitRecord, decode, seal, seal_commit, unseal, unseal_commit
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores
-from offload.engine import setup
 from offload.protocols import Tier, TileRequest
+from offload.session import setup
 from offload.tiers import SLOT_HEADER_BYTES, FaultyTier, open_tier
 from offload.tiers.remote import crc32c_of
 

@@ -23,7 +23,7 @@ from s3_server import BUCKET, FaultProxy
 import offload
 from offload import waits
 from offload._native import IoUring
-from offload.engine import setup
+from offload.session import setup
 from offload.tiers import FaultyTier, open_tier
 
 LONG_S = 120.0

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import offload
-from offload.engine import setup
+from offload.session import setup
 from offload.tiers import Fault, FaultKind, FaultyTier, open_tier
 from offload.tiers.faulty import Operation
 

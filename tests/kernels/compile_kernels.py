@@ -16,9 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from offload.dtypes import DtypeCode
 from offload.kernels import triton_kernels
 from offload.kernels.gpu import BLOCK_NUMEL, GATHER_OPTIONS, UPDATE_OPTIONS
-from offload.protocols import DtypeCode
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

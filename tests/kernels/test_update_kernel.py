@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, SIZES, WEIGHT_DTYPES, Case, Placed, some_scalars, table_of
 
+from offload.dtypes import DtypeCode
 from offload.errors import InternalError, SessionBrokenError
 from offload.kernels import CpuUpdateKernel, instruction_sets
-from offload.protocols import SEGMENT_DTYPE, DtypeCode, SegmentFlag
+from offload.protocols import SEGMENT_DTYPE, SegmentFlag
 
 ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
 LOAD, ZERO = SegmentFlag.LOAD_MASTER, SegmentFlag.ZERO_MOMENTS

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offload.engine.index import Location, Record, TileIndex
-from offload.engine.machine import CopyIn, CopyOut, Machine, PushWeights, ReadTile, Run, State, WriteTile
+from offload.engine.machine import Machine, State
+from offload.engine.operations import CopyIn, CopyOut, PushWeights, ReadTile, Run, WriteTile
 
 
 class RunsBeforeTheLastTile(Machine):

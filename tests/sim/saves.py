@@ -12,8 +12,8 @@ import swarm
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, BeginSave, Machine, Release, Run, State, Sweep, TakeUp, Visit
-from offload.engine.saving import Save
+from offload.engine.machine import Machine, State
+from offload.engine.operations import Begin, BeginSave, Release, Run, Save, Sweep, TakeUp, Visit
 from offload.errors import InternalError, OffloadError
 from offload.plan import Plan
 from offload.protocols import TileId

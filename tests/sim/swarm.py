@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, Machine, Run, Sweep, Visit, update_visits
+from offload.engine.machine import Machine, update_visits
+from offload.engine.operations import Begin, Run, Sweep, Visit
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import LEAST_SLOT_BYTES
-from offload.protocols import SECTOR_BYTES, DtypeCode
+from offload.protocols import SECTOR_BYTES
 from offload.sim import (
     CheckedExecutor,
     Crash,

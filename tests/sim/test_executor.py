@@ -8,12 +8,13 @@ import random
 import numpy as np
 import pytest
 
+from offload.dtypes import DtypeCode
 from offload.engine.index import Location, Record
-from offload.engine.machine import Begin, Done, Failed, ReadTile, Run, Stop, Sweep, Visit, WriteTile
+from offload.engine.operations import Begin, Done, Failed, ReadTile, Run, Stop, Sweep, Visit, WriteTile
 from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
-from offload.protocols import SECTOR_BYTES, DtypeCode
+from offload.protocols import SECTOR_BYTES
 from offload.sim import (
     CorruptPayload,
     Crash,

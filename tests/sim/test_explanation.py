@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import offload
+from offload.dtypes import DtypeCode
 from offload.layout import Parameter, build_layout
 from offload.measure import lane_totals
 from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, estimate, make_plan
-from offload.protocols import DtypeCode
 from offload.sim import carry_on, explain, predict
 
 GB = 1e9

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, Machine, Sweep, Visit
+from offload.engine.machine import Machine
+from offload.engine.operations import Begin, Sweep, Visit
 from offload.layout import Parameter, build_layout
 from offload.measure import observe, typical
 from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, make_plan, visit_order
-from offload.protocols import DtypeCode
 from offload.sim import SimExecutor, predict
 
 GB = 1e9

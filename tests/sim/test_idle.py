@@ -17,7 +17,8 @@ from test_predict import make
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Begin, Machine, State, Sweep, Visit
+from offload.engine.machine import Machine, State
+from offload.engine.operations import Begin, Sweep, Visit
 from offload.plan import PathRates, Rates, visit_order
 from offload.sim.executor import SimExecutor
 

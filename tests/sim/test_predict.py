@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan, estimate, make_plan
-from offload.protocols import DtypeCode
 from offload.sim import predict
 
 GIB = 1 << 30

@@ -11,12 +11,12 @@ import pytest
 import saves
 import swarm
 
+from offload.dtypes import DtypeCode
 from offload.engine.machine import Machine
-from offload.engine.saving import SaveTile, Sync
+from offload.engine.operations import SaveTile, Sync
 from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
-from offload.protocols import DtypeCode
 from offload.sim import Crash, Disorder
 
 

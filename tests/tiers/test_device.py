@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from offload._native import CompletionQueue
+from offload.dtypes import DtypeCode
 from offload.engine.memory import Arena
 from offload.errors import OffloadError
 from offload.kernels import CpuUpdateKernel
-from offload.protocols import SEGMENT_DTYPE, Device, DeviceLane, DtypeCode, SegmentFlag
+from offload.protocols import SEGMENT_DTYPE, Device, DeviceLane, SegmentFlag
 from offload.sim import SimulatedDevice
 
 REAL = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1")]

@@ -35,10 +35,10 @@ from offload._native import CompletionQueue, HeldIo, StoreFile, TakingTurns
 from offload.config import PathConfig
 from offload.engine.executor import LiveExecutor
 from offload.engine.index import Location, Record
-from offload.engine.machine import ReadTile, Stop
-from offload.engine.setup import choose_turns
+from offload.engine.operations import ReadTile, Stop
 from offload.errors import ConfigError, TierError
 from offload.protocols import Completion
+from offload.session.setup import choose_turns
 from offload.tiers import FileTier, Turns, identity, turns
 from offload.tiers.turns import lock_file
 

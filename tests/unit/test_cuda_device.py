@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from offload.dtypes import DtypeCode
 from offload.engine import cuda as module
 from offload.errors import ConfigError, OffloadError
 from offload.kernels import gpu as kernels
-from offload.protocols import SEGMENT_DTYPE, DeviceLane, DtypeCode, SegmentFlag
+from offload.protocols import SEGMENT_DTYPE, DeviceLane, SegmentFlag
 
 INDEX = 1
 

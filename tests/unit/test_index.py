@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.dtypes import DtypeCode
 from offload.engine.index import Location, Record, TileIndex
 from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, make_plan
 from offload.plan.budget import LEAST_SLOT_BYTES
-from offload.protocols import SECTOR_BYTES, DtypeCode, TileId
+from offload.protocols import SECTOR_BYTES, TileId
 
 TILE = TileId(0, 0, 0)
 OTHER = TileId(0, 0, 1)

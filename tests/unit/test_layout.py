@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InternalError
 from offload.layout import (
     SECTOR_NUMEL,
@@ -19,7 +20,7 @@ from offload.layout import (
     check_subgroup_numel,
     extend_layout,
 )
-from offload.protocols import SECTOR_BYTES, DtypeCode, TileId
+from offload.protocols import SECTOR_BYTES, TileId
 
 DTYPES = [DtypeCode.BFLOAT16, DtypeCode.FLOAT16, DtypeCode.FLOAT32]
 

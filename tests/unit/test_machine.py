@@ -8,28 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
-from offload.engine.machine import (
+from offload.engine.machine import Machine, State, update_visits
+from offload.engine.operations import (
     Begin,
     CopyIn,
     CopyOut,
     Done,
     Failed,
-    Machine,
     PushWeights,
     ReadTile,
     Run,
-    State,
     Stop,
     Sweep,
     Visit,
     WriteTile,
-    update_visits,
 )
 from offload.errors import InternalError, TierError, TierFullError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, Plan, make_plan, visit_order
-from offload.protocols import SECTOR_BYTES, DtypeCode
+from offload.protocols import SECTOR_BYTES
 
 SUBGROUP_BYTES = 3 * SECTOR_BYTES
 EIO = TierError("write", tier="fake", path="path0", errno=5)

@@ -11,10 +11,10 @@ import pytest
 
 import offload.measure
 from offload.cli.plan import Question, ask
+from offload.dtypes import DtypeCode
 from offload.layout import Parameter, build_layout
 from offload.measure import load_rates
 from offload.plan import Budgets, PathBudget, choose_plan, estimate
-from offload.protocols import DtypeCode
 
 MACHINES = sorted((Path(offload.measure.__file__).parent / "machines").glob("*.json"))
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from offload.engine.executor import Interval
+from offload.engine.timeline import Interval
 from offload.measure import lane_totals, observe, typical
 from offload.measure.observe import IMPOSSIBLE
 from offload.plan import GpuRates, PathRates, Rates
@@ -154,9 +154,9 @@ def test_noise_of_a_few_percent_does_not_wear_costs_down() -> None:
 
 
 def test_observing_its_own_prediction_changes_nothing() -> None:
+    from offload.dtypes import DtypeCode
     from offload.layout import Parameter, build_layout
     from offload.plan import Budgets, PathBudget, make_plan
-    from offload.protocols import DtypeCode
     from offload.sim import predict
 
     layout = build_layout([Parameter("p", 40 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20)

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Parameter, build_layout, extend_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan, visit_order
 from offload.plan.budget import DEFAULT_STAGING_SLOTS
-from offload.protocols import SECTOR_BYTES, DtypeCode
+from offload.protocols import SECTOR_BYTES
 
 SUBGROUP_BYTES = 3 * SECTOR_BYTES
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Rates, choose_plan, estimate, make_plan
-from offload.protocols import DtypeCode
 
 GIB = 1 << 30
 

@@ -13,7 +13,7 @@ import torch
 from s3_server import BUCKET, S3Server
 
 from offload._native import CompletionQueue
-from offload.engine.executor import Interval
+from offload.engine.timeline import Interval
 from offload.errors import ConfigError, TierError
 from offload.measure import RatesFile, full_probe
 from offload.measure.drive import Load, bytes_per_s, drive

@@ -21,13 +21,14 @@ import torch
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import StateSource
 from offload.config import OffloadConfig
-from offload.engine.core import Core
-from offload.engine.executor import Interval
-from offload.engine.setup import named_shortage
+from offload.dtypes import DtypeCode
 from offload.engine.tables import GroupScalars
+from offload.engine.timeline import Interval
 from offload.layout import Parameter
 from offload.plan import Plan, Rates
-from offload.protocols import Device, DtypeCode, Mark
+from offload.protocols import Device, Mark
+from offload.session.core import Core
+from offload.session.setup import named_shortage
 
 
 class Engine:

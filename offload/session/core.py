@@ -1,6 +1,6 @@
 """The core of a session: what its engine thread works with, and the requests that it answers.
 
-`Engine` (offload/engine/session.py) is its face, and says what each request means.
+`Engine` (offload/session/engine.py) is its face, and says what each request means.
 """
 
 from __future__ import annotations
@@ -33,36 +33,16 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Exchange, Saves, Snapshot, save_error
 from offload.checkpoint.stores import leftover_bytes, released_before
 from offload.config import OffloadConfig
+from offload.dtypes import DtypeCode
 from offload.engine.executor import INTERRUPT, REQUEST, LiveExecutor, visit_nothing
 from offload.engine.gpu import GpuLanes
 from offload.engine.gradients import Gradients, GradientSlots
 from offload.engine.host import HostMemory
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import (
-    Begin,
-    BeginSave,
-    Machine,
-    Release,
-    Run,
-    State,
-    Stop,
-    Sweep,
-    TakeUp,
-    Visit,
-    update_visits,
-)
+from offload.engine.machine import Machine, State, update_visits
 from offload.engine.memory import available_bytes
-from offload.engine.setup import (
-    LEAST_TILE_BYTES,
-    default_threads,
-    first_budgets,
-    gpu_staging_bytes,
-    named_error,
-    open_path,
-    refuse_gpu,
-    usable_bytes,
-)
+from offload.engine.operations import Begin, BeginSave, Release, Run, Stop, Sweep, TakeUp, Visit
 from offload.engine.tables import GroupScalars, Tables
 from offload.engine.views import StateViews
 from offload.errors import (
@@ -105,7 +85,17 @@ from offload.plan import (
     make_plan,
     visit_order,
 )
-from offload.protocols import Completion, Device, DtypeCode, Mark, Tier, TileRequest
+from offload.protocols import Completion, Device, Mark, Tier, TileRequest
+from offload.session.setup import (
+    LEAST_TILE_BYTES,
+    default_threads,
+    first_budgets,
+    gpu_staging_bytes,
+    named_error,
+    open_path,
+    refuse_gpu,
+    usable_bytes,
+)
 from offload.tiers import check_directories, innermost
 
 log = logging.getLogger("offload")
