@@ -925,6 +925,9 @@ class Core:
             install,
         )
         adopted = saves.adopt(checkpoint, manifest, machine.index, exchange, rank)
+        # Others that lie there may be of later steps, which this session now takes another way.
+        held = (record.step for records in adopted.held.values() for record in records.values())
+        self._version = max(self._version, *held, 0)
         streamed = [subgroup for subgroup in layout.subgroups if not self.plan.resident[subgroup.index]]
         tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
         machine.handle(TakeUp(adopted.limits, adopted.held, {tile: adopted.records[tile] for tile in tiles}))

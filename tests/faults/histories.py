@@ -226,6 +226,7 @@ def move_about(world: World, rng: random.Random, used: list[str]) -> str:
         elif what == "copy":
             shutil.copytree(folder, root / f"copied-{number}", symlinks=True)
         else:
+            (folder / "COMMIT").unlink()  # first: this process may be killed on the way
             shutil.rmtree(folder)
         return f"{what} {folder.relative_to(root)}"
     if what == "swap" and len(folders) > 1:

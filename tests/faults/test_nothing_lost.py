@@ -31,13 +31,13 @@ HISTORIES = Path(__file__).parent / "histories.py"
 class Run:
     """A session whose state all lies on paths."""
 
-    def __init__(self, *paths: Path, keep: int | None = None) -> None:
+    def __init__(self, *paths: Path, keep: int | None = None, host_memory: int = 0) -> None:
         start = torch.randn(3000, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         self.weight = torch.nn.Parameter(start.bfloat16())
         self.optimizer = offload.AdamW(
             [("w", self.weight)],
             offload=offload.OffloadConfig(
-                host_memory=0,
+                host_memory=host_memory,
                 paths=[{"path": str(path), "depth": 2} for path in paths],
                 subgroup_numel=1024,
                 checkpoints_kept=keep,
@@ -289,6 +289,24 @@ def test_two_paths_that_have_changed_their_names_lose_nothing(tmp_path: Path) ->
         run.optimizer.load_checkpoint(tmp_path / "ck")
     swap()
     assert steps_in(tmp_path / "ck", *paths) == 2
+
+
+def test_a_resumed_session_does_not_take_later_state_for_its_own(tmp_path: Path, path: Path) -> None:
+    """It counts on from the versions of all checkpoints in the store, also of those that are later than its own."""
+    with Run(path, keep=3, host_memory=16384) as run:
+        for number in range(3):
+            run.train().save(tmp_path / f"ck-{number}")
+    for resumed in range(3):
+        with Run(path, keep=4, host_memory=16384) as run:
+            run.optimizer.load_checkpoint(tmp_path / f"ck-{resumed}")
+            for number in range(3):
+                run.optimizer.param_groups[0]["lr"] *= 2
+                run.train().save(tmp_path / f"other-{resumed}-{number}")
+                state = run.optimizer.state_for(run.weight)
+                with Run(host_memory=1 << 20) as other:
+                    other.optimizer.load_checkpoint(tmp_path / f"other-{resumed}-{number}")
+                    found = other.optimizer.state_for(other.weight)
+                assert all(torch.equal(found[name], state[name]) for name in state)
 
 
 def test_a_released_name_frees_what_is_there_and_not_what_was_moved(tmp_path: Path, path: Path) -> None:
