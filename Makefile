@@ -15,10 +15,14 @@ DEEPSPEED := deepspeed==0.19.8
 WORKERS := $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: train test test-full sanitize bench lint clean
+.PHONY: train check test test-full sanitize bench lint clean
 
 train: $(VENV)/.ready
 	$(BIN)/offload train $(ARGS)
+
+# What a change breaks first, in a minute or two: without DeepSpeed, processes, slow tests.
+check: $(VENV)/.core lint
+	$(PYTEST) -q -m "not slow and not full and not gpu" tests/unit tests/sim tests/kernels $(ARGS)
 
 test: $(VENV)/.ready lint
 	$(PYTEST) -m "not full and not gpu" $(ARGS)
@@ -35,7 +39,7 @@ sanitize: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/offload bench $(ARGS)
 
-lint: $(VENV)/.ready
+lint: $(VENV)/.core
 	$(BIN)/ruff check offload integrations tests bench
 	$(BIN)/ruff format --check offload integrations tests bench
 	$(BIN)/mypy
@@ -55,9 +59,12 @@ $(VENV)/bin/python:
 
 NATIVE := CMakeLists.txt $(shell find csrc -type f)
 
-$(VENV)/.ready: $(VENV)/bin/python pyproject.toml $(NATIVE)
+$(VENV)/.core: $(VENV)/bin/python pyproject.toml $(NATIVE)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[train,dev]'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.core
 	$(BIN)/python -m pip install --quiet setuptools wheel
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation '$(DEEPSPEED)'
 	@touch $@
