@@ -53,10 +53,10 @@ from _gpu_runs import (
 from kernel import Buffers
 
 import offload
-from offload.dtypes import DTYPE_CODES, DtypeCode
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, GpuUpdateKernel, blocks_numel, reference, scalars
-from offload.kernels.reference import SegmentTensors, segment_table
+from offload.kernels.reference import DTYPE_CODES, SegmentTensors, segment_table
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
 from offload.measure import find_rates
 from offload.measure.gpu import gpu_probe

@@ -1,11 +1,14 @@
-"""The one table of element types: their numbers in native code, their names in torch, their sizes."""
+"""The one table of element types: their numbers in native code and their sizes. Their names are torch's."""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DtypeCode(IntEnum):
@@ -19,17 +22,8 @@ class DtypeCode(IntEnum):
     @classmethod
     def of(cls, dtype: torch.dtype) -> DtypeCode:
         """Return the code of a torch dtype; KeyError if weights and gradients cannot have it."""
-        return DTYPE_CODES[dtype]
+        return cls[str(dtype).removeprefix("torch.").upper()]
 
 
-TORCH_DTYPES = {
-    DtypeCode.BFLOAT16: torch.bfloat16,
-    DtypeCode.FLOAT16: torch.float16,
-    DtypeCode.FLOAT32: torch.float32,
-}
-"""The element types that weights and gradients may have."""
-
-DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
-
-ITEM_BYTES = np.array([0, *(dtype.itemsize for dtype in TORCH_DTYPES.values())], np.uint64)
-"""Bytes of an element, by its type's code; 0 for none."""
+ITEM_BYTES = np.array([0, 2, 2, 4], np.uint64)
+"""Bytes of an element, by its type's code."""

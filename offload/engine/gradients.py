@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.dtypes import ITEM_BYTES, TORCH_DTYPES, DtypeCode
+from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, GpuGradients
 from offload.engine.host import HostMemory
@@ -17,6 +17,7 @@ from offload.engine.operations import Visit
 from offload.engine.tables import Tables
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, norm_sq_at
+from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter
 from offload.plan import Plan
 from offload.protocols import NORM_BLOCK_NUMEL, Mark

@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.dtypes import TORCH_DTYPES, DtypeCode
+from offload.dtypes import DtypeCode
 from offload.engine.gpu import GpuLanes
 from offload.engine.host import HostMemory
 from offload.engine.operations import Run
 from offload.engine.tables import Tables
 from offload.kernels import CpuUpdateKernel
+from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import STATE_ITEM_BYTES, Segment
 from offload.plan import Plan
 from offload.protocols import SegmentFlag, TileId

@@ -25,11 +25,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from offload.dtypes import DTYPE_CODES, DtypeCode
+from offload.dtypes import DtypeCode
 from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+TORCH_DTYPES: dict[DtypeCode, torch.dtype] = {code: getattr(torch, code.name.lower()) for code in DtypeCode if code}
+"""The element types that weights and gradients may have."""
+
+DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 FINGERPRINT_KEYS = (
     (np.uint64(0x243F6A8885A308D3), np.uint64(0x9E3779B97F4A7C15)),

@@ -32,10 +32,10 @@ from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.config import OffloadConfig, format_bytes
-from offload.dtypes import DTYPE_CODES
 from offload.engine.tables import GroupScalars
 from offload.engine.timeline import Interval
 from offload.errors import CheckpointError, ConfigError, invariant
+from offload.kernels.reference import DTYPE_CODES
 from offload.layout import STATE_NAMES, Parameter
 from offload.optim.slots import GradientSlot
 from offload.optim.state import Copies, StateView

@@ -26,9 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.dtypes import ITEM_BYTES, TORCH_DTYPES, DtypeCode
+from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
+from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import STATE_NAMES
 from offload.protocols import ERROR_DEVICE, LANES, SEGMENT_DTYPE, DeviceLane, Mark, Queue, SegmentFlag
 

@@ -36,10 +36,11 @@ from test_update_kernel import (  # noqa: F401
     test_wrong_tables_are_refused,
 )
 
-from offload.dtypes import DTYPE_CODES, DtypeCode
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InternalError
 from offload.kernels import GpuUpdateKernel, blocks_numel, norm_sq, reference
 from offload.kernels.gpu import BLOCK_NUMEL
+from offload.kernels.reference import DTYPE_CODES
 from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DTYPES, SIZES, Placed, same_bits, values
 
-from offload.dtypes import DTYPE_CODES, DtypeCode
+from offload.dtypes import DtypeCode
 from offload.errors import InternalError
 from offload.kernels import CpuUpdateKernel, blocks_numel, instruction_sets, norm_sq, reference, sum_in_order
+from offload.kernels.reference import DTYPE_CODES
 from offload.protocols import NORM_BLOCK_NUMEL
 
 
