@@ -29,6 +29,11 @@ def status_bytes(name: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
+def used_bytes(which: str) -> int:
+    """Return "VmRSS" or "VmHWM" but for pages of files: libraries, of which more and more is in use."""
+    return status_bytes(which) - status_bytes("RssFile")
+
+
 class Run:
     """One session, and what each phase of it took beyond what the process had before."""
 
@@ -37,7 +42,7 @@ class Run:
         drawn = [torch.full((numel // WEIGHTS,), 0.5, dtype=dtype, device="cpu") for _ in range(WEIGHTS)]
         self.weights = [torch.nn.Parameter(values) for values in drawn]
         gc.collect()
-        self.base_bytes = status_bytes("VmRSS")
+        self.base_bytes = used_bytes("VmRSS")
         path = tempfile.mkdtemp(dir=folder)
         self.optimizer = offload.AdamW(self.weights, offload={"paths": [path], **settings})
         self.found: dict[str, Any] = {"plan": self.optimizer.plan.plan.host_bytes, "phases": {}}
@@ -45,7 +50,7 @@ class Run:
     def phase(self, name: str, work: Callable[[], Any]) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         work()
-        peak, now = status_bytes("VmHWM") - self.base_bytes, status_bytes("VmRSS") - self.base_bytes
+        peak, now = used_bytes("VmHWM") - self.base_bytes, used_bytes("VmRSS") - self.base_bytes
         self.found["phases"][name] = {"peak": peak, "after": now}
 
     def step(self) -> None:
