@@ -135,7 +135,7 @@ class OffloadedOptimizer:
         except Exception as caught:
             error = caught
         if torch.distributed.get_world_size(self.dp_process_group) > 1 and self._any(error is not None):
-            error = error or SessionBrokenError("another rank could not finish its step; its log says why")
+            error = error or SessionBrokenError("another rank could not do its part; its log says why")
         if error is not None:
             raise error
         return found
@@ -228,12 +228,16 @@ class OffloadedOptimizer:
 
     def stream_checkpoints(self, engine: Any) -> None:
         """Let a DeepSpeed engine save without a copy of the state in memory, where that is possible."""
-        save = engine._save_zero_checkpoint
+        save_model, save_state = engine._save_checkpoint, engine._save_zero_checkpoint
+
+        # One rank alone writes the model, and what stops it must stop the others, who are at their state by then.
+        def save_checkpoint(*arguments: Any, **keywords: Any) -> None:
+            self._on_all_ranks(lambda: save_model(*arguments, **keywords))
 
         def save_zero_checkpoint(save_path: str, tag: str) -> None:
-            self._on_all_ranks(lambda: self._save(save, engine, save_path, tag))
+            self._on_all_ranks(lambda: self._save(save_state, engine, save_path, tag))
 
-        engine._save_zero_checkpoint = save_zero_checkpoint
+        engine._save_checkpoint, engine._save_zero_checkpoint = save_checkpoint, save_zero_checkpoint
 
     def _save(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
         if not stream.can_stream(engine.checkpoint_engine):

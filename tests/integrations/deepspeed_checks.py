@@ -714,6 +714,26 @@ def a_failed_step_fails_on_every_rank(folder: Path) -> None:
 
 
 @check
+def a_model_that_one_rank_cannot_write_fails_the_save_on_every_rank(folder: Path) -> None:
+    import pytest
+    import torch
+    from deepspeed_runs import Case, train, training
+
+    for stage in (2, 3):
+        case = Case(stage, offload=paths(folder))
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 1)
+            saved = folder / str(stage)
+            if torch.distributed.get_rank() == 0:
+                Path(engine._get_ckpt_name(str(saved), "tag")).mkdir(parents=True)  # where the file should be
+            torch.distributed.barrier()
+            with pytest.raises((OSError, RuntimeError, offload_error())):
+                engine.save_checkpoint(str(saved), tag="tag")
+            assert not (saved / "latest").exists()
+            train(engine, case, 1, 1)
+
+
+@check
 def nothing_changes_without_our_object(folder: Path) -> None:
     import deepspeed
     from deepspeed.runtime.engine import DeepSpeedEngine
