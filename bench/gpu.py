@@ -57,19 +57,21 @@ from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, GpuUpdateKernel, blocks_numel, reference, scalars
 from offload.kernels.reference import DTYPE_CODES, SegmentTensors, segment_table
+from offload.kernels.table import segment_table as kernel_table
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
 from offload.measure import find_rates
 from offload.measure.gpu import gpu_probe
 from offload.plan import Budgets, choose_plan, choose_subgroup_numel, estimate
 from offload.plan.budget import GPU_STAGING_SLOTS
-from offload.protocols import SEGMENT_DTYPE, SegmentFlag
+from offload.protocols import SegmentFlag
+from offload.rules import ADAMW
 from offload.sim import predict
 
 NO_DEVICE = "no CUDA device: not run"
 SIMULATED = "SIMULATED DEVICE: NO GPU WAS USED, NO FIGURE MEANS ANYTHING"
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
-STATE = ("master", "exp_avg", "exp_avg_sq")
+STATE = ADAMW.names
 UPDATE_BYTES = 28  # an element's state, gradient and weight, read and written
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, "auto")
 SECTIONS = ("a", "b", "c", "d", "e", "p")
@@ -84,16 +86,15 @@ Found = dict[str, Any]
 
 def row_of(tensors: dict[str, torch.Tensor | None], flags: SegmentFlag, values: reference.Scalars) -> np.ndarray:
     """Return the segment table's row for tensors of any device."""
-    row = np.zeros(1, SEGMENT_DTYPE)
-    row["numel"] = next(tensor.numel() for tensor in tensors.values() if tensor is not None)
-    row["flags"] = int(flags)
-    for name, tensor in tensors.items():
-        row[name] = 0 if tensor is None else tensor.data_ptr()
-    row["gradient_dtype"] = int(dtype_of(tensors["gradient"]))
-    row["weight_dtype"] = int(dtype_of(tensors["weight"]))
-    for name, value in values._asdict().items():
-        row[name] = value
-    return row
+    return kernel_table(
+        ADAMW,
+        next(tensor.numel() for tensor in tensors.values() if tensor is not None),
+        {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
+        weight_dtype=dtype_of(tensors["weight"]),
+        gradient_dtype=dtype_of(tensors["gradient"]),
+        flags=flags,
+        scalars=values,
+    )
 
 
 def dtype_of(tensor: torch.Tensor | None) -> DtypeCode:
@@ -207,7 +208,7 @@ def rounds_of_tests(total: int, chunk: int) -> Iterator[tuple[int, int, torch.dt
                 ACTIVE | DECOUPLED,
                 ACTIVE,
                 ACTIVE | DECOUPLED | SegmentFlag.LOAD_MASTER,
-                ACTIVE | SegmentFlag.ZERO_MOMENTS,
+                ACTIVE | SegmentFlag.ZERO_STATE,
             ),
             ("wild", "plain"),
         )
@@ -255,7 +256,8 @@ def section_bits(args: argparse.Namespace, device: torch.device | None) -> Found
         judge = None
         if number < args.reference_rounds:
             judge = {name: None if tensor is None else tensor.clone() for name, tensor in here.items()}
-            reference.update(SegmentTensors(**judge, flags=flags, scalars=values))
+            master, *state = (judge[name] for name in STATE)
+            reference.update(SegmentTensors(master, state, judge["gradient"], judge["weight"], flags, values))
         gpu.update(row_of(tensors, flags, values))
         cpu.run(row_of(here, flags, values))
         for name, tensor in tensors.items():

@@ -61,8 +61,7 @@ class Buffers:
         cut = slice(numel)
         return SegmentTensors(
             self.master[cut],
-            self.exp_avg[cut],
-            self.exp_avg_sq[cut],
+            (self.exp_avg[cut], self.exp_avg_sq[cut]),
             self.gradient[cut] if whole else self.gradient32[cut],
             self.weight[cut] if whole else None,
             FLAGS,

@@ -40,10 +40,11 @@ from paths import MB, Throttles
 from offload import Engine, OffloadConfig
 from offload.dtypes import DtypeCode
 from offload.engine.tables import GroupScalars
-from offload.layout import SECTOR_NUMEL, STATE_ITEM_BYTES, Parameter, build_layout
+from offload.layout import SECTOR_NUMEL, Parameter, build_layout
 from offload.measure import RatesFile, full, full_probe, observe
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan, estimate
 from offload.plan.planner import STAGING_SLOTS
+from offload.rules import FP32
 from offload.session import core, setup
 from offload.sim import predict
 
@@ -134,7 +135,7 @@ class Model:
         self.parameters = [
             Parameter(f"p{number}", size.numel, DtypeCode.BFLOAT16, 0) for number in range(size.subgroups)
         ]
-        self.subgroup_bytes = 3 * STATE_ITEM_BYTES * size.numel
+        self.subgroup_bytes = 3 * FP32.item_bytes * size.numel
 
     def digest(self) -> str:
         return hashlib.sha256(self.weight.view(torch.int16).numpy().tobytes()).hexdigest()[:16]

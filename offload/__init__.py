@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offload.config import OffloadConfig
     from offload.dtypes import DtypeCode
-    from offload.engine.tables import GroupScalars
     from offload.errors import (
         CheckpointError,
         ConfigError,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     )
     from offload.layout import Parameter
     from offload.optim import Adam, AdamW, GradScaler
+    from offload.rules import GroupScalars
     from offload.session.engine import Engine
     from offload.sim.explanation import Explanation, explain
 
@@ -43,7 +43,7 @@ _HOMES = {
     "DtypeCode": "offload.dtypes",
     "Engine": "offload.session.engine",
     "Explanation": "offload.sim.explanation",
-    "GroupScalars": "offload.engine.tables",
+    "GroupScalars": "offload.rules",
     "InfeasiblePlanError": "offload.errors",
     "InternalError": "offload.errors",
     "OffloadConfig": "offload.config",

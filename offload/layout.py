@@ -13,24 +13,21 @@ Not here: which tier anything lives in (`offload.plan`) or where in memory or on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
-from offload.dtypes import DtypeCode
+from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.protocols import SECTOR_BYTES, TileId
+from offload.rules import ADAMW, MASTER, StateTensor, UpdateRule
 
-STATE_ITEM_BYTES = 4
-"""Every state tensor is fp32."""
-
-SECTOR_NUMEL = SECTOR_BYTES // STATE_ITEM_BYTES
+SECTOR_NUMEL = SECTOR_BYTES // MASTER.format.item_bytes
 SEGMENT_ALIGN_NUMEL = 64
 MAX_TILE_BYTES = 8 << 20
 """Large enough that a disk reaches its bandwidth at depth 2, small enough to spread over several paths."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STATE_NAMES = ("master", *MOMENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +72,7 @@ class Subgroup:
         index: Position in the layout.
         group: The hyperparameter group of all its segments.
         dtype: The weight dtype of all its segments.
+        tensors: Its state tensors; see `stored_tensors`.
         numel: Elements of each state tensor, padding included; a multiple of `SECTOR_NUMEL`.
         segments: Its parameters' runs, in order.
         tile_numel: Elements of each tile but the last.
@@ -83,36 +81,41 @@ class Subgroup:
     index: int
     group: int
     dtype: DtypeCode
+    tensors: tuple[StateTensor, ...]
     numel: int
     segments: tuple[Segment, ...]
     tile_numel: int
 
-    @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of its state tensors; an fp32 weight *is* its master and needs no copy."""
-        return MOMENTS if self.dtype is DtypeCode.FLOAT32 else ("master", *MOMENTS)
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of its state tensors."""
+        return tuple(tensor.name for tensor in self.tensors)
 
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of one state tensor, padding included."""
-        return self.numel * STATE_ITEM_BYTES
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Byte offset of each state tensor in the subgroup's state, by name; they follow each other."""
+        ends = accumulate(tensor.format.nbytes(self.numel) for tensor in self.tensors)
+        return dict(zip(self.names, (0, *ends), strict=False))
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """Bytes of all state tensors, padding included."""
-        return len(self.tensors) * self.tensor_bytes
+        return sum(tensor.format.nbytes(self.numel) for tensor in self.tensors)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of its weights in their own dtype, padding included."""
-        return self.numel * (STATE_ITEM_BYTES if self.dtype is DtypeCode.FLOAT32 else 2)
+        return self.numel * int(ITEM_BYTES[self.dtype])
 
     @property
     def tile_sizes(self) -> tuple[tuple[int, int], ...]:
         """Each payload size of its tiles in bytes, and how many have it."""
         whole, rest = divmod(self.numel, self.tile_numel)
-        sizes = ((self.tile_numel * STATE_ITEM_BYTES, whole), (rest * STATE_ITEM_BYTES, 1))
-        return tuple((nbytes, count * len(self.tensors)) for nbytes, count in sizes if nbytes and count)
+        found: Counter[int] = Counter()
+        for tensor in self.tensors:
+            found[tensor.format.nbytes(self.tile_numel)] += whole
+            found[tensor.format.nbytes(rest)] += 1
+        return tuple((nbytes, count) for nbytes, count in found.items() if nbytes and count)
 
     @property
     def tile_count(self) -> int:
@@ -121,14 +124,13 @@ class Subgroup:
 
     @cached_property
     def tiles(self) -> tuple[tuple[TileId, int, int], ...]:
-        """Every tile as (id, byte offset in the subgroup's state, bytes); tensors follow each other."""
+        """Every tile as (id, byte offset in the subgroup's state, bytes)."""
         found = []
-        tile_bytes = self.tile_numel * STATE_ITEM_BYTES
-        for tensor in range(len(self.tensors)):
-            base = tensor * self.tensor_bytes
-            for tile, start in enumerate(range(0, self.tensor_bytes, tile_bytes)):
-                nbytes = min(tile_bytes, self.tensor_bytes - start)
-                found.append((TileId(self.index, tensor, tile), base + start, nbytes))
+        for number, tensor in enumerate(self.tensors):
+            for tile, start in enumerate(range(0, self.numel, self.tile_numel)):
+                nbytes = tensor.format.nbytes(min(self.tile_numel, self.numel - start))
+                offset = self.offsets[tensor.name] + tensor.format.nbytes(start)
+                found.append((TileId(self.index, number, tile), offset, nbytes))
         return tuple(found)
 
     @cached_property
@@ -137,7 +139,7 @@ class Subgroup:
 
         Each as (id, byte offset in a tensor, bytes), cut and numbered as one more tensor.
         """
-        if "master" in self.tensors:
+        if MASTER in self.tensors:
             return ()
         return tuple(
             (tile._replace(tensor=len(self.tensors)), offset, nbytes)
@@ -147,7 +149,7 @@ class Subgroup:
 
     def tensor_name(self, tensor: int) -> str:
         """Return the name of a tensor by the number that tiles have it by."""
-        return self.tensors[tensor] if tensor < len(self.tensors) else "master"
+        return self.names[tensor] if tensor < len(self.tensors) else MASTER.name
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class Layout:
 
     parameters: tuple[Parameter, ...]
     subgroups: tuple[Subgroup, ...]
+    rule: UpdateRule = ADAMW
 
     @cached_property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -200,6 +203,11 @@ class Layout:
         return max(self.subgroup_bytes, default=0)
 
 
+def stored_tensors(rule: UpdateRule, dtype: DtypeCode) -> tuple[StateTensor, ...]:
+    """Return the state tensors of weights of one dtype; an fp32 weight *is* its master and needs no copy."""
+    return rule.state if dtype is DtypeCode.FLOAT32 else (MASTER, *rule.state)
+
+
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
@@ -216,7 +224,10 @@ def check_subgroup_numel(subgroup_numel: int) -> int:
 
 
 def build_layout(
-    parameters: Iterable[Parameter], subgroup_numel: int, max_tile_bytes: int = MAX_TILE_BYTES
+    parameters: Iterable[Parameter],
+    subgroup_numel: int,
+    max_tile_bytes: int = MAX_TILE_BYTES,
+    rule: UpdateRule = ADAMW,
 ) -> Layout:
     """Cut parameters into subgroups of at most `subgroup_numel` elements each.
 
@@ -227,11 +238,12 @@ def build_layout(
         parameters: All parameters with state, in the caller's order; names are unique.
         subgroup_numel: Most elements a subgroup may have; rounded down to whole sectors.
         max_tile_bytes: Most bytes a tile may have; rounded up to whole sectors.
+        rule: What is kept for each parameter.
 
     Raises:
         ConfigError: If `subgroup_numel` is smaller than a sector or two parameters share a name.
     """
-    return extend_layout(Layout((), ()), parameters, subgroup_numel, max_tile_bytes)
+    return extend_layout(Layout((), (), rule), parameters, subgroup_numel, max_tile_bytes)
 
 
 def extend_layout(
@@ -254,10 +266,11 @@ def extend_layout(
         for segments in _cut(members, parameters, subgroup_numel):
             last = segments[-1]
             numel = _round_up(last.offset + last.numel, SECTOR_NUMEL)
-            tile_count = -(-numel * STATE_ITEM_BYTES // _round_up(max_tile_bytes, SECTOR_BYTES))
+            tile_count = -(-MASTER.format.nbytes(numel) // _round_up(max_tile_bytes, SECTOR_BYTES))
             tile_numel = _round_up(-(-numel // tile_count), SECTOR_NUMEL)
-            subgroups.append(Subgroup(len(subgroups), group, dtype, numel, tuple(segments), tile_numel))
-    result = Layout(parameters, tuple(subgroups))
+            tensors = stored_tensors(layout.rule, dtype)
+            subgroups.append(Subgroup(len(subgroups), group, dtype, tensors, numel, tuple(segments), tile_numel))
+    result = Layout(parameters, tuple(subgroups), layout.rule)
     check_layout(result)
     return result
 

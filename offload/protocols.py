@@ -158,38 +158,38 @@ class SegmentFlag(IntFlag):
     """Weight decay as in AdamW; without it, as an L2 term of the gradient."""
     LOAD_MASTER = 4
     """First take the master from the weight (a widening cast); no effect where the weight is the master."""
-    ZERO_MOMENTS = 8
-    """First take both moments as zero; what the buffers hold is not read."""
+    ZERO_STATE = 8
+    """First take the state beside the master as zero; what the buffers hold is not read."""
 
+
+MAX_STATES = 2
+MAX_SCALARS = 10
 
 SEGMENT_DTYPE = np.dtype(
     [
         ("master", np.uint64),
-        ("exp_avg", np.uint64),
-        ("exp_avg_sq", np.uint64),
-        ("gradient", np.uint64),
+        ("new_master", np.uint64),
         ("weight", np.uint64),
+        ("new_weight", np.uint64),
+        ("gradient", np.uint64),
+        ("state", np.uint64, MAX_STATES),
         ("numel", np.uint64),
         ("gradient_dtype", np.int32),
         ("weight_dtype", np.int32),
         ("flags", np.uint32),
+        ("rule", np.uint32),
         ("grad_scale", np.float32),
-        ("beta1", np.float32),
-        ("one_minus_beta1", np.float32),
-        ("beta2", np.float32),
-        ("one_minus_beta2", np.float32),
-        ("inv_bias2_sqrt", np.float32),
-        ("eps", np.float32),
-        ("step_size", np.float32),
         ("decay", np.float32),
+        ("scalars", np.float32, MAX_SCALARS),
     ]
 )
 """One row of an update's segment table, the native `Segment` (csrc/kernels/segment.h).
 
-The first five fields are memory addresses of the segment's first element: fp32 master, exp_avg and exp_avg_sq;
-the gradient in `gradient_dtype`; the weight in `weight_dtype`, or 0 where the weight is fp32 and therefore *is*
-the master (`master` then points at the weight). `decay` is 1 - lr * weight_decay with DECOUPLED_DECAY, else
-weight_decay. All scalars are computed in float64 and rounded once (`offload.kernels.reference.scalars`).
+The first six fields are memory addresses of the segment's first element. Master and state are fp32; the gradient is
+in `gradient_dtype`; the weight in `weight_dtype`, or 0 where the weight is fp32 and therefore *is* the master
+(`master` then points at it). Where `new_master` and `new_weight` are not 0, what is updated is written there, and the
+old ones are only read. `rule` is the number of an update rule, which has names for `state` and `scalars`
+(`offload.rules.segment_dtype`); `decay` is what `UpdateRule.decoupled` says.
 """
 
 
@@ -197,7 +197,7 @@ class UpdateKernel(Protocol):
     """Runs optimizer updates on one device, bit for bit as `offload.kernels.reference` defines them."""
 
     def submit(self, op: int, table: npt.NDArray[Any]) -> None:
-        """Start updating the segments of `table` (dtype `SEGMENT_DTYPE`); completes on the queue as `op`.
+        """Start updating the segments of `table` (rows of `SEGMENT_DTYPE`); completes on the queue as `op`.
 
         The table is copied; the memory it points at must live until the completion.
         """
@@ -262,8 +262,8 @@ class Device(Protocol):
         Whatever it asks of the device leaves other devices, and captures of CUDA graphs by other threads, alone.
         """
 
-    def prepare(self, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
-        """Make ready what updates and sums need for these dtypes of gradients and their weights; may take seconds."""
+    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+        """Make ready what updates by a rule, and sums, need for dtypes of gradients and weights; may take seconds."""
 
     def free_bytes(self) -> int:
         """Return how much of its memory nobody has taken."""
@@ -309,7 +309,7 @@ class Device(Protocol):
         """Put a copy on a lane; one of the addresses, or both, are the device's."""
 
     def update(self, table: npt.NDArray[Any]) -> None:
-        """Put an update of segments on lane `UPDATE`: `SEGMENT_DTYPE` with device addresses. The table is copied."""
+        """Put an update of segments on lane `UPDATE`: rows with device addresses. The table is copied."""
 
     def gradient_blocks(
         self,

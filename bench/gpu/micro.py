@@ -36,7 +36,9 @@ import offload
 from offload.dtypes import DtypeCode
 from offload.engine.memory import Arena
 from offload.kernels import GpuUpdateKernel, blocks_numel
-from offload.protocols import SEGMENT_DTYPE, DeviceLane, SegmentFlag
+from offload.kernels.table import trial_table
+from offload.protocols import DeviceLane
+from offload.rules import ADAMW
 from offload.sim import SimulatedDevice
 
 Found = dict[str, Any]
@@ -321,14 +323,7 @@ def calls(gpu: Cuda) -> Found:
     try:
         device.pin(host.address, host.nbytes)
         memory, state = device.allocate(2 * nbytes), device.allocate(16 * numel)
-        table = np.zeros(1, SEGMENT_DTYPE)
-        for name, offset in (("master", 0), ("exp_avg", 4), ("exp_avg_sq", 8), ("gradient", 12), ("weight", 14)):
-            table[name] = state + offset * numel
-        table["gradient_dtype"] = table["weight_dtype"] = int(DtypeCode.BFLOAT16)
-        table["numel"] = numel
-        table["flags"] = int(SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY | SegmentFlag.ZERO_MOMENTS)
-        for name in ("beta1", "beta2", "eps"):
-            table[name] = 0.5
+        table = trial_table(ADAMW, state, numel, fresh=True)
         blocks = device.allocate(8 * blocks_numel(numel))
         marks = [device.mark(DeviceLane.H2D)]
 

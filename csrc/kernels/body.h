@@ -10,7 +10,7 @@
 //
 // What a vector type supplies (F: fp32 vector; H: as many 16-bit elements; D: float64 vector):
 //   kWidth, kDoubleWidth, kPairBytes (alignment that `stream_pair` needs; 0: not available)
-//   set1, zero, load, store, stream, add, sub, mul, div, sqrt, negate    on F
+//   set1, zero, load, store, stream, add, sub, mul, div, sqrt, negate, sign    on F; a zero or NaN is its own sign
 //   widen<dtype>(address) -> F, narrow<dtype>(F) -> H, store_half(address, H), stream_pair(address, H, H)
 //   load_double<dtype>(address) -> D, add_double, square_double, load_d, store_d
 //   U: vector of 64-bit words; kWords, load_words, store_words, set1_word, add_words (modulo 2^64), xor_words,
@@ -18,6 +18,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "rules.h"
 
 namespace offload {
 namespace {
@@ -117,6 +118,7 @@ struct Single {
   static F div(F a, F b) { return a / b; }
   static F sqrt(F a) { return __builtin_sqrtf(a); }
   static F negate(F a) { return -a; }
+  static F sign(F a) { return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a; }
   template <int dtype>
   static F widen(const Byte* address) {
     return widen_one<dtype>(address);
@@ -161,104 +163,102 @@ inline Byte* pointer(std::uint64_t address) { return reinterpret_cast<Byte*>(sta
 
 enum class Decay { kNone, kL2, kDecoupled };
 
-// A segment's scalars in registers. Flags stay run-time values: their branches are the same all the way
+// A rule's scalars in registers.
+template <class V, class Rule>
+inline typename Rule::template Scalars<V> in_registers(const Segment& segment) {
+  using Scalars = typename Rule::template Scalars<V>;
+  constexpr std::size_t count = sizeof(Scalars) / sizeof(typename V::F);
+  static_assert(count <= kMaxScalars && Rule::kStates <= kMaxStates);
+  Scalars scalars;
+  typename V::F values[count];
+  for (std::size_t k = 0; k < count; ++k) values[k] = V::set1(segment.scalars[k]);
+  __builtin_memcpy(&scalars, values, sizeof scalars);
+  return scalars;
+}
+
+// What a segment says, in registers. Flags stay run-time values: their branches are the same all the way
 // through a range, so they cost nothing beside memory, and they would multiply the code by twelve.
-template <class V>
+template <class V, class Rule>
 struct Constants {
   explicit Constants(const Segment& s)
-      : grad_scale(V::set1(s.grad_scale)),
-        beta1(V::set1(s.beta1)),
-        one_minus_beta1(V::set1(s.one_minus_beta1)),
-        beta2(V::set1(s.beta2)),
-        one_minus_beta2(V::set1(s.one_minus_beta2)),
-        inv_bias2_sqrt(V::set1(s.inv_bias2_sqrt)),
-        eps(V::set1(s.eps)),
-        step_size(V::set1(s.step_size)),
+      : scalars(in_registers<V, Rule>(s)),
+        grad_scale(V::set1(s.grad_scale)),
         decay(V::set1(s.decay)),
         mode((s.flags & kDecoupledDecay) ? Decay::kDecoupled : s.decay != 0.0f ? Decay::kL2 : Decay::kNone),
         load_master((s.flags & kLoadMaster) && s.weight != 0),
-        zero_moments(s.flags & kZeroMoments),
+        zero_state(s.flags & kZeroState),
         master(pointer(s.master)),
-        exp_avg(pointer(s.exp_avg)),
-        exp_avg_sq(pointer(s.exp_avg_sq)),
+        new_master(pointer(s.new_master ? s.new_master : s.master)),
         gradient(pointer(s.gradient)),
-        weight(pointer(s.weight)) {}
+        weight(pointer(s.weight)),
+        new_weight(pointer(s.new_weight ? s.new_weight : s.weight)) {
+    for (int k = 0; k < Rule::kStates; ++k) state[k] = pointer(s.state[k]);
+  }
 
-  typename V::F grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias2_sqrt, eps, step_size, decay;
+  typename Rule::template Scalars<V> scalars;
+  typename V::F grad_scale, decay;
   Decay mode;
-  bool load_master, zero_moments;
-  Byte *master, *exp_avg, *exp_avg_sq;
+  bool load_master, zero_state;
+  const Byte* master;
+  Byte* new_master;
   const Byte* gradient;
-  Byte* weight;
+  const Byte* weight;
+  Byte* new_weight;
+  Byte* state[Rule::kStates];
 };
 
 // The update, in the parts that depend on one tensor each.
 
-template <class V, int weight_dtype>
-inline typename V::F old_master(const Constants<V>& c, std::uint64_t i) {
+template <int weight_dtype, class V, class Rule>
+inline typename V::F old_master(const Constants<V, Rule>& c, std::uint64_t i) {
   if constexpr (weight_dtype != kNone) {
     if (c.load_master) return V::template widen<weight_dtype>(c.weight + 2 * i);
   }
   return V::load(c.master + 4 * i);
 }
 
-template <class V, int gradient_dtype>
-inline typename V::F scaled_gradient(const Constants<V>& c, std::uint64_t i) {
+template <int gradient_dtype, class V, class Rule>
+inline typename V::F scaled_gradient(const Constants<V, Rule>& c, std::uint64_t i) {
   return V::mul(V::template widen<gradient_dtype>(c.gradient + size_of<gradient_dtype>() * i), c.grad_scale);
 }
 
-template <class V>
-inline typename V::F with_l2_term(const Constants<V>& c, typename V::F g, typename V::F p) {
+template <class V, class Rule>
+inline typename V::F with_l2_term(const Constants<V, Rule>& c, typename V::F g, typename V::F p) {
   return V::add(g, V::mul(p, c.decay));
 }
 
-template <class V>
-inline typename V::F update_exp_avg(const Constants<V>& c, std::uint64_t i, typename V::F g) {
-  const typename V::F old = c.zero_moments ? V::zero() : V::load(c.exp_avg + 4 * i);
-  const typename V::F m = V::add(V::mul(old, c.beta1), V::mul(g, c.one_minus_beta1));
-  V::store(c.exp_avg + 4 * i, m);
-  return m;
+template <class V, class Rule>
+inline typename V::F old_state(const Constants<V, Rule>& c, int k, std::uint64_t i) {
+  return c.zero_state ? V::zero() : V::load(c.state[k] + 4 * i);
 }
 
-template <class V>
-inline typename V::F update_exp_avg_sq(const Constants<V>& c, std::uint64_t i, typename V::F g) {
-  const typename V::F old = c.zero_moments ? V::zero() : V::load(c.exp_avg_sq + 4 * i);
-  const typename V::F v = V::add(V::mul(old, c.beta2), V::mul(V::mul(g, g), c.one_minus_beta2));
-  V::store(c.exp_avg_sq + 4 * i, v);
-  return v;
-}
-
-// What the master moves by.
-template <class V>
-inline typename V::F change_of(const Constants<V>& c, typename V::F m, typename V::F v) {
-  const typename V::F denominator = V::add(V::mul(V::sqrt(v), c.inv_bias2_sqrt), c.eps);
-  return V::mul(V::div(m, denominator), c.step_size);
-}
-
-template <class V>
-inline typename V::F update_master(const Constants<V>& c, std::uint64_t i, typename V::F p, typename V::F change) {
+template <class V, class Rule>
+inline typename V::F update_master(const Constants<V, Rule>& c, std::uint64_t i, typename V::F p,
+                                   typename V::F change) {
   if (c.mode == Decay::kDecoupled) p = V::mul(p, c.decay);
   p = V::sub(p, change);
-  V::store(c.master + 4 * i, p);
+  V::store(c.new_master + 4 * i, p);
   return p;
 }
 
 // Update V::kWidth elements from `i` on; return the new master.
-template <class V, int gradient_dtype, int weight_dtype>
-inline typename V::F update_vector(const Constants<V>& c, std::uint64_t i) {
+template <int gradient_dtype, int weight_dtype, class V, class Rule>
+inline typename V::F update_vector(const Constants<V, Rule>& c, std::uint64_t i) {
   using F = typename V::F;
-  const F p = old_master<V, weight_dtype>(c, i);
-  F g = scaled_gradient<V, gradient_dtype>(c, i);
+  const F p = old_master<weight_dtype>(c, i);
+  F g = scaled_gradient<gradient_dtype>(c, i);
   if (c.mode == Decay::kL2) g = with_l2_term(c, g, p);
-  const F m = update_exp_avg(c, i, g);
-  const F v = update_exp_avg_sq(c, i, g);
-  return update_master(c, i, p, change_of(c, m, v));
+  F state[Rule::kStates];
+  for (int k = 0; k < Rule::kStates; ++k) state[k] = old_state(c, k, i);
+  const F change = Rule::template change<V>(c.scalars, g, state);
+  for (int k = 0; k < Rule::kStates; ++k) V::store(c.state[k] + 4 * i, state[k]);
+  return update_master(c, i, p, change);
 }
 
-template <class V, int gradient_dtype, int weight_dtype>
-inline void update_and_store(const Constants<V>& c, std::uint64_t i) {
-  const typename V::F p = update_vector<V, gradient_dtype, weight_dtype>(c, i);
-  if constexpr (weight_dtype != kNone) V::store_half(c.weight + 2 * i, V::template narrow<weight_dtype>(p));
+template <int gradient_dtype, int weight_dtype, class V, class Rule>
+inline void update_and_store(const Constants<V, Rule>& c, std::uint64_t i) {
+  const typename V::F p = update_vector<gradient_dtype, weight_dtype>(c, i);
+  if constexpr (weight_dtype != kNone) V::store_half(c.new_weight + 2 * i, V::template narrow<weight_dtype>(p));
   (void)p;
 }
 
@@ -266,8 +266,8 @@ inline void update_and_store(const Constants<V>& c, std::uint64_t i) {
 // would be loaded again for every vector.
 
 // Call `next_master(i)` for every vector in [begin, end), a whole number of vectors, and write the weights.
-template <class V, int weight_dtype, class NextMaster>
-inline void for_each_vector(Constants<V> c, std::uint64_t begin, std::uint64_t end, NextMaster next_master) {
+template <int weight_dtype, class V, class Rule, class NextMaster>
+inline void for_each_vector(Constants<V, Rule> c, std::uint64_t begin, std::uint64_t end, NextMaster next_master) {
   constexpr std::uint64_t width = V::kWidth;
   std::uint64_t i = begin;
   if constexpr (weight_dtype == kNone) {
@@ -276,41 +276,50 @@ inline void for_each_vector(Constants<V> c, std::uint64_t begin, std::uint64_t e
     if constexpr (V::kPairBytes > 0) {
       // Past the caches: nobody reads the weight before the next forward pass, and a line that is
       // written whole need not be read first. The same for state, which *is* read first, costs time.
-      if (reinterpret_cast<std::uintptr_t>(c.weight + 2 * i) % V::kPairBytes == 0) {
+      if (reinterpret_cast<std::uintptr_t>(c.new_weight + 2 * i) % V::kPairBytes == 0) {
         for (; i + 2 * width <= end; i += 2 * width) {
           const auto low = V::template narrow<weight_dtype>(next_master(i));
           const auto high = V::template narrow<weight_dtype>(next_master(i + width));
-          V::stream_pair(c.weight + 2 * i, low, high);
+          V::stream_pair(c.new_weight + 2 * i, low, high);
         }
       }
     }
-    for (; i < end; i += width) V::store_half(c.weight + 2 * i, V::template narrow<weight_dtype>(next_master(i)));
+    for (; i < end; i += width) V::store_half(c.new_weight + 2 * i, V::template narrow<weight_dtype>(next_master(i)));
   }
 }
 
 constexpr std::uint64_t kPageNumel = 1024;  // fp32 elements of a 4 KiB page
 
-// The update of at most a page, one tensor after the other; intermediate results stay in the first-level
-// cache. A few instructions more for the same numbers.
-template <class V, int gradient_dtype, int weight_dtype>
+// A page of each tensor in the first-level cache, a little apart so that none waits for stores to another.
+struct Page {
+  alignas(64) Byte bytes[4 * kPageNumel + 256];
+};
+
+// The update of at most a page, one tensor after the other; what comes between stays in the first-level cache. A few
+// instructions more for the same numbers.
+template <int gradient_dtype, int weight_dtype, class V, class Rule>
 void update_apart(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
-  const Constants<V> c(segment);
+  const Constants<V, Rule> c(segment);
   constexpr std::uint64_t width = V::kWidth;
-  alignas(64) Byte gradients[4 * kPageNumel];
-  alignas(64) Byte changes[4 * kPageNumel];
+  Page changes, states[Rule::kStates];
   for (std::uint64_t i = begin; i < end; i += width) {
-    typename V::F g = scaled_gradient<V, gradient_dtype>(c, i);
-    if (c.mode == Decay::kL2) g = with_l2_term(c, g, old_master<V, weight_dtype>(c, i));
-    V::store(gradients + 4 * (i - begin), g);
+    typename V::F g = scaled_gradient<gradient_dtype>(c, i);
+    if (c.mode == Decay::kL2) g = with_l2_term(c, g, old_master<weight_dtype>(c, i));
+    V::store(changes.bytes + 4 * (i - begin), g);
   }
-  for (std::uint64_t i = begin; i < end; i += width)
-    V::store(changes + 4 * (i - begin), update_exp_avg(c, i, V::load(gradients + 4 * (i - begin))));
-  for (std::uint64_t i = begin; i < end; i += width) {
-    const typename V::F v = update_exp_avg_sq(c, i, V::load(gradients + 4 * (i - begin)));
-    V::store(changes + 4 * (i - begin), change_of(c, V::load(changes + 4 * (i - begin)), v));
+  for (int k = 0; k < Rule::kStates; ++k)
+    for (std::uint64_t i = begin; i < end; i += width) V::store(states[k].bytes + 4 * (i - begin), old_state(c, k, i));
+  for (std::uint64_t at = 0; at < 4 * (end - begin); at += 4 * width) {
+    typename V::F state[Rule::kStates];
+    for (int k = 0; k < Rule::kStates; ++k) state[k] = V::load(states[k].bytes + at);
+    V::store(changes.bytes + at, Rule::template change<V>(c.scalars, V::load(changes.bytes + at), state));
+    for (int k = 0; k < Rule::kStates; ++k) V::store(states[k].bytes + at, state[k]);
   }
-  for_each_vector<V, weight_dtype>(c, begin, end, [&](std::uint64_t i) {
-    return update_master(c, i, old_master<V, weight_dtype>(c, i), V::load(changes + 4 * (i - begin)));
+  for (int k = 0; k < Rule::kStates; ++k)
+    for (std::uint64_t i = begin; i < end; i += width)
+      V::store(c.state[k] + 4 * i, V::load(states[k].bytes + 4 * (i - begin)));
+  for_each_vector<weight_dtype>(c, begin, end, [&](std::uint64_t i) {
+    return update_master(c, i, old_master<weight_dtype>(c, i), V::load(changes.bytes + 4 * (i - begin)));
   });
 }
 
@@ -320,17 +329,15 @@ void update_apart(const Segment& segment, std::uint64_t begin, std::uint64_t end
 inline void prefetch(const Byte* address) { __builtin_prefetch(address + 512); }
 
 // The update side by side: every tensor is at the same element at the same time.
-template <class V, int gradient_dtype, int weight_dtype>
+template <int gradient_dtype, int weight_dtype, class V, class Rule>
 void update_together(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
-  const Constants<V> c(segment);
-  for_each_vector<V, weight_dtype>(
-      c, begin, end, [c](std::uint64_t i) {
-        prefetch(c.master + 4 * i);
-        prefetch(c.exp_avg + 4 * i);
-        prefetch(c.exp_avg_sq + 4 * i);
-        prefetch(c.gradient + size_of<gradient_dtype>() * i);
-        return update_vector<V, gradient_dtype, weight_dtype>(c, i);
-      });
+  const Constants<V, Rule> c(segment);
+  for_each_vector<weight_dtype>(c, begin, end, [c](std::uint64_t i) {
+    prefetch(c.master + 4 * i);
+    for (int k = 0; k < Rule::kStates; ++k) prefetch(c.state[k] + 4 * i);
+    prefetch(c.gradient + size_of<gradient_dtype>() * i);
+    return update_vector<gradient_dtype, weight_dtype>(c, i);
+  });
 }
 
 // Whether lines at these addresses push each other out of a first-level cache that predicts its ways. AMD's
@@ -349,14 +356,16 @@ inline bool compete(const Byte* a, const Byte* b) {
          (((d >> 3) ^ (d >> 8)) & 31) == 0;
 }
 
-template <class V, int gradient_dtype>
-inline bool must_be_apart(const Constants<V>& c, std::uint64_t i) {
-  const Byte *p = c.master + 4 * i, *m = c.exp_avg + 4 * i, *v = c.exp_avg_sq + 4 * i;
-  if (compete(p, m) || compete(p, v) || compete(m, v)) return true;
-  if constexpr (gradient_dtype == kFloat32) {  // a 16-bit one passes through the sets at another pace
-    const Byte* g = c.gradient + 4 * i;
-    return compete(g, p) || compete(g, m) || compete(g, v);
-  }
+template <int gradient_dtype, class V, class Rule>
+inline bool must_be_apart(const Constants<V, Rule>& c, std::uint64_t i) {
+  const Byte* streams[Rule::kStates + 2] = {c.master + 4 * i};
+  for (int k = 0; k < Rule::kStates; ++k) streams[k + 1] = c.state[k] + 4 * i;
+  int count = Rule::kStates + 1;
+  // A 16-bit gradient passes through the sets at another pace.
+  if constexpr (gradient_dtype == kFloat32) streams[count++] = c.gradient + 4 * i;
+  for (int a = 0; a < count; ++a)
+    for (int b = a + 1; b < count; ++b)
+      if (compete(streams[a], streams[b])) return true;
   return false;
 }
 
@@ -367,14 +376,14 @@ inline std::uint64_t head_numel(const Byte* address, std::uint64_t numel) {
   return numel >= 64 ? head : 0;
 }
 
-template <int gradient_dtype, int weight_dtype>
+template <class Rule, int gradient_dtype, int weight_dtype>
 void update_active(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   constexpr std::uint64_t width = Simd::kWidth;
-  const Constants<Single> single(segment);
-  const Constants<Simd> c(segment);
+  const Constants<Single, Rule> single(segment);
+  const Constants<Simd, Rule> c(segment);
   std::uint64_t i = begin;
   const std::uint64_t body = begin + head_numel(c.master + 4 * begin, end - begin);
-  for (; i < body; ++i) update_and_store<Single, gradient_dtype, weight_dtype>(single, i);
+  for (; i < body; ++i) update_and_store<gradient_dtype, weight_dtype>(single, i);
   const std::uint64_t vectors_end = i + (end - i) / width * width;
   // The end of the page of the master that element `k` is in, or of the vector that straddles it.
   const auto page_end = [&](std::uint64_t k) {
@@ -384,21 +393,21 @@ void update_active(const Segment& segment, std::uint64_t begin, std::uint64_t en
   };
   while (i < vectors_end) {
     std::uint64_t stop = page_end(i);
-    if (must_be_apart<Simd, gradient_dtype>(c, i)) {
-      update_apart<Simd, gradient_dtype, weight_dtype>(segment, i, stop);
+    if (must_be_apart<gradient_dtype>(c, i)) {
+      update_apart<gradient_dtype, weight_dtype, Simd, Rule>(segment, i, stop);
     } else {
       // As far as it goes: a loop that ends at every page would empty the pipeline there.
-      while (stop < vectors_end && !must_be_apart<Simd, gradient_dtype>(c, stop)) stop = page_end(stop);
-      update_together<Simd, gradient_dtype, weight_dtype>(segment, i, stop);
+      while (stop < vectors_end && !must_be_apart<gradient_dtype>(c, stop)) stop = page_end(stop);
+      update_together<gradient_dtype, weight_dtype, Simd, Rule>(segment, i, stop);
     }
     i = stop;
   }
-  for (; i < end; ++i) update_and_store<Single, gradient_dtype, weight_dtype>(single, i);
+  for (; i < end; ++i) update_and_store<gradient_dtype, weight_dtype>(single, i);
 }
 
 template <int weight_dtype>
 void load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
-  Byte* master = pointer(segment.master);
+  Byte* master = pointer(segment.new_master ? segment.new_master : segment.master);
   const Byte* weight = pointer(segment.weight);
   std::uint64_t i = begin;
   for (; i + Simd::kWidth <= end; i += Simd::kWidth)
@@ -406,37 +415,44 @@ void load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end)
   for (; i < end; ++i) Single::store(master + 4 * i, widen_one<weight_dtype>(weight + 2 * i));
 }
 
-template <int gradient_dtype>
+template <class Rule, int gradient_dtype>
 void update_for_gradient(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   switch (segment.weight ? segment.weight_dtype : kNone) {
     case kBfloat16:
-      return update_active<gradient_dtype, kBfloat16>(segment, begin, end);
+      return update_active<Rule, gradient_dtype, kBfloat16>(segment, begin, end);
     case kFloat16:
-      return update_active<gradient_dtype, kFloat16>(segment, begin, end);
+      return update_active<Rule, gradient_dtype, kFloat16>(segment, begin, end);
     default:
-      return update_active<gradient_dtype, kNone>(segment, begin, end);
+      return update_active<Rule, gradient_dtype, kNone>(segment, begin, end);
   }
 }
 
-void update(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+template <class Rule>
+void update_with(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   if (segment.flags & kActive) {
     switch (segment.gradient_dtype) {
       case kBfloat16:
-        return update_for_gradient<kBfloat16>(segment, begin, end);
+        return update_for_gradient<Rule, kBfloat16>(segment, begin, end);
       case kFloat16:
-        return update_for_gradient<kFloat16>(segment, begin, end);
+        return update_for_gradient<Rule, kFloat16>(segment, begin, end);
       default:
-        return update_for_gradient<kFloat32>(segment, begin, end);
+        return update_for_gradient<Rule, kFloat32>(segment, begin, end);
     }
   }
   if ((segment.flags & kLoadMaster) && segment.weight) {
     if (segment.weight_dtype == kBfloat16) load_master<kBfloat16>(segment, begin, end);
     if (segment.weight_dtype == kFloat16) load_master<kFloat16>(segment, begin, end);
   }
-  if (segment.flags & kZeroMoments) {
-    __builtin_memset(pointer(segment.exp_avg) + 4 * begin, 0, 4 * (end - begin));
-    __builtin_memset(pointer(segment.exp_avg_sq) + 4 * begin, 0, 4 * (end - begin));
-  }
+  if (segment.flags & kZeroState)
+    for (int k = 0; k < Rule::kStates; ++k)
+      __builtin_memset(pointer(segment.state[k]) + 4 * begin, 0, 4 * (end - begin));
+}
+
+void update(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  with_rule(segment.rule, 0, [&](auto rule) {
+    update_with<decltype(rule)>(segment, begin, end);
+    return 0;
+  });
 }
 
 // The value at position `i` (a vector of them) when a block has been folded down to `n` positions.
@@ -610,7 +626,7 @@ template <bool state_nontemporal, bool weight_nontemporal>
 void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end, bool tensor_by_tensor,
                   bool ahead) {
   constexpr std::uint64_t step = 2 * Simd::kWidth;
-  Byte* states[] = {pointer(segment.master), pointer(segment.exp_avg), pointer(segment.exp_avg_sq)};
+  Byte* states[] = {pointer(segment.master), pointer(segment.state[0]), pointer(segment.state[1])};
   const Byte* gradient = pointer(segment.gradient);
   Byte* weight = pointer(segment.weight);
   if (tensor_by_tensor) {

@@ -1,5 +1,7 @@
 #include "jobs.h"
 
+#include "rules.h"
+
 #include <algorithm>
 #include <atomic>
 #include <utility>
@@ -27,17 +29,24 @@ std::string check_segment(const Segment& s) {
   if (s.flags & ~static_cast<std::uint32_t>(kAllFlags)) return "unknown flags " + std::to_string(s.flags);
   const bool active = s.flags & kActive;
   const bool loads = s.flags & kLoadMaster;
-  const bool zeroes = s.flags & kZeroMoments;
+  const bool zeroes = s.flags & kZeroState;
   if (s.numel == 0 || !(active || loads || zeroes)) return "";
+  const int states = with_rule(s.rule, -1, [](auto rule) { return decltype(rule)::kStates; });
+  if (states < 0) return "unknown rule " + std::to_string(s.rule);
   if (s.weight != 0 && s.weight_dtype != kBfloat16 && s.weight_dtype != kFloat16)
     return "weight_dtype " + std::to_string(s.weight_dtype) +
            " is not a 16-bit type (an fp32 weight is the master: weight must be 0)";
   if (s.weight == 0 && s.weight_dtype != kFloat32 && s.weight_dtype != kNone)
     return "weight is null but weight_dtype is " + std::to_string(s.weight_dtype);
-  if (s.weight % 2) return "weight is not aligned to 2 bytes";
+  if (s.weight % 2 || s.new_weight % 2) return "weight is not aligned to 2 bytes";
+  if (s.new_weight != 0 && s.weight == 0) return "new_weight is given but weight is null";
   if ((active || loads) && s.master == 0) return "master is null";
-  if ((active || zeroes) && (s.exp_avg == 0 || s.exp_avg_sq == 0)) return "exp_avg or exp_avg_sq is null";
-  if (s.master % 4 || s.exp_avg % 4 || s.exp_avg_sq % 4) return "state is not aligned to 4 bytes";
+  std::uint64_t addresses = s.master | s.new_master;
+  for (int k = 0; k < states; ++k) {
+    if ((active || zeroes) && s.state[k] == 0) return "state " + std::to_string(k) + " is null";
+    addresses |= s.state[k];
+  }
+  if (addresses % 4) return "state is not aligned to 4 bytes";
   if (active && s.gradient == 0) return "gradient is null";
   if (active && (s.gradient_dtype < kBfloat16 || s.gradient_dtype > kFloat32))
     return "gradient_dtype " + std::to_string(s.gradient_dtype) + " is not a dtype code";
@@ -86,7 +95,7 @@ TableJob::Cut::Cut(std::vector<Segment> table) : segments(std::move(table)) {
   std::vector<std::uint64_t> numels;
   numels.reserve(segments.size());
   for (const Segment& segment : segments) {
-    const bool touched = segment.flags & (kActive | kLoadMaster | kZeroMoments);
+    const bool touched = segment.flags & (kActive | kLoadMaster | kZeroState);
     numels.push_back(touched ? segment.numel : 0);
   }
   pieces = cut_rows(numels);

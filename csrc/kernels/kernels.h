@@ -1,9 +1,9 @@
 // What each instruction set provides: plain functions over ranges, no threads, no allocation.
 //
-// Invariants: all sets give the same bits for the same input (offload/kernels/reference.py says which);
+// Invariants: all sets give the same bits for the same input (offload/kernels/reference/ says which);
 // how a range is cut never changes a number. Callers run them with the default floating-point
 // environment (float_environment.h). Every function may run on many threads over disjoint ranges.
-// Not done here: choosing a set (dispatch.h), splitting work (work.h), checking arguments (validate.h).
+// Not done here: choosing a set (dispatch.h), splitting work and checking arguments (jobs.h).
 #pragma once
 
 #include <cstddef>

@@ -32,7 +32,7 @@ from offload.checkpoint.reader import Checkpoint, Range
 from offload.engine.memory import Arena
 from offload.errors import CheckpointError
 from offload.kernels.reference import store_rounded
-from offload.layout import STATE_NAMES
+from offload.rules import RULES
 
 PIECE_NUMEL = 4 << 20
 """Elements that are written at once."""
@@ -64,7 +64,7 @@ def _write_safetensors(opened: Checkpoint, target: Path, progress: Progress) -> 
     tensors: list[tuple[str, str]] = []
     end = 0
     for name in opened.names:
-        for tensor in STATE_NAMES:
+        for tensor in opened.rule.names:
             nbytes = opened.full_numel(name) * _ITEM.itemsize
             header[f"state.{name}.{tensor}"] = {
                 "dtype": "F32",
@@ -175,15 +175,20 @@ class SafetensorsSource:
             check_metadata(about)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as cause:
             raise CheckpointError(f"{self.path} is damaged: {cause!r}") from cause
-        self.names = [
-            key.removeprefix("state.").removesuffix(".exp_avg")
-            for key in self._entries
-            if key.startswith("state.") and key.endswith(".exp_avg")
-        ]
-        if not self.names:
+        tensors = {key.rpartition(".")[2] for key in self._entries if key.startswith("state.")}
+        found = [rule for rule in RULES.values() if tensors.issuperset(rule.names[1:])]
+        if not found:
+            wanted = " or ".join(rule.names[1] for rule in RULES.values())
             raise CheckpointError(
-                f"{self.path} holds no optimizer state: there is no state.<parameter>.exp_avg in it"
+                f"{self.path} holds no optimizer state: there is no state.<parameter>.{wanted} in it"
             )
+        self.rule = max(found, key=lambda rule: len(rule.names))
+        self._first = f".{self.rule.names[1]}"
+        self.names = [
+            key.removeprefix("state.").removesuffix(self._first)
+            for key in self._entries
+            if key.startswith("state.") and key.endswith(self._first)
+        ]
         counts = [self.step_of(name) for name in self.names]  # all of them, before anything is loaded
         self.step = about.get("step", max(counts))
         if type(self.step) is not int or not 0 <= self.step < 1 << 62:
@@ -192,11 +197,11 @@ class SafetensorsSource:
 
     def full_numel(self, name: str) -> int:
         """Return the elements of a parameter."""
-        return int(np.prod(self._entries[f"state.{name}.exp_avg"][0], dtype=np.int64))
+        return int(np.prod(self._entries[f"state.{name}{self._first}"][0], dtype=np.int64))
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return shape and strides of a parameter."""
-        shape = self._entries[f"state.{name}.exp_avg"][0]
+        shape = self._entries[f"state.{name}{self._first}"][0]
         return shape, tuple(torch.empty(shape, dtype=torch.float32, device="meta").stride())
 
     def step_of(self, name: str) -> int:

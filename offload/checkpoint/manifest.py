@@ -22,8 +22,9 @@ from typing import Any
 
 from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, OffloadError
-from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout
+from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout, stored_tensors
 from offload.protocols import SECTOR_BYTES, TileId
+from offload.rules import ADAMW, MASTER, RULES, UpdateRule
 from offload.tiers.remote import crc32c_of
 
 FORMAT = 1
@@ -307,6 +308,8 @@ def encode(manifest: Manifest) -> bytes:
                 ]
                 for p, step, piece in zip(layout.parameters, manifest.steps, manifest.pieces, strict=True)
             ],
+            "rule": layout.rule.name,
+            "formats": {tensor.name: tensor.format.name for tensor in (MASTER, *layout.rule.state)},
             "subgroups": [
                 [
                     s.group,
@@ -338,8 +341,10 @@ class _Fields:
     def wrong(self, name: str, value: object, allowed: str) -> CheckpointError:
         return CheckpointError(f"{self._where} is damaged: {name} is {_short(value)}; {allowed}")
 
-    def value(self, name: str) -> Any:
+    def value(self, name: str, default: Any = None) -> Any:
         if name not in self._body:
+            if default is not None:
+                return default
             raise CheckpointError(f"{self._where} is damaged: it has no {name}")
         return self._body[name]
 
@@ -418,9 +423,11 @@ def _decode(fields: _Fields) -> Manifest:
         if strides is not None and (whole is None or len(strides) != len(whole)):
             raise fields.wrong(f"stride of {name}", stride, "it must have as many dimensions as the shape")
         pieces.append(Piece(start, full_numel, whole, strides))
-    layout = Layout(tuple(parameters), tuple(_subgroups(fields, parameters)))
+    rule = _rule(fields)
+    layout = Layout(tuple(parameters), tuple(_subgroups(fields, parameters, rule)), rule)
     # Before anything goes through the tiles one by one: there may be absurdly many.
-    count = sum(-(-subgroup.numel // subgroup.tile_numel) * 3 for subgroup in layout.subgroups)
+    tensors = len(rule.names)
+    count = sum(-(-subgroup.numel // subgroup.tile_numel) * tensors for subgroup in layout.subgroups)
     if len(fields.rows("tiles", 4)) != count:
         raise fields.wrong("the number of tiles", len(fields.value("tiles")), f"the layout has {count}")
     if len(layout.index_by_name) != len(parameters):
@@ -465,7 +472,18 @@ def _dimensions(fields: _Fields, name: str, value: object) -> tuple[int, ...] | 
     return tuple(fields.check_integer(name, size, 0, _MOST) for size in sizes)
 
 
-def _subgroups(fields: _Fields, parameters: Sequence[Parameter]) -> list[Subgroup]:
+def _rule(fields: _Fields) -> UpdateRule:
+    name = fields.value("rule", ADAMW.name)  # older manifests name none, as there was one
+    if not isinstance(name, str) or name not in RULES:
+        raise fields.wrong("rule", name, f"this version of offload knows {', '.join(RULES)}")
+    rule = RULES[name]
+    formats = {tensor.name: tensor.format.name for tensor in (MASTER, *rule.state)}
+    if fields.value("formats", formats) != formats:
+        raise fields.wrong("formats", fields.value("formats"), f"this version of offload reads {formats}")
+    return rule
+
+
+def _subgroups(fields: _Fields, parameters: Sequence[Parameter], rule: UpdateRule) -> list[Subgroup]:
     found = []
     for index, (group, dtype, numel, tile_numel, rows) in enumerate(fields.rows("subgroups", 5)):
         what = f"subgroup {index}"
@@ -483,11 +501,13 @@ def _subgroups(fields: _Fields, parameters: Sequence[Parameter]) -> list[Subgrou
                     fields.check_integer(f"a length in {what}", length, 1, numel),
                 )
             )
+        weight_dtype = DtypeCode(fields.check_integer(f"dtype of {what}", dtype, 1, 3))
         found.append(
             Subgroup(
                 index,
                 fields.check_integer(f"group of {what}", group, 0, _MOST),
-                DtypeCode(fields.check_integer(f"dtype of {what}", dtype, 1, 3)),
+                weight_dtype,
+                stored_tensors(rule, weight_dtype),
                 numel,
                 tuple(segments),
                 tile_numel,

@@ -28,8 +28,8 @@ from offload.engine.memory import Arena
 from offload.engine.views import tensor_at
 from offload.errors import CheckpointError, TierError, invariant
 from offload.kernels.reference import store_rounded
-from offload.layout import STATE_ITEM_BYTES, STATE_NAMES
 from offload.protocols import SECTOR_BYTES, Completion, Tier, TileId, TileRequest
+from offload.rules import FP32, UpdateRule
 from offload.tiers import open_existing, tier_error
 
 BUFFERS = 12
@@ -59,7 +59,7 @@ class Range:
 
     Attributes:
         name: The parameter.
-        tensor: "master", "exp_avg" or "exp_avg_sq".
+        tensor: One of its rule's `names`.
         start: First element in the whole parameter, in the order of its memory.
         out: Flat tensor in host memory that they are put into, rounded to its type; its size says how many.
     """
@@ -76,6 +76,10 @@ class StateSource(Protocol):
     @property
     def path(self) -> str:
         """Where it is."""
+
+    @property
+    def rule(self) -> UpdateRule:
+        """The rule whose state it is."""
 
     @property
     def names(self) -> list[str]:
@@ -162,6 +166,11 @@ class Checkpoint:
     # What is in it
 
     @property
+    def rule(self) -> UpdateRule:
+        """The rule whose state it is."""
+        return self.manifests[0].layout.rule
+
+    @property
     def names(self) -> list[str]:
         """Names of all parameters, in the order of the ranks' layouts."""
         return list(self._parts)
@@ -192,7 +201,7 @@ class Checkpoint:
 
     def has(self, name: str, tensor: str) -> bool:
         """Return whether a state tensor is there: all of them are."""
-        return name in self._parts and tensor in STATE_NAMES
+        return name in self._parts and tensor in self.rule.names
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return shape and strides of a whole parameter, if its writer gave them."""
@@ -228,7 +237,7 @@ class Checkpoint:
             for key, offset, out in self._pieces(item):
                 wanted.setdefault(key, []).append((offset, out))
         for key, buffer in self._tiles(wanted):
-            tile = tensor_at(self._address(buffer), self.manifests[key[0]].tile_bytes[key[1]] // STATE_ITEM_BYTES)
+            tile = tensor_at(self._address(buffer), self.manifests[key[0]].tile_bytes[key[1]] // FP32.item_bytes)
             for offset, out in wanted[key]:
                 store_rounded(tile[offset : offset + out.numel()], out)
 
@@ -388,7 +397,7 @@ class Checkpoint:
             subgroup = layout.subgroups[subgroup_index]
             segment = subgroup.segments[position]
             first, last = max(start, segment.start), min(end, segment.start + segment.numel)
-            names = [subgroup.tensor_name(number) for number in range(len(STATE_NAMES))]
+            names = [subgroup.tensor_name(number) for number in range(len(layout.rule.names))]
             while first < last:
                 within = segment.offset + first - segment.start
                 tile, offset = divmod(within, subgroup.tile_numel)
@@ -488,7 +497,7 @@ class Checkpoint:
             offset=ref.offset,
             address=self._address(buffer),
             nbytes=nbytes,
-            numel=nbytes // STATE_ITEM_BYTES,
+            numel=nbytes // FP32.item_bytes,
             checksum=ref.checksum if self._verify and manifest.checksums else None,
         )
         flying[request.op] = key, buffer, request, tier

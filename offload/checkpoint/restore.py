@@ -13,7 +13,7 @@ from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError
 from offload.kernels.reference import store_rounded
-from offload.layout import STATE_NAMES, Parameter, Subgroup
+from offload.layout import Parameter, Subgroup
 
 
 class Restorer:
@@ -52,6 +52,11 @@ class Restorer:
         self._views = views
         self._tables = tables
         self._gpu = gpu
+        rule = views.plan.layout.rule
+        if source.rule.name != rule.name:
+            raise CheckpointError(
+                f"{source.path} has state of the rule {source.rule.name!r}, and this optimizer's is {rule.name!r}"
+            )
         known = set(source.names)
         missing = [name for name in self.names if name not in known]
         if missing:
@@ -88,7 +93,7 @@ class Restorer:
                     views[name],
                 )
                 for segment, views in parts
-                for name in STATE_NAMES
+                for name in views
                 if self._source.has(self.names[segment.parameter], name)
             ]
         )

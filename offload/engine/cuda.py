@@ -25,6 +25,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
 from offload.kernels.gpu import GpuUpdateKernel
 from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue
+from offload.rules import RULES
 
 log = logging.getLogger("offload")
 
@@ -144,10 +145,10 @@ class CudaDevice:
         event.synchronize()
         return event, time.monotonic()
 
-    def prepare(self, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
         """See `Device.prepare`."""
         with self.current():
-            self._kernel.compile(dtypes)
+            self._kernel.compile(RULES[rule], dtypes)
 
     # Memory
 

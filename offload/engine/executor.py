@@ -33,9 +33,9 @@ from offload.engine.operations import (
 )
 from offload.engine.timeline import Interval
 from offload.errors import InternalError, OffloadError, TierError
-from offload.layout import STATE_ITEM_BYTES
 from offload.plan.budget import Plan
 from offload.protocols import Completion, Queue, Tier, TileRequest, UpdateKernel
+from offload.rules import FP32
 
 WAKE = 0
 """Operation id of a completion that only makes `wait` return."""
@@ -200,7 +200,7 @@ class LiveExecutor:
             offset=location.offset,
             address=self._address(operation),
             nbytes=location.nbytes,
-            numel=location.nbytes // STATE_ITEM_BYTES,
+            numel=location.nbytes // FP32.item_bytes,
             checksum=operation.record.checksum if self._verify and reads else None,
         )
         self._in_flight[operation.op] = (operation, request)

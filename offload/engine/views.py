@@ -19,9 +19,10 @@ from offload.engine.operations import Run
 from offload.engine.tables import Tables
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
-from offload.layout import STATE_ITEM_BYTES, Segment
+from offload.layout import Segment
 from offload.plan import Plan
 from offload.protocols import SegmentFlag, TileId
+from offload.rules import FP32
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -162,10 +163,10 @@ class StateViews:
         pieces = []
         for segment in subgroup.segments:
             views = {
-                name: tensor_at(
-                    view.address + number * subgroup.tensor_bytes + segment.offset * STATE_ITEM_BYTES, segment.numel
+                tensor.name: tensor_at(
+                    view.address + subgroup.offsets[tensor.name] + tensor.format.nbytes(segment.offset), segment.numel
                 )
-                for number, name in enumerate(subgroup.tensors)
+                for tensor in subgroup.tensors
             }
             if "master" not in views:
                 views["master"] = self.weight(subgroup.index, segment, view)
@@ -182,14 +183,14 @@ class StateViews:
             return
         first = tile.tile * subgroup.tile_numel
         nbytes = next(nbytes for found, _, nbytes in subgroup.weight_tiles if found == tile)
-        last = first + nbytes // STATE_ITEM_BYTES
+        last = first + nbytes // FP32.item_bytes
         ctypes.memset(address, 0, nbytes)
         for segment in subgroup.segments:
             begin, end = max(first, segment.offset), min(last, segment.offset + segment.numel)
             if begin < end:
                 weight = int(self._tables.weights[segment.parameter])
-                source = weight + (segment.start + begin - segment.offset) * STATE_ITEM_BYTES
-                target, nbytes = address + (begin - first) * STATE_ITEM_BYTES, (end - begin) * STATE_ITEM_BYTES
+                source = weight + (segment.start + begin - segment.offset) * FP32.item_bytes
+                target, nbytes = address + (begin - first) * FP32.item_bytes, (end - begin) * FP32.item_bytes
                 if gpu is None:
                     ctypes.memmove(target, source, nbytes)
                 else:

@@ -18,6 +18,7 @@ import numpy as np
 
 from offload.dtypes import DtypeCode
 from offload.errors import InternalError, SessionBrokenError, invariant
+from offload.kernels.table import checked
 from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, Queue
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class CpuUpdateKernel:
 
         Args:
             op: Comes back in the completion.
-            table: dtype `SEGMENT_DTYPE`, shape [segments], contiguous. Segments must not overlap.
+            table: From `offload.kernels.table`, shape [segments], contiguous. Segments must not overlap.
 
         Raises:
             InternalError: The table cannot be right, or the kernel was made without a queue. Nothing was
@@ -133,8 +134,8 @@ class CpuUpdateKernel:
             SessionBrokenError: The kernel is closed, or belongs to the parent process.
         """
         invariant(self._can_submit, "an update was submitted to a kernel that has no queue")
-        address, rows = self._checked(table)
-        self._call("submit", op, address, rows)
+        rows = checked(table)
+        self._call("submit", op, rows.ctypes.data, rows.size)
 
     def run(self, table: npt.NDArray[Any]) -> None:
         """Update the segments of `table` and return when they are done; the GIL is released.
@@ -144,8 +145,8 @@ class CpuUpdateKernel:
         Raises:
             InternalError, SessionBrokenError: As `submit` does.
         """
-        address, rows = self._checked(table)
-        self._call("run", address, rows)
+        rows = checked(table)
+        self._call("run", rows.ctypes.data, rows.size)
 
     def gradient_blocks(
         self,
@@ -224,15 +225,17 @@ class CpuUpdateKernel:
         Raises:
             InternalError: The table cannot be right or cannot be streamed over.
         """
-        address, rows = self._checked(table)
+        rows = checked(table)
         invariant(
-            np.all(table["weight"] != 0) and np.all(table["gradient_dtype"] != int(DtypeCode.FLOAT32)),
-            "only segments with 16-bit gradients and weights can be streamed over",
+            np.all(rows["weight"] != 0)
+            and np.all(rows["state"] != 0)
+            and np.all(rows["gradient_dtype"] != int(DtypeCode.FLOAT32)),
+            "only segments with two state tensors and 16-bit gradients and weights can be streamed over",
         )
         if variant & (StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.STATE_NONTEMPORAL):
-            aligned = all(np.all(table[name] % 64 == 0) for name in ("master", "exp_avg", "exp_avg_sq", "weight"))
+            aligned = all(np.all(rows[name] % 64 == 0) for name in ("master", "state", "weight"))
             invariant(aligned, "non-temporal streams need tensors aligned to 64 bytes")
-        self._call("stream", address, rows, int(variant))
+        self._call("stream", rows.ctypes.data, rows.size, int(variant))
 
     def close(self) -> None:
         """Finish what is in flight and end the threads; idempotent."""
@@ -248,14 +251,6 @@ class CpuUpdateKernel:
     ) -> None:
         """Close."""
         self.close()
-
-    def _checked(self, table: npt.NDArray[Any]) -> tuple[int, int]:
-        invariant(table.dtype == SEGMENT_DTYPE, f"a segment table has dtype {table.dtype}, not SEGMENT_DTYPE")
-        invariant(
-            table.ndim == 1 and table.flags.c_contiguous,
-            f"a segment table of shape {table.shape} is not one contiguous row of segments",
-        )
-        return table.ctypes.data, table.size
 
     def _call(self, method: str, *arguments: int) -> Any:
         if self._closed:

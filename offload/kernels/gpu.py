@@ -22,8 +22,9 @@ import torch
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.kernels.cpu import blocks_numel
-from offload.layout import STATE_NAMES
+from offload.kernels.table import checked
 from offload.protocols import SEGMENT_DTYPE, SegmentFlag
+from offload.rules import RULES, UpdateRule
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -39,7 +40,8 @@ GATHER_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
 _ITEM_BYTES = np.where(ITEM_BYTES, ITEM_BYTES, 4)  # a segment without a weight of its own has its master
 _SOME_ADDRESS = 1 << 40  # any that takes 64 bits: integers are compiled for by their size
-_TOUCHING = int(SegmentFlag.ACTIVE | SegmentFlag.LOAD_MASTER | SegmentFlag.ZERO_MOMENTS)
+_TOUCHING = int(SegmentFlag.ACTIVE | SegmentFlag.LOAD_MASTER | SegmentFlag.ZERO_STATE)
+_STATES = {rule.code: len(rule.state) for rule in RULES.values()}
 
 
 class GpuUpdateKernel:
@@ -88,10 +90,11 @@ class GpuUpdateKernel:
         streams: Any = torch.cuda
         self._uploads: Any = streams.Stream(chosen) if chosen.type == "cuda" else None
 
-    def compile(self, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+    def compile(self, rule: UpdateRule, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
         """Compile what aligned gradients and weights need, so that nothing waits for that later.
 
         Args:
+            rule: The update rule.
             dtypes: Those of gradients with those of their weights.
         """
         with self._current():
@@ -100,6 +103,8 @@ class GpuUpdateKernel:
                     torch.int64,
                     torch.int32,
                     0,
+                    RULE=rule.code,
+                    STATES=len(rule.state),
                     GRADIENT=int(gradient),
                     WEIGHT=int(weight) if weight is not DtypeCode.FLOAT32 else int(DtypeCode.NONE),
                     ALIGNED=True,
@@ -128,17 +133,13 @@ class GpuUpdateKernel:
         the update's end. Fastest where addresses are multiples of four elements.
 
         Args:
-            table: dtype `SEGMENT_DTYPE`, shape [segments], contiguous, in host memory, with addresses of this device,
-                each a multiple of its element's size. Segments must not overlap.
+            table: From `offload.kernels.table`, shape [segments], contiguous, in host memory. Its addresses are this
+                device's, each a multiple of its element's size. Segments must not overlap.
 
         Raises:
             InternalError: The table cannot be right. Nothing was enqueued.
         """
-        invariant(table.dtype == SEGMENT_DTYPE, f"a segment table has dtype {table.dtype}, not SEGMENT_DTYPE")
-        invariant(
-            table.ndim == 1 and table.flags.c_contiguous,
-            f"a segment table of shape {table.shape} is not one contiguous row of segments",
-        )
+        table = checked(table)
         problem = _native.check_table(table.ctypes.data, table.size)
         invariant(not problem, problem)
         touched = np.flatnonzero((table["numel"] > 0) & (table["flags"] & _TOUCHING != 0))
@@ -151,11 +152,10 @@ class GpuUpdateKernel:
         odd = touched[active & (used["gradient"] % _ITEM_BYTES[gradients] != 0)]
         invariant(not odd.size, f"segment {odd[:1].tolist()}: gradient is not aligned to its elements")
 
-        aligned = used["weight"] % (4 * _ITEM_BYTES[weights]) == 0
+        aligned = (used["weight"] | used["new_weight"]) % (4 * _ITEM_BYTES[weights]) == 0
         aligned &= ~active | (used["gradient"] % (4 * _ITEM_BYTES[gradients]) == 0)
-        for name in STATE_NAMES:
-            aligned &= used[name] % 16 == 0
-        group = (gradients * 4 + weights) * 2 + aligned
+        aligned &= (used["master"] | used["new_master"] | np.bitwise_or.reduce(used["state"], axis=1)) % 16 == 0
+        group = ((used["rule"].astype(np.int64) * 4 + gradients) * 4 + weights) * 2 + aligned
         order = np.argsort(group, kind="stable")
         blocks = -(-used["numel"][order].astype(np.int64) // BLOCK_NUMEL)
         ends = np.cumsum(blocks)
@@ -176,7 +176,9 @@ class GpuUpdateKernel:
                     there[:row_words],
                     there[row_words:].view(torch.int32),
                     first,
-                    GRADIENT=key // 8,
+                    RULE=key // 32,
+                    STATES=_STATES[key // 32],
+                    GRADIENT=key // 8 % 4,
                     WEIGHT=key // 2 % 4,
                     ALIGNED=bool(key % 2),
                     BLOCK=BLOCK_NUMEL,

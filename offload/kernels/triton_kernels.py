@@ -28,6 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from offload import rules
 from offload.dtypes import DtypeCode
 from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag
 
@@ -44,15 +45,15 @@ BFLOAT16 = tl.constexpr(int(DtypeCode.BFLOAT16))
 FLOAT16 = tl.constexpr(int(DtypeCode.FLOAT16))
 DECOUPLED_DECAY = tl.constexpr(int(SegmentFlag.DECOUPLED_DECAY))
 LOAD_MASTER = tl.constexpr(int(SegmentFlag.LOAD_MASTER))
-ZERO_MOMENTS = tl.constexpr(int(SegmentFlag.ZERO_MOMENTS))
+ZERO_STATE = tl.constexpr(int(SegmentFlag.ZERO_STATE))
 NORM_BLOCK, NORM_LEVELS = tl.constexpr(NORM_BLOCK_NUMEL), tl.constexpr(NORM_BLOCK_NUMEL.bit_length() - 1)
 ROW_WORDS = tl.constexpr(SEGMENT_DTYPE.itemsize // 8)
-MASTER, EXP_AVG, EXP_AVG_SQ = _word("master", 8), _word("exp_avg", 8), _word("exp_avg_sq", 8)
-GRADIENT_ADDRESS, WEIGHT_ADDRESS, NUMEL = _word("gradient", 8), _word("weight", 8), _word("numel", 8)
-FLAGS, GRAD_SCALE, INV_BIAS2_SQRT = _word("flags", 4), _word("grad_scale", 4), _word("inv_bias2_sqrt", 4)
-BETA1, ONE_MINUS_BETA1 = _word("beta1", 4), _word("one_minus_beta1", 4)
-BETA2, ONE_MINUS_BETA2 = _word("beta2", 4), _word("one_minus_beta2", 4)
-EPS, STEP_SIZE, DECAY = _word("eps", 4), _word("step_size", 4), _word("decay", 4)
+MASTER, NEW_MASTER, STATE = _word("master", 8), _word("new_master", 8), _word("state", 8)
+WEIGHT_ADDRESS, NEW_WEIGHT = _word("weight", 8), _word("new_weight", 8)
+GRADIENT_ADDRESS, NUMEL = _word("gradient", 8), _word("numel", 8)
+FLAGS, GRAD_SCALE, DECAY, SCALARS = _word("flags", 4), _word("grad_scale", 4), _word("decay", 4), _word("scalars", 4)
+ADAM, LION = tl.constexpr(rules.ADAMW.code), tl.constexpr(rules.LION.code)
+ADAGRAD, SGD = tl.constexpr(rules.ADAGRAD.code), tl.constexpr(rules.SGD.code)
 
 
 @triton.jit
@@ -114,10 +115,58 @@ def narrow(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def adam(s, g, m, v):
+    """Return what the master moves by, and the new exp_avg and exp_avg_sq."""
+    m = m * tl.load(s) + g * tl.load(s + 1)
+    v = v * tl.load(s + 2) + (g * g) * tl.load(s + 3)
+    denominator = tl.sqrt_rn(v) * tl.load(s + 4) + tl.load(s + 5)
+    return tl.div_rn(m, denominator) * tl.load(s + 6), m, v
+
+
+@triton.jit
+def lion(s, g, m):
+    """Return what the master moves by, and the new exp_avg."""
+    mixed = m * tl.load(s) + g * tl.load(s + 1)
+    m = m * tl.load(s + 2) + g * tl.load(s + 3)
+    return tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, mixed)) * tl.load(s + 4), m
+
+
+@triton.jit
+def adagrad(s, g, total):
+    """Return what the master moves by, and the new sum."""
+    total = total + g * g
+    return tl.div_rn(g, tl.sqrt_rn(total) + tl.load(s)) * tl.load(s + 1), total
+
+
+@triton.jit
+def sgd(s, g, buffer):
+    """Return what the master moves by, and the new momentum_buffer."""
+    buffer = buffer * tl.load(s) + g * tl.load(s + 1)
+    return (g * tl.load(s + 2) + buffer * tl.load(s + 3)) * tl.load(s + 4), buffer
+
+
+@triton.jit
+def change_of(s, g, first, second, RULE: tl.constexpr):
+    """Return what the master moves by, and the new state; `s` are the rule's scalars."""
+    if RULE == ADAM:
+        change, first, second = adam(s, g, first, second)
+    elif RULE == LION:
+        change, first = lion(s, g, first)
+    elif RULE == ADAGRAD:
+        change, first = adagrad(s, g, first)
+    else:
+        tl.static_assert(RULE == SGD)
+        change, first = sgd(s, g, first)
+    return change, first, second
+
+
+@triton.jit
 def update_block(
     row,
     start,
     room,
+    RULE: tl.constexpr,
+    STATES: tl.constexpr,
     GRADIENT: tl.constexpr,
     WEIGHT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -128,47 +177,52 @@ def update_block(
     words = row.to(tl.pointer_type(tl.int32))
     scalars = row.to(tl.pointer_type(tl.float32))
     flags = tl.load(words + FLAGS)
-    master = pointers(tl.load(row + MASTER), start, BLOCK, 0, ALIGNED)
-    exp_avg = pointers(tl.load(row + EXP_AVG), start, BLOCK, 0, ALIGNED)
-    exp_avg_sq = pointers(tl.load(row + EXP_AVG_SQ), start, BLOCK, 0, ALIGNED)
-    weight = pointers(tl.load(row + WEIGHT_ADDRESS), start, BLOCK, WEIGHT, ALIGNED)
+    old, new = tl.load(row + MASTER), tl.load(row + NEW_MASTER)
+    master = pointers(old, start, BLOCK, 0, ALIGNED)
+    new_master = pointers(tl.where(new == 0, old, new), start, BLOCK, 0, ALIGNED)
+    old, new = tl.load(row + WEIGHT_ADDRESS), tl.load(row + NEW_WEIGHT)
+    weight = pointers(old, start, BLOCK, WEIGHT, ALIGNED)
+    new_weight = pointers(tl.where(new == 0, old, new), start, BLOCK, WEIGHT, ALIGNED)
+    first = pointers(tl.load(row + STATE), start, BLOCK, 0, ALIGNED)
+    second = pointers(tl.load(row + STATE + 1), start, BLOCK, 0, ALIGNED)
 
     if GRADIENT == NONE:
         if WEIGHT != NONE and (flags & LOAD_MASTER) != 0:
-            write(master, widen(read(weight, room, BLOCK, FULL), WEIGHT), room, BLOCK, FULL)
-        if (flags & ZERO_MOMENTS) != 0:
+            write(new_master, widen(read(weight, room, BLOCK, FULL), WEIGHT), room, BLOCK, FULL)
+        if (flags & ZERO_STATE) != 0:
             zeros = tl.full([BLOCK], 0.0, tl.float32)
-            write(exp_avg, zeros, room, BLOCK, FULL)
-            write(exp_avg_sq, zeros, room, BLOCK, FULL)
+            write(first, zeros, room, BLOCK, FULL)
+            if STATES == 2:
+                write(second, zeros, room, BLOCK, FULL)
     else:
         gradient = pointers(tl.load(row + GRADIENT_ADDRESS), start, BLOCK, GRADIENT, ALIGNED)
         decay = tl.load(scalars + DECAY)
-        decoupled = (flags & DECOUPLED_DECAY) != 0
         g = widen(read(gradient, room, BLOCK, FULL), GRADIENT) * tl.load(scalars + GRAD_SCALE)
         if WEIGHT != NONE and (flags & LOAD_MASTER) != 0:
             p = widen(read(weight, room, BLOCK, FULL), WEIGHT)
         else:
             p = read(master, room, BLOCK, FULL)
-        if (flags & ZERO_MOMENTS) != 0:
+        if (flags & ZERO_STATE) != 0:
             m = tl.full([BLOCK], 0.0, tl.float32)
             v = tl.full([BLOCK], 0.0, tl.float32)
         else:
-            m = read(exp_avg, room, BLOCK, FULL)
-            v = read(exp_avg_sq, room, BLOCK, FULL)
+            m = read(first, room, BLOCK, FULL)
+            v = m
+            if STATES == 2:
+                v = read(second, room, BLOCK, FULL)
         decayed = p * decay
-        if decoupled:
+        if (flags & DECOUPLED_DECAY) != 0:
             p = decayed
         else:
             g = tl.where(decay != 0.0, g + decayed, g)
-        m = m * tl.load(scalars + BETA1) + g * tl.load(scalars + ONE_MINUS_BETA1)
-        v = v * tl.load(scalars + BETA2) + (g * g) * tl.load(scalars + ONE_MINUS_BETA2)
-        denominator = tl.sqrt_rn(v) * tl.load(scalars + INV_BIAS2_SQRT) + tl.load(scalars + EPS)
-        p = p - tl.div_rn(m, denominator) * tl.load(scalars + STEP_SIZE)
-        write(master, p, room, BLOCK, FULL)
-        write(exp_avg, m, room, BLOCK, FULL)
-        write(exp_avg_sq, v, room, BLOCK, FULL)
+        change, m, v = change_of(scalars + SCALARS, g, m, v, RULE)
+        p = p - change
+        write(new_master, p, room, BLOCK, FULL)
+        write(first, m, room, BLOCK, FULL)
+        if STATES == 2:
+            write(second, v, room, BLOCK, FULL)
         if WEIGHT != NONE:
-            write(weight, narrow(p, WEIGHT), room, BLOCK, FULL)
+            write(new_weight, narrow(p, WEIGHT), room, BLOCK, FULL)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -176,6 +230,8 @@ def update(
     table,
     pieces,
     first,
+    RULE: tl.constexpr,
+    STATES: tl.constexpr,
     GRADIENT: tl.constexpr,
     WEIGHT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -187,6 +243,8 @@ def update(
         table: int64: the segment table, its addresses being of this device.
         pieces: int32, shape [programs, 2]: the row of the segment, and which of its blocks.
         first: Row of `pieces` that the first program takes.
+        RULE: Code of the update rule.
+        STATES: How many state tensors it has beside the master.
         GRADIENT: Dtype code of the gradients; NONE for segments that are not active.
         WEIGHT: Dtype code of the weights; NONE where they are the masters.
         ALIGNED: Whether every address is a multiple of 16.
@@ -197,9 +255,9 @@ def update(
     start = tl.load(piece + 1).to(tl.int64) * BLOCK
     room = tl.load(row + NUMEL) - start
     if room >= BLOCK:
-        update_block(row, start, room, GRADIENT, WEIGHT, ALIGNED, BLOCK, True)
+        update_block(row, start, room, RULE, STATES, GRADIENT, WEIGHT, ALIGNED, BLOCK, True)
     else:
-        update_block(row, start, room, GRADIENT, WEIGHT, ALIGNED, BLOCK, False)
+        update_block(row, start, room, RULE, STATES, GRADIENT, WEIGHT, ALIGNED, BLOCK, False)
 
 
 @triton.jit

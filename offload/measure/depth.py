@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from offload import waits
-from offload.layout import STATE_ITEM_BYTES
 from offload.protocols import SECTOR_BYTES, Completion, Queue, Tier, TileId, TileRequest
+from offload.rules import FP32
 from offload.tiers import SLOT_HEADER_BYTES, slot_bytes, tier_error
 
 DEPTHS = (2, 4, 8, 16)
@@ -89,7 +89,7 @@ def tune_depth(
             offset=number * slot_bytes(tile_bytes),
             address=address + number * tile_bytes,
             nbytes=tile_bytes,
-            numel=tile_bytes // STATE_ITEM_BYTES,
+            numel=tile_bytes // FP32.item_bytes,
         )
 
     def move(read: range, written: range) -> float:

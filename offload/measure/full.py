@@ -26,10 +26,10 @@ from offload._native import CompletionQueue
 from offload.config import format_bytes
 from offload.dtypes import DtypeCode
 from offload.engine.memory import HUGE_PAGE_BYTES, Arena, available_bytes
-from offload.engine.tables import SCALAR_FIELDS
 from offload.errors import ConfigError, OffloadError, TierError
-from offload.kernels import CpuUpdateKernel, StreamVariant, scalars
-from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES
+from offload.kernels import CpuUpdateKernel, StreamVariant
+from offload.kernels.table import trial_items, trial_table
+from offload.layout import MAX_TILE_BYTES
 from offload.measure.depth import tune_depth
 from offload.measure.drive import Load, bytes_per_s, drive
 from offload.measure.gpu import gpu_probe
@@ -37,7 +37,8 @@ from offload.measure.observe import lane_totals
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, path_facts, versions
 from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
-from offload.protocols import SECTOR_BYTES, SEGMENT_DTYPE, Completion, SegmentFlag, TileId, TileRequest
+from offload.protocols import SECTOR_BYTES, Completion, TileId, TileRequest
+from offload.rules import ADAMW, FP32
 from offload.tiers import check_directories, open_tier, slot_bytes, tier_error
 
 ROUNDS = (3, 15)
@@ -57,7 +58,7 @@ UPDATE_NUMEL = 1 << 25
 
 CHUNK_NUMEL = 1 << 21
 UPDATE_DEPTH = 2
-UPDATE_ITEM_BYTES = 3 * STATE_ITEM_BYTES
+UPDATE_ITEM_BYTES = ADAMW.item_bytes
 STREAM_ITEM_BYTES = 28
 """Bytes that an update has to move for each element: fp32 state read and written, 16-bit gradient and weight."""
 
@@ -270,13 +271,12 @@ class _UpdateMemory:
     """State, gradient and weight of `numel` elements in huge pages, and the tables to update them by."""
 
     def __init__(self, numel: int) -> None:
-        names = ("master", "exp_avg", "exp_avg_sq", "gradient", "weight", "copy")
         self.numel = numel
         offsets, end = {}, 0
-        for index, name in enumerate(names):
+        for index, (name, item_bytes) in enumerate([*trial_items(ADAMW).items(), ("copy", 2)]):
             # Tensors a large power of two apart would compete for the same places in the first-level cache.
             offsets[name] = -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + index * (68 << 10)
-            end = offsets[name] + numel * (STATE_ITEM_BYTES if index < 3 else 2)
+            end = offsets[name] + numel * item_bytes
         self.arena = Arena(end, prefault=True)
         self.addresses = {name: self.arena.address + offset for name, offset in offsets.items()}
         values = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
@@ -291,18 +291,8 @@ class _UpdateMemory:
 
     def table(self, start: int, numel: int) -> np.ndarray[Any, Any]:
         """Return the segment table of a run of elements."""
-        table = np.zeros(1, SEGMENT_DTYPE)
-        for name in ("master", "exp_avg", "exp_avg_sq", "gradient", "weight"):
-            item_bytes = 2 if name in ("gradient", "weight") else STATE_ITEM_BYTES
-            table[name] = self.addresses[name] + start * item_bytes
-        for name in ("gradient", "weight"):
-            table[f"{name}_dtype"] = int(DtypeCode.BFLOAT16)
-        table["numel"] = numel
-        table["flags"] = int(SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY)
-        row = scalars(10, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, decoupled=True)
-        for name in SCALAR_FIELDS:
-            table[name] = getattr(row, name)
-        return table
+        items = trial_items(ADAMW)
+        return trial_table(ADAMW, {name: self.addresses[name] + start * items[name] for name in items}, numel)
 
     def halves(self, name: str) -> np.ndarray[Any, Any]:
         """Return the gradient, the weight or the copy as 16-bit integers."""
@@ -485,7 +475,7 @@ class _PathProbe:
                     offset=region.offset + slot * slot_bytes(size),
                     address=self._arena.address + (half * PATH_DEPTH + place) * MAX_TILE_BYTES,
                     nbytes=size,
-                    numel=size // STATE_ITEM_BYTES,
+                    numel=size // FP32.item_bytes,
                 )
             )
 

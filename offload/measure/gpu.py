@@ -6,18 +6,14 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
-from offload.dtypes import DtypeCode
 from offload.kernels import GpuUpdateKernel
-from offload.layout import STATE_NAMES
-from offload.protocols import SEGMENT_DTYPE, SegmentFlag
+from offload.kernels.table import trial_bytes, trial_table
+from offload.rules import ADAMW
 
 COPY_BYTES = 64 << 20
 COPIES = 8
 COPIES_BESIDE = 128
 UPDATE_NUMEL = 1 << 26
-STATE_BYTES = 12
 
 
 def gpu_probe(update: Callable[[], float]) -> GpuProbe | None:
@@ -55,18 +51,8 @@ class GpuProbe:
         free_bytes, _ = torch.cuda.mem_get_info()
         self._numel = min(UPDATE_NUMEL, free_bytes // 64) // 1024 * 1024
         self._kernel = GpuUpdateKernel()
-        self._state = torch.zeros(3, self._numel, dtype=torch.float32, device="cuda")
-        self._halves = torch.zeros(2, self._numel, dtype=torch.bfloat16, device="cuda")
-        self._table = np.zeros(1, SEGMENT_DTYPE)
-        for number, name in enumerate(STATE_NAMES):
-            self._table[name] = self._state[number].data_ptr()
-        for number, name in enumerate(("gradient", "weight")):
-            self._table[name] = self._halves[number].data_ptr()
-            self._table[f"{name}_dtype"] = int(DtypeCode.BFLOAT16)
-        self._table["numel"] = self._numel
-        self._table["flags"] = int(SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY)
-        for name in ("beta1", "beta2", "eps"):
-            self._table[name] = 0.5
+        self._memory = torch.zeros(self._numel * trial_bytes(ADAMW), dtype=torch.uint8, device="cuda")
+        self._table = trial_table(ADAMW, self._memory.data_ptr(), self._numel)
         self._kernel.update(self._table)  # compiles
 
     def samples(self) -> Iterator[tuple[str, Callable[[], Mapping[str, float]]]]:
@@ -127,4 +113,4 @@ class GpuProbe:
             self._kernel.update(self._table)
         ended.record()
         self._torch.cuda.synchronize()
-        return COPIES * self._numel * STATE_BYTES * 1e3 / float(begun.elapsed_time(ended))
+        return COPIES * self._numel * ADAMW.item_bytes * 1e3 / float(begun.elapsed_time(ended))

@@ -11,23 +11,22 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from offload import waits
-from offload.dtypes import DtypeCode
 from offload.engine.gpu import GpuLanes
 from offload.errors import invariant
-from offload.layout import MAX_TILE_BYTES, STATE_ITEM_BYTES, STATE_NAMES
+from offload.kernels.table import trial_bytes, trial_table
+from offload.layout import MAX_TILE_BYTES
 from offload.plan import GpuRates, PathRates, Plan, Rates
 from offload.protocols import (
     SECTOR_BYTES,
-    SEGMENT_DTYPE,
     Completion,
     DeviceLane,
     Queue,
-    SegmentFlag,
     Tier,
     TileId,
     TileRequest,
     UpdateKernel,
 )
+from offload.rules import FP32
 from offload.tiers import tier_error
 
 PROBE_TILES = 4
@@ -65,20 +64,11 @@ def probe_device(lanes: GpuLanes, plan: Plan) -> GpuRates:
     device = lanes.device
     largest = max((subgroup.numel for subgroup in plan.layout.subgroups), default=1024)
     numel = min(PROBE_NUMEL, largest)
-    table = np.zeros(1, SEGMENT_DTYPE)
-    nbytes = numel * (3 * STATE_ITEM_BYTES + 4)
+    rule = plan.layout.rule
+    nbytes = numel * trial_bytes(rule)
     memory, host = device.allocate(nbytes), lanes.arena(2 * nbytes)
     try:
-        offset = memory
-        for name, item in (("master", 4), ("exp_avg", 4), ("exp_avg_sq", 4), ("gradient", 2), ("weight", 2)):
-            table[name] = offset
-            offset += numel * item
-        for name in ("gradient_dtype", "weight_dtype"):
-            table[name] = int(DtypeCode.BFLOAT16)
-        table["numel"] = numel
-        table["flags"] = int(SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY | SegmentFlag.ZERO_MOMENTS)
-        for name in ("beta1", "beta2", "eps"):
-            table[name] = 0.5
+        table = trial_table(rule, memory, numel, fresh=True)
 
         def copy() -> None:
             lanes.copy(DeviceLane.H2D, memory, host.address, nbytes // 2)
@@ -98,7 +88,7 @@ def probe_device(lanes: GpuLanes, plan: Plan) -> GpuRates:
                     seconds.setdefault(lane, []).append(ended[lane].time_s() - began[lane].time_s())
         least = {lane: max(min(found[1:]), 1e-9) for lane, found in seconds.items()}
         return GpuRates(
-            update_bytes_per_s=3 * STATE_ITEM_BYTES * numel / least[DeviceLane.UPDATE],
+            update_bytes_per_s=rule.item_bytes * numel / least[DeviceLane.UPDATE],
             h2d_bytes_per_s=(nbytes // 2) / least[DeviceLane.H2D],
             d2h_bytes_per_s=(nbytes - nbytes // 2) / least[DeviceLane.D2H],
         )
@@ -125,20 +115,11 @@ def _time(queue: Queue, count: int, start: Callable[[], None], tier: Tier | None
 def _probe_update(kernel: UpdateKernel, queue: Queue, plan: Plan) -> float:
     largest = max((subgroup.numel for subgroup in plan.layout.subgroups), default=1024)
     numel = min(PROBE_NUMEL, largest)
-    state = np.zeros((3, numel), np.float32)
-    halves = np.zeros((2, numel), np.uint16)
-    table = np.zeros(1, SEGMENT_DTYPE)
-    for number, name in enumerate(STATE_NAMES):
-        table[name] = state[number].ctypes.data
-    for number, name in enumerate(("gradient", "weight")):
-        table[name] = halves[number].ctypes.data
-        table[f"{name}_dtype"] = int(DtypeCode.BFLOAT16)
-    table["numel"] = numel
-    table["flags"] = int(SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY)
-    for name in ("beta1", "beta2", "eps"):
-        table[name] = 0.5
+    rule = plan.layout.rule
+    memory = np.zeros(numel * trial_bytes(rule), np.uint8)
+    table = trial_table(rule, memory.ctypes.data, numel)
     seconds = [_time(queue, 1, lambda: kernel.submit(1, table)) for _ in range(ROUNDS)]
-    return 3 * STATE_ITEM_BYTES * numel / max(min(seconds), 1e-9)
+    return rule.item_bytes * numel / max(min(seconds), 1e-9)
 
 
 def _probe_path(tier: Tier, queue: Queue, address: int, plan: Plan) -> PathRates:
@@ -156,7 +137,7 @@ def _probe_path(tier: Tier, queue: Queue, address: int, plan: Plan) -> PathRates
             offset=number * (nbytes + SECTOR_BYTES),
             address=address + number * nbytes,
             nbytes=nbytes,
-            numel=nbytes // STATE_ITEM_BYTES,
+            numel=nbytes // FP32.item_bytes,
         )
         for number in range(count)
     ]

@@ -32,15 +32,15 @@ from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.config import OffloadConfig, format_bytes
-from offload.engine.tables import GroupScalars
 from offload.engine.timeline import Interval
 from offload.errors import CheckpointError, ConfigError, invariant
 from offload.kernels.reference import DTYPE_CODES
-from offload.layout import STATE_NAMES, Parameter
+from offload.layout import Parameter
 from offload.optim.slots import GradientSlot
 from offload.optim.state import Copies, StateView
 from offload.plan import Plan, Rates, estimate
 from offload.protocols import Device, DeviceLane, Mark
+from offload.rules import ADAMW, GroupScalars
 from offload.session.engine import Engine
 from offload.sim import Explanation, Prediction, carry_on, compare, predict
 
@@ -722,7 +722,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         """
         self._position_of(parameter)
         entry = self._read([parameter])[0]
-        return {name: entry[name] for name in STATE_NAMES}
+        return {name: entry[name] for name in ADAMW.names}
 
     def _position_of(self, parameter: torch.Tensor) -> int:
         known = len(self.engine.plan.layout.parameters)  # opens the engine, if that was left until now
@@ -762,8 +762,8 @@ class OffloadedAdam(torch.optim.Optimizer):
                 step = _checked_step("state", value)
                 self._write({}, {position: step})
                 return torch.tensor(float(step), dtype=torch.float32, device="cpu")
-            if name not in STATE_NAMES:
-                raise ConfigError("state", name, f"assign step, {', '.join(STATE_NAMES)}")
+            if name not in ADAMW.names:
+                raise ConfigError("state", name, f"assign step, {', '.join(ADAMW.names)}")
             flat = _checked_tensor(f"state {name}", value, parameter)
             self._write({position: {name: flat}}, {})
             return flat.as_strided(parameter.size(), parameter.stride())
@@ -1342,7 +1342,7 @@ def _checked_state(
     step = _checked_step(what, entry.get("step") if isinstance(entry, Mapping) else None)
     return {
         name: _checked_tensor(f"{what}.{name}", entry.get(name), parameter)
-        for name in STATE_NAMES
+        for name in ADAMW.names
         if name != "master" or entry.get(name) is not None
     }, step
 

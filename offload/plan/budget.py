@@ -10,9 +10,10 @@ from functools import cached_property
 
 from offload.config import format_bytes
 from offload.errors import InfeasiblePlanError
-from offload.layout import SECTOR_NUMEL, STATE_ITEM_BYTES, Layout
+from offload.layout import SECTOR_NUMEL, Layout
 from offload.plan.rates import Rates
 from offload.protocols import SECTOR_BYTES
+from offload.rules import ADAMW, MASTER, UpdateRule
 
 DEFAULT_STAGING_SLOTS = 4
 """One fetching, one updating, one flushing, and one to spare so that none waits for another."""
@@ -41,17 +42,18 @@ AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
 """Without a size: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
 
 
-def choose_subgroup_numel(numel: int, staging_bytes: int | None = None) -> int:
+def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, rule: UpdateRule = ADAMW) -> int:
     """Return a subgroup size that suits a model of so many elements and the staging memory.
 
     Args:
         numel: Elements of one rank's shard.
         staging_bytes: What `DEFAULT_STAGING_SLOTS` subgroups have to fit into; None for no limit.
+        rule: What is kept for each element.
     """
     least, most = AUTO_SUBGROUP_NUMEL
     chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
     if staging_bytes is not None and staging_bytes >= LEAST_SLOT_BYTES:  # else `make_plan` says that it is too little
-        chosen = min(chosen, staging_bytes // (DEFAULT_STAGING_SLOTS * 3 * STATE_ITEM_BYTES))
+        chosen = min(chosen, staging_bytes // (DEFAULT_STAGING_SLOTS * rule.item_bytes))
     return max(SECTOR_NUMEL, chosen // SECTOR_NUMEL * SECTOR_NUMEL)
 
 
@@ -231,7 +233,7 @@ class Plan:
         for subgroup in self.layout.subgroups:
             tensors = len(subgroup.tensors)
             for nbytes, count in subgroup.tile_sizes:
-                whole += (nbytes + SECTOR_BYTES) * count * (tensors + ("master" not in subgroup.tensors)) // tensors
+                whole += (nbytes + SECTOR_BYTES) * count * (tensors + (MASTER not in subgroup.tensors)) // tensors
         return (self.budgets.checkpoints + 1) * whole
 
     @cached_property

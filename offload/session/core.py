@@ -43,7 +43,7 @@ from offload.engine.loop import pump
 from offload.engine.machine import Machine, State, update_visits
 from offload.engine.memory import available_bytes
 from offload.engine.operations import Begin, BeginSave, Release, Run, Stop, Sweep, TakeUp, Visit
-from offload.engine.tables import GroupScalars, Tables
+from offload.engine.tables import Tables
 from offload.engine.views import StateViews
 from offload.errors import (
     CheckpointError,
@@ -59,9 +59,6 @@ from offload.errors import (
 from offload.kernels import CpuUpdateKernel
 from offload.layout import (
     MAX_TILE_BYTES,
-    MOMENTS,
-    STATE_ITEM_BYTES,
-    STATE_NAMES,
     Layout,
     Parameter,
     Segment,
@@ -86,6 +83,7 @@ from offload.plan import (
     visit_order,
 )
 from offload.protocols import Completion, Device, Mark, Tier, TileRequest
+from offload.rules import ADAMW, UpdateRule
 from offload.session.setup import (
     LEAST_TILE_BYTES,
     default_threads,
@@ -128,8 +126,11 @@ class Core:
     `open` makes the session.
     """
 
-    def __init__(self, config: OffloadConfig, gradient_slots: bool, device: Device | None = None) -> None:
+    def __init__(
+        self, config: OffloadConfig, gradient_slots: bool, device: Device | None = None, rule: UpdateRule = ADAMW
+    ) -> None:
         self.config = config
+        self._rule = rule
         self.broken: BaseException | None = None
         self.tables = Tables()
         self._pid = os.getpid()
@@ -185,11 +186,11 @@ class Core:
             refuse_gpu(config)
         numel = sum(parameter.numel for parameter in parameters)
         staging = None if config.staging_memory is None else int(config.staging_memory)
-        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging)
-        state_bytes = len(STATE_NAMES) * STATE_ITEM_BYTES * self._subgroup_numel
+        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging, self._rule)
+        state_bytes = self._rule.item_bytes * self._subgroup_numel
         striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
-        layout = extend_layout(Layout((), ()), parameters, self._subgroup_numel, self._tile_bytes)
+        layout = extend_layout(Layout((), (), self._rule), parameters, self._subgroup_numel, self._tile_bytes)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
         leftover = leftover_bytes([path.path for path in paths])
         budgets = first_budgets(config, layout, device, gradient_bytes, leftover)
@@ -282,7 +283,8 @@ class Core:
     def _adopt_gpu(self, gpu: GpuLanes, plan: Plan, before: Layout) -> Plan:
         """Take memory for what `plan` adds on the GPU and for it; return the plan with its gradients' bytes."""
         slots = self._gradient_slots
-        gpu.device.prepare({(slots.dtype_of(parameter), parameter.dtype) for parameter in plan.layout.parameters})
+        layout = plan.layout
+        gpu.device.prepare(layout.rule.name, {(slots.dtype_of(found), found.dtype) for found in layout.parameters})
         self._memory.adopt_gpu(gpu, plan, before)
         return self._counting_gradients(plan)
 
@@ -316,7 +318,7 @@ class Core:
             plan = place(layout)
         except InfeasiblePlanError:
             # Larger slots may be the reason, as those there are in use: cut the new state to their size.
-            most = before.slot_bytes // (len(STATE_NAMES) * STATE_ITEM_BYTES)
+            most = before.slot_bytes // before.layout.rule.item_bytes
             if most >= self._subgroup_numel or not before.staging_slots:
                 raise
             layout = extend_layout(before.layout, parameters, most, self._tile_bytes)
@@ -571,7 +573,7 @@ class Core:
         self.check_usable()
         return self.gradients.norm_sq(positions)
 
-    def step(self, groups: Sequence[GroupScalars], scale: float, clip: float, active: list[int]) -> None:
+    def step(self, groups: Sequence[Any], scale: float, clip: float, active: list[int]) -> None:
         """See `Engine.step`."""
         self.check_usable()
         with self._lock:
@@ -613,9 +615,10 @@ class Core:
         """See `Engine.read_state`."""
         self.check_usable()
         with self._lock:
-            numels = {position: self.plan.layout.parameters[position].numel for position in positions}
+            layout = self.plan.layout
+            names, numels = layout.rule.names, {position: layout.parameters[position].numel for position in positions}
             found = {
-                position: {name: torch.empty(numel, dtype=torch.float32, device="cpu") for name in STATE_NAMES}
+                position: {name: torch.empty(numel, dtype=torch.float32, device="cpu") for name in names}
                 for position, numel in numels.items()
             }
 
@@ -624,7 +627,7 @@ class Core:
                     self._views.make_whole(run, view)
                     for segment, views in self._views.pieces(run, view):
                         if segment.parameter in found:
-                            for name in STATE_NAMES:
+                            for name in names:
                                 target = found[segment.parameter][name]
                                 target[segment.start : segment.start + segment.numel] = views[name]
 
@@ -678,8 +681,8 @@ class Core:
 
             def reset(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
                 if segment.parameter in chosen:
-                    for name in MOMENTS:
-                        views[name].zero_()
+                    for tensor in self.plan.layout.rule.state:
+                        views[tensor.name].zero_()
 
             # What was never changed has no moments yet.
             subgroups = [number for number in self._subgroups_of(positions) if not self.machine.is_fresh(number)]
@@ -735,7 +738,7 @@ class Core:
             self.check_usable()
             saves.begin(id, ranks)
             layout = self.plan.layout
-            saved = Layout((), ()) if replica else layout
+            saved = Layout((), (), layout.rule) if replica else layout
             # State that is still to be taken from the weights is taken now, so that all of it is somewhere; what lies
             # in another session's store goes to ours, so that the checkpoint refers to no other.
             unmade = [

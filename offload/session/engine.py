@@ -22,11 +22,11 @@ from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import StateSource
 from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
-from offload.engine.tables import GroupScalars
 from offload.engine.timeline import Interval
 from offload.layout import Parameter
 from offload.plan import Plan, Rates
 from offload.protocols import Device, Mark
+from offload.rules import ADAMW, UpdateRule
 from offload.session.core import Core
 from offload.session.setup import named_shortage
 
@@ -57,10 +57,11 @@ class Engine:
         *,
         gradient_slots: bool = False,
         device: Device | None = None,
+        rule: UpdateRule = ADAMW,
     ) -> None:
         self.config = config or OffloadConfig()
         try:
-            self._core = Core(self.config, gradient_slots, device)
+            self._core = Core(self.config, gradient_slots, device, rule)
             # The engine thread holds the core and never this object, so an engine that is forgotten is closed.
             self._finalizer = weakref.finalize(self, self._core.forgotten)
             try:
@@ -186,7 +187,7 @@ class Engine:
 
     def step(
         self,
-        groups: Sequence[GroupScalars],
+        groups: Sequence[Any],
         *,
         scale: float = 1.0,
         clip: float = 1.0,

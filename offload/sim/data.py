@@ -23,9 +23,9 @@ from offload.engine.index import Record
 from offload.engine.operations import Commit, CopyIn, CopyOut, CopyTile, ReadTile, Run, SaveTile, Sync, WriteTile
 from offload.engine.saving import SAVE_DEPTH
 from offload.errors import CorruptRecordError
-from offload.layout import STATE_ITEM_BYTES
 from offload.plan.budget import Plan
 from offload.protocols import TileId
+from offload.rules import FP32
 
 State = npt.NDArray[np.uint32]
 
@@ -100,14 +100,14 @@ class SimData:
     def __init__(self, plan: Plan, update: Update = mix) -> None:
         self.plan = plan
         self.update = update
-        words = plan.slot_bytes // STATE_ITEM_BYTES
+        words = plan.slot_bytes // FP32.item_bytes
         self.staging = [np.full(words, RUBBISH, np.uint32) for _ in range(plan.staging_slots)]
         self.resident = {
-            subgroup.index: np.full(subgroup.state_bytes // STATE_ITEM_BYTES, RUBBISH, np.uint32)
+            subgroup.index: np.full(subgroup.state_bytes // FP32.item_bytes, RUBBISH, np.uint32)
             for subgroup in plan.layout.subgroups
             if plan.resident[subgroup.index]
         }
-        gpu_words = plan.gpu_slot_bytes // STATE_ITEM_BYTES
+        gpu_words = plan.gpu_slot_bytes // FP32.item_bytes
         self.gpu = [np.full(gpu_words, RUBBISH, np.uint32) for _ in range(plan.gpu_slots)]
         # One more than there are paths: the store that takes copies.
         self.stores = [SimStore() for _ in range(len(plan.budgets.paths) + 1)]
@@ -118,7 +118,7 @@ class SimData:
         }
         """Of each subgroup whose weights are its masters, their image."""
         most = max((nbytes for s in plan.layout.subgroups for _, _, nbytes in s.tiles), default=0)
-        self.buffers = [np.full(most // STATE_ITEM_BYTES, RUBBISH, np.uint32) for _ in range(SAVE_DEPTH)]
+        self.buffers = [np.full(most // FP32.item_bytes, RUBBISH, np.uint32) for _ in range(SAVE_DEPTH)]
         self.named: Callable[[], Mapping[TileId, Record]] = dict
         """Says what a commit that starts now is of; set by whoever owns the machine."""
         self.committed: dict[int, dict[TileId, Record]] = {}
@@ -239,7 +239,7 @@ class SimData:
         target[:] = source
 
     def _ends(self, copy: CopyIn | CopyOut) -> tuple[State, State]:
-        words = self.plan.layout.subgroups[copy.subgroup].state_bytes // STATE_ITEM_BYTES
+        words = self.plan.layout.subgroups[copy.subgroup].state_bytes // FP32.item_bytes
         host = self.resident[copy.subgroup] if copy.slot is None else self.staging[copy.slot][:words]
         gpu = self.gpu[copy.gpu_slot][:words]
         return (host, gpu) if isinstance(copy, CopyIn) else (gpu, host)
@@ -248,7 +248,7 @@ class SimData:
         """Return a tile of state at home in memory, or of weights."""
         subgroup = self.plan.layout.subgroups[tile.subgroup]
         whole = self.weights if tile.tensor >= len(subgroup.tensors) else self.resident
-        return whole[tile.subgroup][offset // STATE_ITEM_BYTES : (offset + nbytes) // STATE_ITEM_BYTES]
+        return whole[tile.subgroup][offset // FP32.item_bytes : (offset + nbytes) // FP32.item_bytes]
 
     def _buffer(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> npt.NDArray[Any]:
         if isinstance(operation, SaveTile | CopyTile):
@@ -256,14 +256,14 @@ class SimData:
             if isinstance(operation, SaveTile) and (operation.buffer is None or operation.gathers):
                 # Gathered when it is started, but read here, at the last moment: the rules allow no difference.
                 return self.tile_in_memory(operation.tile, operation.source_offset, nbytes)
-            return self.buffers[operation.buffer or 0][: nbytes // STATE_ITEM_BYTES]
-        start = operation.buffer_offset // STATE_ITEM_BYTES
-        numel = operation.record.location.nbytes // STATE_ITEM_BYTES
+            return self.buffers[operation.buffer or 0][: nbytes // FP32.item_bytes]
+        start = operation.buffer_offset // FP32.item_bytes
+        numel = operation.record.location.nbytes // FP32.item_bytes
         return self.staging[operation.slot][start : start + numel]
 
     def _state(self, run: Run) -> State:
         subgroup = run.visit.subgroup
-        words = self.plan.layout.subgroups[subgroup].state_bytes // STATE_ITEM_BYTES
+        words = self.plan.layout.subgroups[subgroup].state_bytes // FP32.item_bytes
         if run.gpu_slot is not None:
             return self.gpu[run.gpu_slot][:words]
         return self.resident[subgroup] if run.slot is None else self.staging[run.slot][:words]

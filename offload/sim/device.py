@@ -30,8 +30,9 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
-from offload.layout import STATE_NAMES
-from offload.protocols import ERROR_DEVICE, LANES, SEGMENT_DTYPE, DeviceLane, Mark, Queue, SegmentFlag
+from offload.kernels.table import checked
+from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue, SegmentFlag
+from offload.rules import RULES
 
 ALIGNMENT = 256
 TABLES = "tables"
@@ -45,6 +46,8 @@ Lane = DeviceLane | str
 
 Span = tuple[int, int, bool]
 """First address, address after the last, and whether it is written."""
+
+_STATE_BYTES = {rule.code: rule.item_bytes for rule in RULES.values()}
 
 
 class HazardError(InternalError):
@@ -230,7 +233,7 @@ class SimulatedDevice:
     def _caller(self) -> Lane:
         return getattr(self._thread, "stream", DeviceLane.CALLER)
 
-    def prepare(self, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
         """See `Device.prepare`."""
         self.prepared |= set(dtypes)
 
@@ -407,17 +410,17 @@ class SimulatedDevice:
 
     def update(self, table: npt.NDArray[Any]) -> None:
         """See `Device.update`."""
-        rows = np.array(table, SEGMENT_DTYPE)
+        rows = checked(table).copy()
         spans: list[Span] = []
         for row in rows:
             numel, active = int(row["numel"]), bool(row["flags"] & int(SegmentFlag.ACTIVE))
             if not numel:
                 continue
-            columns = [(row[name], 4, True) for name in STATE_NAMES]
-            columns.append((row["weight"], int(ITEM_BYTES[row["weight_dtype"]]), True))
+            columns = [(address, 4, True) for address in (row["master"], row["new_master"], *row["state"])]
+            columns += [(row[name], int(ITEM_BYTES[row["weight_dtype"]]), True) for name in ("weight", "new_weight")]
             columns.append((row["gradient"] if active else 0, int(ITEM_BYTES[row["gradient_dtype"]]), False))
             spans += [(int(at), int(at) + numel * item, writes) for at, item, writes in columns if at]
-        nbytes = 12 * int(rows["numel"].sum())
+        nbytes = _STATE_BYTES[int(rows["rule"][0])] * int(rows["numel"].sum()) if rows.size else 0
         engine = self._engines[DeviceLane.H2D]
         there = self._put(TABLES, "a table", lambda: None, (), rows.nbytes, engine=engine)
         self.follow(DeviceLane.UPDATE, there)

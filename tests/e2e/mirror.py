@@ -66,8 +66,7 @@ class Mirror:
         master = weight if is_master else self.masters[number][index]
         segment = reference.SegmentTensors(
             master=master.view(-1),
-            exp_avg=exp_avg.view(-1),
-            exp_avg_sq=exp_avg_sq.view(-1),
+            state=(exp_avg.view(-1), exp_avg_sq.view(-1)),
             gradient=gradient.contiguous().view(-1),
             weight=None if is_master else weight.view(-1),
             flags=flags,

@@ -62,7 +62,7 @@ class ReferenceAdam(torch.optim.Optimizer):
                 flags = SegmentFlag.ACTIVE | (SegmentFlag.DECOUPLED_DECAY if self.decoupled else 0)
                 reference.update(
                     reference.SegmentTensors(
-                        master.data, state["exp_avg"], state["exp_avg_sq"], master.grad, None, flags, scalars
+                        master.data, (state["exp_avg"], state["exp_avg_sq"]), master.grad, None, flags, scalars
                     )
                 )
 

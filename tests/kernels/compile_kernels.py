@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from offload.dtypes import DtypeCode
 from offload.kernels import triton_kernels
 from offload.kernels.gpu import BLOCK_NUMEL, GATHER_OPTIONS, UPDATE_OPTIONS
+from offload.rules import ADAMW, RULES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -61,8 +62,13 @@ def main() -> None:
     none, bfloat16, float16, float32 = (int(code) for code in DtypeCode)
     combinations = [*itertools.product((none, bfloat16, float16, float32), (none, bfloat16, float16), (True,))]
     for gradient, weight, aligned in [*combinations, (bfloat16, bfloat16, False), (float16, float16, False)]:
-        constants = {"GRADIENT": gradient, "WEIGHT": weight, "ALIGNED": aligned, "BLOCK": BLOCK_NUMEL}
+        kinds = {"GRADIENT": gradient, "WEIGHT": weight, "ALIGNED": aligned, "BLOCK": BLOCK_NUMEL}
+        constants = {"RULE": ADAMW.code, "STATES": 2, **kinds}
         compiled("update", capability, tables, constants)
+    for rule in RULES.values():
+        constants |= {"RULE": rule.code, "STATES": len(rule.state)}
+        compiled("update", capability, tables, constants)
+    constants |= {"RULE": ADAMW.code, "STATES": 2}
     compiled("update", capability, tables, constants, enable_fp_fusion=True)
     addresses = {"source": "i64", "numel": "i64", "blocks": "i64", "destination": "i64"}
     for source, destination, add, aligned in (

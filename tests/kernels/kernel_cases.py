@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from offload.kernels import reference
-from offload.kernels.reference import Scalars, SegmentTensors
+from offload.kernels.reference import SegmentTensors
 from offload.protocols import SegmentFlag
+from offload.rules import ADAMW, UpdateRule, segment_dtype
 
 GUARD = 0xA5
 SIZES = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 12345)
@@ -108,24 +110,30 @@ class Case:
         gradient_dtype: torch.dtype = torch.bfloat16,
         weight_dtype: torch.dtype | None = torch.bfloat16,
         flags: SegmentFlag = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY,
-        scalars: Scalars | None = None,
-        offsets: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
+        scalars: Any = None,
+        offsets: tuple[int, ...] = (),
+        rule: UpdateRule = ADAMW,
     ) -> Case:
-        exp_avg_sq = values(seed + 2, numel, torch.float32, kind)
         tensors = SegmentTensors(
             master=values(seed, numel, torch.float32, kind),
-            exp_avg=values(seed + 1, numel, torch.float32, kind),
-            exp_avg_sq=exp_avg_sq if kind == "wild" else exp_avg_sq.abs(),
+            state=[
+                # What a root is taken of is negative by mistake only.
+                state.abs() if kind == "plain" and tensor.name in ("exp_avg_sq", "sum") else state
+                for number, tensor in enumerate(rule.state)
+                for state in [values(seed + 1 + number, numel, torch.float32, kind)]
+            ],
             gradient=values(seed + 3, numel, gradient_dtype, kind),
             weight=None if weight_dtype is None else values(seed + 4, numel, weight_dtype, kind),
             flags=flags,
-            scalars=scalars or some_scalars(flags),
+            scalars=scalars or some_scalars(flags, rule=rule),
+            rule=rule,
         )
-        names = ("master", "exp_avg", "exp_avg_sq", "gradient", "weight")
+        named = tensors.tensors()
+        names = (*tensors.rule.names, "gradient", "weight")
         placed = {
-            name: Placed(tensor, offset)
-            for name, offset in zip(names, offsets, strict=True)
-            if (tensor := getattr(tensors, name)) is not None
+            name: Placed(named[name], at)
+            for name, at in zip(names, offsets or [0] * len(names), strict=True)
+            if name in named
         }
         return cls(tensors, placed)
 
@@ -140,12 +148,19 @@ class Case:
         """Run the reference and compare everything with what the kernel left behind."""
         reference.update(self.tensors)
         for name, placed in self.placed.items():
-            assert same_bits(placed.tensor(), getattr(self.tensors, name)), f"{name} differs from the reference"
+            assert same_bits(placed.tensor(), self.tensors.tensors()[name]), f"{name} differs from the reference"
 
 
 def some_scalars(
-    flags: SegmentFlag, *, weight_decay: float = 0.1, step: int = 3, grad_scale: float = 0.37
-) -> Scalars:
+    flags: SegmentFlag,
+    *,
+    weight_decay: float = 0.1,
+    step: int = 3,
+    grad_scale: float = 0.37,
+    rule: UpdateRule = ADAMW,
+) -> Any:
+    if rule is not ADAMW:
+        return rule.row(step, rule.values({**rule.defaults, "weight_decay": weight_decay}), grad_scale)
     return reference.scalars(
         step,
         lr=1e-3,
@@ -159,4 +174,7 @@ def some_scalars(
 
 def table_of(cases: list[Case]) -> np.ndarray:
     """Return one table with a row for each case."""
-    return np.concatenate([case.row() for case in cases])
+    table = np.zeros(len(cases), segment_dtype(cases[0].tensors.rule))
+    for row, case in enumerate(cases):
+        table[row] = case.row()[0]
+    return table

@@ -26,8 +26,10 @@ from test_update_kernel import (  # noqa: F401
     run_and_check,
     test_any_alignment,
     test_any_table,
+    test_every_rule,
     test_every_sixteen_bit_gradient_and_weight,
     test_flags,
+    test_old_values_stay_where_new_ones_go_elsewhere,
     test_rounding_of_the_weight,
     test_sizes,
     test_subnormals_survive,
@@ -41,7 +43,8 @@ from offload.errors import ConfigError, InternalError
 from offload.kernels import GpuUpdateKernel, blocks_numel, norm_sq, reference
 from offload.kernels.gpu import BLOCK_NUMEL
 from offload.kernels.reference import DTYPE_CODES
-from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE
+from offload.protocols import NORM_BLOCK_NUMEL
+from offload.rules import ADAMW, segment_dtype
 
 pytest.importorskip("triton", reason="Triton is not installed")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -178,7 +181,7 @@ def test_what_a_gpu_cannot_read_is_refused(kernel):
     with pytest.raises(InternalError, match="dtype"):
         kernel.run(np.zeros(4, np.float32))
     with pytest.raises(InternalError, match="contiguous"):
-        kernel.run(np.zeros(4, SEGMENT_DTYPE)[::2])
+        kernel.run(np.zeros(4, segment_dtype(ADAMW))[::2])
     gradient = Placed(values(0, 10, torch.float32, "plain"))
     blocks = torch.zeros(1, dtype=torch.float64, device=Placed.device)
     for source, slot, add, message in (

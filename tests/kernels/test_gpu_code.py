@@ -11,18 +11,26 @@ from typing import Any
 
 import pytest
 
+from offload.rules import ADAGRAD, ADAMW, LION, SGD
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 # All that may touch a floating-point value: correctly rounded, exact, or a comparison.
 ROUNDED = {"add.rn", "sub.rn", "mul.rn", "div.rn", "sqrt.rn", "cvt.rn.f16", "cvt.rn.f16x2"}
-EXACT = {"cvt.f32", "cvt.f64", "setp.nan", "setp.neu", "selp", "mov", "neg"}
+EXACT = {"cvt.f32", "cvt.f64", "setp.nan", "setp.neu", "setp.gt", "setp.lt", "selp", "mov", "neg"}
 FLOATS = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"}
 
-# Per element and in this order of frequency: g*scale, p*decay, m*beta1, g*(1-beta1), v*beta2, g*g, *(1-beta2),
-# root*inv_bias2_sqrt, quotient*step_size; g+decayed, m's and v's sums, +eps; p-change; one quotient; one root.
-UPDATE = {"mul.rn.f32": 9, "add.rn.f32": 4, "sub.rn.f32": 1, "div.rn.f32": 1, "sqrt.rn.f32": 1}
+# Per element and by rule. All have g*scale, p*decay; g+decayed; p-change. Adam: m*beta1, g*(1-beta1), v*beta2, g*g,
+# *(1-beta2), root*inv_bias2_sqrt, quotient*step_size; m's and v's sums, +eps; one quotient; one root. So the others.
+OPERATIONS = ("mul.rn.f32", "add.rn.f32", "sub.rn.f32", "div.rn.f32", "sqrt.rn.f32")
+UPDATE = {
+    ADAMW.code: (9, 4, 1, 1, 1),
+    LION.code: (7, 3, 1, 0, 0),
+    ADAGRAD.code: (4, 3, 1, 1, 1),
+    SGD.code: (7, 3, 1, 0, 0),
+}
 
 
 CAPABILITIES = [pytest.param(80, marks=pytest.mark.full), 90, pytest.param(100, marks=pytest.mark.full)]
@@ -53,10 +61,11 @@ def test_every_operation_is_rounded_as_the_reference_rounds_it(compiled):
         assert not wrongly_rounded(ptx), line["constants"]
         assert not [name for name in ptx if any(part in name for part in ("fma", "ftz", "approx", "full"))]
         if line["kernel"] == "update":
-            elements = ptx.get("div.rn.f32", 0)
+            counts = {name: ptx.get(name, 0) + 2 * ptx.get(f"{name}x2", 0) for name in OPERATIONS}
+            elements = counts["sub.rn.f32"]
             assert (elements > 0) is (line["constants"]["GRADIENT"] != 0)
-            counts = {name: ptx.get(name, 0) + 2 * ptx.get(f"{name}x2", 0) for name in UPDATE}
-            assert counts == {name: per_element * elements for name, per_element in UPDATE.items()}
+            wanted = UPDATE[line["constants"]["RULE"]]
+            assert counts == {name: each * elements for name, each in zip(OPERATIONS, wanted, strict=True)}
             if sass:  # ptxas has fused nothing either (what it makes of a quotient and a root is its own affair)
                 assert sass.get("FMUL", 0) + 2 * sass.get("FMUL2", 0) == counts["mul.rn.f32"]
                 sums = sass.get("FADD", 0) + 2 * sass.get("FADD2", 0)

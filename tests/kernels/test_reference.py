@@ -11,11 +11,12 @@ from offload import _native
 from offload.kernels import CpuUpdateKernel, reference
 from offload.kernels.reference import SegmentTensors, round_to_bfloat16, scalars, segment_table, square_root
 from offload.protocols import SEGMENT_DTYPE, SegmentFlag
+from offload.rules import ADAMW, segment_dtype
 
 
 def test_segment_is_what_python_says_it_is():
-    assert _native.SEGMENT_BYTES == SEGMENT_DTYPE.itemsize == 96
-    assert reference.Scalars._fields == SEGMENT_DTYPE.names[-9:]
+    assert _native.SEGMENT_BYTES == SEGMENT_DTYPE.itemsize == 128
+    assert reference.Scalars._fields == segment_dtype(ADAMW).names[-9:]
 
 
 def test_scalars_are_rounded_once():
@@ -87,7 +88,7 @@ def test_close_to_torch_over_many_steps(native, decoupled, maximize):
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     torchs = (torch.optim.AdamW if decoupled else torch.optim.Adam)([theirs], maximize=maximize, **settings)
     ours = SegmentTensors(
-        start.clone(), torch.zeros(3000), torch.zeros(3000), torch.zeros(3000), None, SegmentFlag.ACTIVE, None
+        start.clone(), (torch.zeros(3000), torch.zeros(3000)), torch.zeros(3000), None, SegmentFlag.ACTIVE, None
     )
     if decoupled:
         ours.flags |= SegmentFlag.DECOUPLED_DECAY
@@ -119,7 +120,8 @@ def test_tables_of_unsuitable_tensors_are_refused():
             "flags": SegmentFlag.ACTIVE,
             "scalars": scalars(1, lr=1.0, betas=(0.9, 0.9), eps=0.0, weight_decay=0.0, decoupled=True),
         }
-        return SegmentTensors(**(given | changes))
+        given |= changes
+        return SegmentTensors(state=(given.pop("exp_avg"), given.pop("exp_avg_sq")), **given)
 
     assert segment_table([segment()])["numel"].tolist() == [4]
     for changes in (

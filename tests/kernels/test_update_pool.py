@@ -14,7 +14,8 @@ from kernel_cases import Case, table_of
 from offload._native import CompletionQueue
 from offload.errors import SessionBrokenError
 from offload.kernels import CpuUpdateKernel
-from offload.protocols import SEGMENT_DTYPE, Completion
+from offload.protocols import Completion
+from offload.rules import ADAMW, segment_dtype
 
 
 def take(queue: CompletionQueue, count: int) -> list[Completion]:
@@ -38,7 +39,7 @@ def test_each_update_completes_once(threads):
     before = time.monotonic()
     with CpuUpdateKernel(queue, threads) as kernel:
         for op, cases in jobs.items():
-            table = table_of(cases) if cases else np.zeros(0, SEGMENT_DTYPE)
+            table = table_of(cases) if cases else np.zeros(0, segment_dtype(ADAMW))
             kernel.submit(op, table)
             table[:] = 0  # it was copied
         completions = take(queue, len(jobs))

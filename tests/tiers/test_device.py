@@ -13,7 +13,8 @@ from offload.dtypes import DtypeCode
 from offload.engine.memory import Arena
 from offload.errors import OffloadError
 from offload.kernels import CpuUpdateKernel
-from offload.protocols import SEGMENT_DTYPE, Device, DeviceLane, SegmentFlag
+from offload.protocols import Device, DeviceLane, SegmentFlag
+from offload.rules import ADAMW, segment_dtype
 from offload.sim import SimulatedDevice
 
 REAL = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1")]
@@ -148,7 +149,7 @@ def test_an_update_gives_the_bits_of_the_cpu(device: Device, host: Arena, weight
     drawn = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(dtype)
     gradient = drawn.view(torch.int16).numpy().view(np.uint16) if item is np.uint16 else drawn.numpy()
     weights = np.zeros(numel, item)
-    table = np.zeros(1, SEGMENT_DTYPE)
+    table = np.zeros(1, segment_dtype(ADAMW))
     table["numel"] = numel
     table["flags"] = int(SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY)
     table["gradient_dtype"] = int(weight)

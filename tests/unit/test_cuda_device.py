@@ -16,7 +16,8 @@ from offload.dtypes import DtypeCode
 from offload.engine import cuda as module
 from offload.errors import ConfigError, OffloadError
 from offload.kernels import gpu as kernels
-from offload.protocols import SEGMENT_DTYPE, DeviceLane, SegmentFlag
+from offload.protocols import DeviceLane, SegmentFlag
+from offload.rules import ADAMW, segment_dtype
 
 INDEX = 1
 
@@ -214,7 +215,7 @@ def use_all(device: module.CudaDevice) -> None:
     address = device.allocate(64)
     device.copy(DeviceLane.H2D, address, values.ctypes.data, 64)
     device.copy(DeviceLane.D2H, values.ctypes.data, address, 64)
-    device.update(np.zeros(1, SEGMENT_DTYPE))
+    device.update(np.zeros(1, segment_dtype(ADAMW)))
     device.gradient_blocks(DeviceLane.GRADIENTS, address, DtypeCode.FLOAT32, 4, address)
     for lane in DeviceLane:
         mark = device.mark(lane)
@@ -343,10 +344,10 @@ def test_a_table_is_sent_before_the_state_that_it_is_for_is_there(
     kernel = kernels.GpuUpdateKernel.__new__(kernels.GpuUpdateKernel)
     kernel.device, kernel._uploads = torch.device("cuda", 0), cuda.Stream()
     kernel._kernels = SimpleNamespace(update=Launch())
-    table = np.zeros(1, SEGMENT_DTYPE)
+    table = np.zeros(1, segment_dtype(ADAMW))
     for name in ("master", "exp_avg", "exp_avg_sq"):
         table[name] = 4096
-    table["numel"], table["flags"] = 1000, int(SegmentFlag.ZERO_MOMENTS)
+    table["numel"], table["flags"] = 1000, int(SegmentFlag.ZERO_STATE)
     copied, lane = cuda.Event(), cuda.Stream()
     lane.wait_event(copied)
     with cuda.stream(lane):
@@ -405,8 +406,8 @@ def test_what_is_launched_has_been_compiled(
     kernel._kernels = SimpleNamespace(update=Recorder(), gather=Recorder())
     at = 1 << 45
     for gradient in {weight, DtypeCode.FLOAT32}:
-        kernel.compile({(gradient, weight)})
-        table = np.zeros(1, SEGMENT_DTYPE)
+        kernel.compile(ADAMW, {(gradient, weight)})
+        table = np.zeros(1, segment_dtype(ADAMW))
         for name in ("master", "exp_avg", "exp_avg_sq", "gradient"):
             table[name] = at
         table["weight"] = at if weight is not DtypeCode.FLOAT32 else 0

@@ -20,6 +20,7 @@ ROWS: list[tuple[str, ...]] = [
     ("engine",),
     ("plan", "tiers", "kernels"),
     ("layout", "config"),
+    ("rules",),
     ("protocols",),
     ("errors", "waits", "dtypes"),
 ]

@@ -34,14 +34,14 @@ def test_one_small_parameter():
     (subgroup,) = layout.subgroups
     assert subgroup.numel == SECTOR_NUMEL
     assert subgroup.segments == (Segment(0, 0, 0, 1),)
-    assert subgroup.tensors == ("master", "exp_avg", "exp_avg_sq")
+    assert subgroup.names == ("master", "exp_avg", "exp_avg_sq")
     assert subgroup.state_bytes == layout.state_bytes == layout.max_subgroup_bytes == 3 * SECTOR_BYTES
     assert [tile for tile, _, _ in subgroup.tiles] == [TileId(0, tensor, 0) for tensor in range(3)]
 
 
 def test_fp32_weight_is_its_master():
     layout = build_layout([Parameter("p", 1, DtypeCode.FLOAT32, 0)], 1 << 20)
-    assert layout.subgroups[0].tensors == ("exp_avg", "exp_avg_sq")
+    assert layout.subgroups[0].names == ("exp_avg", "exp_avg_sq")
     assert layout.state_bytes == 2 * SECTOR_BYTES
 
 
@@ -105,7 +105,7 @@ def test_tiles_cut_each_tensor_into_aligned_pieces(parameters, subgroup_numel, t
             assert offset == at, "tiles leave a gap or overlap"
             assert 0 < nbytes <= max(-(-tile_bytes // SECTOR_BYTES) * SECTOR_BYTES, SECTOR_BYTES)
             assert nbytes % SECTOR_BYTES == 0
-            assert tile.tensor == offset // subgroup.tensor_bytes, "a tile crosses tensors"
+            assert tile.tensor == offset // (subgroup.numel * 4), "a tile crosses tensors"
             at += nbytes
         assert at == subgroup.state_bytes
         assert len({tile for tile, _, _ in subgroup.tiles}) == len(subgroup.tiles)

@@ -1,10 +1,7 @@
 """Defines what a correct update is: plain torch operations, each rounded on its own.
 
-Every kernel of this package gives the same bits as this file, infinities and subnormals included; NaN equals
-NaN whatever its payload. The update is Adam of Kingma and Ba, "Adam: A Method for Stochastic Optimization"
-(ICLR 2015, algorithm 1), with weight decay as an L2 term, or decoupled as in Loshchilov and Hutter,
-"Decoupled Weight Decay Regularization" (ICLR 2019, algorithm 2). Bias correction is folded into two scalars;
-the order of operations is our own choice.
+Every kernel of this package gives the same bits as this folder, infinities and subnormals included; NaN equals
+NaN whatever its payload. What all rules share is here, the arithmetic of each in a file of its own.
 
 Invariants:
     * Only `*`, `+`, `-`, `/` and a square root on fp32 tensors, each correctly rounded. `alpha=`, `addcmul`,
@@ -18,15 +15,22 @@ Not done here: speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from offload.dtypes import DtypeCode
-from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag
+from offload.kernels.reference import adagrad, adam, lion, sgd
+from offload.kernels.reference.rounding import round_to_bfloat16
+from offload.kernels.reference.rounding import square_root as square_root
+from offload.kernels.table import segment_table as table_of
+from offload.protocols import NORM_BLOCK_NUMEL, SegmentFlag
+from offload.rules import ADAMW, UpdateRule, segment_dtype
+from offload.rules.adam import Scalars as Scalars
+from offload.rules.adam import scalars as scalars
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -45,67 +49,13 @@ ROUNDED_NUMEL = 1 << 16
 """Elements that `store_rounded` rounds at once."""
 
 
-class Scalars(NamedTuple):
-    """What an update needs beside tensors; each value is exactly representable in float32.
-
-    Names are those of `SEGMENT_DTYPE`'s fields.
-    """
-
-    grad_scale: float
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    inv_bias2_sqrt: float
-    eps: float
-    step_size: float
-    decay: float
-
-
-def scalars(
-    step: int,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    grad_scale: float = 1.0,
-    maximize: bool = False,
-) -> Scalars:
-    """Return the scalars of one parameter's update, computed in float64 and rounded once to float32.
-
-    Args:
-        step: Number of this update of the parameter, counted from 1.
-        lr: Learning rate.
-        betas: Decay rates of exp_avg and exp_avg_sq, each in [0, 1).
-        eps: Added to the root of the second moment after bias correction.
-        weight_decay: Coefficient of the decay.
-        decoupled: AdamW's decay, `p * (1 - lr * weight_decay)`, instead of the L2 term of Adam.
-        grad_scale: What the gradient is multiplied by: clipping, one over the loss scale, or their product.
-        maximize: Flip the sign of the gradient.
-
-    Raises:
-        ValueError: `step` is below 1 or a beta is outside [0, 1).
-    """
-    beta1, beta2 = betas
-    if step < 1:
-        raise ValueError(f"step: {step} cannot be used; updates are counted from 1")
-    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-        raise ValueError(f"betas: {betas} cannot be used; both must be in [0, 1)")
-    exact = Scalars(
-        grad_scale=-grad_scale if maximize else grad_scale,
-        beta1=beta1,
-        one_minus_beta1=1.0 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1.0 - beta2,
-        inv_bias2_sqrt=1.0 / (1.0 - beta2**step) ** 0.5,
-        eps=eps,
-        step_size=lr / (1.0 - beta1**step),
-        decay=1.0 - lr * weight_decay if decoupled else weight_decay,
-    )
-    with np.errstate(over="ignore"):  # beyond float32 is infinity, which the update then shows
-        return Scalars(*(float(np.float32(value)) for value in exact))
+_CHANGES: dict[str, Callable[[Any, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]] = {
+    "adam": adam.change,
+    "lion": lion.change,
+    "adagrad": adagrad.change,
+    "sgd": sgd.change,
+}
+"""By rule: what the master moves by, from scalars, the scaled gradient, and state that is updated in place."""
 
 
 @dataclass(slots=True)
@@ -114,39 +64,27 @@ class SegmentTensors:
 
     Attributes:
         master: fp32, shape [numel], contiguous, on CPU. Where the weight is fp32, the weight itself.
-        exp_avg: fp32, shape [numel].
-        exp_avg_sq: fp32, shape [numel].
+        state: fp32, shape [numel] each, in the order of `rule.state`.
         gradient: bf16, fp16 or fp32, shape [numel]; may be None if the segment is not active.
         weight: bf16 or fp16, shape [numel]; None where the weight is fp32.
         flags: What to do.
-        scalars: May be None if the segment is not active.
+        scalars: What `rule.row` returns; may be None if the segment is not active.
+        rule: The update rule.
     """
 
     master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    state: Sequence[torch.Tensor]
     gradient: torch.Tensor | None
     weight: torch.Tensor | None
     flags: SegmentFlag
-    scalars: Scalars | None
+    scalars: Any
+    rule: UpdateRule = ADAMW
 
-
-def square_root(values: torch.Tensor) -> torch.Tensor:
-    """Return fp32 square roots, correctly rounded.
-
-    torch's own root of fp32 tensors is one bit off for one value in six where it calls a vector library (seen
-    with 2.13.0 on CPU). The root of an fp32 value is at least 2^-51 of itself away from any number halfway
-    between two fp32 values, so a float64 root, even one off by its last bit, rounds to the right fp32 value.
-    """
-    return values.to(torch.float64).sqrt().to(torch.float32)
-
-
-def round_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
-    """Round fp32 to bf16, to nearest even, by integer arithmetic: subnormals stay, NaN stays NaN."""
-    bits = values.contiguous().view(torch.int32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    rounded = torch.where(torch.isnan(values), torch.full_like(bits, 0x7FC0), rounded)
-    return rounded.to(torch.int16).view(torch.bfloat16)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what there is by its name in a segment table."""
+        named = zip(self.rule.names, (self.master, *self.state), strict=True)
+        others = {"gradient": self.gradient, "weight": self.weight}
+        return dict(named) | {name: tensor for name, tensor in others.items() if tensor is not None}
 
 
 def round_weight(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -173,16 +111,14 @@ def update(segment: SegmentTensors) -> None:
     The L2 term is left out where `decay` is 0: adding 0 * p would make NaN of an infinite weight.
     Decoupled decay is always a multiplication (by 1 where weight_decay is 0).
     """
-    flags = segment.flags
-    p, m, v = segment.master, segment.exp_avg, segment.exp_avg_sq
+    flags, p, s = segment.flags, segment.master, segment.scalars
     if flags & SegmentFlag.LOAD_MASTER and segment.weight is not None:
         p.copy_(segment.weight.to(torch.float32))
-    if flags & SegmentFlag.ZERO_MOMENTS:
-        m.zero_()
-        v.zero_()
+    if flags & SegmentFlag.ZERO_STATE:
+        for tensor in segment.state:
+            tensor.zero_()
     if not flags & SegmentFlag.ACTIVE:
         return
-    s = segment.scalars
     if s is None or segment.gradient is None:
         raise ValueError("an active segment needs a gradient and scalars")
 
@@ -191,10 +127,7 @@ def update(segment: SegmentTensors) -> None:
         p.copy_(p * s.decay)
     elif s.decay != 0.0:
         g = g + p * s.decay
-    m.copy_(m * s.beta1 + g * s.one_minus_beta1)
-    v.copy_(v * s.beta2 + (g * g) * s.one_minus_beta2)
-    denominator = square_root(v) * s.inv_bias2_sqrt + s.eps
-    p.copy_(p - (m / denominator) * s.step_size)
+    p.copy_(p - _CHANGES[segment.rule.name](s, g, segment.state))
     if segment.weight is not None:
         segment.weight.copy_(round_weight(p, segment.weight.dtype))
 
@@ -206,34 +139,32 @@ def update_table(segments: Iterable[SegmentTensors]) -> None:
 
 
 def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
-    """Return the segment table (dtype `SEGMENT_DTYPE`) whose rows point at these tensors.
+    """Return the segment table whose rows point at these tensors.
 
     The tensors must outlive every use of the table.
 
     Raises:
         ValueError: A tensor is not contiguous, not on the CPU, or has the wrong dtype or length.
     """
-    table = np.zeros(len(segments), SEGMENT_DTYPE)
-    for row, segment in zip(table, segments, strict=True):
+    table = np.zeros(len(segments), segment_dtype(segments[0].rule if segments else ADAMW))
+    for row, segment in enumerate(segments):
         numel = segment.master.numel()
-        for name in ("master", "exp_avg", "exp_avg_sq", "gradient", "weight"):
-            tensor = getattr(segment, name)
-            if tensor is None:
-                continue
+        for name, tensor in segment.tensors().items():
             state = name not in ("gradient", "weight")
             if tensor.dtype not in DTYPE_CODES or (state and tensor.dtype != torch.float32):
                 raise ValueError(f"{name}: dtype {tensor.dtype} cannot be used")
             if tensor.numel() != numel or not tensor.is_contiguous() or tensor.device.type != "cpu":
                 raise ValueError(f"{name}: must be a contiguous CPU tensor of {numel} elements")
-            row[name] = tensor.data_ptr()
-        row["numel"] = numel
-        row["flags"] = int(segment.flags)
-        if segment.gradient is not None:
-            row["gradient_dtype"] = int(DTYPE_CODES[segment.gradient.dtype])
-        row["weight_dtype"] = int(DtypeCode.FLOAT32 if segment.weight is None else DTYPE_CODES[segment.weight.dtype])
-        if segment.scalars is not None:
-            for name, value in segment.scalars._asdict().items():
-                row[name] = value
+        gradient, weight = segment.gradient, segment.weight
+        table[row] = table_of(
+            segment.rule,
+            numel,
+            {name: tensor.data_ptr() for name, tensor in segment.tensors().items()},
+            weight_dtype=DtypeCode.NONE if weight is None else DTYPE_CODES[weight.dtype],
+            gradient_dtype=DtypeCode.NONE if gradient is None else DTYPE_CODES[gradient.dtype],
+            flags=segment.flags,
+            scalars=segment.scalars,
+        )[0]
     return table
 
 

@@ -1,0 +1,37 @@
+// The update rules. Each is a struct in rules/, which has
+//   kStates                          how many state tensors it keeps beside the master
+//   Scalars<V>                       its scalars in registers: members of type V::F, in the order of a segment's
+//   change<V>(scalars, g, state)     updates the state of one vector in place; returns what the master moves by
+//
+// All of it is in an unnamed namespace, for the reason that body.h gives.
+#pragma once
+
+#include "segment.h"
+
+namespace offload {
+namespace {
+
+#include "rules/adagrad.h"
+#include "rules/adam.h"
+#include "rules/lion.h"
+#include "rules/sgd.h"
+
+// Return `work(Rule())` for the rule of this number (`code` of offload/rules/), or `none` if there is none.
+template <class Work, class Result>
+inline Result with_rule(std::uint32_t code, Result none, Work work) {
+  switch (code) {
+    case 0:
+      return work(Adam());
+    case 1:
+      return work(Lion());
+    case 2:
+      return work(Adagrad());
+    case 3:
+      return work(Sgd());
+    default:
+      return none;
+  }
+}
+
+}  // namespace
+}  // namespace offload

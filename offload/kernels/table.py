@@ -1,0 +1,105 @@
+"""The one builder of segment tables: what a kernel is told, in rows of `SEGMENT_DTYPE`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.errors import invariant
+from offload.protocols import SEGMENT_DTYPE, SegmentFlag
+from offload.rules import MASTER, UpdateRule, segment_dtype
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+def segment_table(
+    rule: UpdateRule,
+    numel: Any,
+    addresses: Mapping[str, Any],
+    *,
+    weight_dtype: DtypeCode,
+    gradient_dtype: Any = DtypeCode.NONE,
+    flags: Any = 0,
+    scalars: Any = None,
+) -> npt.NDArray[Any]:
+    """Return a segment table; every argument but `rule` and `weight_dtype` is a number, or an array with one a row.
+
+    Args:
+        rule: The update rule.
+        numel: Elements.
+        addresses: Of the tensors in `rule.names`, "weight" and "gradient"; an fp32 weight is the master.
+        weight_dtype: Element type of the weights.
+        gradient_dtype: `DtypeCode` of the gradients.
+        flags: `SegmentFlag`.
+        scalars: What `rule.row` returns, or columns of it.
+    """
+    table = np.zeros(np.size(numel), segment_dtype(rule))
+    table["rule"], table["numel"], table["flags"] = rule.code, numel, flags
+    is_master = weight_dtype is DtypeCode.FLOAT32
+    for name, address in addresses.items():
+        table[MASTER.name if is_master and name == "weight" else name] = address
+    table["weight_dtype"], table["gradient_dtype"] = int(weight_dtype), gradient_dtype
+    if scalars is not None:
+        for name, value in zip(rule.scalars._fields, scalars, strict=True):
+            table[name] = value
+    return table
+
+
+def trial_table(
+    rule: UpdateRule, addresses: Mapping[str, int] | int, numel: int, *, fresh: bool = False
+) -> npt.NDArray[Any]:
+    """Return the table of an update to be timed; gradient and weight are bf16.
+
+    Args:
+        rule: The update rule.
+        addresses: Of the tensors that `trial_items` names, or of the first of them, where they follow each other.
+        numel: Elements.
+        fresh: Whether state starts from zeros.
+    """
+    items = trial_items(rule)
+    if isinstance(addresses, int):
+        offsets = accumulate((numel * nbytes for nbytes in items.values()), initial=addresses)
+        addresses = dict(zip(items, offsets, strict=False))
+    values = rule.values(rule.defaults)
+    flags = SegmentFlag.ACTIVE | (SegmentFlag.DECOUPLED_DECAY if rule.decoupled(values) else SegmentFlag(0))
+    return segment_table(
+        rule,
+        numel,
+        addresses,
+        weight_dtype=DtypeCode.BFLOAT16,
+        gradient_dtype=DtypeCode.BFLOAT16,
+        flags=flags | (SegmentFlag.ZERO_STATE if fresh else SegmentFlag(0)),
+        scalars=rule.row(10, values, 1.0),
+    )
+
+
+def trial_items(rule: UpdateRule) -> dict[str, int]:
+    """Return the tensors of a `trial_table`, and the bytes that an element has in each."""
+    state = {tensor.name: tensor.format.item_bytes for tensor in (MASTER, *rule.state)}
+    return state | dict.fromkeys(("gradient", "weight"), int(ITEM_BYTES[DtypeCode.BFLOAT16]))
+
+
+def trial_bytes(rule: UpdateRule) -> int:
+    """Return the bytes that an element has in all of them."""
+    return sum(trial_items(rule).values())
+
+
+def checked(table: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a segment table of any rule as rows of `SEGMENT_DTYPE`.
+
+    Raises:
+        InternalError: If it is none.
+    """
+    names = table.dtype.names or ()
+    is_table = table.dtype.itemsize == SEGMENT_DTYPE.itemsize and {"master", "rule", "numel"} <= set(names)
+    invariant(is_table, f"a segment table has dtype {table.dtype}, not that of a rule's segments")
+    invariant(
+        table.ndim == 1 and table.flags.c_contiguous,
+        f"a segment table of shape {table.shape} is not one contiguous row of segments",
+    )
+    return table.view(SEGMENT_DTYPE)

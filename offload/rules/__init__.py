@@ -1,0 +1,27 @@
+"""Update rules: which state is kept for each parameter, in which format, and how a step changes it. Pure."""
+
+from offload.rules.adagrad import ADAGRAD
+from offload.rules.adam import ADAM, ADAMW, GroupScalars
+from offload.rules.formats import FP32, Format
+from offload.rules.lion import LION
+from offload.rules.rule import MASTER, StateTensor, UpdateRule, segment_dtype
+from offload.rules.sgd import SGD
+
+RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, LION, ADAGRAD, SGD)}
+"""The rules by name, as checkpoints have it."""
+
+__all__ = [
+    "ADAGRAD",
+    "ADAM",
+    "ADAMW",
+    "FP32",
+    "LION",
+    "MASTER",
+    "RULES",
+    "SGD",
+    "Format",
+    "GroupScalars",
+    "StateTensor",
+    "UpdateRule",
+    "segment_dtype",
+]

@@ -1,0 +1,42 @@
+"""Adagrad: Duchi et al., "Adaptive Subgradient Methods ..." (JMLR 12, 2011), with torch's decay of the rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from offload.rules.rule import StateTensor, UpdateRule, not_negative, rounded
+
+
+class Scalars(NamedTuple):
+    """What an update needs beside tensors."""
+
+    grad_scale: float
+    decay: float
+    eps: float
+    step_size: float
+
+
+class _Adagrad(UpdateRule):
+    name = "adagrad"
+    code = 2
+    state = (StateTensor("sum"),)
+    scalars = Scalars
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-2,
+        "lr_decay": 0.0,
+        "weight_decay": 0.0,
+        "eps": 1e-10,
+        "maximize": False,
+    }
+
+    def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        names = ("lr", "lr_decay", "weight_decay", "eps")
+        return {**dict(zip(names, not_negative(group, *names), strict=True)), "sign": -1 if group["maximize"] else 1}
+
+    def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
+        step_size = values["lr"] / (1.0 + (step - 1) * values["lr_decay"])
+        return Scalars(*rounded((values["sign"] * grad_scale, values["weight_decay"], values["eps"], step_size)))
+
+
+ADAGRAD = _Adagrad()

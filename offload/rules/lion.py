@@ -1,0 +1,45 @@
+"""Lion: X. Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023, arXiv 2302.06675, algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from offload.rules.rule import StateTensor, UpdateRule, decay_rates, not_negative, rounded
+
+
+class Scalars(NamedTuple):
+    """What an update needs beside tensors."""
+
+    grad_scale: float
+    decay: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    lr: float
+
+
+class _Lion(UpdateRule):
+    name = "lion"
+    code = 1
+    state = (StateTensor("exp_avg"),)
+    scalars = Scalars
+    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
+
+    def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        lr, weight_decay = not_negative(group, "lr", "weight_decay")
+        betas = decay_rates(group)
+        return {"lr": lr, "betas": betas, "weight_decay": weight_decay, "sign": -1 if group["maximize"] else 1}
+
+    def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
+        lr, (beta1, beta2) = values["lr"], values["betas"]
+        decay = 1.0 - lr * values["weight_decay"]
+        exact = (values["sign"] * grad_scale, decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr)
+        return Scalars(*rounded(exact))
+
+    def decoupled(self, values: Mapping[str, Any]) -> bool:
+        return True
+
+
+LION = _Lion()

@@ -1,0 +1,153 @@
+"""What an update rule says of itself. Layout, plan, measurement and checkpoints ask it; none knows a rule by name.
+
+Each rule has arithmetic in csrc/kernels/rules/, a block in `offload.kernels.triton_kernels`, and a definition in
+`offload.kernels.reference`; all three compute what the master moves by, from a scaled gradient and the rule's state.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from offload.errors import ConfigError
+from offload.protocols import SEGMENT_DTYPE
+from offload.rules.formats import FP32, Format
+
+
+class StateTensor(NamedTuple):
+    """One tensor of state: as many elements as the parameter, and how they are stored."""
+
+    name: str
+    format: Format = FP32
+
+
+MASTER = StateTensor("master")
+"""The fp32 copy of a 16-bit weight, which every rule has; an fp32 weight *is* its master."""
+
+
+class UpdateRule(ABC):
+    """Which state a parameter has, which hyperparameters a group has, and what a step's segments are told."""
+
+    name: ClassVar[str]
+    """In manifests: state of one rule is not read as another's."""
+
+    code: ClassVar[int]
+    """Number of the rule in csrc/kernels/rules.h."""
+
+    state: ClassVar[tuple[StateTensor, ...]]
+    """The tensors beside the master, each of which starts from zeros; at most `protocols.MAX_STATES`."""
+
+    scalars: ClassVar[Any]
+    """A named tuple of what an update needs beside tensors, each number one of float32's.
+
+    It begins with `grad_scale`, which the gradient is multiplied by, and `decay`; up to `protocols.MAX_SCALARS` of
+    the rule's own follow.
+    """
+
+    cut: ClassVar[Literal["anywhere", "whole_parameter"]] = "anywhere"
+    """Where a parameter may be cut; only "anywhere" is built."""
+
+    defaults: ClassVar[Mapping[str, Any]]
+    """A group's hyperparameters, by torch's names, as they are where nobody says otherwise."""
+
+    @abstractmethod
+    def values(self, group: Mapping[str, Any]) -> Any:
+        """Return a group's hyperparameters for `row`.
+
+        Args:
+            group: One of `param_groups`; numbers may be tensors or arrays of one element.
+
+        Raises:
+            ConfigError: If one cannot be used.
+        """
+
+    @abstractmethod
+    def row(self, step: int, values: Any, grad_scale: float) -> Any:
+        """Return the `scalars` of one parameter's update.
+
+        Args:
+            step: Number of this update of the parameter, counted from 1.
+            values: What `values` returned.
+            grad_scale: Clipping factor over loss scale.
+        """
+
+    def decoupled(self, values: Any) -> bool:
+        """Return whether `decay` multiplies the master; else it is the factor of an L2 term of the gradient."""
+        return False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors, the master first."""
+        return (MASTER.name, *(tensor.name for tensor in self.state))
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of state that an element of a 16-bit weight has."""
+        return sum(tensor.format.item_bytes for tensor in (MASTER, *self.state))
+
+    @property
+    def memory_cost(self) -> float:
+        """Bytes that an update reads and writes for each byte of state, gradient and weight having 16 bits."""
+        return (2 * self.item_bytes + 2 + 2) / self.item_bytes
+
+
+@cache
+def segment_dtype(rule: UpdateRule) -> np.dtype[Any]:
+    """Return `SEGMENT_DTYPE` with the names that a rule has for its state and scalars."""
+    fields = {name: field[:2] for name, field in (SEGMENT_DTYPE.fields or {}).items()}
+    (_, states), (_, scalars) = fields.pop("state"), fields.pop("scalars")
+    for number, tensor in enumerate(rule.state):
+        fields[tensor.name] = np.dtype(np.uint64), states + 8 * number
+    for number, name in enumerate(rule.scalars._fields[2:]):
+        fields[name] = np.dtype(np.float32), scalars + 4 * number
+    names = sorted(fields, key=lambda name: fields[name][1])
+    formats, offsets = zip(*(fields[name] for name in names), strict=True)
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": SEGMENT_DTYPE.itemsize})
+
+
+def rounded(values: Iterable[float]) -> Iterator[float]:
+    """Return numbers rounded to float32, once; beyond it is infinity, which the update then shows."""
+    with np.errstate(over="ignore"):
+        yield from [float(np.float32(value)) for value in values]
+
+
+def number(value: Any) -> float:
+    """Return a number, or a tensor or an array of one, as a float; NaN for anything else."""
+    if hasattr(value, "shape") and hasattr(value, "item"):
+        value = value.item() if math.prod(value.shape) == 1 else None
+    try:
+        return float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def not_negative(group: Mapping[str, Any], *names: str) -> list[float]:
+    """Return hyperparameters that have to be finite and not negative.
+
+    Raises:
+        ConfigError: If one is not.
+    """
+    found = [number(group.get(name)) for name in names]
+    for name, value in zip(names, found, strict=True):
+        if not 0 <= value < math.inf:
+            raise ConfigError(name, group.get(name), "give a finite number >= 0")
+    return found
+
+
+def decay_rates(group: Mapping[str, Any]) -> tuple[float, float]:
+    """Return a group's `betas`.
+
+    Raises:
+        ConfigError: If they are not two numbers in [0, 1).
+    """
+    betas = group.get("betas")
+    pair = [number(beta) for beta in betas] if isinstance(betas, tuple | list) else []
+    if len(pair) != 2 or not all(0 <= beta < 1 for beta in pair):
+        raise ConfigError("betas", betas, "give two numbers from 0 (included) to 1 (not included)")
+    return pair[0], pair[1]

@@ -1,0 +1,63 @@
+"""SGD with momentum, as torch has it (Sutskever et al., ICML 2013, with the rate outside of the momentum)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from offload.errors import ConfigError
+from offload.rules.rule import StateTensor, UpdateRule, not_negative, number, rounded
+
+
+class Scalars(NamedTuple):
+    """What an update needs beside tensors; the master moves by a sum of gradient and momentum, times `lr`."""
+
+    grad_scale: float
+    decay: float
+    momentum: float
+    one_minus_dampening: float
+    of_gradient: float
+    of_momentum: float
+    lr: float
+
+
+class _Sgd(UpdateRule):
+    name = "sgd"
+    code = 3
+    state = (StateTensor("momentum_buffer"),)
+    scalars = Scalars
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3,
+        "momentum": 0.9,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "maximize": False,
+    }
+
+    def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
+        lr, momentum, weight_decay = not_negative(group, "lr", "momentum", "weight_decay")
+        dampening = number(group.get("dampening"))
+        if not -1e30 < dampening < 1e30:
+            raise ConfigError("dampening", group.get("dampening"), "give a finite number")
+        if group["nesterov"] and (momentum == 0 or dampening != 0):
+            raise ConfigError("nesterov", True, "it needs a momentum and no dampening")
+        sign = -1 if group["maximize"] else 1
+        return {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening if momentum else 0.0,
+            "weight_decay": weight_decay,
+            "nesterov": bool(group["nesterov"]),
+            "sign": sign,
+        }
+
+    def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
+        # The first momentum is the gradient itself.
+        momentum, kept = (0.0, 1.0) if step == 1 else (values["momentum"], 1.0 - values["dampening"])
+        mixed = (1.0, values["momentum"]) if values["nesterov"] else (0.0, 1.0)
+        exact = (values["sign"] * grad_scale, values["weight_decay"], momentum, kept, *mixed, values["lr"])
+        return Scalars(*rounded(exact))
+
+
+SGD = _Sgd()
