@@ -40,7 +40,7 @@ from offload.engine.gradients import Gradients, GradientSlots
 from offload.engine.host import HostMemory
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Machine, State, update_visits
+from offload.engine.machine import Machine, Phase, update_visits
 from offload.engine.memory import available_bytes
 from offload.engine.operations import Begin, BeginSave, Release, Run, Stop, Sweep, TakeUp, Visit
 from offload.engine.tables import GroupScalars, Tables
@@ -773,7 +773,7 @@ class Core:
 
             def begin() -> None:
                 machine = self.machine
-                pump(machine, self.executor, lambda m: m.broken is not None or State.BUSY not in m.states)
+                pump(machine, self.executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
                 if machine.broken is not None:
                     raise machine.broken
                 try:

@@ -12,7 +12,7 @@ import swarm
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Machine, State
+from offload.engine.machine import Machine, Phase
 from offload.engine.operations import Begin, BeginSave, Release, Run, Save, Sweep, TakeUp, Visit
 from offload.errors import InternalError, OffloadError
 from offload.plan import Plan
@@ -299,7 +299,7 @@ class Session:
 
     def save(self, flag: bool) -> None:
         self.wait(False)
-        self.pump(lambda machine: State.BUSY not in machine.states)
+        self.pump(lambda machine: Phase.BUSY not in machine.phases)
         if self.machine.broken is not None:
             return
         if self.copies and flag:

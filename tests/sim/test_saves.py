@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import planted
 import pytest
 import saves
 import swarm
@@ -98,19 +99,19 @@ def test_a_crash_at_every_event_leaves_a_whole_checkpoint(resident: float, monke
     assert found[2], "no crash met the moment between a commit and the release of the one before"
 
 
-class VisitsBeforeTheStateIsSaved(Machine):
+class VisitsBeforeTheStateIsSaved(planted.Careless):
     def __init__(self, *arguments, **more):
         super().__init__(*arguments, **more)
         self.saver.blocks = lambda subgroup: False
 
 
-class CommitsWithoutSync(Machine):
+class CommitsWithoutSync(planted.Careless):
     def _begin_save(self, save):
         super()._begin_save(save)
         self.saver._synced = True
 
 
-class SyncsBeforeTheLastWrite(Machine):
+class SyncsBeforeTheLastWrite(planted.Careless):
     def handle(self, event):
         super().handle(event)
         saver = self.saver
@@ -121,7 +122,7 @@ class SyncsBeforeTheLastWrite(Machine):
                 saver._fly(lambda op, path=path: Sync(op, path))
 
 
-class ReleasesTooEarly(Machine):
+class ReleasesTooEarly(planted.Careless):
     def handle(self, event):
         super().handle(event)
         if self.saver.ended is not None and self.saver.ended[1] is None and self.saver.held:
@@ -132,13 +133,13 @@ class ReleasesTooEarly(Machine):
             self.saver.release = lambda number: self.saver.held.pop(number)
 
 
-class ForgetsMastersThatAreWeights(Machine):
+class ForgetsMastersThatAreWeights(planted.Careless):
     def _begin_save(self, save):
         super()._begin_save(save)
         self.saver._weights.clear()
 
 
-class TakesDirtyForClean(Machine):
+class TakesDirtyForClean(planted.Careless):
     def _begin_save(self, save):
         dirty, self._dirty = self._dirty, {}
         known = all(self.index.get(tile) for s in dirty for tile, _, _ in self.plan.layout.subgroups[s].tiles)
@@ -148,7 +149,7 @@ class TakesDirtyForClean(Machine):
         self._dirty = dirty if known else self._dirty
 
 
-class IgnoresFailedSaves(Machine):
+class IgnoresFailedSaves(planted.Careless):
     def _failed(self, operation, error):
         if isinstance(operation, SaveTile):
             self.saver.landed(operation, 0, None)
@@ -156,7 +157,7 @@ class IgnoresFailedSaves(Machine):
             super()._failed(operation, error)
 
 
-class SavesUnderTheWrongStep(Machine):
+class SavesUnderTheWrongStep(planted.Careless):
     def _issue_save(self, make):
         def wrong(op):
             operation = make(op)
@@ -168,7 +169,7 @@ class SavesUnderTheWrongStep(Machine):
         super()._issue_save(wrong)
 
 
-class SavesFromTheWrongPlace(Machine):
+class SavesFromTheWrongPlace(planted.Careless):
     def _issue_save(self, make):
         def wrong(op):
             operation = make(op)
@@ -179,7 +180,7 @@ class SavesFromTheWrongPlace(Machine):
         super()._issue_save(wrong)
 
 
-class WritesOverWhatIsHeld(Machine):
+class WritesOverWhatIsHeld(planted.Careless):
     def __init__(self, *arguments, **more):
         super().__init__(*arguments, **more)
         release = self.index._release
@@ -193,7 +194,7 @@ class WritesOverWhatIsHeld(Machine):
         self.index._release = forgets
 
 
-class LetsGoBeforeTheCopy(Machine):
+class LetsGoBeforeTheCopy(planted.Careless):
     def _begin_save(self, save):
         super()._begin_save(save)
         if save.sink is not None:
@@ -202,14 +203,14 @@ class LetsGoBeforeTheCopy(Machine):
             self.index.let_go = lambda tile, location: None
 
 
-class TakesWhatIsHeldForFree(Machine):
+class TakesWhatIsHeldForFree(planted.Careless):
     def _take_up(self, event):
         super()._take_up(event)
         for location in list(self.index._held)[::3]:
             self.index._stores[location.path].free.setdefault(location.nbytes, []).append(location.offset)
 
 
-class TakesUpAnotherVersion(Machine):
+class TakesUpAnotherVersion(planted.Careless):
     def _take_up(self, event):
         super()._take_up(event)
         for subgroup in {tile.subgroup for tile in event.records}:
