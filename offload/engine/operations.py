@@ -181,10 +181,11 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Make a checkpoint of the records of the save under way; what it names is durable."""
+    """Make a checkpoint of what a save names; all of that is durable."""
 
     op: int
     number: int
+    records: Mapping[TileId, Record]
 
 
 SaveOperation = SaveTile | CopyTile | Sync | Commit

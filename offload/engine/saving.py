@@ -68,7 +68,7 @@ class Saver:
         """Tiles of the save under way that are whole on storage."""
         self.ended: tuple[Save, Exception | None] | None = None
         """The last save that ended, and why it failed, until somebody takes it."""
-        self.held: dict[int, dict[TileId, Record]] = {}
+        self.held: dict[int, Mapping[TileId, Record]] = {}
         """What each finished save holds, by its number."""
         self._index = index
         self._issue = issue
@@ -253,8 +253,7 @@ class Saver:
             for path in sorted({record.location.path for record in self.records.values()}):
                 self._fly(partial(Sync, path=path))
         if not self._flying:
-            number = self.save.number
-            self._fly(partial(Commit, number=number))
+            self._fly(partial(Commit, number=self.save.number, records=self.records))
 
     def _next_items(self) -> Iterator[_Item]:
         while len(self._items) < SAVE_DEPTH and self._error is None:
@@ -328,8 +327,7 @@ class Saver:
                 return
         elif isinstance(operation, Commit) and error is None:
             if self.save.sink is None:
-                self.held[self.save.number] = self.records
-            self.records = {}
+                self.held[operation.number] = operation.records
             self._end(None)
             return
         if error is not None:

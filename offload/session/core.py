@@ -789,7 +789,6 @@ class Core:
                 except Exception as cause:  # nothing has begun, so it is not the session's end
                     raise CheckpointError(f"no checkpoint can be opened in {folder.path}: {cause!r}") from cause
                 machine.handle(BeginSave(pending.save))
-                saves.records_are(machine.saver.records)
                 pump(machine, self.executor, lambda m: not m.saver.weights_left or m.saver.ended is not None)
                 if machine.saver.ended is not None and machine.saver.ended[1] is not None:
                     error = machine.saver.ended[1]

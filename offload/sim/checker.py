@@ -482,13 +482,14 @@ class CheckedExecutor:
                 self._require(not save.unlanded.get(path), "14: a sync before the writes to its path have ended")
                 save.dirty.discard(path)
                 save.syncing[operation.op] = path
-            case Commit(number=number):
+            case Commit(number=number, records=records):
                 self._require(number == save.save.number, "14: a commit of another save")
                 tiles = [t for s in self._plan.layout.subgroups for t, _, _ in (*s.tiles, *s.weight_tiles)]
-                self._require(sorted(tiles) == sorted(save.named), "14: a commit that does not name every tile")
+                self._require(sorted(tiles) == sorted(records), "14: a commit that does not name every tile")
+                self._require(records == save.named, "14: a commit that names a tile where it does not lie")
                 synced = not save.dirty and not save.syncing
                 self._require(synced, "14: a commit before all paths have been synced")
-                for tile, record in save.named.items():
+                for tile, record in records.items():
                     right = record.step == save.steps[tile.subgroup]
                     self._require(right, "14: a commit that names a tile in another version")
 

@@ -151,7 +151,6 @@ class Session:
         stores = [(path.available_bytes, path.share) for path in plan.budgets.paths]
         self.machine = machine_type(plan, TileIndex(stores, plan.slot_counts))
         self.data = SimData(plan, lambda run, state: mix(run, state))
-        self.data.named = lambda: self.machine.saver.records
         self.inner = SimExecutor(plan, rates, faults, seed, self.data, disorder)
         self.executor = CheckedExecutor(self.inner, plan)
         self.twin = Twin(plan)

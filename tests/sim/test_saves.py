@@ -14,7 +14,7 @@ import swarm
 
 from offload.dtypes import DtypeCode
 from offload.engine.machine import Machine
-from offload.engine.operations import SaveTile, Sync
+from offload.engine.operations import Commit, SaveTile, Sync
 from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
@@ -149,6 +149,14 @@ class TakesDirtyForClean(planted.Careless):
         self._dirty = dirty if known else self._dirty
 
 
+class CommitsWithOldChecksums(planted.Careless):
+    def _issue(self, operation):
+        if isinstance(operation, Commit):
+            records = {tile: replace(record, checksum=0) for tile, record in operation.records.items()}
+            operation = replace(operation, records=records)
+        super()._issue(operation)
+
+
 class IgnoresFailedSaves(planted.Careless):
     def _failed(self, operation, error):
         if isinstance(operation, SaveTile):
@@ -224,6 +232,7 @@ PLANTED = [
     ReleasesTooEarly,
     ForgetsMastersThatAreWeights,
     TakesDirtyForClean,
+    CommitsWithOldChecksums,
     IgnoresFailedSaves,
     SavesUnderTheWrongStep,
     SavesFromTheWrongPlace,
