@@ -3,6 +3,9 @@
 The machine does not know what a step is. It runs *sweeps*: a sequence of visits, each of one subgroup, that read
 or change its state. A step is a sweep of updates; reading or loading state is a sweep too.
 
+A machine and its index change in `Machine.handle` alone, so a run is its list of events: another machine that is
+given them decides the same operations.
+
 Phases of a streamed subgroup (`ARROWS` has all)::
 
     ABSENT -> FETCHING -> READY -> BUSY -> DIRTY -> FLUSHING -> READY (clean, cached) -> ABSENT
@@ -45,16 +48,19 @@ from offload.engine.operations import (
     CopyOut,
     Done,
     Event,
+    Extend,
     Failed,
     Operation,
     PushWeights,
     ReadTile,
     Release,
+    Reshare,
     Run,
     Save,
     SaveOperation,
     Stop,
     Sweep,
+    Taken,
     TakeUp,
     Visit,
     WriteTile,
@@ -153,12 +159,13 @@ class Machine:
         self.index = index
         self.broken: Exception | None = None
         self.finished: Sweep | None = None
-        """The last sweep that ended, well or (with `failed` set) not; taken by `take_finished`."""
+        """The last sweep that ended, well or (with `failed` set) not, until it is `Taken`."""
         self.failed = False
         """Whether the last sweep ended before all its visits had. A flush may fail after that: then only `broken`
         is set, and the sweep counts."""
         self.moved: list[int] = []
-        """Subgroups whose changing visit has finished in the current (or last) sweep, in that order."""
+        """Subgroups whose changing visit has finished in the current (or last) sweep, in that order; none after a
+        `Stop` between sweeps."""
         self._on_warning = on_warning
         self._on_break = on_break
         self._phases: list[Phase] = []
@@ -212,17 +219,19 @@ class Machine:
         """Return whether a subgroup's state has never been changed."""
         return subgroup not in self._versions
 
-    def extend(self, plan: Plan) -> None:
-        """Take up a plan that adds subgroups (and perhaps staging slots); between sweeps only."""
-        invariant(self.idle, "the plan changes between sweeps only")
-        invariant(plan.staging_slots >= len(self._owners), "a plan takes staging slots away")
-        self.plan = plan
-        self._adopt(plan)
-
     def take_finished(self) -> Sweep | None:
         """Return the sweep that has ended since the last call, if any."""
-        finished, self.finished = self.finished, None
+        finished = self.finished
+        if finished is not None:
+            self.handle(Taken(finished))
         return finished
+
+    def take_saved(self) -> tuple[Save, Exception | None] | None:
+        """Return the save that has ended since the last call, if any, and why it failed."""
+        ended = self.saver.ended
+        if ended is not None:
+            self.handle(Taken(ended[0]))
+        return ended
 
     def handle(self, event: Event) -> None:
         """Take in one event; operations that follow from it are then in `take_operations`."""
@@ -233,6 +242,16 @@ class Machine:
                     self._begin(sweep)
                 case BeginSave(save):
                     self._begin_save(save)
+                case Taken(Sweep()):
+                    self.finished = None
+                    return
+                case Taken(Save()):
+                    self.saver.ended = None
+                    return
+                case Extend(plan):
+                    self._extend(plan)
+                case Reshare(shares):
+                    self.index.reshare(shares)
                 case TakeUp():
                     self._take_up(event)
                 case Release(number):
@@ -244,6 +263,8 @@ class Machine:
                     self._failed(self._pop(op), error)
                 case Stop(error):
                     self._stopped = True
+                    if self.idle:
+                        self.moved = []
                     self._break(error)
             self._advance()
         except InternalError as error:
@@ -302,6 +323,14 @@ class Machine:
         self.index.check()
 
     # Events ---------------------------------------------------------------------------------------------------
+
+    def _extend(self, plan: Plan) -> None:
+        invariant(self.idle and self.saver.save is None, "the plan changes between sweeps and saves only")
+        invariant(not self._in_flight, "the plan changes while memory is in use")
+        invariant(plan.staging_slots >= len(self._owners), "a plan takes staging slots away")
+        self.plan = plan
+        self.index.allow(plan.slot_counts)
+        self._adopt(plan)
 
     def _adopt(self, plan: Plan) -> None:
         for resident in plan.resident[len(self._phases) :]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from offload.engine.index import Record
 from offload.errors import OffloadError
+from offload.plan.budget import Plan
 from offload.protocols import TileId
 
 # Sweeps -----------------------------------------------------------------------------------------------------------
@@ -212,6 +213,28 @@ class BeginSave:
 
 
 @dataclass(frozen=True, slots=True)
+class Taken:
+    """Event: whoever began a sweep or a save has taken note of its end."""
+
+    ended: Sweep | Save
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Event: go on with a plan that adds subgroups, and perhaps staging slots; between sweeps and saves, with nothing
+    in flight."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Reshare:
+    """Event: spread tiles over the paths in other proportions from now on; one share for each path."""
+
+    shares: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TakeUp:
     """Event: go on from what checkpoints hold on storage; with nothing in flight.
 
@@ -256,4 +279,4 @@ class Stop:
     error: OffloadError
 
 
-Event = Begin | BeginSave | TakeUp | Release | Done | Failed | Stop
+Event = Begin | BeginSave | Taken | Extend | Reshare | TakeUp | Release | Done | Failed | Stop

@@ -42,7 +42,7 @@ from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Machine, Phase, update_visits
 from offload.engine.memory import available_bytes
-from offload.engine.operations import Begin, BeginSave, Release, Run, Stop, Sweep, TakeUp, Visit
+from offload.engine.operations import Begin, BeginSave, Extend, Release, Reshare, Run, Stop, Sweep, TakeUp, Visit
 from offload.engine.tables import GroupScalars, Tables
 from offload.engine.views import StateViews
 from offload.errors import (
@@ -340,8 +340,7 @@ class Core:
             if self._gpu is not None:
                 self._gpu.bind(plan)
             self.tables.extend(plan.layout)
-            self.machine.index.allow(plan.slot_counts)
-            self.machine.extend(plan)
+            self.machine.handle(Extend(plan))
             self.plan = self._views.plan = plan
 
         with self._lock:
@@ -429,7 +428,7 @@ class Core:
 
     def _take_save(self) -> None:
         """Take note of a save that has ended, if one has."""
-        ended, self.machine.saver.ended = self.machine.saver.ended, None
+        ended = self.machine.take_saved()
         if ended is not None:
             self._end_save(ended[1])
 
@@ -516,7 +515,6 @@ class Core:
         order = visit_order(subgroups, self.machine.slots)
         if is_step:
             visits = update_visits(self.plan, order)
-            self.machine.moved = []
             try:
                 if self.gradients.bring(self.plan, visits):
                     self.plan = self._counting_gradients(self.plan)
@@ -950,7 +948,7 @@ class Core:
             self.rates = typical(self._seen)
         self.executor.timeline = []
         if self.plan.budgets.follow_rates:
-            self.machine.index.reshare(self.plan.shares(self.rates))
+            self.machine.handle(Reshare(self.plan.shares(self.rates)))
 
     def metrics(self) -> dict[str, float]:
         """See `Engine.metrics`."""

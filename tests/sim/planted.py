@@ -277,6 +277,19 @@ class WaitsForEver(Careless):
         pass
 
 
+class ForgetsOwnersWhenThePlanGrows(Careless):
+    def _extend(self, plan):
+        super()._extend(plan)
+        self._owners = [None] * plan.staging_slots
+
+
+class ForgetsRoomForWhatIsAdded(Careless):
+    def _extend(self, plan):
+        counts = dict(self.index._unmade)
+        super()._extend(plan)
+        self.index._unmade = counts
+
+
 class IndexWithoutLimits(TileIndex):
     def claim(self, nbytes, avoid=()):
         for store in self._stores:
@@ -315,6 +328,13 @@ class IndexOfOldVersions(TileIndex):
         return self._before.get(tile)
 
 
+class IndexThatLosesSlotsWhenReshared(TileIndex):
+    def reshare(self, shares):
+        super().reshare(shares)
+        for store in self._stores:
+            store.free.clear()
+
+
 class IndexThatTrustsFailedPaths(TileIndex):
     def retire(self, path):
         pass
@@ -350,6 +370,11 @@ MACHINES = [
     ForgetsToPush,
     EndsBeforeThePush,
     WaitsForEver,
+]
+GROWING = [
+    ForgetsOwnersWhenThePlanGrows,
+    ForgetsRoomForWhatIsAdded,
+    IndexThatLosesSlotsWhenReshared,
 ]
 INDICES = [
     IndexWithoutLimits,

@@ -246,7 +246,7 @@ class Session:
 
         while True:
             pump(self.machine, self.executor, reached)
-            ended, self.machine.saver.ended = self.machine.saver.ended, None
+            ended = self.machine.take_saved()
             if ended is None:
                 return
             self.end_save(*ended)

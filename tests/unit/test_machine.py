@@ -16,6 +16,7 @@ from offload.engine.operations import (
     CopyIn,
     CopyOut,
     Done,
+    Extend,
     Failed,
     PushWeights,
     ReadTile,
@@ -289,6 +290,16 @@ def test_stop_ends_the_sweep_without_waiting():
     assert machine.take_finished().number == 2
 
 
+def test_after_a_stop_between_sweeps_nothing_has_moved():
+    """The step that it keeps from beginning names no subgroup of the step before."""
+    machine = make(1, 1)
+    finish(machine, give(machine, sweep(1, 0)))
+    machine.take_finished()
+    assert machine.moved == [0]
+    give(machine, Stop(TierError("copy", tier="gpu", path="h2d")))
+    assert machine.moved == []
+
+
 def test_reports_that_cannot_be_are_refused_with_their_story():
     machine = make(1, 1)
     with pytest.raises(InternalError, match="operation 7 reports back") as caught:
@@ -315,9 +326,7 @@ def test_extended_plan_keeps_what_is_there():
     finish(machine, give(machine, sweep(1, 0, 1)))
     machine.take_finished()
     bigger = make(5, 1, resident=1).plan
-    machine.index.allow(bigger.slot_counts)
-    machine.extend(bigger)
-    machine.check()
+    give(machine, Extend(bigger))
     assert not machine.is_fresh(1)
     assert machine.is_fresh(4)
     operations = finish(machine, give(machine, sweep(2, 0, 1, 2, 3, 4)))
@@ -328,7 +337,11 @@ def test_extended_plan_keeps_what_is_there():
 
 def test_extended_plan_takes_no_staging_slot_away():
     with pytest.raises(InternalError, match="takes staging slots away"):
-        make(3, 2).extend(make(4, 1).plan)
+        make(3, 2).handle(Extend(make(4, 1).plan))
+    machine = make(3, 1)
+    give(machine, sweep(1, 0, 1, 2))
+    with pytest.raises(InternalError, match="between sweeps and saves only"):
+        machine.handle(Extend(make(4, 1).plan))
 
 
 @settings(max_examples=60)
@@ -442,8 +455,7 @@ def test_gpu_slots_follow_the_plan_between_steps():
     finish(machine, give(machine, step(machine, 1)))
     machine.take_finished()
     plan = machine.plan
-    machine.extend(
-        make_plan(plan.layout, replace(plan.budgets, gpu_staging_bytes=SUBGROUP_BYTES), copied=plan.on_gpu)
-    )
+    budgets = replace(plan.budgets, gpu_staging_bytes=SUBGROUP_BYTES)
+    give(machine, Extend(make_plan(plan.layout, budgets, copied=plan.on_gpu)))
     slots = [operation.gpu_slot for operation in finish(machine, give(machine, step(machine, 2)))]
     assert set(slots) == {0}, "one is left"
