@@ -188,7 +188,7 @@ class Machine:
         self._unfinished = 0
         self._next_op = 1
         self._out: list[Operation] = []
-        self.saver = Saver(index, self._issue_save)
+        self.saver = Saver(index, self._take_op, self._issue, self._let_on)
         """The save under way, and what finished ones hold."""
         self._history: deque[Event] = deque(maxlen=32)
         self._adopt(plan)
@@ -325,7 +325,7 @@ class Machine:
     # Events ---------------------------------------------------------------------------------------------------
 
     def _extend(self, plan: Plan) -> None:
-        invariant(self.idle and self.saver.save is None, "the plan changes between sweeps and saves only")
+        invariant(self.idle and self.saver.under_way is None, "the plan changes between sweeps and saves only")
         invariant(not self._in_flight, "the plan changes while memory is in use")
         invariant(plan.staging_slots >= len(self._owners), "a plan takes staging slots away")
         self.plan = plan
@@ -367,7 +367,7 @@ class Machine:
                 case Phase.ABSENT:
                     self._unfetched.append(subgroup)
                 case Phase.RESIDENT | Phase.READY | Phase.DIRTY:
-                    self._wait(subgroup)
+                    self._let_on(subgroup)
 
     def _begin_save(self, save: Save) -> None:
         invariant(self._sweep is None and Phase.BUSY not in self._phases, "a save begins during a visit")
@@ -440,7 +440,7 @@ class Machine:
         for _, new in flush.records:
             self.index.abandon(new.location)
         self._settle(subgroup, changed=True)
-        self.saver.flush_failed(subgroup, flush.error)
+        self.saver.abort(flush.error)
         return True
 
     def _device_of(self, visit: Visit) -> _Waiting:
@@ -451,9 +451,11 @@ class Machine:
         copied = visit.gpu and not self.plan.at_home_on_gpu(visit.subgroup)
         return self._copies if copied else self._device_of(visit)
 
-    def _wait(self, subgroup: int) -> None:
-        queue = self._queue_of(self._pending[subgroup])
-        (queue.resident if self.plan.resident[subgroup] else queue.streamed).append(subgroup)
+    def _let_on(self, subgroup: int) -> None:
+        """Let the visit go on that waits for a subgroup's state, if one does."""
+        if subgroup in self._pending:
+            queue = self._queue_of(self._pending[subgroup])
+            (queue.resident if self.plan.resident[subgroup] else queue.streamed).append(subgroup)
 
     def _ran(self, run: Run) -> None:
         visit, subgroup = run.visit, run.visit.subgroup
@@ -483,8 +485,7 @@ class Machine:
             self._to(subgroup, Phase.DIRTY)
         else:
             self._to(subgroup, Phase.READY)
-        if subgroup in self._pending:  # perhaps of a sweep that began while the state was still being copied out
-            self._wait(subgroup)
+        self._let_on(subgroup)  # perhaps of a sweep that began while the state was still being copied out
 
     def _leave_gpu(self, subgroup: int) -> None:
         gpu_slot, _ = self._gpu_slots.pop(subgroup)
@@ -499,7 +500,8 @@ class Machine:
             location = operation.record.location
             self.index.lose(location)
             where = operation.tile, operation.slot, operation.buffer_offset, location.nbytes
-            if self.saver.tries_again(operation, error) and self._write(*where, avoid=self.saver.avoided):
+            avoided = self.saver.retry(operation, error)
+            if avoided is not None and self._write(*where, avoid=avoided):
                 return
             self._flushes[operation.tile.subgroup].error = error
             self.saver.abort(error)
@@ -529,18 +531,14 @@ class Machine:
                 del self._in_flight[operation.op]
                 if isinstance(operation, Run):
                     self._device_of(operation.visit).runs -= 1
-            saves = [o for o in self._out if isinstance(o, SaveOperation)]
             self._out.clear()
-            self.saver.break_off(error, saves)
+            self.saver.break_off(error)
 
     # Decisions ------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         if self.broken is None:
             self.saver.advance()
-            for subgroup in self.saver.take_unblocked():
-                if subgroup in self._pending:
-                    self._wait(subgroup)
             self._assign_slots()
         if self.broken is None:  # or a flush has just found no room
             self._start_copies()
@@ -668,9 +666,6 @@ class Machine:
             raise InternalError(f"{operation} after a fatal error (this is a bug in offload, please report it)")
         self._in_flight[operation.op] = operation
         self._out.append(operation)
-
-    def _issue_save(self, make: Callable[[int], SaveOperation]) -> None:
-        self._issue(make(self._take_op()))
 
     def _take_op(self) -> int:
         op = self._next_op

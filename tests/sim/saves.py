@@ -294,7 +294,7 @@ class Session:
             self.twin.sweep(sweep.number, visits)
 
     def wait(self, flag: bool) -> None:
-        self.pump(lambda machine: machine.saver.save is None)
+        self.pump(lambda machine: machine.saver.under_way is None)
 
     def save(self, flag: bool) -> None:
         self.wait(False)

@@ -108,18 +108,19 @@ class VisitsBeforeTheStateIsSaved(planted.Careless):
 class CommitsWithoutSync(planted.Careless):
     def _begin_save(self, save):
         super()._begin_save(save)
-        self.saver._synced = True
+        if self.saver.under_way:
+            self.saver.under_way.synced = True
 
 
 class SyncsBeforeTheLastWrite(planted.Careless):
     def handle(self, event):
         super().handle(event)
-        saver = self.saver
-        idle = not (saver._weights or saver._todo or saver._copies or saver._flushing)
-        if saver.save and idle and not saver._synced and saver._flying and self.broken is None:
-            saver._synced = True
-            for path in sorted({record.location.path for record in saver.records.values()}):
-                saver._fly(lambda op, path=path: Sync(op, path))
+        now = self.saver.under_way
+        idle = now and not (now.weights or now.todo or now.copies or now.flushing)
+        if idle and not now.synced and now.flying and self.broken is None:
+            now.synced = True
+            for path in sorted({record.location.path for record in now.records.values()}):
+                self.saver._fly(now, Sync(self._take_op(), path))
 
 
 class ReleasesTooEarly(planted.Careless):
@@ -136,7 +137,8 @@ class ReleasesTooEarly(planted.Careless):
 class ForgetsMastersThatAreWeights(planted.Careless):
     def _begin_save(self, save):
         super()._begin_save(save)
-        self.saver._weights.clear()
+        if self.saver.under_way:
+            self.saver.under_way.weights.clear()
 
 
 class TakesDirtyForClean(planted.Careless):
@@ -166,26 +168,17 @@ class IgnoresFailedSaves(planted.Careless):
 
 
 class SavesUnderTheWrongStep(planted.Careless):
-    def _issue_save(self, make):
-        def wrong(op):
-            operation = make(op)
-            if isinstance(operation, SaveTile):
-                operation = replace(operation, record=replace(operation.record, step=operation.record.step + 1))
-                self.saver._flying[op] = operation
-            return operation
-
-        super()._issue_save(wrong)
+    def _issue(self, operation):
+        if isinstance(operation, SaveTile):
+            operation = replace(operation, record=replace(operation.record, step=operation.record.step + 1))
+        super()._issue(operation)
 
 
 class SavesFromTheWrongPlace(planted.Careless):
-    def _issue_save(self, make):
-        def wrong(op):
-            operation = make(op)
-            if isinstance(operation, SaveTile) and operation.source_offset:
-                operation = self.saver._flying[op] = replace(operation, source_offset=0)
-            return operation
-
-        super()._issue_save(wrong)
+    def _issue(self, operation):
+        if isinstance(operation, SaveTile) and operation.source_offset:
+            operation = replace(operation, source_offset=0)
+        super()._issue(operation)
 
 
 class WritesOverWhatIsHeld(planted.Careless):
@@ -205,8 +198,8 @@ class WritesOverWhatIsHeld(planted.Careless):
 class LetsGoBeforeTheCopy(planted.Careless):
     def _begin_save(self, save):
         super()._begin_save(save)
-        if save.sink is not None:
-            for location in [item.stored.location for item in self.saver._copies]:
+        if save.sink is not None and self.saver.under_way:
+            for location in [item.stored.location for item in self.saver.under_way.copies]:
                 self.index._held.pop(location, None)
             self.index.let_go = lambda tile, location: None
 
