@@ -182,7 +182,6 @@ class Machine:
         self._cpu = _Waiting()  # ... whole in host memory
         self._copies = _Waiting()  # ... whole in host memory, wanted on the GPU
         self._gpu = _Waiting()  # ... at home on the GPU; also visits under way whose state has been copied there
-        self._gpu_owners: list[int | None] = []
         self._gpu_slots: dict[int, tuple[int, Visit]] = {}
         self._stopped = False
         self._unfinished = 0
@@ -283,22 +282,16 @@ class Machine:
             InternalError: If one does not hold.
         """
         for subgroup, phase in enumerate(self._phases):
-            slot = self._slots.get(subgroup)
-            resident = self.plan.resident[subgroup]
-            if phase in (Phase.ABSENT, Phase.RESIDENT):
-                invariant(slot is None, f"subgroup {subgroup} is {phase} and has slot {slot}")
-            if resident:
-                invariant(phase in (Phase.RESIDENT, Phase.BUSY), f"resident subgroup {subgroup} is {phase}")
-                invariant(slot is None, f"resident subgroup {subgroup} has a slot")
-            elif phase is not Phase.ABSENT:
-                invariant(slot is not None, f"subgroup {subgroup} is {phase} without a slot")
-                invariant(self._owners[slot or 0] == subgroup, f"slot {slot} is not subgroup {subgroup}'s")
+            slot, resident = self._slots.get(subgroup), self.plan.resident[subgroup]
+            at_home = phase in (Phase.RESIDENT, Phase.BUSY) if resident else phase is not Phase.RESIDENT
+            invariant(at_home, f"subgroup {subgroup} is {phase}, resident: {resident}")
+            without = resident or phase is Phase.ABSENT
+            invariant(without == (slot is None), f"subgroup {subgroup} is {phase} and has slot {slot}")
+            invariant(slot is None or self._owners[slot] == subgroup, f"slot {slot} is not subgroup {subgroup}'s")
             invariant((phase is Phase.FETCHING) == (subgroup in self._fetches), f"fetch of {subgroup} is lost")
             invariant((phase is Phase.FLUSHING) == (subgroup in self._flushes), f"flush of {subgroup} is lost")
-        invariant(
-            sum(owner is not None for owner in self._owners) == len(self._slots),
-            "a slot has an owner that left it",
-        )
+        owners = [owner for owner in self._owners if owner is not None]
+        invariant(len(owners) == len(self._slots), "a slot has an owner that left it")
         for subgroup, visit in self._pending.items():
             invariant(visit.subgroup == subgroup, f"the visit of {subgroup} is filed wrongly")
             phase = self._phases[subgroup]
@@ -306,14 +299,10 @@ class Machine:
             waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(subgroup)
             waits = waits or self.broken is not None  # then nobody is let on any more
             invariant(waits or subgroup in queue, f"subgroup {subgroup} is {phase} and waits for nothing")
-        for gpu_slot, owner in enumerate(self._gpu_owners):
-            if owner is not None:
-                invariant(self._phases[owner] is Phase.BUSY, f"GPU slot {gpu_slot} is {self._phases[owner]}'s")
-                invariant(self._gpu_slots[owner][0] == gpu_slot, f"GPU slot {gpu_slot} is not subgroup {owner}'s")
-        invariant(
-            sum(owner is not None for owner in self._gpu_owners) == len(self._gpu_slots),
-            "a GPU slot has an owner that left it",
-        )
+        for owner, (gpu_slot, _) in self._gpu_slots.items():
+            invariant(self._phases[owner] is Phase.BUSY, f"GPU slot {gpu_slot} is {self._phases[owner]}'s")
+        used = {gpu_slot for gpu_slot, _ in self._gpu_slots.values()}
+        invariant(len(used) == len(self._gpu_slots), "two subgroups have one GPU slot")
         for device in (self._cpu, self._gpu):
             runs = sum(
                 isinstance(operation, Run) and self._device_of(operation.visit) is device
@@ -336,9 +325,6 @@ class Machine:
         for resident in plan.resident[len(self._phases) :]:
             self._phases.append(Phase.RESIDENT if resident else Phase.ABSENT)
         self._owners.extend([None] * (plan.staging_slots - len(self._owners)))
-        if plan.gpu_slots != len(self._gpu_owners):
-            invariant(not self._gpu_slots, "the GPU's staging slots change while one is in use")
-            self._gpu_owners = [None] * plan.gpu_slots
 
     def _to(self, subgroup: int, phase: Phase) -> None:
         """Bring a subgroup into another phase; the one place where a phase changes."""
@@ -415,7 +401,7 @@ class Machine:
             case CopyIn(subgroup=subgroup):
                 self._gpu.streamed.append(subgroup)
             case CopyOut(subgroup=subgroup):
-                self._leave_gpu(subgroup)
+                del self._gpu_slots[subgroup]
                 self._settle(subgroup, changed=True)
             case PushWeights():
                 self._unfinished -= 1
@@ -470,7 +456,7 @@ class Machine:
         if run.gpu_slot is None:
             self._settle(subgroup, changed=visit.changes)
         elif not visit.changes:
-            self._leave_gpu(subgroup)
+            del self._gpu_slots[subgroup]
             self._settle(subgroup, changed=False)
         elif self.broken is None:
             self._issue(CopyOut(self._take_op(), subgroup, run.slot, run.gpu_slot))
@@ -486,10 +472,6 @@ class Machine:
         else:
             self._to(subgroup, Phase.READY)
         self._let_on(subgroup)  # perhaps of a sweep that began while the state was still being copied out
-
-    def _leave_gpu(self, subgroup: int) -> None:
-        gpu_slot, _ = self._gpu_slots.pop(subgroup)
-        self._gpu_owners[gpu_slot] = None
 
     def _failed(self, operation: Operation, error: Exception) -> None:
         if isinstance(operation, SaveOperation):
@@ -571,16 +553,19 @@ class Machine:
 
     def _start_copies(self) -> None:
         """Give GPU staging slots to the visits that wait for one."""
-        while self._copies and None in self._gpu_owners:
-            subgroup, gpu_slot = self._copies.take(), self._gpu_owners.index(None)
+        while self._copies and (gpu_slot := self._free_gpu_slot()) is not None:
+            subgroup = self._copies.take()
             visit = self._pending.pop(subgroup)
-            self._gpu_owners[gpu_slot] = subgroup
             self._gpu_slots[subgroup] = gpu_slot, visit
             self._to(subgroup, Phase.BUSY)
             if self.is_fresh(subgroup) or visit.overwrites:
                 self._gpu.streamed.append(subgroup)
             else:
                 self._issue(CopyIn(self._take_op(), subgroup, self._slots.get(subgroup), gpu_slot))
+
+    def _free_gpu_slot(self) -> int | None:
+        used = [gpu_slot for gpu_slot, _ in self._gpu_slots.values()]
+        return next((gpu_slot for gpu_slot in range(self.plan.gpu_slots) if gpu_slot not in used), None)
 
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""

@@ -178,13 +178,26 @@ class Saver:
         now = UnderWay(save)
         counts: Counter[int] = Counter()
         pinned: list[tuple[TileId, Record]] = []
+
+        def unwritten(tiles: Iterable[tuple[TileId, int, int]], step: int, buffered: bool, home: bool) -> list[_Item]:
+            """Return the tiles to be written; one that an earlier checkpoint has in this version is pinned again."""
+            todo = []
+            for tile, offset, nbytes in tiles:
+                known = (records.get(tile) for records in reversed(self.held.values()))
+                record = next((r for r in known if r is not None and r.step == step), None)
+                if record is not None:
+                    pinned.append((tile, record))
+                    continue
+                todo.append(_Item(tile, offset, nbytes, step, buffered, home))
+                counts[nbytes] += save.sink is None  # what is written to a sink takes no room on the paths
+            return todo
+
         for subgroup in () if save.empty else plan.layout.subgroups:
             number = subgroup.index
             if plan.resident[number]:
-                on_gpu = plan.at_home_on_gpu(number)
-                items = self._unchanged_or_todo(subgroup.tiles, versions[number], pinned, buffered=on_gpu, home=True)
+                items = unwritten(subgroup.tiles, versions[number], plan.at_home_on_gpu(number), home=True)
                 if items:
-                    now.todo[number], now.left[number] = items, len(items)
+                    now.todo[number], now.left[number] = deque(items), len(items)
             elif number in unsaved:
                 now.flushing[number] = None
                 counts.update(nbytes for _, _, nbytes in subgroup.tiles)
@@ -195,9 +208,7 @@ class Saver:
                     if record is not None:
                         pinned.append((tile, record))
                         counts[nbytes] += not self._index.is_held(record.location)
-            now.weights += self._unchanged_or_todo(subgroup.weight_tiles, versions[number], pinned, buffered=True)
-        if save.sink is None:  # else only what is waiting to be copied takes room on the paths, and for a while
-            counts.update(item.nbytes for items in (now.weights, *now.todo.values()) for item in items)
+            now.weights += unwritten(subgroup.weight_tiles, versions[number], buffered=True, home=False)
         now.reserve = +counts
         if not self._index.reserve(now.reserve):
             needed = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in now.reserve.items())
@@ -211,26 +222,6 @@ class Saver:
         for tile, record in pinned:
             self._keep(now, tile, record)
         return True
-
-    def _unchanged_or_todo(
-        self,
-        tiles: Iterable[tuple[TileId, int, int]],
-        step: int,
-        pinned: list[tuple[TileId, Record]],
-        *,
-        buffered: bool = False,
-        home: bool = False,
-    ) -> deque[_Item]:
-        """Return the tiles to be written; those that an earlier checkpoint has in this version are pinned again."""
-        todo: deque[_Item] = deque()
-        for tile, offset, nbytes in tiles:
-            known = (records.get(tile) for records in reversed(self.held.values()))
-            record = next((r for r in known if r is not None and r.step == step), None)
-            if record is not None:
-                pinned.append((tile, record))
-            else:
-                todo.append(_Item(tile, offset, nbytes, step, buffered, home))
-        return todo
 
     def _keep(self, now: UnderWay, tile: TileId, record: Record) -> None:
         """Hold a tile that is whole on storage, or, with a sink, until it has been copied."""

@@ -221,7 +221,7 @@ class NeverCopiesOut(Careless):
         super()._ran(run)
         if run.gpu_slot is not None and self._out and isinstance(self._out[-1], CopyOut):
             del self._in_flight[self._out.pop().op]
-            self._leave_gpu(run.visit.subgroup)
+            del self._gpu_slots[run.visit.subgroup]
             self._settle(run.visit.subgroup, changed=True)
 
 
@@ -247,14 +247,8 @@ class RunsBeforeTheCopyIn(Careless):
 
 
 class SharesAGpuSlot(Careless):
-    def _start_copies(self):
-        owners = self._gpu_owners
-        if self._copies and None not in owners:
-            self._gpu_owners = [None]
-            super()._start_copies()
-            self._gpu_owners = owners
-        else:
-            super()._start_copies()
+    def _free_gpu_slot(self):
+        return super()._free_gpu_slot() or 0
 
 
 class ForgetsToPush(Careless):
