@@ -119,6 +119,7 @@ class Pending:
         started_s: When it was handed over, on the monotonic clock.
         cancelled: Set when the session breaks while it is committed.
         ranks_until_s: When it is given up, on the monotonic clock, if other ranks have not done their part by then.
+        records: What it names, once it is being committed.
     """
 
     save: Save
@@ -133,6 +134,7 @@ class Pending:
     thread: threading.Thread | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
     ranks_until_s: float = math.inf
+    records: Mapping[TileId, Record] = field(default_factory=dict)
 
     def wait_for_ranks(self, seconds: float) -> None:
         """Give it up if other ranks have not done their part in so many seconds; the first to say so counts."""
@@ -193,8 +195,7 @@ class Saves:
         self._make_buffers = buffers
         self._buffers = (0, 0)
         self._numbers = 0
-        self._records: dict[TileId, Record] = {}
-        self.named: dict[TileId, Record] = {}
+        self.named: Mapping[TileId, Record] = {}
         """What a checkpoint names, or may name yet, whose commit went on when the session broke: it stays."""
         self._commit_error: BaseException | None = None
         self._doubtful: list[Kept] = []
@@ -284,10 +285,8 @@ class Saves:
         if pending is None:
             return
         self._close_foreign()  # what was still there has been flushed for this save
-        records = self._records
-        thread = threading.Thread(
-            target=self._run, args=(pending, records, operation.op), name="offload-commit", daemon=True
-        )
+        pending.records = operation.records
+        thread = threading.Thread(target=self._run, args=(pending, operation), name="offload-commit", daemon=True)
         thread.start()  # or the system has no more threads, and there is none to be waited for
         pending.thread = thread
 
@@ -295,10 +294,6 @@ class Saves:
         """See `SaveSource.commit_error`."""
         error = self._commit_error
         return error if isinstance(error, Exception) else CheckpointError(f"the commit was cut short: {error!r}")
-
-    def records_are(self, records: dict[TileId, Record]) -> None:
-        """Hear which records the save under way writes down; the same object as the machine's."""
-        self._records = records
 
     def ended(self, error: BaseException | None, *, broke: bool = False) -> list[int]:
         """Take in that the save under way has ended.
@@ -321,11 +316,11 @@ class Saves:
             if pending.job is not None and pending.job.committed:
                 error = None
             if pending.job is not None and not pending.job.undone:
-                self.named = dict(self._records)
+                self.named = pending.records
         if pending.sink is not None:
             # Closed, it stays where its number finds it: a session that breaks still hears of writes to it.
             if error is None or self.named:
-                innermost(pending.sink[1]).kept = frozenset(r.location.offset for r in self._records.values())  # type: ignore[attr-defined]
+                innermost(pending.sink[1]).kept = frozenset(r.location.offset for r in pending.records.values())  # type: ignore[attr-defined]
             if not broke:  # else it is closed with the session, as it may hang
                 pending.sink[1].close()
         if error is None and pending.job is not None:
@@ -349,8 +344,8 @@ class Saves:
         if error is not None:
             log.warning("no checkpoint was written to %s: %s", pending.folder.path, error)
             error = save_error(pending.folder.path, error)
-        self._records, self._buffers = {}, (0, 0)
-        pending.error, pending.job = error, None
+        self._buffers = 0, 0
+        pending.error, pending.job, pending.records = error, None, {}
         pending.snapshot = replace(pending.snapshot, extra=None)  # until the next save
         self.last, self.pending = pending, None
         pending.done.set()
@@ -384,16 +379,16 @@ class Saves:
 
     # On the committing thread
 
-    def _run(self, pending: Pending, records: Mapping[TileId, Record], op: int) -> None:
+    def _run(self, pending: Pending, commit: Commit) -> None:
         job, error = None, 0
         try:
-            job = pending.job = self._job(pending, records)
+            job = pending.job = self._job(pending, commit.records)
             job.run()
         except BaseException as cause:
             self._commit_error = cause
             # What others may commit yet is kept like what was committed.
             error = 0 if job is not None and job.is_doubtful else -1
-        self._queue.post(op, error)
+        self._queue.post(commit.op, error)
 
     def _job(self, pending: Pending, records: Mapping[TileId, Record]) -> CommitJob:
         snapshot = pending.snapshot

@@ -3,7 +3,10 @@
 The machine does not know what a step is. It runs *sweeps*: a sequence of visits, each of one subgroup, that read
 or change its state. A step is a sweep of updates; reading or loading state is a sweep too.
 
-States of a streamed subgroup::
+A machine and its index change in `Machine.handle` alone, so a run is its list of events: another machine that is
+given them decides the same operations.
+
+Phases of a streamed subgroup (`ARROWS` has all)::
 
     ABSENT -> FETCHING -> READY -> BUSY -> DIRTY -> FLUSHING -> READY (clean, cached) -> ABSENT
 
@@ -45,16 +48,19 @@ from offload.engine.operations import (
     CopyOut,
     Done,
     Event,
+    Extend,
     Failed,
     Operation,
     PushWeights,
     ReadTile,
     Release,
+    Reshare,
     Run,
     Save,
     SaveOperation,
     Stop,
     Sweep,
+    Taken,
     TakeUp,
     Visit,
     WriteTile,
@@ -68,7 +74,7 @@ MAX_RUNS_IN_FLIGHT = 2
 """A second visit is handed over to a device while one runs, so that it does not idle in between."""
 
 
-class State(Enum):
+class Phase(Enum):
     """Where a subgroup's state is; see the module's docstring."""
 
     ABSENT = auto()
@@ -78,6 +84,18 @@ class State(Enum):
     DIRTY = auto()
     FLUSHING = auto()
     RESIDENT = auto()
+
+
+ARROWS: Mapping[Phase, Collection[Phase]] = {
+    Phase.ABSENT: (Phase.FETCHING, Phase.READY),  # READY: there is nothing to fetch
+    Phase.FETCHING: (Phase.READY,),
+    Phase.READY: (Phase.BUSY, Phase.ABSENT),
+    Phase.BUSY: (Phase.READY, Phase.DIRTY, Phase.RESIDENT),
+    Phase.DIRTY: (Phase.BUSY, Phase.FLUSHING, Phase.ABSENT),  # ABSENT: exchanged for what lies on storage
+    Phase.FLUSHING: (Phase.READY, Phase.DIRTY),  # DIRTY: the flush was for a save that has failed
+    Phase.RESIDENT: (Phase.BUSY,),
+}
+"""The phases that may follow each phase."""
 
 
 @dataclass(slots=True)
@@ -141,36 +159,35 @@ class Machine:
         self.index = index
         self.broken: Exception | None = None
         self.finished: Sweep | None = None
-        """The last sweep that ended, well or (with `failed` set) not; taken by `take_finished`."""
+        """The last sweep that ended, well or (with `failed` set) not, until it is `Taken`."""
         self.failed = False
         """Whether the last sweep ended before all its visits had. A flush may fail after that: then only `broken`
         is set, and the sweep counts."""
         self.moved: list[int] = []
-        """Subgroups whose changing visit has finished in the current (or last) sweep, in that order."""
+        """Subgroups whose changing visit has finished in the current (or last) sweep, in that order; none after a
+        `Stop` between sweeps."""
         self._on_warning = on_warning
         self._on_break = on_break
-        self._states: list[State] = []
-        self._fresh: list[bool] = []
+        self._phases: list[Phase] = []
         self._owners: list[int | None] = []
         self._slots: dict[int, int] = {}
         self._in_flight: dict[int, Operation] = {}
         self._fetches: dict[int, int] = {}
         self._flushes: dict[int, _Flush] = {}
         self._dirty: dict[int, None] = {}  # in the order of their last change
-        self._versions: dict[int, int] = {}
+        self._versions: dict[int, int] = {}  # of subgroups that are not fresh
         self._sweep: Sweep | None = None
         self._pending: dict[int, Visit] = {}  # not yet run; of these:
         self._unfetched: deque[int] = deque()  # ... streamed and without a staging slot
         self._cpu = _Waiting()  # ... whole in host memory
         self._copies = _Waiting()  # ... whole in host memory, wanted on the GPU
         self._gpu = _Waiting()  # ... at home on the GPU; also visits under way whose state has been copied there
-        self._gpu_owners: list[int | None] = []
         self._gpu_slots: dict[int, tuple[int, Visit]] = {}
         self._stopped = False
         self._unfinished = 0
         self._next_op = 1
         self._out: list[Operation] = []
-        self.saver = Saver(index, self._issue_save)
+        self.saver = Saver(index, self._take_op, self._issue, self._let_on)
         """The save under way, and what finished ones hold."""
         self._history: deque[Event] = deque(maxlen=32)
         self._adopt(plan)
@@ -192,30 +209,28 @@ class Machine:
         """The staging slot of each streamed subgroup that has one."""
         return self._slots
 
-    def state(self, subgroup: int) -> State:
-        """Return where a subgroup's state is."""
-        return self._states[subgroup]
-
     @property
-    def states(self) -> Sequence[State]:
+    def phases(self) -> Sequence[Phase]:
         """Where each subgroup's state is."""
-        return self._states
+        return self._phases
 
     def is_fresh(self, subgroup: int) -> bool:
         """Return whether a subgroup's state has never been changed."""
-        return self._fresh[subgroup]
-
-    def extend(self, plan: Plan) -> None:
-        """Take up a plan that adds subgroups (and perhaps staging slots); between sweeps only."""
-        invariant(self.idle, "the plan changes between sweeps only")
-        invariant(plan.staging_slots >= len(self._owners), "a plan takes staging slots away")
-        self.plan = plan
-        self._adopt(plan)
+        return subgroup not in self._versions
 
     def take_finished(self) -> Sweep | None:
         """Return the sweep that has ended since the last call, if any."""
-        finished, self.finished = self.finished, None
+        finished = self.finished
+        if finished is not None:
+            self.handle(Taken(finished))
         return finished
+
+    def take_saved(self) -> tuple[Save, Exception | None] | None:
+        """Return the save that has ended since the last call, if any, and why it failed."""
+        ended = self.saver.ended
+        if ended is not None:
+            self.handle(Taken(ended[0]))
+        return ended
 
     def handle(self, event: Event) -> None:
         """Take in one event; operations that follow from it are then in `take_operations`."""
@@ -226,6 +241,16 @@ class Machine:
                     self._begin(sweep)
                 case BeginSave(save):
                     self._begin_save(save)
+                case Taken(Sweep()):
+                    self.finished = None
+                    return
+                case Taken(Save()):
+                    self.saver.ended = None
+                    return
+                case Extend(plan):
+                    self._extend(plan)
+                case Reshare(shares):
+                    self.index.reshare(shares)
                 case TakeUp():
                     self._take_up(event)
                 case Release(number):
@@ -237,6 +262,8 @@ class Machine:
                     self._failed(self._pop(op), error)
                 case Stop(error):
                     self._stopped = True
+                    if self.idle:
+                        self.moved = []
                     self._break(error)
             self._advance()
         except InternalError as error:
@@ -254,38 +281,28 @@ class Machine:
         Raises:
             InternalError: If one does not hold.
         """
-        for subgroup, state in enumerate(self._states):
-            slot = self._slots.get(subgroup)
-            resident = self.plan.resident[subgroup]
-            if state in (State.ABSENT, State.RESIDENT):
-                invariant(slot is None, f"subgroup {subgroup} is {state} and has slot {slot}")
-            if resident:
-                invariant(state in (State.RESIDENT, State.BUSY), f"resident subgroup {subgroup} is {state}")
-                invariant(slot is None, f"resident subgroup {subgroup} has a slot")
-            elif state is not State.ABSENT:
-                invariant(slot is not None, f"subgroup {subgroup} is {state} without a slot")
-                invariant(self._owners[slot or 0] == subgroup, f"slot {slot} is not subgroup {subgroup}'s")
-            invariant((state is State.FETCHING) == (subgroup in self._fetches), f"fetch of {subgroup} is lost")
-            invariant((state is State.FLUSHING) == (subgroup in self._flushes), f"flush of {subgroup} is lost")
-        invariant(
-            sum(owner is not None for owner in self._owners) == len(self._slots),
-            "a slot has an owner that left it",
-        )
+        for subgroup, phase in enumerate(self._phases):
+            slot, resident = self._slots.get(subgroup), self.plan.resident[subgroup]
+            at_home = phase in (Phase.RESIDENT, Phase.BUSY) if resident else phase is not Phase.RESIDENT
+            invariant(at_home, f"subgroup {subgroup} is {phase}, resident: {resident}")
+            without = resident or phase is Phase.ABSENT
+            invariant(without == (slot is None), f"subgroup {subgroup} is {phase} and has slot {slot}")
+            invariant(slot is None or self._owners[slot] == subgroup, f"slot {slot} is not subgroup {subgroup}'s")
+            invariant((phase is Phase.FETCHING) == (subgroup in self._fetches), f"fetch of {subgroup} is lost")
+            invariant((phase is Phase.FLUSHING) == (subgroup in self._flushes), f"flush of {subgroup} is lost")
+        owners = [owner for owner in self._owners if owner is not None]
+        invariant(len(owners) == len(self._slots), "a slot has an owner that left it")
         for subgroup, visit in self._pending.items():
             invariant(visit.subgroup == subgroup, f"the visit of {subgroup} is filed wrongly")
-            state = self._states[subgroup]
-            queue = self._unfetched if state is State.ABSENT else self._queue_of(visit)
-            waits = state in (State.FETCHING, State.FLUSHING, State.BUSY) or self.saver.blocks(subgroup)
+            phase = self._phases[subgroup]
+            queue = self._unfetched if phase is Phase.ABSENT else self._queue_of(visit)
+            waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(subgroup)
             waits = waits or self.broken is not None  # then nobody is let on any more
-            invariant(waits or subgroup in queue, f"subgroup {subgroup} is {state} and waits for nothing")
-        for gpu_slot, owner in enumerate(self._gpu_owners):
-            if owner is not None:
-                invariant(self._states[owner] is State.BUSY, f"GPU slot {gpu_slot} is {self._states[owner]}'s")
-                invariant(self._gpu_slots[owner][0] == gpu_slot, f"GPU slot {gpu_slot} is not subgroup {owner}'s")
-        invariant(
-            sum(owner is not None for owner in self._gpu_owners) == len(self._gpu_slots),
-            "a GPU slot has an owner that left it",
-        )
+            invariant(waits or subgroup in queue, f"subgroup {subgroup} is {phase} and waits for nothing")
+        for owner, (gpu_slot, _) in self._gpu_slots.items():
+            invariant(self._phases[owner] is Phase.BUSY, f"GPU slot {gpu_slot} is {self._phases[owner]}'s")
+        used = {gpu_slot for gpu_slot, _ in self._gpu_slots.values()}
+        invariant(len(used) == len(self._gpu_slots), "two subgroups have one GPU slot")
         for device in (self._cpu, self._gpu):
             runs = sum(
                 isinstance(operation, Run) and self._device_of(operation.visit) is device
@@ -296,14 +313,25 @@ class Machine:
 
     # Events ---------------------------------------------------------------------------------------------------
 
+    def _extend(self, plan: Plan) -> None:
+        invariant(self.idle and self.saver.under_way is None, "the plan changes between sweeps and saves only")
+        invariant(not self._in_flight, "the plan changes while memory is in use")
+        invariant(plan.staging_slots >= len(self._owners), "a plan takes staging slots away")
+        self.plan = plan
+        self.index.allow(plan.slot_counts)
+        self._adopt(plan)
+
     def _adopt(self, plan: Plan) -> None:
-        for subgroup in range(len(self._states), len(plan.layout.subgroups)):
-            self._states.append(State.RESIDENT if plan.resident[subgroup] else State.ABSENT)
-            self._fresh.append(True)
+        for resident in plan.resident[len(self._phases) :]:
+            self._phases.append(Phase.RESIDENT if resident else Phase.ABSENT)
         self._owners.extend([None] * (plan.staging_slots - len(self._owners)))
-        if plan.gpu_slots != len(self._gpu_owners):
-            invariant(not self._gpu_slots, "the GPU's staging slots change while one is in use")
-            self._gpu_owners = [None] * plan.gpu_slots
+
+    def _to(self, subgroup: int, phase: Phase) -> None:
+        """Bring a subgroup into another phase; the one place where a phase changes."""
+        if phase not in ARROWS[self._phases[subgroup]]:  # not by `invariant`: a step does this for every subgroup
+            before = self._phases[subgroup]
+            raise InternalError(f"subgroup {subgroup} goes from {before} to {phase} (this is a bug in offload)")
+        self._phases[subgroup] = phase
 
     def _pop(self, op: int) -> Operation:
         invariant(op in self._in_flight, f"operation {op} reports back but is not in flight")
@@ -319,17 +347,17 @@ class Machine:
         self.moved = []
         self._pending = {visit.subgroup: visit for visit in sweep.visits}
         for subgroup in subgroups:
-            match self._states[subgroup]:
-                case State.RESIDENT if self.saver.blocks(subgroup):
+            match self._phases[subgroup]:
+                case Phase.RESIDENT if self.saver.blocks(subgroup):
                     self.saver.hurry(subgroup)
-                case State.ABSENT:
+                case Phase.ABSENT:
                     self._unfetched.append(subgroup)
-                case State.RESIDENT | State.READY | State.DIRTY:
-                    self._wait(subgroup)
+                case Phase.RESIDENT | Phase.READY | Phase.DIRTY:
+                    self._let_on(subgroup)
 
     def _begin_save(self, save: Save) -> None:
-        invariant(self._sweep is None and State.BUSY not in self._states, "a save begins during a visit")
-        invariant(save.empty or not any(self._fresh), "a save begins while there is fresh state")
+        invariant(self._sweep is None and Phase.BUSY not in self._phases, "a save begins during a visit")
+        invariant(save.empty or len(self._versions) == len(self._phases), "a save begins while there is fresh state")
         unsaved = dict.fromkeys([*self._dirty, *self._flushes])
         if self.broken is not None:
             self.saver.ended = save, self.broken
@@ -352,7 +380,6 @@ class Machine:
             if subgroup in self._slots:
                 self._vacate(self._slots[subgroup])
             self._dirty.pop(subgroup, None)
-            self._fresh[subgroup] = False
             self._versions[subgroup] = record.step
             self.index.adopt(tile, record)
 
@@ -364,7 +391,7 @@ class Machine:
                 if self._fetches[tile.subgroup]:
                     return False
                 del self._fetches[tile.subgroup]
-                self._ready(tile.subgroup)
+                self._settle(tile.subgroup, changed=False)
             case WriteTile(tile=tile, record=record):
                 flush = self._flushes[tile.subgroup]
                 flush.records.append((tile, Record(record.location, record.step, checksum)))
@@ -374,7 +401,7 @@ class Machine:
             case CopyIn(subgroup=subgroup):
                 self._gpu.streamed.append(subgroup)
             case CopyOut(subgroup=subgroup):
-                self._leave_gpu(subgroup)
+                del self._gpu_slots[subgroup]
                 self._settle(subgroup, changed=True)
             case PushWeights():
                 self._unfinished -= 1
@@ -394,20 +421,13 @@ class Machine:
             for written, new in flush.records:
                 self.index.commit(written, new)
             self.saver.flushed(flush.records, subgroup)
-            self._ready(subgroup)
+            self._settle(subgroup, changed=False)
             return True
         for _, new in flush.records:
             self.index.abandon(new.location)
-        self._ready(subgroup)
-        self._states[subgroup] = State.DIRTY
-        self._dirty[subgroup] = None
-        self.saver.flush_failed(subgroup, flush.error)
+        self._settle(subgroup, changed=True)
+        self.saver.abort(flush.error)
         return True
-
-    def _ready(self, subgroup: int) -> None:
-        self._states[subgroup] = State.READY
-        if subgroup in self._pending:
-            self._wait(subgroup)
 
     def _device_of(self, visit: Visit) -> _Waiting:
         return self._gpu if visit.gpu else self._cpu
@@ -417,15 +437,16 @@ class Machine:
         copied = visit.gpu and not self.plan.at_home_on_gpu(visit.subgroup)
         return self._copies if copied else self._device_of(visit)
 
-    def _wait(self, subgroup: int) -> None:
-        queue = self._queue_of(self._pending[subgroup])
-        (queue.resident if self.plan.resident[subgroup] else queue.streamed).append(subgroup)
+    def _let_on(self, subgroup: int) -> None:
+        """Let the visit go on that waits for a subgroup's state, if one does."""
+        if subgroup in self._pending:
+            queue = self._queue_of(self._pending[subgroup])
+            (queue.resident if self.plan.resident[subgroup] else queue.streamed).append(subgroup)
 
     def _ran(self, run: Run) -> None:
         visit, subgroup = run.visit, run.visit.subgroup
         self._device_of(visit).runs -= 1
         if visit.changes:
-            self._fresh[subgroup] = False
             self._versions[subgroup] = self._sweep.step if self._sweep else self._versions.get(subgroup, 0)
             self.moved.append(subgroup)
         if not visit.weight_bytes:
@@ -435,7 +456,7 @@ class Machine:
         if run.gpu_slot is None:
             self._settle(subgroup, changed=visit.changes)
         elif not visit.changes:
-            self._leave_gpu(subgroup)
+            del self._gpu_slots[subgroup]
             self._settle(subgroup, changed=False)
         elif self.broken is None:
             self._issue(CopyOut(self._take_op(), subgroup, run.slot, run.gpu_slot))
@@ -443,19 +464,14 @@ class Machine:
     def _settle(self, subgroup: int, *, changed: bool) -> None:
         """Take in that a subgroup's state is whole in its memory and nothing works on it any more."""
         if self.plan.resident[subgroup]:
-            self._states[subgroup] = State.RESIDENT
+            self._to(subgroup, Phase.RESIDENT)
         elif changed or subgroup in self._dirty:
             self._dirty.pop(subgroup, None)
             self._dirty[subgroup] = None
-            self._states[subgroup] = State.DIRTY
+            self._to(subgroup, Phase.DIRTY)
         else:
-            self._states[subgroup] = State.READY
-        if subgroup in self._pending:  # of a sweep that began while the state was still being copied out
-            self._wait(subgroup)
-
-    def _leave_gpu(self, subgroup: int) -> None:
-        gpu_slot, _ = self._gpu_slots.pop(subgroup)
-        self._gpu_owners[gpu_slot] = None
+            self._to(subgroup, Phase.READY)
+        self._let_on(subgroup)  # perhaps of a sweep that began while the state was still being copied out
 
     def _failed(self, operation: Operation, error: Exception) -> None:
         if isinstance(operation, SaveOperation):
@@ -466,7 +482,8 @@ class Machine:
             location = operation.record.location
             self.index.lose(location)
             where = operation.tile, operation.slot, operation.buffer_offset, location.nbytes
-            if self.saver.tries_again(operation, error) and self._write(*where, avoid=self.saver.avoided):
+            avoided = self.saver.retry(operation, error)
+            if avoided is not None and self._write(*where, avoid=avoided):
                 return
             self._flushes[operation.tile.subgroup].error = error
             self.saver.abort(error)
@@ -485,7 +502,7 @@ class Machine:
             self._device_of(operation.visit).runs -= 1
             subgroup = operation.visit.subgroup
             if operation.gpu_slot is None:
-                self._states[subgroup] = State.RESIDENT if self.plan.resident[subgroup] else State.DIRTY
+                self._to(subgroup, Phase.RESIDENT if self.plan.resident[subgroup] else Phase.DIRTY)
         self._break(error)
 
     def _break(self, error: Exception) -> None:
@@ -496,18 +513,14 @@ class Machine:
                 del self._in_flight[operation.op]
                 if isinstance(operation, Run):
                     self._device_of(operation.visit).runs -= 1
-            saves = [o for o in self._out if isinstance(o, SaveOperation)]
             self._out.clear()
-            self.saver.break_off(error, saves)
+            self.saver.break_off(error)
 
     # Decisions ------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         if self.broken is None:
             self.saver.advance()
-            for subgroup in self.saver.take_unblocked():
-                if subgroup in self._pending:
-                    self._wait(subgroup)
             self._assign_slots()
         if self.broken is None:  # or a flush has just found no room
             self._start_copies()
@@ -533,23 +546,26 @@ class Machine:
                     gpu_slot, visit = self._gpu_slots[subgroup]
                 else:
                     visit = self._pending.pop(subgroup)
-                self._states[subgroup] = State.BUSY
+                    self._to(subgroup, Phase.BUSY)
                 device.runs += 1
-                slot, fresh = self._slots.get(subgroup), self._fresh[subgroup]
+                slot, fresh = self._slots.get(subgroup), self.is_fresh(subgroup)
                 self._issue(Run(self._take_op(), self._sweep.number, visit, slot, fresh, gpu_slot))
 
     def _start_copies(self) -> None:
         """Give GPU staging slots to the visits that wait for one."""
-        while self._copies and None in self._gpu_owners:
-            subgroup, gpu_slot = self._copies.take(), self._gpu_owners.index(None)
+        while self._copies and (gpu_slot := self._free_gpu_slot()) is not None:
+            subgroup = self._copies.take()
             visit = self._pending.pop(subgroup)
-            self._gpu_owners[gpu_slot] = subgroup
             self._gpu_slots[subgroup] = gpu_slot, visit
-            self._states[subgroup] = State.BUSY
-            if self._fresh[subgroup] or visit.overwrites:
+            self._to(subgroup, Phase.BUSY)
+            if self.is_fresh(subgroup) or visit.overwrites:
                 self._gpu.streamed.append(subgroup)
             else:
                 self._issue(CopyIn(self._take_op(), subgroup, self._slots.get(subgroup), gpu_slot))
+
+    def _free_gpu_slot(self) -> int | None:
+        used = [gpu_slot for gpu_slot, _ in self._gpu_slots.values()]
+        return next((gpu_slot for gpu_slot in range(self.plan.gpu_slots) if gpu_slot not in used), None)
 
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""
@@ -564,7 +580,7 @@ class Machine:
         for subgroup in list(self._dirty):
             if coming >= len(self._unfetched) or self.broken is not None:
                 return
-            if self._states[subgroup] is State.DIRTY and subgroup not in self._pending:
+            if self._phases[subgroup] is Phase.DIRTY and subgroup not in self._pending:
                 coming += 1
                 self._flush(subgroup)
 
@@ -574,7 +590,7 @@ class Machine:
         for slot, owner in enumerate(self._owners):
             if owner is None:
                 return slot
-            if clean is None and self._states[owner] is State.READY and owner not in self._pending:
+            if clean is None and self._phases[owner] is Phase.READY and owner not in self._pending:
                 clean = slot
         if clean is not None:
             owner = self._owners[clean]
@@ -585,18 +601,18 @@ class Machine:
     def _vacate(self, slot: int) -> None:
         owner = self._owners[slot]
         if owner is not None:
-            self._states[owner] = State.ABSENT
+            self._to(owner, Phase.ABSENT)
             del self._slots[owner]
         self._owners[slot] = None
 
     def _fetch(self, subgroup: int, slot: int) -> None:
         self._owners[slot] = subgroup
         self._slots[subgroup] = slot
-        if self._fresh[subgroup] or self._pending[subgroup].overwrites:
-            self._ready(subgroup)
+        if self.is_fresh(subgroup) or self._pending[subgroup].overwrites:
+            self._settle(subgroup, changed=False)
             return
         tiles = self.plan.layout.subgroups[subgroup].tiles
-        self._states[subgroup] = State.FETCHING
+        self._to(subgroup, Phase.FETCHING)
         self._fetches[subgroup] = len(tiles)
         for tile, offset, _ in tiles:
             record = self.index.get(tile)
@@ -607,7 +623,7 @@ class Machine:
     def _flush(self, subgroup: int, *, for_save: bool = False) -> None:
         tiles = self.plan.layout.subgroups[subgroup].tiles
         slot = self._slots[subgroup]
-        self._states[subgroup] = State.FLUSHING
+        self._to(subgroup, Phase.FLUSHING)
         del self._dirty[subgroup]
         self._flushes[subgroup] = flush = _Flush(len(tiles), for_save=for_save)
         for number, (tile, offset, nbytes) in enumerate(tiles):
@@ -635,9 +651,6 @@ class Machine:
             raise InternalError(f"{operation} after a fatal error (this is a bug in offload, please report it)")
         self._in_flight[operation.op] = operation
         self._out.append(operation)
-
-    def _issue_save(self, make: Callable[[int], SaveOperation]) -> None:
-        self._issue(make(self._take_op()))
 
     def _take_op(self) -> int:
         op = self._next_op

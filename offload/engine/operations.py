@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from offload.engine.index import Record
 from offload.errors import OffloadError
+from offload.plan.budget import Plan
 from offload.protocols import TileId
 
 # Sweeps -----------------------------------------------------------------------------------------------------------
@@ -181,10 +182,11 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Make a checkpoint of the records of the save under way; what it names is durable."""
+    """Make a checkpoint of what a save names; all of that is durable."""
 
     op: int
     number: int
+    records: Mapping[TileId, Record]
 
 
 SaveOperation = SaveTile | CopyTile | Sync | Commit
@@ -208,6 +210,28 @@ class BeginSave:
     """Event: start a save; between sweeps, with no subgroup fresh and no save under way."""
 
     save: Save
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Event: whoever began a sweep or a save has taken note of its end."""
+
+    ended: Sweep | Save
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """Event: go on with a plan that adds subgroups, and perhaps staging slots; between sweeps and saves, with nothing
+    in flight."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Reshare:
+    """Event: spread tiles over the paths in other proportions from now on; one share for each path."""
+
+    shares: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,4 +279,4 @@ class Stop:
     error: OffloadError
 
 
-Event = Begin | BeginSave | TakeUp | Release | Done | Failed | Stop
+Event = Begin | BeginSave | Taken | Extend | Reshare | TakeUp | Release | Done | Failed | Stop

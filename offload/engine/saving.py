@@ -17,9 +17,8 @@ Non-goals: what a commit does (the executor), which checkpoints are released and
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from offload.engine.index import Location, Record, TileIndex
 from offload.engine.operations import Commit, CopyTile, Save, SaveOperation, SaveTile, Sync, WriteTile
@@ -54,71 +53,105 @@ class _Item:
     stored: Record | None = None
 
 
+@dataclass(slots=True)
+class UnderWay:
+    """One save, from its begin to its end.
+
+    Attributes:
+        save: What is asked for.
+        records: Tiles that are whole on storage (with a sink: there), and where; without a sink their slots are held.
+        reserve: Slots that were reserved and are not held yet, by their payload.
+        weights: Tiles of masters that are weights, still to be written.
+        todo: Tiles of state at home in memory, still to be written, by subgroup.
+        left: How many tiles of each such subgroup are not written yet; it must not be visited meanwhile.
+        flushing: Streamed subgroups whose flush has not ended.
+        copies: Tiles whose slots are held until they have been copied into the sink.
+        urgent: Subgroups that are written first.
+        flying: Operations in flight, and the tile that each is of, if it is of one.
+        buffers: Copy buffers that nothing uses.
+        sink_end: Bytes of the sink that have been given out.
+        synced: Whether its paths are being synced, or have been.
+        tries: Writes that have failed, by tile.
+        avoided: Paths that it writes to no more.
+        error: Why it has been given up.
+    """
+
+    save: Save
+    records: dict[TileId, Record] = field(default_factory=dict)
+    reserve: Counter[int] = field(default_factory=Counter)
+    weights: deque[_Item] = field(default_factory=deque)
+    todo: dict[int, deque[_Item]] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
+    flushing: dict[int, None] = field(default_factory=dict)
+    copies: deque[_Item] = field(default_factory=deque)
+    urgent: deque[int] = field(default_factory=deque)
+    flying: dict[int, _Item | None] = field(default_factory=dict)
+    buffers: list[int] = field(default_factory=lambda: list(range(SAVE_DEPTH)))
+    sink_end: int = 0
+    synced: bool = False
+    tries: Counter[TileId] = field(default_factory=Counter)
+    avoided: set[int] = field(default_factory=set)
+    error: Exception | None = None
+
+
 class Saver:
     """The save under way, and what finished ones hold.
 
     Args:
         index: Slots of the stores.
-        issue: Starts an operation, given its id.
+        take_op: Returns the id of the next operation.
+        issue: Starts an operation.
+        unblock: Told of each subgroup that may be visited again.
     """
 
-    def __init__(self, index: TileIndex, issue: Callable[[Callable[[int], SaveOperation]], None]) -> None:
-        self.save: Save | None = None
-        self.records: dict[TileId, Record] = {}
-        """Tiles of the save under way that are whole on storage."""
+    def __init__(
+        self,
+        index: TileIndex,
+        take_op: Callable[[], int],
+        issue: Callable[[SaveOperation], None],
+        unblock: Callable[[int], None],
+    ) -> None:
+        self.under_way: UnderWay | None = None
         self.ended: tuple[Save, Exception | None] | None = None
-        """The last save that ended, and why it failed, until somebody takes it."""
-        self.held: dict[int, dict[TileId, Record]] = {}
+        """The last save that ended, and why it failed, until it is `Taken`."""
+        self.held: dict[int, Mapping[TileId, Record]] = {}
         """What each finished save holds, by its number."""
         self._index = index
+        self._take_op = take_op
         self._issue = issue
-        self._error: Exception | None = None
-        self._weights: deque[_Item] = deque()
-        self._todo: dict[int, deque[_Item]] = {}
-        self._copies: deque[_Item] = deque()
-        self._urgent: deque[int] = deque()
-        self._left: dict[int, int] = {}
-        self._flushing: dict[int, None] = {}
-        self._flying: dict[int, SaveOperation] = {}
-        self._items: dict[int, _Item] = {}
-        self._buffers: list[int] = []
-        self._reserve: Counter[int] = Counter()
-        self._sink_end = 0
-        self._synced = False
-        self._unblocked: list[int] = []
-        self._tries: Counter[TileId] = Counter()
-        self.avoided: set[int] = set()
-        """Paths that the save under way writes to no more."""
+        self._unblock = unblock
 
     @property
     def weights_left(self) -> bool:
         """Whether masters that are weights have still to be written: until then weights must not change."""
-        return bool(self._weights) or any(item.buffered and not item.home for item in self._items.values())
+        now = self.under_way
+        if now is None:
+            return False
+        return bool(now.weights) or any(item and item.buffered and not item.home for item in now.flying.values())
 
     def blocks(self, subgroup: int) -> bool:
         """Return whether resident state has still to be written and must not be visited."""
-        return subgroup in self._left
+        return self.under_way is not None and subgroup in self.under_way.left
 
     def hurry(self, subgroup: int) -> None:
         """Write a subgroup before others: a visit waits for it."""
-        self._urgent.append(subgroup)
+        if self.under_way is not None:
+            self.under_way.urgent.append(subgroup)
 
-    def take_unblocked(self) -> list[int]:
-        """Return the subgroups that may be visited again since the last call."""
-        unblocked, self._unblocked = self._unblocked, []
-        return unblocked
+    def retry(self, operation: SaveTile | WriteTile, error: Exception) -> Collection[int] | None:
+        """Take in that a write for the save has failed.
 
-    def tries_again(self, operation: SaveTile | WriteTile, error: Exception) -> bool:
-        """Take in that a write for the save has failed; return whether it is to be issued again.
-
-        Another slot is taken in any case. A path that has no room, or fails for the second time, is avoided.
+        Returns:
+            The paths to avoid if it is issued again, to another slot: those without room, and those that have failed
+            twice. None if it is not to be issued again.
         """
-        if self.save is None or self._error is not None or not isinstance(error, TierError):
-            return False
-        self._tries[operation.tile] += 1
-        if self._tries[operation.tile] > 1 or isinstance(error, TierFullError):
-            self.avoided.add(operation.record.location.path)
-        return self.save.sink is None or self._tries[operation.tile] == 1
+        now = self.under_way
+        if now is None or now.error is not None or not isinstance(error, TierError):
+            return None
+        now.tries[operation.tile] += 1
+        if now.tries[operation.tile] > 1 or isinstance(error, TierFullError):
+            now.avoided.add(operation.record.location.path)
+        return now.avoided if now.save.sink is None or now.tries[operation.tile] == 1 else None
 
     # The course of a save ---------------------------------------------------------------------------------------
 
@@ -141,26 +174,32 @@ class Saver:
         Returns:
             Whether it has started; if not, `ended` says why.
         """
-        invariant(self.save is None, "a save begins while another is under way")
-        self.save, self.records, self._error = save, {}, None
-        self._buffers = list(range(SAVE_DEPTH))
-        self._sink_end = 0
-        self._synced = False
-        self._tries.clear()
-        self.avoided.clear()
+        invariant(self.under_way is None, "a save begins while another is under way")
+        now = UnderWay(save)
         counts: Counter[int] = Counter()
         pinned: list[tuple[TileId, Record]] = []
+
+        def unwritten(tiles: Iterable[tuple[TileId, int, int]], step: int, buffered: bool, home: bool) -> list[_Item]:
+            """Return the tiles to be written; one that an earlier checkpoint has in this version is pinned again."""
+            todo = []
+            for tile, offset, nbytes in tiles:
+                known = (records.get(tile) for records in reversed(self.held.values()))
+                record = next((r for r in known if r is not None and r.step == step), None)
+                if record is not None:
+                    pinned.append((tile, record))
+                    continue
+                todo.append(_Item(tile, offset, nbytes, step, buffered, home))
+                counts[nbytes] += save.sink is None  # what is written to a sink takes no room on the paths
+            return todo
+
         for subgroup in () if save.empty else plan.layout.subgroups:
             number = subgroup.index
             if plan.resident[number]:
-                on_gpu = plan.at_home_on_gpu(number)
-                items = self._unchanged_or_todo(subgroup.tiles, versions[number], pinned, buffered=on_gpu, home=True)
+                items = unwritten(subgroup.tiles, versions[number], plan.at_home_on_gpu(number), home=True)
                 if items:
-                    self._todo[number] = items
-                    self._left[number] = len(items)
-                    counts.update(item.nbytes for item in items)
+                    now.todo[number], now.left[number] = deque(items), len(items)
             elif number in unsaved:
-                self._flushing[number] = None
+                now.flushing[number] = None
                 counts.update(nbytes for _, _, nbytes in subgroup.tiles)
             else:
                 for tile, _, nbytes in subgroup.tiles:
@@ -169,251 +208,180 @@ class Saver:
                     if record is not None:
                         pinned.append((tile, record))
                         counts[nbytes] += not self._index.is_held(record.location)
-            weights = self._unchanged_or_todo(subgroup.weight_tiles, versions[number], pinned, buffered=True)
-            self._weights.extend(weights)
-            counts.update(item.nbytes for item in weights)
-        if save.sink is not None:  # only what is waiting to be copied takes room on the paths, and for a while
-            for subgroup_index in self._todo:
-                counts.subtract(item.nbytes for item in self._todo[subgroup_index])
-            counts.subtract(item.nbytes for item in self._weights)
-        counts = +counts
-        if not self._index.reserve(counts):
-            needed = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in counts.items())
-            self._clear()
-            self._end(
-                CheckpointError(
-                    f"the paths have no room for a checkpoint beside the state in use: it needs {needed} bytes more "
-                    "on them; free space, raise max_bytes, lower checkpoints_kept, or add a path"
-                )
+            now.weights += unwritten(subgroup.weight_tiles, versions[number], buffered=True, home=False)
+        now.reserve = +counts
+        if not self._index.reserve(now.reserve):
+            needed = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in now.reserve.items())
+            error = CheckpointError(
+                f"the paths have no room for a checkpoint beside the state in use: it needs {needed} bytes more "
+                "on them; free space, raise max_bytes, lower checkpoints_kept, or add a path"
             )
+            self.ended = save, error
             return False
-        self._reserve = counts
+        self.under_way = now
         for tile, record in pinned:
-            self._keep(tile, record)
+            self._keep(now, tile, record)
         return True
 
-    def _unchanged_or_todo(
-        self,
-        tiles: Iterable[tuple[TileId, int, int]],
-        step: int,
-        pinned: list[tuple[TileId, Record]],
-        *,
-        buffered: bool = False,
-        home: bool = False,
-    ) -> deque[_Item]:
-        """Return the tiles to be written; those that an earlier checkpoint has in this version are pinned again."""
-        todo: deque[_Item] = deque()
-        for tile, offset, nbytes in tiles:
-            known = (records.get(tile) for records in reversed(self.held.values()))
-            record = next((r for r in known if r is not None and r.step == step), None)
-            if record is not None:
-                pinned.append((tile, record))
-            else:
-                todo.append(_Item(tile, offset, nbytes, step, buffered, home))
-        return todo
-
-    def _keep(self, tile: TileId, record: Record) -> None:
+    def _keep(self, now: UnderWay, tile: TileId, record: Record) -> None:
         """Hold a tile that is whole on storage, or, with a sink, until it has been copied."""
         if self._index.hold(record.location):
-            self._reserve[record.location.nbytes] -= 1
-        if self.save is not None and self.save.sink is not None:
-            self._copies.append(_Item(tile, 0, record.location.nbytes, record.step, stored=record))
+            now.reserve[record.location.nbytes] -= 1
+        if now.save.sink is not None:
+            now.copies.append(_Item(tile, 0, record.location.nbytes, record.step, stored=record))
         else:
-            self.records[tile] = record
+            now.records[tile] = record
 
     def flushed(self, records: Iterable[tuple[TileId, Record]], subgroup: int) -> None:
         """Take in that a subgroup has been flushed."""
-        if self._flushing.pop(subgroup, subgroup) is None and self._error is None:
+        now = self.under_way
+        if now is not None and subgroup in now.flushing:
+            del now.flushing[subgroup]
             for tile, record in records:
-                self._keep(tile, record)
-
-    def flush_failed(self, subgroup: int, error: Exception) -> None:
-        """Take in that a flush that only this save needed has failed."""
-        self._flushing.pop(subgroup, None)
-        self.abort(error)
+                self._keep(now, tile, record)
 
     def advance(self) -> None:
         """Issue what can be issued now; end the save if that was all."""
-        if self.save is None:
+        now = self.under_way
+        if now is None:
             return
-        if self._error is not None:
-            if not self._flying:
-                error = self._error
-                self._drop()
-                self._end(error)
+        for item in self._next_items(now):
+            if item.stored is not None:
+                self._fly(now, CopyTile(self._take_op(), item.tile, item.stored, now.buffers.pop()), item)
+            else:
+                self._write(now, item, now.buffers.pop() if item.buffered else None)
+        if now.error is not None:
+            if not now.flying:
+                self._end(now, now.error)
             return
-        for item in self._next_items():
-            if not self._start(item):  # there was no room for it
-                self.advance()
-                return
-        if self._flying or self._flushing or self._weights or self._todo or self._copies:
+        if now.flying or now.flushing or now.weights or now.todo or now.copies:
             return
-        if not self._synced:
-            self._synced = True
-            for path in sorted({record.location.path for record in self.records.values()}):
-                self._fly(partial(Sync, path=path))
-        if not self._flying:
-            number = self.save.number
-            self._fly(partial(Commit, number=number))
+        if not now.synced:
+            now.synced = True
+            for path in sorted({record.location.path for record in now.records.values()}):
+                self._fly(now, Sync(self._take_op(), path))
+        if not now.flying:
+            self._fly(now, Commit(self._take_op(), now.save.number, now.records))
 
-    def _next_items(self) -> Iterator[_Item]:
-        while len(self._items) < SAVE_DEPTH and self._error is None:
-            if self._weights and self._buffers:
-                yield self._weights.popleft()
-            elif self._todo:
-                while self._urgent and self._urgent[0] not in self._todo:
-                    self._urgent.popleft()
-                subgroup = self._urgent[0] if self._urgent else next(iter(self._todo))
-                if self._todo[subgroup][0].buffered and not self._buffers:
+    def _next_items(self, now: UnderWay) -> Iterator[_Item]:
+        while len(now.flying) < SAVE_DEPTH and now.error is None:
+            if now.weights and now.buffers:
+                yield now.weights.popleft()
+            elif now.todo:
+                while now.urgent and now.urgent[0] not in now.todo:
+                    now.urgent.popleft()
+                subgroup = now.urgent[0] if now.urgent else next(iter(now.todo))
+                if now.todo[subgroup][0].buffered and not now.buffers:
                     return
-                item = self._todo[subgroup].popleft()
-                if not self._todo[subgroup]:
-                    del self._todo[subgroup]
+                item = now.todo[subgroup].popleft()
+                if not now.todo[subgroup]:
+                    del now.todo[subgroup]
                 yield item
-            elif self._copies and self._buffers:
-                yield self._copies.popleft()
+            elif now.copies and now.buffers:
+                yield now.copies.popleft()
             else:
                 return
 
-    def _start(self, item: _Item) -> bool:
-        stored = item.stored
-        if stored is not None:
-            buffer = self._buffers.pop()
-            self._fly(lambda op: CopyTile(op, item.tile, stored, buffer), item)
-            return True
-        return self._write(item, self._buffers.pop() if item.buffered else None)
-
-    def _write(self, item: _Item, buffer: int | None) -> bool:
-        location = self._claim(item.nbytes)
+    def _write(self, now: UnderWay, item: _Item, buffer: int | None) -> None:
+        location = self._claim(now, item.nbytes)
         if location is None:
             detail = f"no path has room left for {item.tile}"
             self.abort(TierFullError("write", tier="storage", path="(all)", detail=detail))
-            return False
+            return
         record = Record(location, item.step, 0)
-        self._fly(lambda op: SaveTile(op, item.tile, record, item.offset, buffer, item.buffered), item)
-        return True
+        self._fly(now, SaveTile(self._take_op(), item.tile, record, item.offset, buffer, item.buffered), item)
 
-    def _claim(self, nbytes: int) -> Location | None:
-        if self.save is None or self.save.sink is None:
-            return self._index.claim(nbytes, self.avoided)
-        location = Location(self.save.sink, self._sink_end, nbytes)
-        self._sink_end += nbytes + SECTOR_BYTES
+    def _claim(self, now: UnderWay, nbytes: int) -> Location | None:
+        if now.save.sink is None:
+            return self._index.claim(nbytes, now.avoided)
+        location = Location(now.save.sink, now.sink_end, nbytes)
+        now.sink_end += nbytes + SECTOR_BYTES
         return location
 
-    def _fly(self, make: Callable[[int], SaveOperation], item: _Item | None = None) -> None:
-        def made(op: int) -> SaveOperation:
-            operation = self._flying[op] = make(op)
-            if item is not None:
-                self._items[op] = item
-            return operation
-
-        self._issue(made)
+    def _fly(self, now: UnderWay, operation: SaveOperation, item: _Item | None = None) -> None:
+        now.flying[operation.op] = item
+        self._issue(operation)
 
     def landed(self, operation: SaveOperation, checksum: int, error: Exception | None) -> None:
         """Take in that an operation has ended, well or not."""
-        del self._flying[operation.op]
-        item = self._items.pop(operation.op, None)
-        if self.save is None:  # it was broken off
+        now = self.under_way
+        if now is None:  # it was broken off
             return
-        if isinstance(operation, CopyTile):
-            if error is None and self._error is None and item is not None:
-                self._write(_Item(item.tile, 0, item.nbytes, item.step), operation.buffer)
-            if error is None and self._error is None:
+        item = now.flying.pop(operation.op)
+        if isinstance(operation, CopyTile) and item is not None:
+            if error is None and now.error is None:
+                self._write(now, _Item(item.tile, 0, item.nbytes, item.step), operation.buffer)
                 self._index.let_go(operation.tile, operation.record.location)
             else:
-                self.records.setdefault(operation.tile, operation.record)  # still held; dropped with the rest
-                self._buffers.append(operation.buffer)
-        elif isinstance(operation, SaveTile):
-            if self._saved(operation, item, checksum, error):
+                now.copies.append(item)  # still held
+        elif isinstance(operation, SaveTile) and item is not None:
+            if self._saved(now, operation, item, checksum, error):
                 return
         elif isinstance(operation, Commit) and error is None:
-            if self.save.sink is None:
-                self.held[self.save.number] = self.records
-            self.records = {}
-            self._end(None)
-            return
+            if now.save.sink is None:
+                self.held[operation.number] = operation.records
+            self._end(now, None)
         if error is not None:
             self.abort(error)
 
-    def _saved(self, operation: SaveTile, item: _Item | None, checksum: int, error: Exception | None) -> bool:
+    def _saved(self, now: UnderWay, operation: SaveTile, item: _Item, checksum: int, error: Exception | None) -> bool:
         """Take in that a write has ended; return whether it failed and was issued again."""
-        subgroup, location = operation.tile.subgroup, operation.record.location
-        sink = self.save is not None and self.save.sink is not None
-        if error is not None and not sink:
+        location, to_path = operation.record.location, now.save.sink is None
+        if error is not None and to_path:
             self._index.lose(location)
-        if error is not None and item is not None and self.tries_again(operation, error):
-            again = self._claim(location.nbytes)
+        if error is not None and self.retry(operation, error) is not None:
+            again = self._claim(now, location.nbytes)
             if again is not None:
                 record = Record(again, operation.record.step, 0)
-                self._fly(lambda op: replace(operation, op=op, record=record), item)
+                self._fly(now, replace(operation, op=self._take_op(), record=record), item)
                 return True
         if operation.buffer is not None:
-            self._buffers.append(operation.buffer)
-        if item is not None and item.home:
-            self._left[subgroup] -= 1
-            if not self._left[subgroup]:
-                self._unblock(subgroup)
+            now.buffers.append(operation.buffer)
+        if item.home:
+            self._written(now, operation.tile.subgroup, 1)
         if error is None:
-            if not sink and self._index.hold(location):
-                self._reserve[location.nbytes] -= 1
-            self.records[operation.tile] = Record(location, operation.record.step, checksum)
+            if to_path and self._index.hold(location):
+                now.reserve[location.nbytes] -= 1
+            now.records[operation.tile] = Record(location, operation.record.step, checksum)
         return False
 
-    def _unblock(self, subgroup: int) -> None:
-        del self._left[subgroup]
-        self._unblocked.append(subgroup)
+    def _written(self, now: UnderWay, subgroup: int, count: int) -> None:
+        """Count off tiles of a subgroup that need not be written any more."""
+        now.left[subgroup] -= count
+        if not now.left[subgroup]:
+            del now.left[subgroup]
+            self._unblock(subgroup)
 
     # Ends -------------------------------------------------------------------------------------------------------
 
     def abort(self, error: Exception) -> None:
         """Give the save up: nothing new is issued for it, and it ends when what is in flight has landed."""
-        if self.save is None or self._error is not None:
+        now = self.under_way
+        if now is None or now.error is not None:
             return
-        self._error = error
-        for subgroup, items in self._todo.items():
-            self._left[subgroup] -= len(items)
-            if not self._left[subgroup]:
-                self._unblock(subgroup)
-        self._todo.clear()
-        self._weights.clear()
-        for item in self._copies:
-            if item.stored is not None:
-                self.records.setdefault(item.tile, item.stored)
-        self._copies.clear()
-        self._flushing.clear()
+        now.error = error
+        for subgroup, items in now.todo.items():
+            self._written(now, subgroup, len(items))
+        for waiting in (now.todo, now.weights, now.flushing):
+            waiting.clear()
 
-    def break_off(self, error: Exception, dropped: Iterable[SaveOperation]) -> None:
-        """End the save at once: the machine has broken. `dropped` were issued and will not be started."""
-        for operation in dropped:
-            self._flying.pop(operation.op, None)
-            self._items.pop(operation.op, None)
-        if self.save is not None:
-            self._clear()
-            self._end(error)
+    def break_off(self, error: Exception) -> None:
+        """End the save at once: the machine has broken."""
+        if self.under_way is not None:
+            self._end(self.under_way, error)
 
-    def _drop(self) -> None:
-        """Let go of everything that the failed save holds."""
-        sink = self.save.sink if self.save is not None else None
-        for tile, record in self.records.items():
-            if record.location.path != sink:
-                self._index.let_go(tile, record.location)
-        self.records = {}
-        self._clear()
-
-    def _clear(self) -> None:
-        for subgroup in list(self._left):
+    def _end(self, now: UnderWay, error: Exception | None) -> None:
+        self.under_way, self.ended = None, (now.save, error)
+        if error is not None:
+            if now.save.sink is None:
+                for tile, record in now.records.items():
+                    self._index.let_go(tile, record.location)
+            for item in now.copies:
+                if item.stored is not None:
+                    self._index.let_go(item.tile, item.stored.location)
+        self._index.give_back(+now.reserve)
+        for subgroup in now.left:
             self._unblock(subgroup)
-        self._todo.clear()
-        self._weights.clear()
-        self._copies.clear()
-        self._flushing.clear()
-
-    def _end(self, error: Exception | None) -> None:
-        self._index.give_back(+self._reserve)
-        self._reserve = Counter()
-        self._urgent.clear()
-        self.ended = (self.save, error) if self.save is not None else None
-        self.save = None
 
     def release(self, number: int) -> None:
         """Let the slots of a finished save go."""

@@ -40,9 +40,9 @@ from offload.engine.gradients import Gradients, GradientSlots
 from offload.engine.host import HostMemory
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Machine, State, update_visits
+from offload.engine.machine import Machine, Phase, update_visits
 from offload.engine.memory import available_bytes
-from offload.engine.operations import Begin, BeginSave, Release, Run, Stop, Sweep, TakeUp, Visit
+from offload.engine.operations import Begin, BeginSave, Extend, Release, Reshare, Run, Stop, Sweep, TakeUp, Visit
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews
 from offload.errors import (
@@ -342,8 +342,7 @@ class Core:
             if self._gpu is not None:
                 self._gpu.bind(plan)
             self.tables.extend(plan.layout)
-            self.machine.index.allow(plan.slot_counts)
-            self.machine.extend(plan)
+            self.machine.handle(Extend(plan))
             self.plan = self._views.plan = plan
 
         with self._lock:
@@ -431,7 +430,7 @@ class Core:
 
     def _take_save(self) -> None:
         """Take note of a save that has ended, if one has."""
-        ended, self.machine.saver.ended = self.machine.saver.ended, None
+        ended = self.machine.take_saved()
         if ended is not None:
             self._end_save(ended[1])
 
@@ -518,7 +517,6 @@ class Core:
         order = visit_order(subgroups, self.machine.slots)
         if is_step:
             visits = update_visits(self.plan, order)
-            self.machine.moved = []
             try:
                 if self.gradients.bring(self.plan, visits):
                     self.plan = self._counting_gradients(self.plan)
@@ -776,7 +774,7 @@ class Core:
 
             def begin() -> None:
                 machine = self.machine
-                pump(machine, self.executor, lambda m: m.broken is not None or State.BUSY not in m.states)
+                pump(machine, self.executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
                 if machine.broken is not None:
                     raise machine.broken
                 try:
@@ -792,7 +790,6 @@ class Core:
                 except Exception as cause:  # nothing has begun, so it is not the session's end
                     raise CheckpointError(f"no checkpoint can be opened in {folder.path}: {cause!r}") from cause
                 machine.handle(BeginSave(pending.save))
-                saves.records_are(machine.saver.records)
                 pump(machine, self.executor, lambda m: not m.saver.weights_left or m.saver.ended is not None)
                 if machine.saver.ended is not None and machine.saver.ended[1] is not None:
                     error = machine.saver.ended[1]
@@ -954,7 +951,7 @@ class Core:
             self.rates = typical(self._seen)
         self.executor.timeline = []
         if self.plan.budgets.follow_rates:
-            self.machine.index.reshare(self.plan.shares(self.rates))
+            self.machine.handle(Reshare(self.plan.shares(self.rates)))
 
     def metrics(self) -> dict[str, float]:
         """See `Engine.metrics`."""

@@ -16,7 +16,7 @@ Rules:
      a store that hold nothing of any newest whole version, nothing of a newer one that is arriving, and nothing
      in flight; within the path's limit; not on a path that has failed a write.
   8. Bytes in flight stay within the staging memory; bytes on the paths within `Plan.storage_bytes` (space on a
-     path that has failed is given up: of it only what is live counts).
+     path that has failed is given up: of it only what is live counts; after a `Reshare`, of all paths).
   9. After a fatal error (a failed run or read, `Stop`) nothing new is issued. A failed write is issued again
      before anything else, or nothing more is.
  10. A visit on the GPU runs on the state at home there, or in a GPU staging slot of its own: one that the whole
@@ -37,6 +37,8 @@ Rules:
      takes come on top of those of rule 8.
  16. State is exchanged for what lies on storage (`TakeUp`) with nothing in flight, between sweeps and saves. What is
      taken up is in use like what was written, and what a store held before comes on top of the bytes of rule 8.
+ 17. The plan grows (`Extend`) with nothing in flight, between sweeps and saves. Subgroups and their homes stay, and
+     so do staging slots.
 
 Non-goals: whether an order is good, whether anything happens at all (a run that never ends breaks no rule).
 """
@@ -59,11 +61,13 @@ from offload.engine.operations import (
     CopyTile,
     Done,
     Event,
+    Extend,
     Failed,
     Operation,
     PushWeights,
     ReadTile,
     Release,
+    Reshare,
     Run,
     Save,
     SaveTile,
@@ -200,12 +204,10 @@ class CheckedExecutor:
         self._plan = plan
         self._events: deque[Event] = deque()
         self._story: deque[str | Operation | Event] = deque(maxlen=STORY_LENGTH)
-        self._places = [
-            {tile: (offset, nbytes) for tile, offset, nbytes in subgroup.tiles} for subgroup in plan.layout.subgroups
-        ]
-        self._subgroups = [_Subgroup() for _ in plan.layout.subgroups]
-        self._owners: list[int | None] = [None] * plan.staging_slots
-        self._gpu_owners: list[int | None] = [None] * plan.gpu_slots
+        self._places: list[dict[TileId, tuple[int, int]]] = []
+        self._subgroups: list[_Subgroup] = []
+        self._owners: list[int | None] = []
+        self._gpu_owners: list[int | None] = []
         self._pushes: dict[int, int] = {}  # subgroups whose weights are to be pushed, and their bytes
         self._extents = [_Extents(path.available_bytes) for path in plan.budgets.paths]
         self._flying: dict[int, Operation] = {}
@@ -221,10 +223,12 @@ class CheckedExecutor:
         self._holds: dict[Location, int] = {}
         self._orphans: dict[Location, None] = {}  # held, and no longer of a newest whole version
         self._saving_bytes = 0
+        self._reshared = False
         self._lost_bytes = 0  # of slots that a save has failed to write, and that nobody uses again
         self._for_save: dict[int, None] = {}  # subgroups whose flush nothing but a save needs (or needed)
         self._given_up: dict[int, None] = {}  # subgroups whose flush has failed, for a save that needed it
         self._again: dict[TileId, None] = {}  # tiles whose write has failed and was not issued again
+        self._adopt(plan)
 
     # The two faces --------------------------------------------------------------------------------------------
 
@@ -265,6 +269,10 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
             case BeginSave(save):
                 self._begin_save(save)
+            case Extend(plan):
+                self._extend(plan)
+            case Reshare():
+                self._reshared = True
             case TakeUp():
                 self._take_up(event)
             case Release(number):
@@ -412,6 +420,25 @@ class CheckedExecutor:
         whole = sum(nbytes + SECTOR_BYTES for _, _, nbytes in tiles)
         self._saving_bytes = max(self._saving_bytes, (len(self._kept) + 1) * whole)
 
+    def _extend(self, plan: Plan) -> None:
+        before, count = self._plan, len(self._subgroups)
+        self._require(not self._flying and not self._unended, "17: the plan grows while its memory is in use")
+        self._require(self._save is None, "17: the plan grows during a save")
+        self._require(plan.layout.subgroups[:count] == before.layout.subgroups, "17: subgroups are cut anew")
+        homes = [(plan.resident[n], plan.at_home_on_gpu(n)) for n in range(count)]
+        stay = homes == [(before.resident[n], before.at_home_on_gpu(n)) for n in range(count)]
+        self._require(stay, "17: a subgroup gets another home")
+        self._require(plan.staging_slots >= before.staging_slots, "17: a staging slot goes")
+        self._adopt(plan)
+
+    def _adopt(self, plan: Plan) -> None:
+        self._plan = plan
+        for subgroup in plan.layout.subgroups[len(self._subgroups) :]:
+            self._places.append({tile: (offset, nbytes) for tile, offset, nbytes in subgroup.tiles})
+            self._subgroups.append(_Subgroup())
+        self._owners += [None] * (plan.staging_slots - len(self._owners))
+        self._gpu_owners = [None] * plan.gpu_slots
+
     def _take_up(self, event: TakeUp) -> None:
         self._require(not self._flying and not self._unended, "16: state is exchanged while it is in use")
         self._require(self._save is None, "16: state is exchanged during a save")
@@ -482,13 +509,14 @@ class CheckedExecutor:
                 self._require(not save.unlanded.get(path), "14: a sync before the writes to its path have ended")
                 save.dirty.discard(path)
                 save.syncing[operation.op] = path
-            case Commit(number=number):
+            case Commit(number=number, records=records):
                 self._require(number == save.save.number, "14: a commit of another save")
                 tiles = [t for s in self._plan.layout.subgroups for t, _, _ in (*s.tiles, *s.weight_tiles)]
-                self._require(sorted(tiles) == sorted(save.named), "14: a commit that does not name every tile")
+                self._require(sorted(tiles) == sorted(records), "14: a commit that does not name every tile")
+                self._require(records == save.named, "14: a commit that names a tile where it does not lie")
                 synced = not save.dirty and not save.syncing
                 self._require(synced, "14: a commit before all paths have been synced")
-                for tile, record in save.named.items():
+                for tile, record in records.items():
                     right = record.step == save.steps[tile.subgroup]
                     self._require(right, "14: a commit that names a tile in another version")
 
@@ -521,7 +549,7 @@ class CheckedExecutor:
         self._require(not extents.failed, "7: a write to a path that has failed a write")
         self._require(not extents.overlaps(start, stop), "7: a write over bytes that are in use")
         extents.take(start, stop)
-        bytes_used = sum(path.used if path.failed else path.end for path in self._extents)
+        bytes_used = sum(path.used if path.failed or self._reshared else path.end for path in self._extents)
         most = self._plan.storage_bytes + self._saving_bytes + self._lost_bytes
         if bytes_used > most:
             # What lies on a path that has failed cannot be moved; elsewhere the plan's bound still holds.

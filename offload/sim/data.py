@@ -119,12 +119,10 @@ class SimData:
         """Of each subgroup whose weights are its masters, their image."""
         most = max((nbytes for s in plan.layout.subgroups for _, _, nbytes in s.tiles), default=0)
         self.buffers = [np.full(most // FP32.item_bytes, RUBBISH, np.uint32) for _ in range(SAVE_DEPTH)]
-        self.named: Callable[[], Mapping[TileId, Record]] = dict
-        """Says what a commit that starts now is of; set by whoever owns the machine."""
-        self.committed: dict[int, dict[TileId, Record]] = {}
+        self.committed: dict[int, Mapping[TileId, Record]] = {}
         """What a resumed process would find: the records of each checkpoint, by its save's number."""
         self._syncing: dict[int, dict[int, StoredTile | None]] = {}
-        self._committing: dict[int, dict[TileId, Record]] = {}
+        self._committing: dict[int, Mapping[TileId, Record]] = {}
 
     def sync(self) -> None:
         """Make everything written so far, on all paths, survive a crash."""
@@ -149,8 +147,8 @@ class SimData:
         self.stores[sync.path].sync(self._syncing.pop(sync.op))
 
     def begin_commit(self, commit: Commit) -> None:
-        """Let a commit start: it takes the records as they are now."""
-        self._committing[commit.number] = dict(self.named())
+        """Let a commit start."""
+        self._committing[commit.number] = commit.records
 
     def end_commit(self, commit: Commit) -> None:
         """Let a commit end: from now on it survives."""

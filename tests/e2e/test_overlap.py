@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import offload
-from offload.engine.machine import State
+from offload.engine.machine import Phase
 
 
 def test_a_step_returns_when_all_is_updated_and_leaves_nothing_to_move(tmp_path: Path) -> None:
@@ -22,9 +22,8 @@ def test_a_step_returns_when_all_is_updated_and_leaves_nothing_to_move(tmp_path:
             weight.grad = torch.ones_like(weight)
             optimizer.step()
             assert machine.in_flight == 0
-            states = [machine.state(subgroup) for subgroup in range(subgroups)]
-            assert states.count(State.DIRTY) == slots  # the next step's first
-            assert states.count(State.ABSENT) == subgroups - slots
+            assert machine.phases.count(Phase.DIRTY) == slots  # the next step's first
+            assert machine.phases.count(Phase.ABSENT) == subgroups - slots
             least = (subgroups - slots) * 12 * numel
             metrics = optimizer.metrics()
             assert metrics["path/0/read_bytes"] == (least if step else 0)  # the first finds no state

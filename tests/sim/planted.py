@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offload.engine.index import Location, Record, TileIndex
-from offload.engine.machine import Machine, State
+from offload.engine.machine import Machine, Phase
 from offload.engine.operations import CopyIn, CopyOut, PushWeights, ReadTile, Run, WriteTile
 
 
-class RunsBeforeTheLastTile(Machine):
+class Careless(Machine):
+    """Does not look at its own arrows: others have to find what is wrong."""
+
+    def _to(self, subgroup, phase):
+        self._phases[subgroup] = phase
+
+
+class RunsBeforeTheLastTile(Careless):
     def _done(self, operation, checksum):
         if isinstance(operation, ReadTile):
             subgroup = operation.tile.subgroup
@@ -20,20 +27,21 @@ class RunsBeforeTheLastTile(Machine):
         super()._done(operation, checksum)
 
 
-class ReusesDirtySlot(Machine):
+class ReusesDirtySlot(Careless):
     def _free_slot(self):
         slot = super()._free_slot()
         if slot is None and self._dirty:
             owner = next(iter(self._dirty))
-            if self._states[owner] is State.DIRTY and owner not in self._pending:
+            if self._phases[owner] is Phase.DIRTY and owner not in self._pending:
                 slot = self._slots[owner]
                 del self._dirty[owner]
-                self._fresh[owner] = self.index.get(self.plan.layout.subgroups[owner].tiles[0][0]) is None
+                if self.index.get(self.plan.layout.subgroups[owner].tiles[0][0]) is None:
+                    del self._versions[owner]
                 self._vacate(slot)
         return slot
 
 
-class WritesInPlace(Machine):
+class WritesInPlace(Careless):
     def _write(self, tile, slot, offset, nbytes):
         before = self.index.get(tile)
         if before is None:
@@ -50,7 +58,7 @@ class WritesInPlace(Machine):
         super()._done(operation, checksum)
 
 
-class FreesOldVersionFirst(Machine):
+class FreesOldVersionFirst(Careless):
     def _flush(self, subgroup):
         for tile, _, _ in self.plan.layout.subgroups[subgroup].tiles:
             before = self.index._records.pop(tile, None)
@@ -59,7 +67,7 @@ class FreesOldVersionFirst(Machine):
         super()._flush(subgroup)
 
 
-class CommitsTileByTile(Machine):
+class CommitsTileByTile(Careless):
     def _done(self, operation, checksum):
         if isinstance(operation, WriteTile):
             flush = self._flushes[operation.tile.subgroup]
@@ -67,12 +75,12 @@ class CommitsTileByTile(Machine):
             flush.left -= 1
             if flush.left == 0:
                 del self._flushes[operation.tile.subgroup]
-                self._ready(operation.tile.subgroup)
+                self._settle(operation.tile.subgroup, changed=False)
         else:
             super()._done(operation, checksum)
 
 
-class IgnoresFailedRead(Machine):
+class IgnoresFailedRead(Careless):
     def _failed(self, operation, error):
         if isinstance(operation, ReadTile):
             self._done(operation, 0)
@@ -80,7 +88,7 @@ class IgnoresFailedRead(Machine):
             super()._failed(operation, error)
 
 
-class IgnoresFailedWrite(Machine):
+class IgnoresFailedWrite(Careless):
     def _failed(self, operation, error):
         if isinstance(operation, WriteTile):
             self._done(operation, 0)
@@ -88,7 +96,7 @@ class IgnoresFailedWrite(Machine):
             super()._failed(operation, error)
 
 
-class IgnoresFailedRun(Machine):
+class IgnoresFailedRun(Careless):
     def _failed(self, operation, error):
         if isinstance(operation, Run):
             self._done(operation, 0)
@@ -96,7 +104,7 @@ class IgnoresFailedRun(Machine):
             super()._failed(operation, error)
 
 
-class GoesOnAfterBreaking(Machine):
+class GoesOnAfterBreaking(Careless):
     def _advance(self):
         broken, self.broken = self.broken, None
         self._assign_slots()
@@ -105,7 +113,7 @@ class GoesOnAfterBreaking(Machine):
         super()._advance()
 
 
-class RunsTwice(Machine):
+class RunsTwice(Careless):
     def _start_runs(self):
         before = len(self._out)
         super()._start_runs()
@@ -115,20 +123,20 @@ class RunsTwice(Machine):
                 self._issue(replace(operation, op=self._take_op()))
 
 
-class SkipsAVisit(Machine):
+class SkipsAVisit(Careless):
     def _begin(self, sweep):
         super()._begin(replace(sweep, visits=sweep.visits[:-1]))
         self._sweep = sweep
 
 
-class EndsBeforeTheLastVisit(Machine):
+class EndsBeforeTheLastVisit(Careless):
     def _advance(self):
         super()._advance()
         if self._sweep is not None and not self._pending:
             self.finished, self._sweep = self._sweep, None
 
 
-class FlushesHalf(Machine):
+class FlushesHalf(Careless):
     def _flush(self, subgroup):
         super()._flush(subgroup)
         flush = self._flushes[subgroup]
@@ -139,50 +147,50 @@ class FlushesHalf(Machine):
             flush.records.append((operation.tile, operation.record))
 
 
-class RecordsWrongVersion(Machine):
+class RecordsWrongVersion(Careless):
     def _write(self, tile, slot, offset, nbytes):
         self._versions[tile.subgroup] += 1
         return super()._write(tile, slot, offset, nbytes)
 
 
-class ForgetsChecksum(Machine):
+class ForgetsChecksum(Careless):
     def _done(self, operation, checksum):
         super()._done(operation, 0)
 
 
-class FlushesWhileRunning(Machine):
+class FlushesWhileRunning(Careless):
     def _start_runs(self):
         super()._start_runs()
         for subgroup in list(self._dirty):
-            if self._states[subgroup] is State.BUSY and self._unfetched and subgroup not in self._flushes:
+            if self._phases[subgroup] is Phase.BUSY and self._unfetched and subgroup not in self._flushes:
                 self._flush(subgroup)
-                self._states[subgroup] = State.BUSY
+                self._to(subgroup, Phase.BUSY)
 
 
-class ForgetsDirtAfterReading(Machine):
+class ForgetsDirtAfterReading(Careless):
     def _ran(self, run):
         super()._ran(run)
         visit = run.visit
         if not visit.changes and visit.subgroup in self._dirty:
             del self._dirty[visit.subgroup]
-            self._states[visit.subgroup] = State.READY
+            self._to(visit.subgroup, Phase.READY)
 
 
-class NeverFetches(Machine):
+class NeverFetches(Careless):
     def _fetch(self, subgroup, slot):
         self._pending[subgroup] = replace(visit := self._pending[subgroup], overwrites=True)
         super()._fetch(subgroup, slot)
         self._pending[subgroup] = visit
 
 
-class FetchesIntoWrongPlace(Machine):
+class FetchesIntoWrongPlace(Careless):
     def _issue(self, operation):
         if isinstance(operation, ReadTile) and operation.tile.tensor:
             operation = replace(operation, buffer_offset=operation.buffer_offset - operation.record.location.nbytes)
         super()._issue(operation)
 
 
-class TakesStateForFresh(Machine):
+class TakesStateForFresh(Careless):
     def _start_runs(self):
         before = len(self._out)
         super()._start_runs()
@@ -191,16 +199,16 @@ class TakesStateForFresh(Machine):
                 self._out[position] = replace(operation, fresh=True)
 
 
-class SharesASlot(Machine):
+class SharesASlot(Careless):
     def _free_slot(self):
         slot = super()._free_slot()
-        if slot is None and any(self._states[s] is State.FETCHING for s in self._slots):
-            subgroup = next(s for s in self._slots if self._states[s] is State.FETCHING)
+        if slot is None and any(self._phases[s] is Phase.FETCHING for s in self._slots):
+            subgroup = next(s for s in self._slots if self._phases[s] is Phase.FETCHING)
             return self._slots[subgroup]
         return slot
 
 
-class GivesUpTooEarly(Machine):
+class GivesUpTooEarly(Careless):
     def _failed(self, operation, error):
         if isinstance(operation, WriteTile):
             self._break(error)
@@ -208,27 +216,27 @@ class GivesUpTooEarly(Machine):
             super()._failed(operation, error)
 
 
-class NeverCopiesOut(Machine):
+class NeverCopiesOut(Careless):
     def _ran(self, run):
         super()._ran(run)
         if run.gpu_slot is not None and self._out and isinstance(self._out[-1], CopyOut):
             del self._in_flight[self._out.pop().op]
-            self._leave_gpu(run.visit.subgroup)
+            del self._gpu_slots[run.visit.subgroup]
             self._settle(run.visit.subgroup, changed=True)
 
 
-class SettlesBeforeTheCopyOut(Machine):
+class SettlesBeforeTheCopyOut(Careless):
     def _ran(self, run):
         super()._ran(run)
         if run.gpu_slot is not None and run.visit.changes and self.broken is None:
             self._settle(run.visit.subgroup, changed=True)
 
     def _settle(self, subgroup, *, changed):
-        if self._states[subgroup] is State.BUSY:
+        if self._phases[subgroup] not in (Phase.RESIDENT, Phase.READY, Phase.DIRTY):
             super()._settle(subgroup, changed=changed)
 
 
-class RunsBeforeTheCopyIn(Machine):
+class RunsBeforeTheCopyIn(Careless):
     def _start_copies(self):
         before = len(self._out)
         super()._start_copies()
@@ -238,23 +246,17 @@ class RunsBeforeTheCopyIn(Machine):
         return False if isinstance(operation, CopyIn) else super()._done(operation, checksum)
 
 
-class SharesAGpuSlot(Machine):
-    def _start_copies(self):
-        owners = self._gpu_owners
-        if self._copies and None not in owners:
-            self._gpu_owners = [None]
-            super()._start_copies()
-            self._gpu_owners = owners
-        else:
-            super()._start_copies()
+class SharesAGpuSlot(Careless):
+    def _free_gpu_slot(self):
+        return super()._free_gpu_slot() or 0
 
 
-class ForgetsToPush(Machine):
+class ForgetsToPush(Careless):
     def _ran(self, run):
         super()._ran(replace(run, visit=replace(run.visit, weight_bytes=0)))
 
 
-class EndsBeforeThePush(Machine):
+class EndsBeforeThePush(Careless):
     def _ran(self, run):
         super()._ran(run)
         self._unfinished -= run.visit.weight_bytes > 0
@@ -264,9 +266,22 @@ class EndsBeforeThePush(Machine):
         return super()._done(operation, checksum)
 
 
-class WaitsForEver(Machine):
+class WaitsForEver(Careless):
     def _flush(self, subgroup):
         pass
+
+
+class ForgetsOwnersWhenThePlanGrows(Careless):
+    def _extend(self, plan):
+        super()._extend(plan)
+        self._owners = [None] * plan.staging_slots
+
+
+class ForgetsRoomForWhatIsAdded(Careless):
+    def _extend(self, plan):
+        counts = dict(self.index._unmade)
+        super()._extend(plan)
+        self.index._unmade = counts
 
 
 class IndexWithoutLimits(TileIndex):
@@ -307,6 +322,13 @@ class IndexOfOldVersions(TileIndex):
         return self._before.get(tile)
 
 
+class IndexThatLosesSlotsWhenReshared(TileIndex):
+    def reshare(self, shares):
+        super().reshare(shares)
+        for store in self._stores:
+            store.free.clear()
+
+
 class IndexThatTrustsFailedPaths(TileIndex):
     def retire(self, path):
         pass
@@ -342,6 +364,11 @@ MACHINES = [
     ForgetsToPush,
     EndsBeforeThePush,
     WaitsForEver,
+]
+GROWING = [
+    ForgetsOwnersWhenThePlanGrows,
+    ForgetsRoomForWhatIsAdded,
+    IndexThatLosesSlotsWhenReshared,
 ]
 INDICES = [
     IndexWithoutLimits,

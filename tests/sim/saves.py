@@ -12,7 +12,7 @@ import swarm
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Machine, State
+from offload.engine.machine import Machine, Phase
 from offload.engine.operations import Begin, BeginSave, Release, Run, Save, Sweep, TakeUp, Visit
 from offload.errors import InternalError, OffloadError
 from offload.plan import Plan
@@ -151,7 +151,6 @@ class Session:
         stores = [(path.available_bytes, path.share) for path in plan.budgets.paths]
         self.machine = machine_type(plan, TileIndex(stores, plan.slot_counts))
         self.data = SimData(plan, lambda run, state: mix(run, state))
-        self.data.named = lambda: self.machine.saver.records
         self.inner = SimExecutor(plan, rates, faults, seed, self.data, disorder)
         self.executor = CheckedExecutor(self.inner, plan)
         self.twin = Twin(plan)
@@ -247,7 +246,7 @@ class Session:
 
         while True:
             pump(self.machine, self.executor, reached)
-            ended, self.machine.saver.ended = self.machine.saver.ended, None
+            ended = self.machine.take_saved()
             if ended is None:
                 return
             self.end_save(*ended)
@@ -295,11 +294,11 @@ class Session:
             self.twin.sweep(sweep.number, visits)
 
     def wait(self, flag: bool) -> None:
-        self.pump(lambda machine: machine.saver.save is None)
+        self.pump(lambda machine: machine.saver.under_way is None)
 
     def save(self, flag: bool) -> None:
         self.wait(False)
-        self.pump(lambda machine: State.BUSY not in machine.states)
+        self.pump(lambda machine: Phase.BUSY not in machine.phases)
         if self.machine.broken is not None:
             return
         if self.copies and flag:

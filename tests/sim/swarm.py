@@ -12,9 +12,9 @@ from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Machine, update_visits
-from offload.engine.operations import Begin, Run, Sweep, Visit
-from offload.errors import InternalError, OffloadError
-from offload.layout import Layout, Parameter, build_layout
+from offload.engine.operations import Begin, Extend, Reshare, Run, Sweep, Visit
+from offload.errors import InfeasiblePlanError, InternalError, OffloadError
+from offload.layout import Layout, Parameter, build_layout, extend_layout
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES
@@ -48,6 +48,11 @@ class Scenario:
     faults: tuple[Fault, ...]
     sweeps: list[tuple[Visit, ...]]
     cached_first: bool
+    shares: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """Shares of the paths from a sweep on, by its number."""
+    grown: Plan | None = None
+    """What the plan becomes before sweep `grows_before`."""
+    grows_before: int = 0
 
 
 @dataclass
@@ -163,6 +168,38 @@ def make_scenario(seed: int, *, faulty: bool | None = None) -> Scenario:
     return Scenario(seed, plan, rates, disorder, faults, sweeps, rng.random() < 0.8)
 
 
+def make_changing_scenario(seed: int) -> Scenario:
+    """Return a scenario whose paths get other shares, and whose plan grows (where that can be), between sweeps."""
+    scenario, rng = make_scenario(seed), random.Random(-1 - seed)
+    plan, count = scenario.plan, len(scenario.sweeps)
+    shares = {n: tuple(rng.uniform(0.05, 1.0) for _ in plan.budgets.paths) for n in range(1, count + 1)}
+    scenario.shares = {number: shares[number] for number in shares if rng.random() < 0.6}
+    dtypes = [DtypeCode.BFLOAT16, DtypeCode.FLOAT32]
+    added = [
+        Parameter(f"added{i}", rng.randrange(1, 5000), rng.choice(dtypes), 0) for i in range(rng.randrange(1, 4))
+    ]
+    layout = extend_layout(plan.layout, added, 1024, 4096)
+    copied = [plan.updates_on_gpu(subgroup.index) for subgroup in plan.layout.subgroups]
+    copied += [plan.uses_gpu and rng.random() < 0.5 for _ in layout.subgroups[len(copied) :]]
+    # Room for what is added, on one of the paths.
+    room = 2 * sum(nbytes + SECTOR_BYTES for s in layout.subgroups[len(plan.resident) :] for _, _, nbytes in s.tiles)
+    room += len(plan.budgets.paths) * (max(s.tile_numel for s in layout.subgroups) * 4 + SECTOR_BYTES)
+    paths, chosen = list(plan.budgets.paths), rng.randrange(len(plan.budgets.paths))
+    paths[chosen] = replace(paths[chosen], available_bytes=paths[chosen].available_bytes + room)
+    wider = replace(plan, budgets=replace(plan.budgets, paths=tuple(paths)))
+    try:
+        grown = make_plan(layout, wider.budgets, kept=wider, copied=copied)
+    except InfeasiblePlanError:
+        return scenario
+    if grown.uses_gpu != plan.uses_gpu or grown.gpu_slots < plan.gpu_slots:  # no rates; no memory for the first plan
+        return scenario
+    scenario.plan, scenario.grown, scenario.grows_before = wider, grown, rng.randrange(2, count + 1)
+    new = update_visits(grown, range(len(plan.layout.subgroups), len(layout.subgroups)))
+    for number in range(scenario.grows_before - 1, count):
+        scenario.sweeps[number] += new
+    return scenario
+
+
 def in_memory(plan: Plan, sweeps: list[tuple[Visit, ...]], first: int = 1) -> dict[tuple[int, int], int | None]:
     """Run sweeps on plain arrays; return what the reading visits see, by (sweep, subgroup)."""
     states: dict[int, np.ndarray] = {}
@@ -206,6 +243,7 @@ def run_scenario(
         AssertionError: If it ended in a way that it must not.
     """
     plan = scenario.plan
+    last_plan = scenario.grown or plan
     stores = [(path.available_bytes, path.share) for path in plan.budgets.paths]
     machine = machine_type(plan, index_type(stores, plan.slot_counts))
     outcome = Outcome("done")
@@ -218,8 +256,8 @@ def run_scenario(
         else:
             outcome.seen[run.sweep, run.visit.subgroup] = None if run.fresh else zlib.crc32(state)
 
-    data = SimData(plan, visit)
-    inner = SimExecutor(plan, scenario.rates, scenario.faults, scenario.seed, data, scenario.disorder)
+    data = SimData(last_plan, visit)
+    inner = SimExecutor(last_plan, scenario.rates, scenario.faults, scenario.seed, data, scenario.disorder)
     executor = CheckedExecutor(inner, plan)
 
     def finished(machine: Machine) -> bool:
@@ -228,13 +266,24 @@ def run_scenario(
             machine.check()
         return machine.finished is not None
 
-    subgroups = range(len(plan.layout.subgroups))
-    everything = tuple(Visit(s, changes=False, gpu=plan.at_home_on_gpu(s)) for s in subgroups)
+    subgroups = range(len(last_plan.layout.subgroups))
+    everything = tuple(Visit(s, changes=False, gpu=last_plan.at_home_on_gpu(s)) for s in subgroups)
     sweeps = [*scenario.sweeps, everything]
     synced: dict = {}
-    expected = in_memory(plan, sweeps)
+    expected = in_memory(last_plan, sweeps)
     try:
         for number, visits in enumerate(sweeps, start=1):
+            if number in scenario.shares:
+                inner.inject(Reshare(scenario.shares[number]))
+            if scenario.grown is not None and number == scenario.grows_before:
+                pump(machine, executor, lambda m: m.in_flight == 0 or m.broken is not None)
+                if machine.broken is not None:
+                    outcome.how, outcome.error = "broken", machine.broken
+                    break
+                if not machine.index.has_room(scenario.grown.slot_counts):
+                    outcome.how = "full"  # the paths have strayed from the plan, and the session would refuse it
+                    break
+                inner.inject(Extend(scenario.grown))
             by_subgroup = {v.subgroup: v for v in visits}
             order = [v.subgroup for v in visits]
             if scenario.cached_first:
@@ -274,7 +323,7 @@ def run_scenario(
         assert not survivable(scenario), f"it broke for too little: {outcome.error!r}"
         # A broken machine ends every further sweep at once and issues nothing for it.
         before = machine.in_flight
-        machine.handle(Begin(Sweep(len(sweeps) + 1, 0, everything)))
+        machine.handle(Begin(Sweep(len(sweeps) + 1, 0, everything[: len(machine.phases)])))
         assert not machine.take_operations()
         assert before or machine.take_finished() is not None
     return outcome

@@ -8,7 +8,7 @@ from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Machine
-from offload.engine.operations import Begin, Sweep, Visit
+from offload.engine.operations import Begin, Reshare, Sweep, Visit
 from offload.layout import Parameter, build_layout
 from offload.measure import observe, typical
 from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, make_plan, visit_order
@@ -29,7 +29,7 @@ def run_steps(plan: Plan, machine: Machine, rates: Rates, seen: list[Rates], num
     """Run steps on lanes of the given rates, learning as the session does; return their seconds."""
     seconds = []
     for number in numbers:
-        machine.index.reshare(plan.shares(typical(seen)))
+        machine.handle(Reshare(plan.shares(typical(seen))))
         executor = SimExecutor(plan, rates)
         order = visit_order(range(len(plan.layout.subgroups)), machine.slots)
         executor.inject(Begin(Sweep(number, number, tuple(Visit(subgroup) for subgroup in order))))

@@ -17,7 +17,7 @@ from test_predict import make
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Machine, State
+from offload.engine.machine import Machine, Phase
 from offload.engine.operations import Begin, Sweep, Visit
 from offload.plan import PathRates, Rates, visit_order
 from offload.sim.executor import SimExecutor
@@ -31,7 +31,7 @@ class FlushesWhenIdle(Machine):
     def _advance(self) -> None:
         super()._advance()
         for subgroup in list(self._dirty) if self.idle and self.broken is None else []:
-            if self._states[subgroup] is State.DIRTY:
+            if self._phases[subgroup] is Phase.DIRTY:
                 self._flush(subgroup)
 
 

@@ -7,13 +7,14 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import planted
 import pytest
 import saves
 import swarm
 
 from offload.dtypes import DtypeCode
 from offload.engine.machine import Machine
-from offload.engine.operations import SaveTile, Sync
+from offload.engine.operations import Commit, SaveTile, Sync
 from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
@@ -98,30 +99,31 @@ def test_a_crash_at_every_event_leaves_a_whole_checkpoint(resident: float, monke
     assert found[2], "no crash met the moment between a commit and the release of the one before"
 
 
-class VisitsBeforeTheStateIsSaved(Machine):
+class VisitsBeforeTheStateIsSaved(planted.Careless):
     def __init__(self, *arguments, **more):
         super().__init__(*arguments, **more)
         self.saver.blocks = lambda subgroup: False
 
 
-class CommitsWithoutSync(Machine):
+class CommitsWithoutSync(planted.Careless):
     def _begin_save(self, save):
         super()._begin_save(save)
-        self.saver._synced = True
+        if self.saver.under_way:
+            self.saver.under_way.synced = True
 
 
-class SyncsBeforeTheLastWrite(Machine):
+class SyncsBeforeTheLastWrite(planted.Careless):
     def handle(self, event):
         super().handle(event)
-        saver = self.saver
-        idle = not (saver._weights or saver._todo or saver._copies or saver._flushing)
-        if saver.save and idle and not saver._synced and saver._flying and self.broken is None:
-            saver._synced = True
-            for path in sorted({record.location.path for record in saver.records.values()}):
-                saver._fly(lambda op, path=path: Sync(op, path))
+        now = self.saver.under_way
+        idle = now and not (now.weights or now.todo or now.copies or now.flushing)
+        if idle and not now.synced and now.flying and self.broken is None:
+            now.synced = True
+            for path in sorted({record.location.path for record in now.records.values()}):
+                self.saver._fly(now, Sync(self._take_op(), path))
 
 
-class ReleasesTooEarly(Machine):
+class ReleasesTooEarly(planted.Careless):
     def handle(self, event):
         super().handle(event)
         if self.saver.ended is not None and self.saver.ended[1] is None and self.saver.held:
@@ -132,13 +134,14 @@ class ReleasesTooEarly(Machine):
             self.saver.release = lambda number: self.saver.held.pop(number)
 
 
-class ForgetsMastersThatAreWeights(Machine):
+class ForgetsMastersThatAreWeights(planted.Careless):
     def _begin_save(self, save):
         super()._begin_save(save)
-        self.saver._weights.clear()
+        if self.saver.under_way:
+            self.saver.under_way.weights.clear()
 
 
-class TakesDirtyForClean(Machine):
+class TakesDirtyForClean(planted.Careless):
     def _begin_save(self, save):
         dirty, self._dirty = self._dirty, {}
         known = all(self.index.get(tile) for s in dirty for tile, _, _ in self.plan.layout.subgroups[s].tiles)
@@ -148,7 +151,15 @@ class TakesDirtyForClean(Machine):
         self._dirty = dirty if known else self._dirty
 
 
-class IgnoresFailedSaves(Machine):
+class CommitsWithOldChecksums(planted.Careless):
+    def _issue(self, operation):
+        if isinstance(operation, Commit):
+            records = {tile: replace(record, checksum=0) for tile, record in operation.records.items()}
+            operation = replace(operation, records=records)
+        super()._issue(operation)
+
+
+class IgnoresFailedSaves(planted.Careless):
     def _failed(self, operation, error):
         if isinstance(operation, SaveTile):
             self.saver.landed(operation, 0, None)
@@ -156,30 +167,21 @@ class IgnoresFailedSaves(Machine):
             super()._failed(operation, error)
 
 
-class SavesUnderTheWrongStep(Machine):
-    def _issue_save(self, make):
-        def wrong(op):
-            operation = make(op)
-            if isinstance(operation, SaveTile):
-                operation = replace(operation, record=replace(operation.record, step=operation.record.step + 1))
-                self.saver._flying[op] = operation
-            return operation
-
-        super()._issue_save(wrong)
+class SavesUnderTheWrongStep(planted.Careless):
+    def _issue(self, operation):
+        if isinstance(operation, SaveTile):
+            operation = replace(operation, record=replace(operation.record, step=operation.record.step + 1))
+        super()._issue(operation)
 
 
-class SavesFromTheWrongPlace(Machine):
-    def _issue_save(self, make):
-        def wrong(op):
-            operation = make(op)
-            if isinstance(operation, SaveTile) and operation.source_offset:
-                operation = self.saver._flying[op] = replace(operation, source_offset=0)
-            return operation
-
-        super()._issue_save(wrong)
+class SavesFromTheWrongPlace(planted.Careless):
+    def _issue(self, operation):
+        if isinstance(operation, SaveTile) and operation.source_offset:
+            operation = replace(operation, source_offset=0)
+        super()._issue(operation)
 
 
-class WritesOverWhatIsHeld(Machine):
+class WritesOverWhatIsHeld(planted.Careless):
     def __init__(self, *arguments, **more):
         super().__init__(*arguments, **more)
         release = self.index._release
@@ -193,23 +195,23 @@ class WritesOverWhatIsHeld(Machine):
         self.index._release = forgets
 
 
-class LetsGoBeforeTheCopy(Machine):
+class LetsGoBeforeTheCopy(planted.Careless):
     def _begin_save(self, save):
         super()._begin_save(save)
-        if save.sink is not None:
-            for location in [item.stored.location for item in self.saver._copies]:
+        if save.sink is not None and self.saver.under_way:
+            for location in [item.stored.location for item in self.saver.under_way.copies]:
                 self.index._held.pop(location, None)
             self.index.let_go = lambda tile, location: None
 
 
-class TakesWhatIsHeldForFree(Machine):
+class TakesWhatIsHeldForFree(planted.Careless):
     def _take_up(self, event):
         super()._take_up(event)
         for location in list(self.index._held)[::3]:
             self.index._stores[location.path].free.setdefault(location.nbytes, []).append(location.offset)
 
 
-class TakesUpAnotherVersion(Machine):
+class TakesUpAnotherVersion(planted.Careless):
     def _take_up(self, event):
         super()._take_up(event)
         for subgroup in {tile.subgroup for tile in event.records}:
@@ -223,6 +225,7 @@ PLANTED = [
     ReleasesTooEarly,
     ForgetsMastersThatAreWeights,
     TakesDirtyForClean,
+    CommitsWithOldChecksums,
     IgnoresFailedSaves,
     SavesUnderTheWrongStep,
     SavesFromTheWrongPlace,

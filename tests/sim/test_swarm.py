@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import planted
 import pytest
 import swarm
 
+from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
 from offload.engine.machine import Machine
+from offload.engine.operations import Extend
 from offload.errors import InternalError
+from offload.layout import Parameter, build_layout
+from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, make_plan
+from offload.sim import CheckedExecutor, SimExecutor
 
 
-def run_seeds(seeds: range) -> Counter[str]:
+def run_seeds(seeds: range, make: Callable[[int], swarm.Scenario] = swarm.make_scenario) -> Counter[str]:
     found: Counter[str] = Counter()
     for seed in seeds:
-        scenario = swarm.make_scenario(seed)
+        scenario = make(seed)
         try:
             outcome = swarm.run_scenario(scenario)
         except Exception as error:
             error.add_note(f"seed {seed}: {scenario.disorder}, faults {scenario.faults}")
             raise
         found[outcome.how] += 1
+        found["grown"] += scenario.grown is not None and outcome.how == "done"
         found["streamed"] += scenario.plan.staging_slots < len(scenario.plan.resident) - sum(scenario.plan.resident)
     return found
 
@@ -47,14 +54,32 @@ def test_large_swarm(first: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", [*planted.MACHINES, *planted.INDICES], ids=lambda wrong: wrong.__name__)
+def test_swarm_of_plans_that_change():
+    found = run_seeds(range(500), swarm.make_changing_scenario)
+    assert found["grown"] > 250
+    assert found["done"] > 300
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("first", range(500, 8500, 2000))
+def test_large_swarm_of_plans_that_change(first: int):
+    run_seeds(range(first, first + 2000), swarm.make_changing_scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wrong", [*planted.MACHINES, *planted.INDICES, *planted.GROWING], ids=lambda wrong: wrong.__name__
+)
 def test_planted_bug_is_found(wrong: type):
     """The checker, the bytes or the way it ends give each bug away, without the machine's own checks."""
     machine_type = wrong if issubclass(wrong, Machine) else Machine
     index_type = wrong if issubclass(wrong, TileIndex) else TileIndex
+    make = swarm.make_changing_scenario if wrong in planted.GROWING else swarm.make_scenario
     for seed in range(1500):
         try:
-            swarm.run_scenario(swarm.make_scenario(seed), machine_type, index_type, self_check=False)
+            swarm.run_scenario(make(seed), machine_type, index_type, self_check=False)
         except AssertionError:
             return
         except InternalError as error:
@@ -62,6 +87,24 @@ def test_planted_bug_is_found(wrong: type):
                 pytest.fail(f"found by the machine itself: {error}")
             return
     pytest.fail("nobody noticed")
+
+
+@pytest.mark.parametrize(
+    ("numel", "slots", "resident", "match"),
+    [(4096, 2, 0, "staging slot goes"), (4096, 3, 1, "another home"), (3072, 3, 0, "cut anew")],
+)
+def test_a_plan_that_takes_something_away_is_found(numel: int, slots: int, resident: int, match: str):
+    def plan(numel: int, slots: int, resident: int) -> Plan:
+        layout = build_layout([Parameter("p", numel, DtypeCode.BFLOAT16, 0)], 1024, 4096)
+        paths = (PathBudget("path0", 1 << 30),)
+        slot_bytes = layout.max_subgroup_bytes
+        return make_plan(layout, Budgets(resident * slot_bytes, slots * slot_bytes, paths))
+
+    before = plan(3072, 3, 0)
+    executor = CheckedExecutor(SimExecutor(before, Rates(1e9, (PathRates(1e9, 1e9),))), before)
+    executor.observe(Extend(plan(4096, 3, 0)))
+    with pytest.raises(InternalError, match=f"rule 17.*{match}"):
+        executor.observe(Extend(plan(numel, slots, resident)))
 
 
 def test_a_seed_is_a_run():

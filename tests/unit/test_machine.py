@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
-from offload.engine.machine import Machine, State, update_visits
+from offload.engine.machine import Machine, Phase, update_visits
 from offload.engine.operations import (
     Begin,
     CopyIn,
     CopyOut,
     Done,
+    Extend,
     Failed,
     PushWeights,
     ReadTile,
@@ -73,9 +74,9 @@ def test_fresh_subgroup_runs_without_a_fetch():
     machine = make(1, 1)
     (run,) = give(machine, sweep(1, 0))
     assert run == Run(run.op, 1, Visit(0), 0, fresh=True)
-    assert machine.state(0) is State.BUSY
+    assert machine.phases[0] is Phase.BUSY
     assert not give(machine, Done(run.op))
-    assert machine.state(0) is State.DIRTY
+    assert machine.phases[0] is Phase.DIRTY
     assert machine.take_finished().number == 1
     assert machine.moved == [0]
     assert machine.idle
@@ -109,7 +110,7 @@ def test_flush_then_fetch_when_a_slot_is_wanted():
     assert [type(read) for read in reads] == [ReadTile] * 3
     assert [read.record.checksum for read in reads] == [10, 11, 12]
     assert not give(machine, Done(reads[2].op), Done(reads[0].op))
-    assert machine.state(0) is State.FETCHING
+    assert machine.phases[0] is Phase.FETCHING
     (run,) = give(machine, Done(reads[1].op))
     assert (run.visit.subgroup, run.fresh) == (0, False)
 
@@ -130,7 +131,7 @@ def test_reading_visit_leaves_state_clean_and_its_slot_free_to_take():
     operations = finish(machine, give(machine, sweep(2, 0, 1, changes=False)))
     kinds = [type(operation) for operation in operations]
     assert kinds == [WriteTile] * 3 + [ReadTile] * 3 + [Run] + [ReadTile] * 3 + [Run]
-    assert machine.state(1) is State.READY
+    assert machine.phases[1] is Phase.READY
     assert machine.moved == []
 
 
@@ -140,7 +141,7 @@ def test_reading_visit_of_dirty_state_keeps_it_dirty():
     machine.take_finished()
     finish(machine, give(machine, sweep(2, 0, changes=False)))
     machine.take_finished()
-    assert machine.state(0) is State.DIRTY
+    assert machine.phases[0] is Phase.DIRTY
     writes = give(machine, sweep(3, 1))
     assert {write.record.step for write in writes} == {1}, "the version is that of the last change"
 
@@ -289,6 +290,16 @@ def test_stop_ends_the_sweep_without_waiting():
     assert machine.take_finished().number == 2
 
 
+def test_after_a_stop_between_sweeps_nothing_has_moved():
+    """The step that it keeps from beginning names no subgroup of the step before."""
+    machine = make(1, 1)
+    finish(machine, give(machine, sweep(1, 0)))
+    machine.take_finished()
+    assert machine.moved == [0]
+    give(machine, Stop(TierError("copy", tier="gpu", path="h2d")))
+    assert machine.moved == []
+
+
 def test_reports_that_cannot_be_are_refused_with_their_story():
     machine = make(1, 1)
     with pytest.raises(InternalError, match="operation 7 reports back") as caught:
@@ -304,14 +315,18 @@ def test_reports_that_cannot_be_are_refused_with_their_story():
         make(1, 1).handle(sweep(1, 0, 0))
 
 
+def test_a_phase_that_cannot_follow_is_refused():
+    machine = make(1, 1)
+    with pytest.raises(InternalError, match=r"subgroup 0 goes from Phase\.ABSENT to Phase\.DIRTY"):
+        machine._to(0, Phase.DIRTY)
+
+
 def test_extended_plan_keeps_what_is_there():
     machine = make(2, 1, resident=1)
     finish(machine, give(machine, sweep(1, 0, 1)))
     machine.take_finished()
     bigger = make(5, 1, resident=1).plan
-    machine.index.allow(bigger.slot_counts)
-    machine.extend(bigger)
-    machine.check()
+    give(machine, Extend(bigger))
     assert not machine.is_fresh(1)
     assert machine.is_fresh(4)
     operations = finish(machine, give(machine, sweep(2, 0, 1, 2, 3, 4)))
@@ -322,7 +337,11 @@ def test_extended_plan_keeps_what_is_there():
 
 def test_extended_plan_takes_no_staging_slot_away():
     with pytest.raises(InternalError, match="takes staging slots away"):
-        make(3, 2).extend(make(4, 1).plan)
+        make(3, 2).handle(Extend(make(4, 1).plan))
+    machine = make(3, 1)
+    give(machine, sweep(1, 0, 1, 2))
+    with pytest.raises(InternalError, match="between sweeps and saves only"):
+        machine.handle(Extend(make(4, 1).plan))
 
 
 @settings(max_examples=60)
@@ -373,7 +392,7 @@ def test_a_visit_on_the_gpu_is_copied_in_and_out_through_its_slot():
     (out,) = give(machine, Done(run.op))
     assert out == CopyOut(out.op, 0, None, 0)
     assert machine.take_finished().number == 1, "the update has ended; the copy out is behind the step"
-    assert machine.state(0) is State.BUSY
+    assert machine.phases[0] is Phase.BUSY
     # The next step wants the state while it is still on its way.
     assert not give(machine, step(machine, 2))
     (copy,) = give(machine, Done(out.op))
@@ -382,7 +401,7 @@ def test_a_visit_on_the_gpu_is_copied_in_and_out_through_its_slot():
     assert run == Run(run.op, 2, Visit(0, gpu=True), None, fresh=False, gpu_slot=0)
     (out,) = give(machine, Done(run.op))
     give(machine, Done(out.op))
-    assert machine.state(0) is State.RESIDENT
+    assert machine.phases[0] is Phase.RESIDENT
 
 
 def test_both_devices_work_at_once_and_weights_follow_updates_on_the_cpu():
@@ -436,8 +455,7 @@ def test_gpu_slots_follow_the_plan_between_steps():
     finish(machine, give(machine, step(machine, 1)))
     machine.take_finished()
     plan = machine.plan
-    machine.extend(
-        make_plan(plan.layout, replace(plan.budgets, gpu_staging_bytes=SUBGROUP_BYTES), copied=plan.on_gpu)
-    )
+    budgets = replace(plan.budgets, gpu_staging_bytes=SUBGROUP_BYTES)
+    give(machine, Extend(make_plan(plan.layout, budgets, copied=plan.on_gpu)))
     slots = [operation.gpu_slot for operation in finish(machine, give(machine, step(machine, 2)))]
     assert set(slots) == {0}, "one is left"
