@@ -13,6 +13,7 @@ from offload.cli.record import to_json
 from offload.cli.values import format_seconds, parse_count
 from offload.config import format_bytes, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError
+from offload.rules import RULES
 
 if TYPE_CHECKING:
     from offload.plan import Estimate, Plan, Rates
@@ -50,6 +51,7 @@ def add_parser(commands: Any) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--params", metavar="N", help="parameters of the model: 70e9, 70B")
     model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or the directory it lies in")
+    parser.add_argument("--rule", choices=tuple(RULES), default="adam", help="update rule (default: %(default)s)")
     parser.add_argument("--rates", metavar="FILE", required=True, help="rates file, or the name of a known machine")
     parser.add_argument(
         "--ranks", metavar="N", type=int, default=1, help="processes that share the node (default: 1)"
@@ -100,6 +102,7 @@ class Question:
         rates: Of the node.
         recompute: Whether backward repeats the forward pass.
         tokens: Tokens of one rank in an iteration; None to predict the step alone.
+        rule: Name of the update rule.
     """
 
     params: int
@@ -115,6 +118,7 @@ class Question:
     weights_on_gpu: bool = False
     tokens: int | None = None
     recompute: bool = False
+    rule: str = "adam"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +171,11 @@ def ask(question: Question, *, simulate: bool = True) -> Answer:
 
     rates = question.rates.shared_by(question.ranks)
     numel = math.ceil(question.params / question.ranks)
-    subgroup_numel = question.subgroup_numel or choose_subgroup_numel(numel, question.staging_memory)
-    layout = build_layout([Parameter("model", numel, DtypeCode.BFLOAT16, 0)], subgroup_numel)
+    subgroup_numel = question.subgroup_numel or choose_subgroup_numel(
+        numel, question.staging_memory, RULES[question.rule]
+    )
+    model = Parameter("model", numel, DtypeCode.BFLOAT16, 0)
+    layout = build_layout([model], subgroup_numel, rule=RULES[question.rule])
     staging = question.gpu_staging
     if staging is None:
         staging = 4 * layout.max_subgroup_bytes if rates.gpu is not None else 0
@@ -383,6 +390,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         placement=_placement(arguments.placement),
         weights_on_gpu=weights_on == "gpu",
         recompute=arguments.recompute,
+        rule=arguments.rule,
         **values,
         **counts,
     )

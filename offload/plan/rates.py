@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload.errors import ConfigError
+from offload.rules import ADAMW
 
-UPDATE_MEMORY_COST = 28 / 12
-"""Bytes of memory traffic for each state byte of an update: 12 bytes of state read and written, a 16-bit gradient
-read and a 16-bit weight written."""
+UPDATE_MEMORY_COST = ADAMW.memory_cost
+"""Bytes of memory traffic for each state byte of an update. Rates are those of Adam, measured as state bytes; other
+rules move up to 8% more for each."""
 
 LEAST_CPU_SPEED = 0.1
 """Part of its rate that an update keeps whatever runs beside it."""

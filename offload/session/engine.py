@@ -43,6 +43,7 @@ class Engine:
         gradient_slots: Whether the engine provides memory for gradients (`gradient_slot`).
         device: The GPU on which weights and gradients lie: what is bound are its addresses then. The engine provides
             host memory for the gradients that it needs there itself, and closes the device. None for the CPU.
+        rule: What is kept for each parameter, and how a step changes it.
 
     Raises:
         ConfigError: If a path cannot be used, or a GPU is to be used and none is given; raised before any file is
@@ -196,7 +197,8 @@ class Engine:
         """Update state and weights of all active parameters from their bound gradients.
 
         Args:
-            groups: Hyperparameters, by group index.
+            groups: Hyperparameters, by group index: what the rule's `values` makes of one of torch's groups (Adam's
+                are `offload.GroupScalars`).
             scale: What the gradients were multiplied by (loss scale); they are divided by it.
             clip: Factor for the unscaled gradients.
             active: Parameters that have a gradient; None for all. The others stay as they are, bit for bit.
@@ -210,15 +212,15 @@ class Engine:
         self._core.step(groups, scale, clip, list(chosen))
 
     def read_state(self, parameters: Iterable[int | str]) -> list[dict[str, torch.Tensor]]:
-        """Return master, exp_avg and exp_avg_sq of each parameter as new flat fp32 CPU tensors."""
+        """Return what the rule keeps of each parameter (for Adam: master, exp_avg, exp_avg_sq): new flat fp32 tensors."""
         return self._core.read_state([self._core.position(parameter) for parameter in parameters])
 
     def visit_state(self, take: Callable[[int, int, Mapping[str, torch.Tensor]], None]) -> None:
         """Hand out all state once, run by run in the engine's order, where it lies in memory: nothing is copied.
 
         Args:
-            take: Called with a parameter's position, the first element of the run, and flat fp32 views of its master,
-                exp_avg and exp_avg_sq that must not be written to or kept. It runs on a thread of the engine's and
+            take: Called with a parameter's position, the first element of the run, and flat fp32 views of its
+                state that must not be written to or kept. It runs on a thread of the engine's and
                 must not call the engine.
 
         Raises:
@@ -229,7 +231,7 @@ class Engine:
     def write_state(
         self, values: Mapping[int | str, Mapping[str, torch.Tensor]], steps: Mapping[int | str, int] | None = None
     ) -> None:
-        """Replace state: any of master, exp_avg and exp_avg_sq of each parameter (flat fp32), and step counts.
+        """Replace state: any tensor that `read_state` returns (flat fp32), and step counts.
 
         Where the weight is fp32 it *is* the master, and a master that is given is written to it. A tensor that is
         not given keeps its value.
