@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint, StateSource
-from offload.config import OffloadConfig, format_bytes
+from offload.config import OffloadConfig
 from offload.engine.tables import GroupScalars
 from offload.engine.timeline import Interval
 from offload.errors import CheckpointError, ConfigError, invariant
@@ -39,10 +39,9 @@ from offload.kernels.reference import DTYPE_CODES
 from offload.layout import STATE_NAMES, Parameter
 from offload.optim.slots import GradientSlot
 from offload.optim.state import Copies, StateView
-from offload.plan import Plan, Rates, estimate
 from offload.protocols import Device, DeviceLane, Mark
 from offload.session.engine import Engine
-from offload.sim import Explanation, Prediction, carry_on, compare, predict
+from offload.sim import Explanation, Forecast, PlanReport, compare
 
 log = logging.getLogger("offload")
 
@@ -54,9 +53,6 @@ NOT_LOADED = ("params", *NOT_SAVED)
 DIGEST_NUMEL = 1024
 """Elements at the beginning of each weight by which ranks find out whether they have the same."""
 
-PREDICTION_DRIFT = 0.1
-"""How far rates may move, by the closed form, before a step is simulated anew for `metrics`."""
-
 HYPERPARAMETER_DEPTH = 4
 """How deeply a hyperparameter may be nested to be kept in a checkpoint."""
 
@@ -65,29 +61,6 @@ MAX_IN_TRANSIT_BYTES = 1 << 30
 
 CLIP_EPS = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanReport:
-    """A plan and what it predicts; print it.
-
-    Attributes:
-        plan: What lives where.
-        explanation: How long a step should take by the rates known now, what bounds it, and how long the last one
-            took.
-        unpinned_bytes: Host memory that the GPU copies from and to more slowly, as it could not be pinned.
-    """
-
-    plan: Plan
-    explanation: Explanation
-    unpinned_bytes: int = 0
-
-    def __str__(self) -> str:
-        lines = [str(self.plan), str(self.explanation)]
-        if self.unpinned_bytes:
-            nbytes = format_bytes(self.unpinned_bytes)
-            lines.insert(1, f"  not pinned   {nbytes:>10}  of the host memory: slower from and to the GPU")
-        return "\n".join(lines)
 
 
 class _Scaled(NamedTuple):
@@ -152,7 +125,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._told_changed = False
         self._copies = Copies()
         self._changes = 0
-        self._predicted: tuple[Plan, Rates, float, Prediction] | None = None
+        self._forecast = Forecast()
         if amsgrad:
             raise ConfigError("amsgrad", amsgrad, "use false: the engine keeps two moments, not three")
         if isinstance(offload, Mapping):
@@ -1103,22 +1076,6 @@ class OffloadedAdam(torch.optim.Optimizer):
 
     # Figures and the end
 
-    def _predict(self) -> Prediction:
-        plan, rates = self.engine.plan, self.engine.rates
-        prediction = predict(plan, rates)
-        self._predicted = plan, rates, estimate(plan, rates).step_s, prediction
-        return prediction
-
-    def _carried_on(self) -> Prediction:
-        """Return the simulator's prediction, carried on by the closed form while rates stay near."""
-        plan, rates = self.engine.plan, self.engine.rates
-        if self._predicted is not None and self._predicted[0] is plan:
-            _, then, then_s, prediction = self._predicted
-            closed_s = estimate(plan, rates).step_s
-            if abs(closed_s - then_s) <= PREDICTION_DRIFT * then_s:
-                return carry_on(prediction, then, rates, closed_s / then_s if then_s else 1.0)
-        return self._predict()
-
     @property
     def plan(self) -> PlanReport:
         """What lives where, how long a step should take, what bounds it, and how long the last one took."""
@@ -1126,7 +1083,7 @@ class OffloadedAdam(torch.optim.Optimizer):
 
     def explain(self) -> Explanation:
         """Return predicted and measured seconds of the last step, lane by lane; print it."""
-        return compare(self._predict(), self.engine.metrics())
+        return compare(self._forecast.simulated(self.engine.plan, self.engine.rates), self.engine.metrics())
 
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict: `Engine.metrics` and what was expected of it.
@@ -1134,7 +1091,7 @@ class OffloadedAdam(torch.optim.Optimizer):
         Beside each `lane/<lane>/busy_s` there is `lane/<lane>/predicted_s`; beside `step_s`, `predicted_step_s`; and
         `gradient_norm`, that of the last `clip_grad_norm_`. Predictions are those that were due before the step.
         """
-        prediction = self._carried_on()
+        prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
         lanes = {f"lane/{lane}/predicted_s": busy_s for lane, busy_s in prediction.busy_s.items()}
         predicted = {**lanes, "predicted_step_s": prediction.step_s}
         return {**self.engine.metrics(), **predicted, "gradient_norm": self._norm}
