@@ -344,7 +344,7 @@ def scaled(where: str, monkeypatch: pytest.MonkeyPatch, scaler: bool = False) ->
     """Return two weights and their optimizer, for whose next step there is a factor."""
     parameters = [make(), make()]
     if where == "ranks":
-        monkeypatch.setattr("offload.optim.adam._world", lambda: (2, 0))
+        monkeypatch.setattr("offload.optim.ranks.world", lambda: (2, 0))
     if "gpu" in where:
         settings = offload.OffloadConfig(gpu_memory=0, keep_grads="left" not in where)
         optimizer: offload.AdamW = OnDevice(parameters, device=SimulatedDevice(), offload=settings)
