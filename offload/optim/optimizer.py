@@ -2,7 +2,7 @@
 
 A thin client of `offload.Engine`: it knows torch's parameters, gradients and hooks, and nothing of tiers. Who owns
 what: `LateEngine` the engine and the GPU, `Weights` the parameters, a `Route` their gradients, `Scaling` the factors
-for these, `State` what is read and written from outside. None of them knows the optimizer.
+for these, `StateView` what is read and written from outside. None of them knows the optimizer.
 """
 
 from __future__ import annotations
@@ -32,13 +32,7 @@ from offload.sim import Explanation, Forecast, PlanReport, compare
 
 
 class OffloadedOptimizer(StatefulOptimizer):
-    """What this package's optimizers share; use one of these.
-
-    Args:
-        params: Parameters, groups of parameters, or named parameters.
-        defaults: Hyperparameters of groups that do not say otherwise.
-        offload: Where state may live; None for host memory.
-    """
+    """What this package's optimizers share; use one of these."""
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], offload: OffloadConfig | Mapping[str, Any] | None
@@ -48,12 +42,13 @@ class OffloadedOptimizer(StatefulOptimizer):
         if offload is not None and not isinstance(offload, OffloadConfig):
             raise ConfigError("offload", offload, "give an OffloadConfig or a mapping of its fields")
         config = offload or OffloadConfig()
-        late = LateEngine(config, weakref.WeakMethod(self._open))
+        owner = weakref.proxy(self)  # the engine does not keep it alive
+        late = LateEngine(config, lambda config: owner._open(config))
         super().__init__(params, defaults, late)
         parameters = [*self._parameters()]
         world, rank = ranks.world()
         late.config = config.for_rank(rank) if world > 1 else config
-        late.device = self._find_device(parameters)
+        late.use(self._find_device(parameters))
         first = self.param_groups[0]["params"]
         self._weights.place = first[0].device if first else None
         self._scaling = Scaling()
@@ -62,7 +57,6 @@ class OffloadedOptimizer(StatefulOptimizer):
         if late.device is None or config.gpu_memory != "auto":
             self._open(late.config)
         else:
-            late.leave(late.device)
             self._widen_gradients(parameters)
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device | None:
@@ -79,7 +73,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _open(self, config: OffloadConfig) -> None:
         wanted = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        described = self._describe(wanted)
+        described = self._weights.describe(self.param_groups, wanted)
         with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
             self._late.start(described, config, self._route.has_slots)
             # Frozen ones, too: torch takes no other dtype for a gradient that is there.
@@ -129,12 +123,8 @@ class OffloadedOptimizer(StatefulOptimizer):
                 if parameter.grad is None:
                     parameter.grad_dtype = torch.float32
 
-    def _describe(self, wanted: list[torch.Tensor]) -> tuple[Parameter, ...]:
-        named = {parameter: (name, at) for parameter, name, at in names(self.param_groups)}
-        return self._weights.describe(wanted, named)
-
     def _add(self, wanted: list[torch.Tensor]) -> None:
-        described = self._describe(wanted)
+        described = self._weights.describe(self.param_groups, wanted)
         # What the engine has and we do not is left of an addition that was interrupted.
         if self.engine.plan.layout.parameters[len(self._weights.bound) :] != described:
             self.engine.add(described)
@@ -256,14 +246,13 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._check_group(group)
         active = self._bind_gradients()
         groups = [self._scalars(group) for group in self.param_groups]
-        positions = [bound.position for bound in active]
+        scale, clip = self._scaling.loss_scale, self._scaling.clip
         try:
-            self.engine.step(groups, scale=self._scaling.loss_scale, clip=self._scaling.clip, active=positions)
+            self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
         finally:
             self._state.changes += 1
             self._scaling.forget()
             self._route.forget()
-            self._route.release()
             self._weights.written(active)
 
     # Figures and the end

@@ -26,9 +26,6 @@ def world() -> tuple[int, int]:
 def agree_on_save(weights: Mapping[str, torch.Tensor]) -> tuple[int, int, str, bool]:
     """Agree on a save that all ranks make together.
 
-    Args:
-        weights: This rank's, by their names.
-
     Returns:
         World size, rank, the save's id, and whether rank 0 saves this rank's state too, since all have the same.
 

@@ -1,9 +1,7 @@
 """How gradients get from autograd to the engine. An optimizer has one route, chosen when it is made.
 
-A route owns the hooks and knows who reduces gradients, and when: what arrives on `Slots` and `Departing` is whole;
-on `AtStep` and `Reduced` it may become so until the step.
-
-Hooks run on autograd's threads, one backward pass at a time, and keep neither a route nor a parameter alive.
+A route owns the hooks, and knows who reduces gradients and when. Hooks run on autograd's threads, one backward pass
+at a time, and keep neither a route nor a parameter alive.
 """
 
 from __future__ import annotations
@@ -29,11 +27,7 @@ MAX_IN_TRANSIT_BYTES = 1 << 30
 
 
 def choose_route(late: LateEngine, weights: Weights, scaling: Scaling, world: int) -> Route:
-    """Return the route for the device and the number of ranks.
-
-    Raises:
-        ConfigError: Gradients are to leave before ranks have reduced them; the device is closed then.
-    """
+    """Return the route for the device and the number of ranks; refuse, and close, what would leave unreduced."""
     if world > 1 and not late.config.keep_grads:
         late.close()
         allowed = f"use true: {world} processes reduce gradients after they have arrived"
@@ -44,15 +38,12 @@ def choose_route(late: LateEngine, weights: Weights, scaling: Scaling, world: in
 
 
 class Route:
-    """What routes share: gradients stay in `.grad`, and are bound where they lie when the step begins.
-
-    Attributes:
-        has_slots: Whether the engine provides memory for gradients.
-        widens: Whether autograd may accumulate in a wider dtype than the weight's.
-    """
+    """What routes share: gradients stay in `.grad`, and are bound where they lie when the step begins."""
 
     has_slots: ClassVar[bool] = False
+    """Whether the engine provides memory for gradients."""
     widens: ClassVar[bool] = True
+    """Whether autograd may accumulate in a wider dtype than the weight's."""
 
     def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling) -> None:
         self._late = late
@@ -97,8 +88,7 @@ class Route:
         return True
 
     def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:
-        """Return whether the norm was gathered when the gradient arrived."""
-        return False
+        return False  # when it arrived
 
     def note(self, bound: Bound) -> Note | None:
         """Return what tells a parameter's gradient from others; None if it has none."""

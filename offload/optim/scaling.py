@@ -23,10 +23,7 @@ CLIP_EPS = 1e-6
 class Note(NamedTuple):
     """What tells a parameter's gradient from others.
 
-    Attributes:
-        of: The gradient; the parameter where the gradient has left the GPU.
-        version: The gradient's version; the parameter's arrivals where it has left.
-        address: Where the gradient lies; 0 where it has left.
+    One that has left the GPU has the parameter in its place, and the number of arrivals for a version.
     """
 
     of: weakref.ref[torch.Tensor]
@@ -104,11 +101,7 @@ class Scaling:
         self._accumulated_onto_noted |= bound in self.noted
 
     def check(self, notes: Notes) -> None:
-        """Forget factors whose gradients are gone (the step was skipped, say).
-
-        Raises:
-            ConfigError: If some gradients are those that the factors are for, or have been, and others are not.
-        """
+        """Forget factors whose gradients are gone (the step was skipped, say); refuse those for others, too."""
         if not self.noted:
             return
         kept, fresh, changed = False, self._accumulated_onto_noted, None

@@ -67,7 +67,7 @@ class Copies:
 class StateEntry(dict[str, torch.Tensor]):
     """One parameter's state as it was read; what is assigned to its items is written to where the state lives."""
 
-    def __init__(self, state: State, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, state: StateView, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         super().__init__(values)
         self._state = state
         self._parameter = parameter
@@ -126,7 +126,7 @@ class StateEntry(dict[str, torch.Tensor]):
         return dict, (dict(self),)
 
 
-class State(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
+class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
     """State of all parameters that have been updated, read from wherever it lives when it is asked for.
 
     Args:

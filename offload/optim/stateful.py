@@ -21,7 +21,7 @@ from offload.errors import CheckpointError, ConfigError
 from offload.optim import ranks
 from offload.optim.groups import NOT_LOADED, Group, checked_groups, from_json, names, set_restored, to_json
 from offload.optim.late import LateEngine
-from offload.optim.state import State
+from offload.optim.state import StateView
 from offload.optim.weights import Bound, Weights
 from offload.session.engine import Engine
 
@@ -36,7 +36,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._lock = threading.RLock()
         self._late = late
         self._weights = Weights(late)
-        self._state = State(late, self._weights, self._moments, self._lock, type(self).__name__)
+        self._state = StateView(late, self._weights, self._moments, self._lock, type(self).__name__)
         super().__init__(params, defaults)
 
     @property
@@ -52,15 +52,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _check_group(self, group: Group) -> None:
-        """Verify a group's hyperparameters.
-
-        Raises:
-            ConfigError: One cannot be used.
-        """
+        """Refuse hyperparameters that cannot be used."""
         raise NotImplementedError
 
     def _check_saved_group(self, group: Group) -> None:
-        """Verify a group of a state dict; see `_check_group`."""
+        """Refuse a group of a state dict that is of another rule, or cannot be used."""
         raise NotImplementedError
 
     # State
@@ -79,7 +75,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        if isinstance(value, State) or value or not isinstance(value, Mapping):
+        if isinstance(value, StateView) or value or not isinstance(value, Mapping):
             raise ConfigError("state", type(value).__name__, "use load_state_dict to replace state")
         self.reset_state()
 
@@ -128,7 +124,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def refresh_masters(self) -> None:
         """Read all masters anew from the weights; for writes that torch's version counter does not see."""
-        self._weights.refresh_masters()
+        for bound in self._weights.bound.values():
+            self.engine.reload_master(bound.position)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

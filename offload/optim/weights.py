@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.layout import Parameter
+from offload.optim.groups import Group, names
 from offload.optim.late import LateEngine
 from offload.optim.slots import GradientSlot
 
@@ -26,9 +27,6 @@ class Bound:
     """A parameter that the engine updates.
 
     Attributes:
-        parameter: The tensor.
-        position: The number that the engine has it by.
-        name: The name that it has in the engine and in errors.
         form: Dtype, shape and strides of the weight that the state belongs to.
         left: Address and version of the weight as it was left.
         arrivals: Gradients that autograd has accumulated.
@@ -50,7 +48,7 @@ class Weights:
     """All bound parameters of one optimizer, in the engine's order.
 
     Attributes:
-        bound: Their records.
+        bound: Their records, in that order.
         place: The device that all weights must be on; None for any.
     """
 
@@ -60,18 +58,13 @@ class Weights:
         self._late = late
         self._told_changed = False
 
-    def describe(
-        self, wanted: Iterable[torch.Tensor], names: Mapping[torch.Tensor, tuple[str, int]]
-    ) -> tuple[Parameter, ...]:
-        """Return what the engine has to know of parameters that are to be bound.
-
-        Raises:
-            ConfigError: One cannot be used, or shares memory with another.
-        """
+    def describe(self, groups: Sequence[Group], wanted: Iterable[torch.Tensor]) -> tuple[Parameter, ...]:
+        """Return what the engine has to know of parameters that are to be bound; refuse those that cannot be."""
+        known = {parameter: (name, group) for parameter, name, group in names(groups)}
         for parameter in wanted:
-            check_parameter(parameter, names[parameter][0], self.place)
-        _check_apart({parameter: names[parameter][0] for parameter in (*self.bound, *wanted)})
-        return tuple(Parameter(names[p][0], p.numel(), DTYPE_CODES[p.dtype], names[p][1]) for p in wanted)
+            check_parameter(parameter, known[parameter][0], self.place)
+        _check_apart({parameter: known[parameter][0] for parameter in (*self.bound, *wanted)})
+        return tuple(Parameter(known[p][0], p.numel(), DTYPE_CODES[p.dtype], known[p][1]) for p in wanted)
 
     def bind(self, parameter: torch.Tensor, name: str) -> Bound:
         """Tell the engine of the next parameter's weight; the record counts when it is in `bound`."""
@@ -80,23 +73,15 @@ class Weights:
         return Bound(parameter, len(self.bound), name, form, (parameter.data_ptr(), parameter._version))
 
     def of(self, parameter: Any) -> Bound:
-        """Return a parameter's record; opens the engine, if that was left until now.
-
-        Raises:
-            ConfigError: It has none.
-        """
-        position = len(self._late.engine.plan.layout.parameters)
-        known = self.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
-        if known is None or known.position >= position:
+        """Return a parameter's record; refuse what has none."""
+        self._late.open()
+        bound = self.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
+        if bound is None:
             raise ConfigError("parameter", type(parameter).__name__, "give a parameter that this optimizer updates")
-        return known
+        return bound
 
     def check(self) -> None:
-        """Notice weights that were moved or changed since they were left.
-
-        Raises:
-            ConfigError: One cannot be used any more.
-        """
+        """Notice weights that were moved or changed since they were left; refuse what cannot be updated any more."""
         changed = []
         if any(bound.parameter.data_ptr() != bound.left[0] for bound in self.bound.values()):
             _check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
@@ -131,19 +116,14 @@ class Weights:
         for bound in changed:
             bound.left = bound.parameter.data_ptr(), bound.parameter._version
 
-    def refresh_masters(self) -> None:
-        """Read all masters anew from the weights."""
-        for bound in self.bound.values():
-            self._late.engine.reload_master(bound.position)
 
-
-def _check_apart(names: Mapping[torch.Tensor, str]) -> None:
+def _check_apart(named: Mapping[torch.Tensor, str]) -> None:
     """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
-    parameters = [*names]
+    parameters = [*named]
     found = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())
     for (address, nbytes, number), (beyond, _, other) in pairwise(found):
         if beyond < address + nbytes:
-            shared = " and ".join(names[parameters[n]] for n in sorted((number, other)))
+            shared = " and ".join(named[parameters[n]] for n in sorted((number, other)))
             raise ConfigError("params", f"{shared}, which share memory", "give tied weights as one parameter")
 
 
