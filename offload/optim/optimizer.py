@@ -109,7 +109,8 @@ class OffloadedOptimizer(StatefulOptimizer):
                 if at == len(self.param_groups) - 1:
                     check_parameter(parameter, name, self._weights.place)
             if self._late.opened is not None:
-                self._add([parameter for parameter in group["params"] if parameter.requires_grad])
+                bound = self._weights.bound  # perhaps by an addition that was interrupted
+                self._add([p for p in group["params"] if p.requires_grad and p not in bound])
             if self._weights.place is not None:  # else the constructor does it for all
                 self._widen_gradients(group["params"])
         except BaseException:
