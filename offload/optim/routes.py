@@ -54,19 +54,22 @@ class Route:
 
     def attach(self, bound: Bound) -> None:
         """Hear of a parameter's gradients from now on."""
+        self._engine = self._late.engine  # which is open now
         register: Any = bound.parameter.register_post_accumulate_grad_hook
         self._handles.append(register(_ArrivalHook(self, bound)))
 
     def arrived(self, bound: Bound, builds_graph: bool = False) -> None:
         """Take in a gradient that has been accumulated; `builds_graph` if backward makes a graph of it."""
         gradient = bound.parameter.grad
-        if gradient is not None and self._late.engine.broken is None:
-            self._take(bound, gradient, builds_graph)
-
-    def _take(self, bound: Bound, gradient: torch.Tensor, builds_graph: bool) -> None:
+        if gradient is None or self._engine.broken is not None:
+            return
         bound.arrivals += 1
         if self._scaling.noted:
             self._scaling.arrived(bound, gradient, builds_graph)
+        self._take(bound, gradient)
+
+    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+        """Do what there is to be done with a gradient before the step."""
 
     def bind(self) -> list[Bound]:
         """Tell the engine where gradients lie; return the parameters that have one."""
@@ -84,7 +87,7 @@ class Route:
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
             self._held.append(gradient)
         dtype = DTYPE_CODES[gradient.dtype]
-        self._late.engine.bind_gradient(bound.position, gradient.data_ptr(), dtype, gathered=gathered)
+        self._engine.bind_gradient(bound.position, gradient.data_ptr(), dtype, gathered=gathered)
         return True
 
     def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:
@@ -134,10 +137,9 @@ class Slots(Route):
         bound.slot = GradientSlot(self._late.engine.gradient_slot(bound.position), bound.parameter)
         super().attach(bound)
 
-    def _take(self, bound: Bound, gradient: torch.Tensor, builds_graph: bool) -> None:
-        parameter, slot, engine = bound.parameter, bound.slot, self._late.engine
+    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+        parameter, slot, engine = bound.parameter, bound.slot, self._engine
         _check_gradient(gradient, parameter, bound.name)
-        super()._take(bound, gradient, builds_graph)
         if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
             engine.gradient_arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
         elif gradient.requires_grad or parameter.grad_dtype not in (None, slot.dtype):
@@ -171,15 +173,14 @@ class Departing(Route):
         self._in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
         self._in_transit_bytes = 0
 
-    def _take(self, bound: Bound, gradient: torch.Tensor, builds_graph: bool) -> None:
+    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
         _check_gradient(gradient, bound.parameter, bound.name)
-        super()._take(bound, gradient, builds_graph)
         if not gradient.requires_grad:  # else it is part of a graph, and stays until the step
             self._depart(bound, gradient)
 
     def _depart(self, bound: Bound, gradient: torch.Tensor) -> None:
         """Let a gradient leave the GPU, or at least `.grad`."""
-        parameter, engine, device = bound.parameter, self._late.engine, self._late.device
+        parameter, engine, device = bound.parameter, self._engine, self._late.device
         if bound in self._left:
             self._scaling.added(bound)
         storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
@@ -224,7 +225,7 @@ class Departing(Route):
         """See `Route.forget`."""
         device = self._late.device
         if self._left and device is not None:
-            self._late.engine.forget_gradients()  # the caller's stream comes behind whatever reads them
+            self._engine.forget_gradients()  # the caller's stream comes behind whatever reads them
             for gradient in (*self._left.values(), *(gradient for _, gradient in self._in_transit)):
                 if gradient is not None:
                     device.give_up(gradient)

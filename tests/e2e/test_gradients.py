@@ -332,6 +332,16 @@ def clipped(again: bool = False) -> tuple[torch.nn.Parameter, offload.AdamW]:
     return parameter, optimizer
 
 
+def test_the_gradient_of_a_group_that_is_added_after_the_clip_is_refused() -> None:
+    _, optimizer = clipped()
+    with optimizer:
+        another = make()
+        backward(another, 1)
+        optimizer.add_param_group({"params": [another]})
+        with pytest.raises(offload.ConfigError, match="was replaced"):
+            optimizer.step()
+
+
 def test_a_gradient_that_was_replaced_after_the_clip_is_refused() -> None:
     parameter, optimizer = clipped()
     with optimizer:
