@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from offload._native import file_system_magic
@@ -138,14 +139,9 @@ def read_regular(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool
     Raises:
         OSError: As `open_regular`; or it is larger than `limit_bytes` (EFBIG).
     """
-    descriptor = -1
-    try:
-        descriptor = open_regular(path, follow=follow)
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(min(limit_bytes, os.fstat(descriptor).st_size) + 1)
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+    # The file has the descriptor before any line of ours: no interrupt comes in between.
+    with open(path, "rb", opener=partial(open_regular, follow=follow)) as file:
+        content = file.read(min(limit_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > limit_bytes:
         raise OSError(errno.EFBIG, f"it has more than {limit_bytes} bytes", os.fspath(path))
     return content

@@ -26,7 +26,7 @@ class OnDevice(offload.AdamW):
 
     def _open(self, config: offload.OffloadConfig) -> None:
         super()._open(config)
-        watch(self.engine, self._device)  # type: ignore[arg-type]
+        watch(self.engine, self._late.device)  # type: ignore[arg-type]
 
 
 class OnDeviceAdam(OnDevice):
