@@ -97,6 +97,22 @@ def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Make the names in a directory durable, where its file system can.
+
+    Raises:
+        OSError: It could not be done.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as cause:
+        if cause.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
     """Open a file that somebody else may have made; return its descriptor.
 
