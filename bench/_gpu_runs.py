@@ -13,7 +13,6 @@ import gc
 import itertools
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,8 +25,8 @@ from typing import Any
 
 import _common  # first of all, so that `deepspeed` is the package, not the benchmark of that name
 import torch
+from _worker import SETTINGS, alone, memory
 
-SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 OURS = ("offload-host", "offload-disk", "offload-deepspeed")
 PEERS = ("torchao", "deepspeed-zero3", "deepspeed-twinflow", "deepspeed-superoffload")
 CONTENDERS = ("in-memory", *OURS, *PEERS)
@@ -96,14 +95,6 @@ class Contender:
     step: Step
     close: Callable[[], None] = lambda: None
     details: Callable[[], dict[str, float]] = dict
-
-
-def peak_host_bytes() -> int:
-    """Return the most memory that this process has occupied so far."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    return 0
 
 
 def in_memory(model: Any, spec: Specification) -> Contender:
@@ -204,11 +195,7 @@ def deepspeed(model: Any, spec: Specification, *, ours: bool = False, **kind: An
         raise NotRun("deepspeed: compared on a GPU only, where its offload is meant to run")
     if spec.device == "simulated":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(one, LOCAL_SIZE="1")
+    alone()
     try:
         import deepspeed as package
         import deepspeed.ops as ops
@@ -291,7 +278,7 @@ def train(name: str, spec: Specification) -> dict[str, Any]:
         "iteration_s": [after - before for before, after in itertools.pairwise(ends_s)],
         "peak_gpu_bytes": 0 if spec.place == "cpu" else torch.cuda.max_memory_allocated(),
         "peak_gpu_reserved_bytes": 0 if spec.place == "cpu" else torch.cuda.max_memory_reserved(),
-        "peak_host_bytes": peak_host_bytes(),
+        "peak_host_bytes": memory()["peak_bytes"],
         "details": contender.details(),
     }
     if "deepspeed" not in name:  # ZeRO-3 leaves no weights in the model between steps

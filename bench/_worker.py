@@ -134,15 +134,23 @@ class TorchAO(Plain):
         self.optimizer.zero_grad()
 
 
+def alone() -> None:
+    """Say to what is about to import DeepSpeed that there is one process, as its launcher would.
+
+    Without the last variable it asks the system for the cores in every reduction.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update(one, LOCAL_SIZE="1")
+
+
 class DeepSpeed:
     """DeepSpeed's ZeRO-3, stock or with our backend."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        # As its launcher sets them; without the last it asks the system for the cores in every reduction.
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", LOCAL_SIZE="1")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+        alone()
         import deepspeed
         import deepspeed.ops
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         TierFullError,
     )
     from offload.layout import Parameter
-    from offload.optim import Adam, AdamW, GradScaler
+    from offload.optim import SGD, Adagrad, Adam, AdamW, GradScaler, Lion
     from offload.rules import GroupScalars
     from offload.session.engine import Engine
     from offload.sim.explanation import Explanation, explain
@@ -34,9 +34,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "SGD": "offload.optim",
+    "Adagrad": "offload.optim",
     "Adam": "offload.optim",
     "AdamW": "offload.optim",
     "GradScaler": "offload.optim.scaler",
+    "Lion": "offload.optim",
     "CheckpointError": "offload.errors",
     "ConfigError": "offload.errors",
     "CorruptRecordError": "offload.errors",
@@ -60,6 +63,8 @@ _HOMES = {
 """Where each public name lives; a test holds that it is there and nowhere else."""
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "CheckpointError",
@@ -72,6 +77,7 @@ __all__ = [
     "GroupScalars",
     "InfeasiblePlanError",
     "InternalError",
+    "Lion",
     "OffloadConfig",
     "OffloadError",
     "Parameter",

@@ -18,6 +18,9 @@ from __future__ import annotations
 
 import errno as _errno
 from collections.abc import Sequence
+from typing import TypeVar, cast
+
+T = TypeVar("T")
 
 MAX_SHOWN = 300
 """Most characters of a value that an error repeats."""
@@ -160,3 +163,9 @@ def invariant(condition: object, message: str) -> None:
     """Raise `InternalError` with `message` unless `condition` holds; stays on under `python -O`."""
     if not condition:
         raise InternalError(f"{message} (this is a bug in offload, please report it)")
+
+
+def known(value: T | None, message: str) -> T:
+    """Return `value`, which is there; raise `InternalError` with `message` if it is None."""
+    invariant(value is not None, message)
+    return cast(T, value)

@@ -344,10 +344,3 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Wait for all work, end the threads and give all memory back; idempotent."""
-
-
-class Clock(Protocol):
-    """Where time comes from."""
-
-    def now_s(self) -> float:
-        """Return seconds since some fixed moment; never goes back."""

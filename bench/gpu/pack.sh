@@ -28,6 +28,7 @@ download() {
   "$here" -m pip download --quiet --only-binary=:all: --python-version "$version" --implementation cp \
     "${platforms[@]}" --dest "$folder/wheels" "$@"
 }
+download aiofiles msgspec     # what this package imports and a machine with torch may lack
 download hjson pydantic       # what DeepSpeed imports, with what that imports
 download --no-deps "$torchao"
 # Sources only, pure Python; its native parts are compiled where they are first used.

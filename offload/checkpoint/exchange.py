@@ -19,7 +19,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,38 +59,35 @@ def export_safetensors(
         _write_safetensors(opened, Path(target), progress)
 
 
-def _write_safetensors(opened: Checkpoint, target: Path, progress: Progress) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "offload": json.dumps(_describe(opened))}}
-    tensors: list[tuple[str, str]] = []
-    end = 0
-    for name in opened.names:
-        for tensor in opened.rule.names:
-            nbytes = opened.full_numel(name) * _ITEM.itemsize
-            header[f"state.{name}.{tensor}"] = {
-                "dtype": "F32",
-                "shape": list(_shape(opened, name)),
-                "data_offsets": [end, end + nbytes],
-            }
-            end += nbytes
-            tensors.append((name, tensor))
-        header[f"state.{name}.step"] = {"dtype": "F32", "shape": [], "data_offsets": [end, end + 4]}
-        end += 4
-        tensors.append((name, "step"))
+def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> tuple[bytes, int]:
+    """Return how a file of fp32 tensors begins, and the bytes of the tensors that follow in this order."""
+    header, end = dict(about), 0
+    for key, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * _ITEM.itemsize
+        header[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % 8)
+    return len(content).to_bytes(8, "little") + content, end
+
+
+def _write_safetensors(opened: Checkpoint, target: Path, progress: Progress) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in opened.names:
+        shapes |= {f"state.{name}.{tensor}": _shape(opened, name) for tensor in opened.rule.names}
+        shapes[f"state.{name}.step"] = ()
+    header, end = _header(shapes, {"__metadata__": {"format": "pt", "offload": json.dumps(_describe(opened))}})
     temporary = target.with_name(f".{target.name}.partial")
     try:
         with open(temporary, "wb") as file:
-            file.write(len(content).to_bytes(8, "little") + content)
+            file.write(header)
             done = 0
-            for name, tensor in tensors:
-                if tensor == "step":
-                    file.write(np.array(opened.step_of(name), _ITEM).tobytes())
-                    continue
-                for piece in _in_rows(opened, name, tensor):
-                    file.write(piece)
-                    done += piece.nbytes
-                    progress(done, end)
+            for name in opened.names:
+                for tensor in opened.rule.names:
+                    for piece in _in_rows(opened, name, tensor):
+                        file.write(piece)
+                        done += piece.nbytes
+                        progress(done, end)
+                file.write(np.array(opened.step_of(name), _ITEM).tobytes())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
@@ -316,24 +313,17 @@ def import_distributed(path: str | os.PathLike[str], scratch: str | os.PathLike[
         _, found, rest = f".{key}".partition(".state.")
         if found and isinstance(entry, TensorStorageMetadata):
             wanted[f"state.{rest}"] = key, tuple(entry.size)
-    header: dict[str, Any] = {}
-    end = 0
-    for name, (_, shape) in wanted.items():
-        nbytes = 4 * int(np.prod(shape, dtype=np.int64))
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + nbytes]}
-        end += nbytes
-    content = json.dumps(header).encode()
-    content += b" " * (-len(content) % 8)
-    base = 8 + len(content)
+    header, nbytes = _header({name: shape for name, (_, shape) in wanted.items()}, {})
     with open(scratch, "wb") as file:
-        file.write(len(content).to_bytes(8, "little") + content)
-        file.truncate(base + end)
-    if end:
+        file.write(header)
+        file.truncate(len(header) + nbytes)
+    if nbytes:
         memory = np.memmap(scratch, np.uint8, mode="r+")
         state: dict[str, Any] = {}
-        for name, (key, shape) in wanted.items():
-            start, stop = header[name]["data_offsets"]
-            state[key] = torch.from_numpy(memory[base + start : base + stop].view(_ITEM)).reshape(shape)
+        end = len(header)
+        for key, shape in wanted.values():
+            start, end = end, end + math.prod(shape) * _ITEM.itemsize
+            state[key] = torch.from_numpy(memory[start:end].view(_ITEM)).reshape(shape)
         with _alone():
             dcp.load(state, checkpoint_id=path, no_dist=True)
         memory.flush()

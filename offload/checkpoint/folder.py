@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers.objects import HASTY, ObjectError, ObjectMissingError, S3Client, split_url
-from offload.tiers.places import read_regular
+from offload.tiers.places import read_regular, sync_directory
 
 TEMPORARY = ".tmp-"
 """What the name of a file begins with that is not whole yet."""
@@ -43,22 +43,6 @@ class Folder(Protocol):
         """Make the folder if it is not there, and find out whether it can be written."""
 
 
-def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Make the names in a directory durable, where its file system can.
-
-    Raises:
-        OSError: It could not be done.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as cause:
-        if cause.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(descriptor)
-
-
 def write_durably(path: Path, content: bytes) -> None:
     """Make or replace a file through a temporary name beside it.
 
@@ -80,6 +64,15 @@ def write_durably(path: Path, content: bytes) -> None:
     sync_directory(path.parent)
 
 
+@contextlib.contextmanager
+def _saying(verb: str, what: str) -> Iterator[None]:
+    """Turn what a system or an object store answers into a `CheckpointError` that says what could not be done."""
+    try:
+        yield
+    except (OSError, ObjectError) as cause:
+        raise CheckpointError(f"cannot {verb} {what}: {getattr(cause, 'strerror', None) or cause}") from cause
+
+
 class DirectoryFolder:
     """A folder on a file system.
 
@@ -99,44 +92,34 @@ class DirectoryFolder:
 
     def read(self, name: str) -> bytes | None:
         """See `Folder.read`."""
+        what = os.path.join(self.path, name)
         try:
-            return read_regular(self._root / name, MAX_FILE_BYTES, follow=self._follow)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+            with _saying("read", what), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                return read_regular(self._root / name, MAX_FILE_BYTES, follow=self._follow)
         except MemoryError as cause:
-            raise CheckpointError(f"cannot read {os.path.join(self.path, name)}: it is larger than memory") from cause
-        except OSError as cause:
-            raise self._error("read", name, cause) from cause
+            raise CheckpointError(f"cannot read {what}: it is larger than memory") from cause
+        return None
 
     def write(self, name: str, content: bytes) -> None:
         """See `Folder.write`."""
-        try:
+        with _saying("write", os.path.join(self.path, name)):
             write_durably(self._root / name, content)
-        except OSError as cause:
-            raise self._error("write", name, cause) from cause
 
     def delete(self, name: str) -> None:
         """See `Folder.delete`."""
-        try:
+        with _saying("delete", os.path.join(self.path, name)), contextlib.suppress(FileNotFoundError):
             (self._root / name).unlink()
             sync_directory(self._root)
-        except FileNotFoundError:
-            pass
-        except OSError as cause:
-            raise self._error("delete", name, cause) from cause
 
     def names(self) -> list[str]:
         """See `Folder.names`."""
-        try:
+        with _saying("list", f"{self.path}/"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(name for name in os.listdir(self._root) if not name.startswith(TEMPORARY))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as cause:
-            raise self._error("list", "", cause) from cause
+        return []
 
     def prepare(self) -> None:
         """See `Folder.prepare`."""
-        try:
+        with _saying("use", f"{self.path}/"):
             self._root.mkdir(parents=True, exist_ok=True)
             trial = self._root / f"{TEMPORARY}{uuid.uuid4().hex}"
             trial.write_bytes(b"")
@@ -145,11 +128,6 @@ class DirectoryFolder:
             for directory in (self._root, *list(self._root.parents)[:2]):
                 with contextlib.suppress(PermissionError):
                     sync_directory(directory)
-        except OSError as cause:
-            raise self._error("use", "", cause) from cause
-
-    def _error(self, verb: str, name: str, cause: OSError) -> CheckpointError:
-        return CheckpointError(f"cannot {verb} {os.path.join(self.path, name)}: {cause.strerror or cause}")
 
 
 class BucketFolder:
@@ -164,7 +142,7 @@ class BucketFolder:
     def read(self, name: str) -> bytes | None:
         """See `Folder.read`."""
         key = self._prefix + name
-        try:
+        with _saying("read", f"{self.path}/{name}"), contextlib.suppress(ObjectMissingError):
             nbytes = self._client.head(key)
             if nbytes is None:
                 return None
@@ -172,60 +150,44 @@ class BucketFolder:
             if nbytes and self._client.get_into(key, [memoryview(content)]) != nbytes:
                 raise CheckpointError(f"{self.path}/{name} changed while it was read; try again")
             return bytes(content)
-        except ObjectMissingError:
-            return None
-        except ObjectError as cause:
-            raise self._error("read", name, cause) from cause
+        return None
 
     def write(self, name: str, content: bytes) -> None:
         """See `Folder.write`."""
-        try:
+        with _saying("write", f"{self.path}/{name}"):
             self._client.put(self._prefix + name, [memoryview(content)])
-        except ObjectError as cause:
-            raise self._error("write", name, cause) from cause
 
     def delete(self, name: str) -> None:
         """See `Folder.delete`."""
-        try:
+        with _saying("delete", f"{self.path}/{name}"):
             self._client.delete([self._prefix + name])
-        except ObjectError as cause:
-            raise self._error("delete", name, cause) from cause
 
     def names(self) -> list[str]:
         """See `Folder.names`."""
-        try:
+        with _saying("list", f"{self.path}/"):
             keys = self._client.list(self._prefix)
-        except ObjectError as cause:
-            raise self._error("list", "", cause) from cause
         names = (key.removeprefix(self._prefix) for key in keys)
         return sorted(name for name in names if "/" not in name)
 
     def walk(self) -> list[tuple[str, int]]:
         """Return name and size of all objects below, sorted."""
-        try:
+        with _saying("list", f"{self.path}/"):
             found = self._client.sizes(self._prefix)
-        except ObjectError as cause:
-            raise self._error("list", "", cause) from cause
         return sorted((key.removeprefix(self._prefix), nbytes) for key, nbytes in found.items())
 
     def delete_all(self) -> None:
         """Delete all objects below; those that tell what the others are go last."""
-        try:
+        with _saying("delete", f"{self.path}/"):
             keys = self._client.list(self._prefix)
             described = [key for key in keys if key.endswith(".json")]
             self._client.delete([key for key in keys if key not in described])
             self._client.delete(described)
-        except ObjectError as cause:
-            raise self._error("delete", "", cause) from cause
 
     def prepare(self) -> None:
         """See `Folder.prepare`."""
         name = f"{TEMPORARY}{uuid.uuid4().hex}"
         self.write(name, b"trial")
         self.delete(name)
-
-    def _error(self, verb: str, name: str, cause: ObjectError) -> CheckpointError:
-        return CheckpointError(f"cannot {verb} {self.path}/{name}: {cause}")
 
 
 class FolderLock:

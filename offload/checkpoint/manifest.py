@@ -16,9 +16,12 @@ import re
 import reprlib
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, OffloadError
@@ -40,11 +43,19 @@ MAX_DEPTH = 32
 OWN_FILE = re.compile(r"manifest-[0-9a-f]{32}-\d+\.json|extra-[0-9a-f]{32}-\d+\.bin")
 """Files in a checkpoint's folder that are ours to delete."""
 
-_ID = re.compile(r"[0-9a-f]{32}")
+Count = Annotated[int, Meta(ge=0, le=(1 << 62) - 1)]
+Size = Annotated[int, Meta(ge=1, le=(1 << 62) - 1)]
+Ranks = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+Checksum = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Id = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+Dimensions = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
 
 
-@dataclass(frozen=True, slots=True)
-class StoreRef:
+class Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A row of a manifest's table; a column with a default may be missing, as in files from before it."""
+
+
+class StoreRef(Row, frozen=True):
     """A store that a checkpoint refers to.
 
     Attributes:
@@ -56,14 +67,13 @@ class StoreRef:
     path: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class TileRef:
+class TileRef(Row, frozen=True):
     """Where one tile lies: `offset` in the store of that number, and what its header must say."""
 
-    store: int
-    offset: int
-    step: int
-    checksum: int
+    store: Count
+    offset: Annotated[Count, Meta(multiple_of=SECTOR_BYTES)]
+    step: Count
+    checksum: Checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +160,13 @@ def seal(kind: str, body: Mapping[str, Any]) -> bytes:
     return json.dumps(head).encode() + b"\n" + content
 
 
+class _Head(msgspec.Struct):
+    format: str
+    version: Size
+    nbytes: Count | None = None  # a newer format may do without
+    crc32c: Checksum | None = None
+
+
 def unseal(kind: str, content: bytes, where: str) -> dict[str, Any]:
     """Return the body of a file that `seal` made.
 
@@ -158,23 +175,18 @@ def unseal(kind: str, content: bytes, where: str) -> dict[str, Any]:
     """
     line, separator, body = content.partition(b"\n")
     try:
-        head = json.loads(line)
-    except (ValueError, RecursionError) as cause:
+        head = msgspec.convert(json.loads(line), _Head)
+    except (ValueError, RecursionError, msgspec.ValidationError) as cause:
         raise CheckpointError(f"{where} is damaged: it does not begin as a {kind} does") from cause
-    if not isinstance(head, dict) or head.get("format") != f"offload-{kind}":
-        raise CheckpointError(f"{where} is no {kind}: its format is {_short(head)}")
-    version = head.get("version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(f"{where} is damaged: version is {version!r}")
-    if version > FORMAT:
+    if head.format != f"offload-{kind}":
+        raise CheckpointError(f"{where} is no {kind}: its format is {_short(head.format)}")
+    if head.version > FORMAT:
         raise CheckpointError(
-            f"{where} has format {version}, and this version of offload reads up to {FORMAT}: use a newer one"
+            f"{where} has format {head.version}, and this version of offload reads up to {FORMAT}: use a newer one"
         )
-    if not separator or head.get("nbytes") != len(body) or isinstance(head.get("nbytes"), bool):
-        raise CheckpointError(
-            f"{where} is damaged: it has {len(body)} bytes where {_short(head.get('nbytes'))} are due"
-        )
-    if head.get("crc32c") != crc32c_of(body) or isinstance(head.get("crc32c"), bool):
+    if not separator or head.nbytes != len(body):
+        raise CheckpointError(f"{where} is damaged: it has {len(body)} bytes where {head.nbytes} are due")
+    if head.crc32c != crc32c_of(body):
         raise CheckpointError(f"{where} is damaged: its checksum is not the one it was written with")
     try:
         found = json.loads(body)
@@ -194,8 +206,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-@dataclass(frozen=True, slots=True)
-class CommitRecord:
+class CommitRecord(msgspec.Struct, frozen=True):
     """What `COMMIT` says.
 
     Attributes:
@@ -204,9 +215,14 @@ class CommitRecord:
         replaced: Ids of checkpoints that the folder held before, and that this one has replaced, newest first.
     """
 
-    id: str
-    ranks: int
-    replaced: tuple[str, ...] = ()
+    id: Id
+    ranks: Ranks
+    replaced: tuple[Id, ...] = ()
+
+
+class _Released(msgspec.Struct):
+    ids: tuple[Id, ...]
+    note: str
 
 
 def check_text(value: str) -> str:
@@ -251,10 +267,7 @@ def unseal_commit(content: bytes, where: str) -> CommitRecord:
     Raises:
         CheckpointError: It is damaged.
     """
-    body = unseal("commit", content, where)
-    fields = _Fields(body, where)
-    replaced = fields.ids("replaced") if "replaced" in body else ()
-    return CommitRecord(fields.id("id"), fields.integer("ranks", 1, MAX_RANKS), replaced)
+    return _parse("commit", CommitRecord, content, where)
 
 
 def seal_released(ids: Sequence[str], note: str) -> bytes:
@@ -268,8 +281,8 @@ def unseal_released(content: bytes, where: str) -> tuple[tuple[str, ...], str]:
     Raises:
         CheckpointError: It is damaged, or not ours.
     """
-    fields = _Fields(unseal("released", content, where), where)
-    return fields.ids("ids"), str(fields.value("note"))
+    released = _parse("released", _Released, content, where)
+    return released.ids, released.note
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -293,37 +306,21 @@ def encode(manifest: Manifest) -> bytes:
             "ranks": manifest.ranks,
             "step": manifest.step,
             "checksums": manifest.checksums,
+            "rule": layout.rule.name,
+            "formats": _formats(layout.rule),
             "stores": [[ref.store.hex, ref.path] for ref in manifest.stores],
             "parameters": [
-                [
-                    p.name,
-                    p.numel,
-                    int(p.dtype),
-                    p.group,
-                    step,
-                    piece.start,
-                    piece.full_numel,
-                    piece.shape,
-                    piece.stride,
-                ]
+                [p.name, p.numel, int(p.dtype), p.group, step, *astuple(piece)]
                 for p, step, piece in zip(layout.parameters, manifest.steps, manifest.pieces, strict=True)
             ],
-            "rule": layout.rule.name,
-            "formats": {tensor.name: tensor.format.name for tensor in (MASTER, *layout.rule.state)},
             "subgroups": [
-                [
-                    s.group,
-                    int(s.dtype),
-                    s.numel,
-                    s.tile_numel,
-                    [[g.parameter, g.start, g.offset, g.numel] for g in s.segments],
-                ]
+                [s.group, int(s.dtype), s.numel, s.tile_numel, [astuple(segment) for segment in s.segments]]
                 for s in layout.subgroups
             ],
             "tiles": [
-                [ref.store, ref.offset, ref.step, ref.checksum]
+                msgspec.structs.astuple(manifest.tiles[tile])
                 for subgroup in layout.subgroups
-                for ref in (manifest.tiles[tile] for tile, _, _ in all_tiles(subgroup))
+                for tile, _, _ in all_tiles(subgroup)
             ],
             "metadata": manifest.metadata,
             "extra": manifest.extra,
@@ -331,54 +328,72 @@ def encode(manifest: Manifest) -> bytes:
     )
 
 
-class _Fields:
-    """Checked access to the fields of a body."""
-
-    def __init__(self, body: Mapping[str, Any], where: str) -> None:
-        self._body = body
-        self._where = where
-
-    def wrong(self, name: str, value: object, allowed: str) -> CheckpointError:
-        return CheckpointError(f"{self._where} is damaged: {name} is {_short(value)}; {allowed}")
-
-    def value(self, name: str, default: Any = None) -> Any:
-        if name not in self._body:
-            if default is not None:
-                return default
-            raise CheckpointError(f"{self._where} is damaged: it has no {name}")
-        return self._body[name]
-
-    def check_integer(self, name: str, value: object, least: int, most: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.wrong(name, value, f"it must be an integer from {least} to {most}")
-        return value
-
-    def integer(self, name: str, least: int, most: int) -> int:
-        return self.check_integer(name, self.value(name), least, most)
-
-    def check_rows(self, name: str, value: object, width: int | None = None) -> list[Any]:
-        if not isinstance(value, list) or (
-            width is not None and not all(isinstance(row, list) and len(row) == width for row in value)
-        ):
-            raise self.wrong(name, value, "it must be a list" + (f" of rows of {width}" if width else ""))
-        return value
-
-    def rows(self, name: str, width: int) -> list[Any]:
-        return self.check_rows(name, self.value(name), width)
-
-    def id(self, name: str) -> str:
-        return self.check_id(name, self.value(name))
-
-    def ids(self, name: str) -> tuple[str, ...]:
-        return tuple(self.check_id(name, value) for value in self.check_rows(name, self.value(name)))
-
-    def check_id(self, name: str, value: object) -> str:
-        if not isinstance(value, str) or not _ID.fullmatch(value):
-            raise self.wrong(name, value, "it must be 32 hexadecimal digits")
-        return value
+def _formats(rule: UpdateRule) -> dict[str, str]:
+    return {tensor.name: tensor.format.name for tensor in (MASTER, *rule.state)}
 
 
-_MOST = (1 << 62) - 1
+class _Parameter(Row, frozen=True):
+    name: str
+    numel: Count
+    dtype: DtypeCode
+    group: Count
+    step: Count
+    start: Count
+    full_numel: Count
+    shape: Dimensions | None
+    stride: Dimensions | None
+
+
+class _Subgroup(Row, frozen=True):
+    group: Count
+    dtype: DtypeCode
+    numel: Size
+    tile_numel: Annotated[Size, Meta(multiple_of=SECTOR_BYTES // 4)]
+    segments: tuple[tuple[Count, Count, Count, Size], ...]
+
+
+class _Body(msgspec.Struct):
+    id: Id
+    rank: Count
+    ranks: Ranks
+    step: Count
+    checksums: bool
+    stores: tuple[StoreRef, ...]
+    parameters: tuple[_Parameter, ...]
+    subgroups: tuple[_Subgroup, ...]
+    tiles: tuple[TileRef, ...]
+    metadata: dict[str, Any]
+    extra: tuple[str, Count, Checksum] | None
+    rule: str = ADAMW.name  # what older manifests do not say
+    formats: dict[str, str] | None = None
+
+
+_ROWS: dict[str, type[Row]] = {"stores": StoreRef, "parameters": _Parameter, "subgroups": _Subgroup, "tiles": TileRef}
+
+Parsed = TypeVar("Parsed")
+
+
+def _parse(kind: str, form: type[Parsed], content: bytes, where: str) -> Parsed:
+    """Return what a file that `seal` made says, checked field by field."""
+    body = unseal(kind, content, where)
+    try:
+        return msgspec.convert(body, form)
+    except (msgspec.ValidationError, ValueError, RecursionError) as cause:
+        raise CheckpointError(f"{where} is damaged: {_explain(str(cause), body)}") from cause
+
+
+def _explain(error: str, value: Any) -> str:
+    """Return what is wrong with a body, by the names of its tables and columns."""
+    wrong, _, path = error.partition(" - at `$.")
+    name = ""
+    for depth, key in enumerate(re.findall(r"\w+", path)):
+        columns = _ROWS[name.partition("[")[0]].__struct_fields__ if depth == 2 else ()
+        name += f".{columns[int(key)]}" if columns else f"[{key}]" if depth else key
+        value = value[int(key) if depth else key]
+        if depth == 1 and isinstance(value, list) and value and isinstance(value[0], str):
+            name += f" ({_short(value[0])})"
+    wrong = wrong[:1].lower() + wrong[1:]
+    return f"{name} is {_short(value)}; {wrong}" if name else wrong
 
 
 def decode(content: bytes, where: str) -> Manifest:
@@ -387,162 +402,81 @@ def decode(content: bytes, where: str) -> Manifest:
     Raises:
         CheckpointError: It is damaged or of a newer format; names `where` and the field.
     """
-    body = unseal("manifest", content, where)
-    fields = _Fields(body, where)
+    body = _parse("manifest", _Body, content, where)
     try:
-        return _decode(fields)
-    except CheckpointError:
-        raise
-    except (OffloadError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as cause:
+        return _decode(body)
+    except (OffloadError, ValueError, LookupError, ArithmeticError, RecursionError) as cause:
         raise CheckpointError(f"{where} is damaged: {str(cause).partition(' (this is a bug')[0]}") from cause
 
 
-def _decode(fields: _Fields) -> Manifest:
-    ranks = fields.integer("ranks", 1, MAX_RANKS)
-    parameters, steps, pieces = [], [], []
-    for name, numel, dtype, group, step, start, full_numel, shape, stride in fields.rows("parameters", 9):
-        if not isinstance(name, str):
-            raise fields.wrong("the name of a parameter", name, "it must be a string")
-        check_text(name)
-        numel = fields.check_integer(f"numel of {name}", numel, 0, _MOST)
-        full_numel = fields.check_integer(f"full_numel of {name}", full_numel, numel, _MOST)
-        parameters.append(
-            Parameter(
-                name,
-                numel,
-                DtypeCode(fields.check_integer(f"dtype of {name}", dtype, 1, 3)),
-                fields.check_integer(f"group of {name}", group, 0, _MOST),
-            )
-        )
-        steps.append(fields.check_integer(f"step of {name}", step, 0, _MOST))
-        start = fields.check_integer(f"start of {name}", start, 0, full_numel - numel)
-        whole = _dimensions(fields, f"shape of {name}", shape)
-        if whole is not None and math.prod(whole) != full_numel:
-            raise fields.wrong(f"shape of {name}", shape, f"it must have {full_numel} elements")
-        strides = _dimensions(fields, f"stride of {name}", stride)
-        if strides is not None and (whole is None or len(strides) != len(whole)):
-            raise fields.wrong(f"stride of {name}", stride, "it must have as many dimensions as the shape")
-        pieces.append(Piece(start, full_numel, whole, strides))
-    rule = _rule(fields)
-    layout = Layout(tuple(parameters), tuple(_subgroups(fields, parameters, rule)), rule)
+def _must(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {_short(value)}; it must be {allowed}")
+
+
+def _decode(body: _Body) -> Manifest:
+    """Check what the fields say of each other, and make a manifest of them."""
+    _must(body.rank < body.ranks, "rank", body.rank, f"below {body.ranks}")
+    for p in body.parameters:
+        check_text(p.name)
+        _must(p.dtype != DtypeCode.NONE, f"dtype of {p.name}", int(p.dtype), "the number of an element type")
+        _must(p.numel <= p.full_numel, f"full_numel of {p.name}", p.full_numel, f"at least {p.numel}")
+        room = p.full_numel - p.numel
+        _must(p.start <= room, f"start of {p.name}", p.start, f"at most {room}")
+        whole = p.shape is None or math.prod(p.shape) == p.full_numel
+        _must(whole, f"shape of {p.name}", p.shape, f"of {p.full_numel} elements")
+        matches = p.stride is None or (p.shape is not None and len(p.stride) == len(p.shape))
+        _must(matches, f"stride of {p.name}", p.stride, "of as many dimensions as the shape")
+    for index, s in enumerate(body.subgroups):
+        _must(s.tile_numel <= s.numel, f"tile_numel of subgroup {index}", s.tile_numel, f"at most {s.numel}")
+        for parameter, *_ in s.segments:
+            known = parameter < len(body.parameters)
+            _must(known, f"a parameter of subgroup {index}", parameter, f"below {len(body.parameters)}")
+    _must(body.rule in RULES, "rule", body.rule, f"one of {', '.join(RULES)}")
+    rule = RULES[body.rule]
+    _must(body.formats in (None, _formats(rule)), "formats", body.formats, f"{_formats(rule)} in this version")
+
+    def subgroup(index: int, s: _Subgroup) -> Subgroup:
+        segments = tuple(Segment(*row) for row in s.segments)
+        return Subgroup(index, s.group, s.dtype, stored_tensors(rule, s.dtype), s.numel, segments, s.tile_numel)
+
+    parameters = tuple(Parameter(p.name, p.numel, p.dtype, p.group) for p in body.parameters)
+    layout = Layout(parameters, tuple(subgroup(*item) for item in enumerate(body.subgroups)), rule)
     # Before anything goes through the tiles one by one: there may be absurdly many.
-    tensors = len(rule.names)
-    count = sum(-(-subgroup.numel // subgroup.tile_numel) * tensors for subgroup in layout.subgroups)
-    if len(fields.rows("tiles", 4)) != count:
-        raise fields.wrong("the number of tiles", len(fields.value("tiles")), f"the layout has {count}")
-    if len(layout.index_by_name) != len(parameters):
-        raise fields.wrong("parameters", len(parameters), "two have the same name")
-    check_layout(layout)
-    stores = []
-    for store, path in fields.rows("stores", 2):
-        if not isinstance(store, str) or not _ID.fullmatch(store):
-            raise fields.wrong("a store", store, "it must be 32 hexadecimal digits")
-        if path is not None and not (isinstance(path, str) and check_text(path)):
-            raise fields.wrong("the path of a store", path, "it must be a directory or s3://bucket/prefix")
-        stores.append(StoreRef(uuid.UUID(store), path))
-    checksums = fields.value("checksums")
-    if not isinstance(checksums, bool):
-        raise fields.wrong("checksums", checksums, "it must be true or false")
-    metadata = fields.value("metadata")
-    if not isinstance(metadata, dict):
-        raise fields.wrong("metadata", metadata, "it must be an object")
-    check_metadata(metadata)
-    return Manifest(
-        id=fields.id("id"),
-        rank=fields.integer("rank", 0, ranks - 1),
-        ranks=ranks,
-        step=fields.integer("step", 0, _MOST),
-        layout=layout,
-        steps=tuple(steps),
-        pieces=tuple(pieces),
-        stores=tuple(stores),
-        tiles=_tiles(fields, layout, len(stores)),
-        checksums=checksums,
-        metadata=metadata,
-        extra=_extra(fields),
+    count = sum(-(-s.numel // s.tile_numel) * len(rule.names) for s in layout.subgroups)
+    _must(len(body.tiles) == count, "the number of tiles", len(body.tiles), f"{count}, as the layout has")
+    _must(
+        len(layout.index_by_name) == len(body.parameters),
+        "the number of names",
+        len(layout.index_by_name),
+        f"{len(body.parameters)}, one for each parameter",
     )
-
-
-def _dimensions(fields: _Fields, name: str, value: object) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    sizes = fields.check_rows(name, value)
-    if len(sizes) > MAX_DIMENSIONS:
-        raise fields.wrong(name, value, f"it must have at most {MAX_DIMENSIONS} dimensions")
-    return tuple(fields.check_integer(name, size, 0, _MOST) for size in sizes)
-
-
-def _rule(fields: _Fields) -> UpdateRule:
-    name = fields.value("rule", ADAMW.name)  # older manifests name none, as there was one
-    if not isinstance(name, str) or name not in RULES:
-        raise fields.wrong("rule", name, f"this version of offload knows {', '.join(RULES)}")
-    rule = RULES[name]
-    formats = {tensor.name: tensor.format.name for tensor in (MASTER, *rule.state)}
-    if fields.value("formats", formats) != formats:
-        raise fields.wrong("formats", fields.value("formats"), f"this version of offload reads {formats}")
-    return rule
-
-
-def _subgroups(fields: _Fields, parameters: Sequence[Parameter], rule: UpdateRule) -> list[Subgroup]:
-    found = []
-    for index, (group, dtype, numel, tile_numel, rows) in enumerate(fields.rows("subgroups", 5)):
-        what = f"subgroup {index}"
-        numel = fields.check_integer(f"numel of {what}", numel, 1, _MOST)
-        tile_numel = fields.check_integer(f"tile_numel of {what}", tile_numel, SECTOR_BYTES // 4, numel)
-        if tile_numel % (SECTOR_BYTES // 4):
-            raise fields.wrong(f"tile_numel of {what}", tile_numel, "it must be whole sectors")
-        segments = []
-        for parameter, start, offset, length in fields.check_rows(f"segments of {what}", rows, 4):
-            segments.append(
-                Segment(
-                    fields.check_integer(f"a parameter of {what}", parameter, 0, len(parameters) - 1),
-                    fields.check_integer(f"a start in {what}", start, 0, _MOST),
-                    fields.check_integer(f"an offset in {what}", offset, 0, numel),
-                    fields.check_integer(f"a length in {what}", length, 1, numel),
-                )
-            )
-        weight_dtype = DtypeCode(fields.check_integer(f"dtype of {what}", dtype, 1, 3))
-        found.append(
-            Subgroup(
-                index,
-                fields.check_integer(f"group of {what}", group, 0, _MOST),
-                weight_dtype,
-                stored_tensors(rule, weight_dtype),
-                numel,
-                tuple(segments),
-                tile_numel,
-            )
-        )
-    return found
-
-
-def _tiles(fields: _Fields, layout: Layout, stores: int) -> dict[TileId, TileRef]:
-    names = [tile for subgroup in layout.subgroups for tile, _, _ in all_tiles(subgroup)]
-    found = {}
-    for tile, (store, offset, step, checksum) in zip(names, fields.value("tiles"), strict=True):
-        what = f"of subgroup {tile.subgroup}, tensor {tile.tensor}, tile {tile.tile}"
-        offset = fields.check_integer(f"the offset {what}", offset, 0, _MOST)
-        if offset % SECTOR_BYTES:
-            raise fields.wrong(f"the offset {what}", offset, f"it must be a multiple of {SECTOR_BYTES}")
-        found[tile] = TileRef(
-            fields.check_integer(f"the store {what}", store, 0, stores - 1),
-            offset,
-            fields.check_integer(f"the step {what}", step, 0, _MOST),
-            fields.check_integer(f"the checksum {what}", checksum, 0, (1 << 32) - 1),
-        )
-    return found
-
-
-def _extra(fields: _Fields) -> tuple[str, int, int] | None:
-    value = fields.value("extra")
-    if value is None:
-        return None
-    if not isinstance(value, list) or len(value) != 3 or not isinstance(value[0], str):
-        raise fields.wrong("extra", value, "it must be a name, a size and a checksum")
-    if "/" in check_text(value[0]) or value[0] in ("", ".", ".."):
-        raise fields.wrong("extra", value[0], "it must be the name of a file in the checkpoint's folder")
-    return (
-        value[0],
-        fields.check_integer("the size of extra", value[1], 0, _MOST),
-        fields.check_integer("the checksum of extra", value[2], 0, (1 << 32) - 1),
+    check_layout(layout)
+    for store in body.stores:
+        known = store.path is None or check_text(store.path) != ""
+        _must(known, "the path of a store", store.path, "a directory or s3://bucket/prefix")
+    tiles = {}
+    names = (tile for subgroup in layout.subgroups for tile, _, _ in all_tiles(subgroup))
+    for tile, ref in zip(names, body.tiles, strict=True):
+        known = ref.store < len(body.stores)
+        what = f"the store of subgroup {tile.subgroup}, tensor {tile.tensor}, tile {tile.tile}"
+        _must(known, what, ref.store, f"below {len(body.stores)}")
+        tiles[tile] = ref
+    check_metadata(body.metadata)
+    if body.extra is not None:
+        name = check_text(body.extra[0])
+        _must("/" not in name and name not in ("", ".", ".."), "extra", name, "a file in the checkpoint's folder")
+    return Manifest(
+        id=body.id,
+        rank=body.rank,
+        ranks=body.ranks,
+        step=body.step,
+        layout=layout,
+        steps=tuple(p.step for p in body.parameters),
+        pieces=tuple(Piece(p.start, p.full_numel, p.shape, p.stride) for p in body.parameters),
+        stores=body.stores,
+        tiles=tiles,
+        checksums=body.checksums,
+        metadata=body.metadata,
+        extra=body.extra,
     )

@@ -29,7 +29,7 @@ from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import Pin, Standing, is_elsewhere, note_move, standing, take_over
 from offload.engine.index import Record, TileIndex
 from offload.engine.operations import Commit, Save, SaveTile
-from offload.errors import CheckpointError, OffloadError, invariant
+from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.layout import Layout
 from offload.protocols import Tier, TileId
 from offload.tiers import innermost, open_existing, open_tier
@@ -280,10 +280,8 @@ class Saves:
 
     def commit(self, operation: Commit) -> None:
         """See `SaveSource.commit`."""
-        pending = self.pending
-        invariant(pending is not None and pending.save.number == operation.number, "a commit of no save")
-        if pending is None:
-            return
+        pending = known(self.pending, "a commit of no save")
+        invariant(pending.save.number == operation.number, "a commit of another save")
         self._close_foreign()  # what was still there has been flushed for this save
         pending.records = operation.records
         thread = threading.Thread(target=self._run, args=(pending, operation), name="offload-commit", daemon=True)

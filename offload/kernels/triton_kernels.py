@@ -53,7 +53,7 @@ WEIGHT_ADDRESS, NEW_WEIGHT = _word("weight", 8), _word("new_weight", 8)
 GRADIENT_ADDRESS, NUMEL = _word("gradient", 8), _word("numel", 8)
 FLAGS, GRAD_SCALE, DECAY, SCALARS = _word("flags", 4), _word("grad_scale", 4), _word("decay", 4), _word("scalars", 4)
 ADAM, LION = tl.constexpr(rules.ADAMW.code), tl.constexpr(rules.LION.code)
-ADAGRAD, SGD = tl.constexpr(rules.ADAGRAD.code), tl.constexpr(rules.SGD.code)
+ADAGRAD, SGD = tl.constexpr(rules.ADAGRAD.code), tl.constexpr(rules.SGD_MOMENTUM.code)
 
 
 @triton.jit

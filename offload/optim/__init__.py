@@ -2,5 +2,6 @@
 
 from offload.optim.adam import Adam, AdamW
 from offload.optim.scaler import GradScaler
+from offload.optim.simple import SGD, Adagrad, Lion
 
-__all__ = ["Adam", "AdamW", "GradScaler"]
+__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "GradScaler", "Lion"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from offload.optim.adam import OffloadedAdam
+from offload.optim.optimizer import OffloadedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -28,7 +28,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: It was called already since the last `update`, or after `step`.
         """
-        if not self._enabled or not isinstance(optimizer, OffloadedAdam):
+        if not self._enabled or not isinstance(optimizer, OffloadedOptimizer):
             super().unscale_(optimizer)
             return
         self._check_scale_growth_tracker("unscale_")
@@ -48,6 +48,6 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
         returned = super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        if isinstance(optimizer, OffloadedAdam):
+        if isinstance(optimizer, OffloadedOptimizer):
             optimizer.forget_departed()  # after a step there are none
         return returned

@@ -6,16 +6,21 @@ it is found by the copy's version counter, and refused when the optimizer is nex
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NoReturn
 
 import torch
 
 from offload.errors import ConfigError
+from offload.optim.late import LateEngine
+from offload.optim.weights import Bound, Weights
+from offload.rules import MASTER, UpdateRule, number
 
-if TYPE_CHECKING:
-    from offload.optim.adam import OffloadedAdam
+Entry = tuple[dict[str, torch.Tensor], int | None]
+"""What to write of one parameter's state: tensors, flat and in the order of its memory, and its step count."""
 
 
 class Copies:
@@ -62,13 +67,13 @@ class Copies:
 class StateEntry(dict[str, torch.Tensor]):
     """One parameter's state as it was read; what is assigned to its items is written to where the state lives."""
 
-    def __init__(self, optimizer: OffloadedAdam, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, state: StateView, parameter: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         super().__init__(values)
-        self._optimizer = optimizer
+        self._state = state
         self._parameter = parameter
-        self._changes = optimizer._changes
+        self._changes = state.changes
         for name, copy in values.items():
-            optimizer._copies.watch(copy, name)
+            state.copies.watch(copy, name)
 
     def _is_there(self, name: str, value: object) -> bool:
         """Return whether a value is what was read, perhaps moved to another device, and still lies there."""
@@ -76,27 +81,27 @@ class StateEntry(dict[str, torch.Tensor]):
         return (
             isinstance(value, torch.Tensor)
             and copy is not None
-            and self._changes == self._optimizer._changes
-            and self._optimizer._copies.is_as_watched(copy)
+            and self._changes == self._state.changes
+            and self._state.copies.is_as_watched(copy)
             and (value.dtype, value.shape) == (copy.dtype, copy.shape)
             and bool((value.detach().cpu().view(torch.int32) == copy.view(torch.int32)).all())
         )
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Write `step`, `exp_avg`, `exp_avg_sq` or `master`.
+        """Write the step count, `master` or a moment.
 
         Raises:
             ConfigError: It is none of these, or not of the parameter's shape.
         """
         if self._is_there(name, value):
             return
-        copies = self._optimizer._copies
+        state = self._state
         if name in self:
-            copies.forget(self[name])  # `state[p][name] *= 2` has changed it and assigns it
-        written = self._optimizer._assign(self._parameter, name, value)
+            state.copies.forget(self[name])  # `state[p][name] *= 2` has changed it and assigns it
+        written = state.assign(self._parameter, name, value)
         super().__setitem__(name, written)
-        copies.watch(written, name)
-        self._changes = self._optimizer._changes
+        state.copies.watch(written, name)
+        self._changes = state.changes
 
     def update(self, *others: Any, **values: Any) -> None:
         """Assign several items."""
@@ -108,8 +113,8 @@ class StateEntry(dict[str, torch.Tensor]):
         return self
 
     def clear(self) -> None:
-        """See `OffloadedAdam.reset_state`."""
-        self._optimizer.reset_state([self._parameter])
+        """See `OffloadedOptimizer.reset_state`."""
+        self._state.reset([self._parameter])
         super().clear()
 
     def _refuse(self, *arguments: Any) -> NoReturn:
@@ -125,47 +130,141 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
     """State of all parameters that have been updated, read from wherever it lives when it is asked for.
 
     Args:
-        optimizer: Whose state.
-        plain: Whether entries are plain dicts, for a `state_dict`, which is the caller's to change.
+        late: Whose state.
+        weights: The parameters that have one.
+        rule: Of the optimizer.
+        lock: Held while the engine is used.
+        owner: Name of the optimizer's class.
+
+    Attributes:
+        copies: Copies that were handed out, and are not the caller's to change.
+        changes: Counts the changes of any state.
     """
 
-    def __init__(self, optimizer: OffloadedAdam, plain: bool = False) -> None:
-        self._optimizer = optimizer
-        self._plain = plain
+    def __init__(
+        self, late: LateEngine, weights: Weights, rule: UpdateRule, lock: threading.RLock, owner: str
+    ) -> None:
+        self.copies = Copies()
+        self.changes = 0
+        self._late = late
+        self._weights = weights
+        self._rule = rule
+        self._lock = lock
+        self._owner = owner
 
-    def _updated(self) -> list[torch.Tensor]:
-        if self._optimizer._engine is None:  # before the first step; the engine need not be opened for that
-            return []
-        engine, positions = self._optimizer.engine, self._optimizer._positions
-        return [parameter for parameter, position in positions.items() if engine.step_count(position) > 0]
+    def check(self) -> None:
+        """Notice copies and weights that were changed from outside."""
+        self.copies.check()
+        self._weights.check()
 
-    def _read(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        found = self._optimizer._read(parameters)
-        if self._plain:
-            return found
-        return [StateEntry(self._optimizer, p, entry) for p, entry in zip(parameters, found, strict=True)]
+    def read(self, parameters: Iterable[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Return copies of the state of some bound parameters."""
+        found = []
+        with self._lock, torch.inference_mode(False):
+            self.check()
+            bounds = [self._weights.bound[parameter] for parameter in parameters]
+            states = self._late.engine.read_state([bound.position for bound in bounds]) if bounds else []
+            for bound, state in zip(bounds, states, strict=True):
+                entry = {"step": _step_tensor(self._late.engine.step_count(bound.position))}
+                for name in (*self._rule.names[1:], MASTER.name):
+                    entry[name] = state[name].as_strided(bound.parameter.size(), bound.parameter.stride())
+                found.append(entry)
+        return found
+
+    def assign(self, parameter: torch.Tensor, name: str, value: Any) -> torch.Tensor:
+        """Replace a parameter's step count or one of its state tensors; return what is there now."""
+        bound = self._weights.of(parameter)
+        names = self._rule.names
+        with self._lock:
+            self._weights.check()
+            if name == "step":
+                step = _checked_step("state", value)
+                self._write({bound: ({}, step)})
+                return _step_tensor(step)
+            if name not in names:
+                raise ConfigError("state", name, f"assign step, {', '.join(names)}")
+            flat = _checked_tensor(f"state {name}", value, parameter)
+            self._write({bound: ({name: flat}, None)})
+            return flat.as_strided(parameter.size(), parameter.stride())
+
+    def checked(self, what: str, entry: Mapping[str, Any], parameter: torch.Tensor) -> Entry:
+        """Return one parameter's whole state as it is written; a missing master is left out."""
+        entry = entry if isinstance(entry, Mapping) else {}
+        step = _checked_step(what, entry.get("step", self._rule.missing_step))
+        return {
+            name: _checked_tensor(f"{what}.{name}", entry.get(name), parameter)
+            for name in self._rule.names
+            if name != "master" or entry.get(name) is not None
+        }, step
+
+    def replace_all(self, entries: Mapping[Bound, Entry]) -> None:
+        """Replace the state of all parameters; those without an entry were never updated."""
+        engine = self._late.engine
+        others = [bound.position for bound in self._weights.bound.values() if bound not in entries]
+        with self._lock:
+            self.copies.forget()
+            self._weights.check()
+            for position in others:
+                if engine.step_count(position):
+                    engine.reload_master(position)
+            self._replace(entries)
+            if others:
+                engine.reset_state(others)
+
+    def reset(self, parameters: Iterable[torch.Tensor] | None) -> None:
+        """See `OffloadedOptimizer.reset_state`."""
+        with self._lock:
+            self.copies.forget()
+            if self._late.opened is None and parameters is None:
+                return  # nothing has been updated
+            wanted = [*self._weights.bound] if parameters is None else parameters
+            positions = [self._weights.of(parameter).position for parameter in wanted]
+            self._weights.check()
+            self.changes += 1
+            self._late.engine.reset_state(positions)
+
+    def _replace(self, entries: Mapping[Bound, Entry]) -> None:
+        """Write whole entries; masters that are not given are taken from the weights."""
+        for bound, (tensors, _) in entries.items():
+            if "master" not in tensors:
+                self._late.engine.reload_master(bound.position)
+        self._write(entries)
+
+    def _write(self, entries: Mapping[Bound, Entry]) -> None:
+        self.changes += 1
+        self._late.engine.write_state(
+            {bound.position: tensors for bound, (tensors, _) in entries.items() if tensors},
+            {bound.position: step for bound, (_, step) in entries.items() if step is not None},
+        )
+        masters = [bound for bound, (tensors, _) in entries.items() if "master" in tensors]
+        self._weights.written(bound for bound in masters if bound.parameter.dtype == torch.float32)
 
     def __contains__(self, parameter: object) -> bool:
-        position = self._optimizer._positions.get(parameter) if isinstance(parameter, torch.Tensor) else None
-        if self._optimizer._engine is None:
-            return False
-        return position is not None and self._optimizer.engine.step_count(position) > 0
+        bound = self._weights.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
+        return bound is not None and self._late.engine.step_count(bound.position) > 0
+
+    def _entries(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        read = zip(parameters, self.read(parameters), strict=True)
+        return [StateEntry(self, parameter, entry) for parameter, entry in read]
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         if parameter not in self:
             raise KeyError(parameter)
-        return self._read([parameter])[0]
+        return self._entries([parameter])[0]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._updated())
+        return (parameter for parameter in [*self._weights.bound] if parameter in self)
 
     def __len__(self) -> int:
-        return len(self._updated())
+        return sum(1 for _ in self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError("optimizer", self._owner, "copy or save optimizer.state_dict() instead")
 
     def items(self) -> Any:
         """Return all (parameter, state) pairs, read in one sweep over all tiers."""
-        updated = self._updated()
-        return dict(zip(updated, self._read(updated), strict=True)).items()
+        updated = [*self]
+        return dict(zip(updated, self._entries(updated), strict=True)).items()
 
     def __setitem__(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
         """Replace a parameter's state, as `load_state_dict` does; an empty mapping resets it.
@@ -173,21 +272,26 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         Raises:
             ConfigError: It is not a parameter's whole state.
         """
+        *names, last = "step", *self._rule.names[1:]
         if not isinstance(entry, Mapping):
-            raise ConfigError("state", type(entry).__name__, "assign a mapping of step, exp_avg and exp_avg_sq")
-        if entry:
-            self._optimizer._replace(parameter, entry)
-        else:
-            self._optimizer.reset_state([parameter])
+            raise ConfigError("state", type(entry).__name__, f"assign a mapping of {', '.join(names)} and {last}")
+        if not entry:
+            self.reset([parameter])
+            return
+        bound = self._weights.of(parameter)
+        checked = self.checked("state", entry, parameter)
+        with self._lock:
+            self._weights.check()
+            self._replace({bound: checked})
 
     def __delitem__(self, parameter: torch.Tensor) -> None:
         if parameter not in self:
             raise KeyError(parameter)
-        self._optimizer.reset_state([parameter])
+        self.reset([parameter])
 
     def clear(self) -> None:
-        """See `OffloadedAdam.reset_state`."""
-        self._optimizer.reset_state()
+        """See `OffloadedOptimizer.reset_state`."""
+        self.reset(None)
 
     def setdefault(self, parameter: torch.Tensor, default: Any = None) -> Any:
         """Return a parameter's state; there is nothing to be made for one that has none.
@@ -196,3 +300,22 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             KeyError: It has not been updated.
         """
         return self[parameter]
+
+
+def _step_tensor(step: int) -> torch.Tensor:
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+
+
+def _checked_step(what: str, value: object) -> int:
+    step = number(value)
+    if not (math.isfinite(step) and step >= 0 and step == int(step)):
+        raise ConfigError(f"{what}.step", step, "give the number of updates that the parameter has had")
+    return int(step)
+
+
+def _checked_tensor(what: str, tensor: object, parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
+        found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ConfigError(what, found, f"it must be a tensor of {tuple(parameter.shape)}")
+    copy = torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.float32, device="cpu")
+    return copy.copy_(tensor.detach()).as_strided((parameter.numel(),), (1,))

@@ -4,10 +4,10 @@ from offload.rules.adagrad import ADAGRAD
 from offload.rules.adam import ADAM, ADAMW, GroupScalars
 from offload.rules.formats import FP32, Format
 from offload.rules.lion import LION
-from offload.rules.rule import MASTER, StateTensor, UpdateRule, segment_dtype
-from offload.rules.sgd import SGD
+from offload.rules.rule import MASTER, StateTensor, UpdateRule, number, segment_dtype
+from offload.rules.sgd import SGD_MOMENTUM
 
-RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, LION, ADAGRAD, SGD)}
+RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, LION, ADAGRAD, SGD_MOMENTUM)}
 """The rules by name, as checkpoints have it."""
 
 __all__ = [
@@ -18,10 +18,11 @@ __all__ = [
     "LION",
     "MASTER",
     "RULES",
-    "SGD",
+    "SGD_MOMENTUM",
     "Format",
     "GroupScalars",
     "StateTensor",
     "UpdateRule",
+    "number",
     "segment_dtype",
 ]

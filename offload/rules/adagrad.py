@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from offload.rules.rule import StateTensor, UpdateRule, not_negative, rounded
+from offload.rules.rule import StateTensor, UpdateRule, flag, not_negative, rounded
 
 
 class Scalars(NamedTuple):
@@ -32,7 +32,10 @@ class _Adagrad(UpdateRule):
 
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         names = ("lr", "lr_decay", "weight_decay", "eps")
-        return {**dict(zip(names, not_negative(group, *names), strict=True)), "sign": -1 if group["maximize"] else 1}
+        return {
+            **dict(zip(names, not_negative(group, *names), strict=True)),
+            "sign": -1 if flag(group, "maximize") else 1,
+        }
 
     def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
         step_size = values["lr"] / (1.0 + (step - 1) * values["lr_decay"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from offload.rules.rule import StateTensor, UpdateRule, decay_rates, not_negative, rounded
+from offload.rules.rule import StateTensor, UpdateRule, decay_rates, flag, not_negative, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class _Adam(UpdateRule):
     def values(self, group: Mapping[str, Any]) -> GroupScalars:
         lr, eps, weight_decay = not_negative(group, "lr", "eps", "weight_decay")
         beta1, beta2 = decay_rates(group)
-        return GroupScalars(lr, beta1, beta2, eps, weight_decay, self._decoupled, bool(group.get("maximize")))
+        return GroupScalars(lr, beta1, beta2, eps, weight_decay, self._decoupled, flag(group, "maximize"))
 
     def row(self, step: int, values: GroupScalars, grad_scale: float) -> Scalars:
         return scalars(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from offload.rules.rule import StateTensor, UpdateRule, decay_rates, not_negative, rounded
+from offload.rules.rule import StateTensor, UpdateRule, decay_rates, flag, not_negative, rounded
 
 
 class Scalars(NamedTuple):
@@ -30,7 +30,7 @@ class _Lion(UpdateRule):
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         lr, weight_decay = not_negative(group, "lr", "weight_decay")
         betas = decay_rates(group)
-        return {"lr": lr, "betas": betas, "weight_decay": weight_decay, "sign": -1 if group["maximize"] else 1}
+        return {"lr": lr, "betas": betas, "weight_decay": weight_decay, "sign": -1 if flag(group, "maximize") else 1}
 
     def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
         lr, (beta1, beta2) = values["lr"], values["betas"]

@@ -56,6 +56,9 @@ class UpdateRule(ABC):
     defaults: ClassVar[Mapping[str, Any]]
     """A group's hyperparameters, by torch's names, as they are where nobody says otherwise."""
 
+    missing_step: ClassVar[int | None] = None
+    """The step count of state that has none, where torch's own has none."""
+
     @abstractmethod
     def values(self, group: Mapping[str, Any]) -> Any:
         """Return a group's hyperparameters for `row`.
@@ -125,6 +128,18 @@ def number(value: Any) -> float:
         return float(value) if isinstance(value, numbers.Real) else math.nan
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def flag(group: Mapping[str, Any], name: str) -> bool:
+    """Return a hyperparameter that is true or false; false where it is missing.
+
+    Raises:
+        ConfigError: If it is neither.
+    """
+    value = group.get(name, False)
+    if not isinstance(value, bool | int | np.bool_):
+        raise ConfigError(name, value, "use true or false")
+    return bool(value)
 
 
 def not_negative(group: Mapping[str, Any], *names: str) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from offload.errors import ConfigError
-from offload.rules.rule import StateTensor, UpdateRule, not_negative, number, rounded
+from offload.rules.rule import StateTensor, UpdateRule, flag, not_negative, number, rounded
 
 
 class Scalars(NamedTuple):
@@ -26,6 +26,7 @@ class _Sgd(UpdateRule):
     code = 3
     state = (StateTensor("momentum_buffer"),)
     scalars = Scalars
+    missing_step = 1
     defaults: ClassVar[Mapping[str, Any]] = {
         "lr": 1e-3,
         "momentum": 0.9,
@@ -40,15 +41,15 @@ class _Sgd(UpdateRule):
         dampening = number(group.get("dampening"))
         if not -1e30 < dampening < 1e30:
             raise ConfigError("dampening", group.get("dampening"), "give a finite number")
-        if group["nesterov"] and (momentum == 0 or dampening != 0):
+        if flag(group, "nesterov") and (momentum == 0 or dampening != 0):
             raise ConfigError("nesterov", True, "it needs a momentum and no dampening")
-        sign = -1 if group["maximize"] else 1
+        sign = -1 if flag(group, "maximize") else 1
         return {
             "lr": lr,
             "momentum": momentum,
             "dampening": dampening if momentum else 0.0,
             "weight_decay": weight_decay,
-            "nesterov": bool(group["nesterov"]),
+            "nesterov": flag(group, "nesterov"),
             "sign": sign,
         }
 
@@ -60,4 +61,4 @@ class _Sgd(UpdateRule):
         return Scalars(*rounded(exact))
 
 
-SGD = _Sgd()
+SGD_MOMENTUM = _Sgd()

@@ -212,7 +212,7 @@ class Engine:
         self._core.step(groups, scale, clip, list(chosen))
 
     def read_state(self, parameters: Iterable[int | str]) -> list[dict[str, torch.Tensor]]:
-        """Return what the rule keeps of each parameter (for Adam: master, exp_avg, exp_avg_sq): new flat fp32 tensors."""
+        """Return the rule's tensors of each parameter (Adam: master, exp_avg, exp_avg_sq), new, flat and fp32."""
         return self._core.read_state([self._core.position(parameter) for parameter in parameters])
 
     def visit_state(self, take: Callable[[int, int, Mapping[str, torch.Tensor]], None]) -> None:

@@ -5,7 +5,7 @@ from offload.sim.checker import CheckedExecutor
 from offload.sim.data import SimData, SimStore, StoredTile, mix
 from offload.sim.device import HazardError, SimulatedDevice
 from offload.sim.executor import Disorder, SimExecutor
-from offload.sim.explanation import Explanation, LaneSeconds, carry_on, compare, explain
+from offload.sim.explanation import Explanation, LaneSeconds, compare, explain
 from offload.sim.faults import (
     CorruptPayload,
     Crash,
@@ -19,6 +19,7 @@ from offload.sim.faults import (
     StuckOperation,
     random_faults,
 )
+from offload.sim.forecast import Forecast, PlanReport, carry_on
 from offload.sim.predict import Prediction, predict
 from offload.sim.transfers import LateTransfers
 
@@ -30,12 +31,14 @@ __all__ = [
     "Explanation",
     "FailOperation",
     "Fault",
+    "Forecast",
     "HazardError",
     "Interval",
     "LaneSeconds",
     "LateTransfers",
     "MisdirectedWrite",
     "PathFull",
+    "PlanReport",
     "Prediction",
     "ShortTransfer",
     "SimData",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,28 +92,6 @@ def compare(prediction: Prediction, metrics: Mapping[str, float]) -> Explanation
         for lane, predicted_s in prediction.busy_s.items()
     )
     return Explanation(prediction, metrics["step_s"], lanes)
-
-
-def carry_on(prediction: Prediction, then: Rates, now: Rates, factor: float) -> Prediction:
-    """Return a prediction for rates that have changed a little: no simulation, and no timeline.
-
-    Args:
-        prediction: Made with the rates `then`.
-        then: Those rates.
-        now: What they are now.
-        factor: By which the whole step has become longer.
-    """
-    busy_s = {lane: s * _rate(then, lane) / _rate(now, lane) for lane, s in prediction.busy_s.items()}
-    return dataclasses.replace(prediction, step_s=prediction.step_s * factor, busy_s=busy_s, timeline=())
-
-
-def _rate(rates: Rates, lane: str) -> float:
-    kind, _, number = lane.partition(":")
-    if kind in ("read", "write"):
-        return float(getattr(rates.paths[int(number)], f"{kind}_bytes_per_s"))
-    if kind == "cpu" or rates.gpu is None:
-        return rates.cpu_bytes_per_s
-    return float(getattr(rates.gpu, "update_bytes_per_s" if kind == "gpu" else f"{kind}_bytes_per_s"))
 
 
 def _apart(predicted_s: float, measured_s: float) -> str:

@@ -22,7 +22,6 @@ from typing import Any
 from aiofiles.os import wrap
 
 from offload._native import crc32c, make_slot_header
-from offload.errors import TierError
 from offload.protocols import ERROR_CHECKSUM, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
 from offload.tiers.common import (
     SLOT_HEADER_BYTES,
@@ -32,7 +31,6 @@ from offload.tiers.common import (
     check_limits,
     check_request,
     memory_of,
-    system_error,
 )
 from offload.tiers.file import DEFAULT_PIECE_BYTES
 from offload.tiers.lane import Lane
@@ -128,25 +126,20 @@ class AsyncFileTier(Owned):
         self._sync_error = 0
         self._writing: set[asyncio.Task[None]] = set()
         self._running: set[asyncio.Task[None]] = set()
-        with contextlib.ExitStack() as undo:
-            try:
-                self._place = Store(self.path, store)
-                undo.callback(self._place.close)
-                self.store_path, self.data_path = self._place.directory, self._place.data_path
-                self._descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                undo.callback(os.close, self._descriptor)
-                self._lane = Lane("offload-file", 0)
-                undo.callback(self._lane.close)
-                self._lane.set_threads(2 * depth)  # for the system calls of both directions
-                self._loop = _Loop()
-                undo.callback(self._loop.close)
-                self._thread = threading.Thread(target=self._loop.run_forever, name="offload-asyncio", daemon=True)
-                undo.callback(self._stop_loop)
-                self._thread.start()
-            except OSError as cause:
-                raise system_error("open", cause, self) from cause
-            except RuntimeError as cause:  # the system has no more threads
-                raise TierError("open", tier=self.name, path=self.path, detail=str(cause)) from cause
+        with self._answering_for("open"), contextlib.ExitStack() as undo:
+            self._place = Store(self.path, store)
+            undo.callback(self._place.close)
+            self.store_path, self.data_path = self._place.directory, self._place.data_path
+            self._descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            undo.callback(os.close, self._descriptor)
+            self._lane = Lane("offload-file", 0)
+            undo.callback(self._lane.close)
+            self._lane.set_threads(2 * depth)  # for the system calls of both directions
+            self._loop = _Loop()
+            undo.callback(self._loop.close)
+            self._thread = threading.Thread(target=self._loop.run_forever, name="offload-asyncio", daemon=True)
+            undo.callback(self._stop_loop)
+            self._thread.start()
             undo.pop_all()
 
     def read(self, request: TileRequest) -> None:
@@ -179,10 +172,8 @@ class AsyncFileTier(Owned):
         """See `Tier.set_depth`."""
         self._check_open("set_depth")
         check_depth(depth)
-        try:
+        with self._answering_for("set_depth"):
             self._lane.set_threads(2 * depth)
-        except RuntimeError as cause:  # the system has no more threads
-            raise TierError("set_depth", tier=self.name, path=self.path, detail=str(cause)) from cause
         self.depth = depth
 
     def free_bytes(self) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
 from offload._native import check_slot_header, parse_slot_header
@@ -70,6 +72,16 @@ class Owned:
             raise closed_error(operation, self)
         if os.getpid() != self._pid:
             raise closed_error(operation, self, foreign=True)
+
+    @contextlib.contextmanager
+    def _answering_for(self, operation: str) -> Iterator[None]:
+        """Turn what the system refuses into a `TierError`."""
+        try:
+            yield
+        except OSError as cause:
+            raise system_error(operation, cause, self) from cause
+        except RuntimeError as cause:  # no more threads, or descriptors
+            raise TierError(operation, tier=self.name, path=self.path, detail=str(cause)) from cause
 
     def _ends_here(self) -> bool:
         """Take note that the tier is closed; return whether there is anything to end: once, and not after a fork."""

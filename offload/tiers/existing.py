@@ -11,9 +11,9 @@ import uuid
 from pathlib import Path
 
 from offload._native import CompletionQueue, IoThreads, StoreFile
-from offload.errors import TierError, invariant
+from offload.errors import invariant
 from offload.protocols import SECTOR_BYTES, TileRequest
-from offload.tiers.common import Owned, check_request, system_error
+from offload.tiers.common import Owned, check_request
 from offload.tiers.file import DEFAULT_PIECE_BYTES
 from offload.tiers.places import LOCK_NAME, open_regular, share_lock, unshare_lock
 from offload.tiers.store import DATA_NAME, NO_LOCKS
@@ -49,18 +49,13 @@ class ExistingStore(Owned):
         directory = self.store_path = Path(os.path.abspath(path)) / f"offload-{store}"
         self._queue = queue
         self._share: int | None = None
-        with contextlib.ExitStack() as undo:
-            try:
-                with contextlib.suppress(FileNotFoundError):  # a copy has no lock where nobody may write
-                    self._lock(directory)
-                undo.callback(self._unlock)
-                descriptor, direct = _open_data(directory / DATA_NAME)
-                self._file = StoreFile(descriptor, direct, store.bytes)
-                self._io = IoThreads(queue, DEPTH, DEFAULT_PIECE_BYTES, checksum)
-            except OSError as cause:
-                raise system_error("open", cause, self) from cause
-            except RuntimeError as cause:  # the system has no more threads
-                raise TierError("open", tier=self.name, path=self.path, detail=str(cause)) from cause
+        with self._answering_for("open"), contextlib.ExitStack() as undo:
+            with contextlib.suppress(FileNotFoundError):  # a copy has no lock where nobody may write
+                self._lock(directory)
+            undo.callback(self._unlock)
+            descriptor, direct = _open_data(directory / DATA_NAME)
+            self._file = StoreFile(descriptor, direct, store.bytes)
+            self._io = IoThreads(queue, DEPTH, DEFAULT_PIECE_BYTES, checksum)
             undo.pop_all()
 
     def read(self, request: TileRequest) -> None:

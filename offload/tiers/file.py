@@ -11,9 +11,9 @@ import uuid
 from pathlib import Path
 
 from offload._native import CompletionQueue, IoEngine, IoThreads, IoUring, StoreFile, TakingTurns
-from offload.errors import ConfigError, TierError
+from offload.errors import ConfigError
 from offload.protocols import SECTOR_BYTES, TileRequest
-from offload.tiers.common import Owned, check_depth, check_limits, check_request, system_error
+from offload.tiers.common import Owned, check_depth, check_limits, check_request
 from offload.tiers.places import open_regular
 from offload.tiers.store import Store
 from offload.tiers.turns import Turns, describe_wait, lock_error, lock_file, watch
@@ -128,32 +128,27 @@ class FileTier(Owned):
         existing = used_bytes is not None
         if existing:
             self.kept = frozenset()
-        with contextlib.ExitStack() as undo:
-            try:
-                self._place = Store(self.path, store, existing=existing)
-                undo.callback(self._place.close, keep=existing)
-                self.store_path, self.data_path = self._place.directory, self._place.data_path
-                descriptor, self.direct = _open_data(self.data_path, direct, existing=existing)
-                self.cached = not self.direct
-                self._bytes_before = os.fstat(descriptor).st_size if existing else 0
-                # Takes the descriptor over, whatever happens next.
-                self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, extent_bytes)
-                if used_bytes is not None and (error := self._file.reserve(used_bytes)):
-                    raise OSError(error, os.strerror(error))
-                kind = IoUring if self.io_backend == "io_uring" else IoThreads
-                self._engine: IoEngine = kind(queue, self.depth, piece_bytes, checksum)
-                undo.callback(self._engine.close)
-                refusal = self._engine.register_file(self._file) if register_file else 0
-                if refusal:
-                    _say_once(f"files are not registered for I/O ({os.strerror(refusal)})")
-                self._io: IoEngine = self._engine
-                self._turns = self._take_turns(turns, queue) if turns is not None else None
-                if self._turns is not None:
-                    self._io = self._turns
-            except OSError as cause:
-                raise system_error("open", cause, self) from cause
-            except RuntimeError as cause:  # the system has no more threads, or descriptors
-                raise TierError("open", tier=self.name, path=self.path, detail=str(cause)) from cause
+        with self._answering_for("open"), contextlib.ExitStack() as undo:
+            self._place = Store(self.path, store, existing=existing)
+            undo.callback(self._place.close, keep=existing)
+            self.store_path, self.data_path = self._place.directory, self._place.data_path
+            descriptor, self.direct = _open_data(self.data_path, direct, existing=existing)
+            self.cached = not self.direct
+            self._bytes_before = os.fstat(descriptor).st_size if existing else 0
+            # Takes the descriptor over, whatever happens next.
+            self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, extent_bytes)
+            if used_bytes is not None and (error := self._file.reserve(used_bytes)):
+                raise OSError(error, os.strerror(error))
+            kind = IoUring if self.io_backend == "io_uring" else IoThreads
+            self._engine: IoEngine = kind(queue, self.depth, piece_bytes, checksum)
+            undo.callback(self._engine.close)
+            refusal = self._engine.register_file(self._file) if register_file else 0
+            if refusal:
+                _say_once(f"files are not registered for I/O ({os.strerror(refusal)})")
+            self._io: IoEngine = self._engine
+            self._turns = self._take_turns(turns, queue) if turns is not None else None
+            if self._turns is not None:
+                self._io = self._turns
             undo.pop_all()
 
     def read(self, request: TileRequest) -> None:
@@ -191,10 +186,8 @@ class FileTier(Owned):
         """See `Tier.set_depth`."""
         self._check_open("set_depth")
         check_depth(depth)
-        try:
+        with self._answering_for("set_depth"):
             self._io.set_depth(depth)
-        except RuntimeError as cause:  # the system has no more threads
-            raise TierError("set_depth", tier=self.name, path=self.path, detail=str(cause)) from cause
         self.depth = depth
 
     def free_bytes(self) -> int:

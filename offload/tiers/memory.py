@@ -10,24 +10,8 @@ import uuid
 import psutil
 
 from offload._native import crc32c, make_slot_header
-from offload.protocols import (
-    ERROR_CHECKSUM,
-    ERROR_HEADER,
-    ERROR_SHORT,
-    SECTOR_BYTES,
-    Clock,
-    Queue,
-    TileRequest,
-)
+from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
 from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_depth, check_request
-
-
-class MonotonicClock:
-    """The clock that native lanes stamp their completions with."""
-
-    def now_s(self) -> float:
-        """Return CLOCK_MONOTONIC in seconds."""
-        return time.monotonic()
 
 
 class MemoryTier(Owned):
@@ -41,7 +25,6 @@ class MemoryTier(Owned):
         queue: Where completions go.
         max_bytes: Most that the store may reach to; None for what the machine has available.
         checksum: Compute payload checksums on write and verify them on read.
-        clock: What completions are stamped with.
 
     Attributes:
         slots: Header and payload of each slot by offset; a test may damage them.
@@ -58,7 +41,6 @@ class MemoryTier(Owned):
         path: str = "memory:",
         max_bytes: int | None = None,
         checksum: bool = True,
-        clock: Clock | None = None,
     ) -> None:
         super().__init__(path)
         self.slots: dict[int, bytearray] = {}
@@ -66,7 +48,6 @@ class MemoryTier(Owned):
         self._queue = queue
         self._max_bytes = max_bytes
         self._checksum = checksum
-        self._clock = clock if clock is not None else MonotonicClock()
         self._used_bytes = 0
         self.depth = 1
 
@@ -74,7 +55,7 @@ class MemoryTier(Owned):
         """Copy a slot into memory; see `offload.protocols.Tier`. The buffer is left alone on an error."""
         self._check_open("read")
         check_request(request)
-        started_s = self._clock.now_s()
+        started_s = time.monotonic()
         error, checksum = self._read(request)
         self._report(request, error, checksum, started_s)
 
@@ -82,7 +63,7 @@ class MemoryTier(Owned):
         """Copy a tile into a slot; see `offload.protocols.Tier`."""
         self._check_open("write")
         check_request(request)
-        started_s = self._clock.now_s()
+        started_s = time.monotonic()
         end = request.offset + SLOT_HEADER_BYTES + request.nbytes
         if self._max_bytes is not None and end > self._max_bytes:
             self._report(request, errno.ENOSPC, 0, started_s)
@@ -100,7 +81,7 @@ class MemoryTier(Owned):
     def sync(self, op: int) -> None:
         """Complete as `op`: memory has nothing to make durable."""
         self._check_open("sync")
-        now_s = self._clock.now_s()
+        now_s = time.monotonic()
         self._queue.post(op, 0, 0, now_s, now_s, 0)
 
     def register_memory(self, address: int, nbytes: int) -> None:
@@ -144,7 +125,7 @@ class MemoryTier(Owned):
 
     def _report(self, request: TileRequest, error: int, checksum: int, started_s: float) -> None:
         detail = request.offset if error else 0
-        self._queue.post(request.op, error, checksum, started_s, self._clock.now_s(), detail)
+        self._queue.post(request.op, error, checksum, started_s, time.monotonic(), detail)
 
 
 def _payload_address(record: bytearray) -> int:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from offload.errors import ConfigError, InternalError
+from offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -353,8 +353,9 @@ class S3Client:
     # Attempts
 
     def _try(self, what: str, attempt: Callable[[], Result]) -> Result:
-        retry = self.retry
-        for number in range(1, retry.attempts + 1):
+        retry, number = self.retry, 0
+        while True:
+            number += 1
             try:
                 return attempt()
             except ObjectError as error:
@@ -366,7 +367,6 @@ class S3Client:
                 self._hurry.wait(delay_s)
                 if self._hurry.is_set():
                     raise
-        raise InternalError("a request was tried no times (this is a bug in offload, please report it)")
 
     def _ask(self, what: str, method: str, **arguments: Any) -> dict[str, Any]:
         """Make a small request through botocore."""

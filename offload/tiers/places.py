@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from offload._native import file_system_magic
@@ -96,6 +97,22 @@ def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Make the names in a directory durable, where its file system can.
+
+    Raises:
+        OSError: It could not be done.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as cause:
+        if cause.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
     """Open a file that somebody else may have made; return its descriptor.
 
@@ -138,14 +155,9 @@ def read_regular(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool
     Raises:
         OSError: As `open_regular`; or it is larger than `limit_bytes` (EFBIG).
     """
-    descriptor = -1
-    try:
-        descriptor = open_regular(path, follow=follow)
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(min(limit_bytes, os.fstat(descriptor).st_size) + 1)
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
+    # The file has the descriptor before any line of ours: no interrupt comes in between.
+    with open(path, "rb", opener=partial(open_regular, follow=follow)) as file:
+        content = file.read(min(limit_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > limit_bytes:
         raise OSError(errno.EFBIG, f"it has more than {limit_bytes} bytes", os.fspath(path))
     return content

@@ -168,11 +168,9 @@ class RemoteTier(Owned):
         """See `Tier.set_depth`."""
         self._check_open("set_depth")
         check_depth(depth)
-        try:
+        with self._answering_for("set_depth"):
             for lane in (self._reads, self._writes):
                 lane.set_threads(depth)
-        except RuntimeError as cause:  # the system has no more threads
-            raise TierError("set_depth", tier=self.name, path=self.path, detail=str(cause)) from cause
         self.depth = depth
 
     def free_bytes(self) -> int:

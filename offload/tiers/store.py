@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from offload.errors import ConfigError
-from offload.tiers.places import LOCK_NAME, PINS_NAME, hold_lock, release_lock
+from offload.tiers.places import LOCK_NAME, PINS_NAME, hold_lock, release_lock, sync_directory
 
 DATA_NAME = "tiles"
 RECORD_NAME = "store.json"
@@ -65,7 +65,7 @@ class Store:
                 os.fsync(file.fileno())
             # fdatasync of a file does not make its name durable.
             for directory in (self.directory, self.directory.parent):
-                _sync_directory(directory)
+                sync_directory(directory)
         except BaseException:
             self.close()
             raise
@@ -179,14 +179,3 @@ def check_directory(path: str) -> None:
         raise ConfigError(
             "paths", path, f"no file can be made there ({reason}): make it writable, or name another"
         ) from cause
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as cause:
-        if cause.errno != errno.EINVAL:  # not every file system can sync a directory
-            raise
-    finally:
-        os.close(descriptor)

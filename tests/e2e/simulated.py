@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 import offload
+from offload.kernels.table import checked
 from offload.protocols import SegmentFlag
+from offload.rules import ADAM
 from offload.sim import SimulatedDevice
 
 
@@ -26,13 +27,13 @@ class OnDevice(offload.AdamW):
 
     def _open(self, config: offload.OffloadConfig) -> None:
         super()._open(config)
-        watch(self.engine, self._device)  # type: ignore[arg-type]
+        watch(self.engine, self._late.device)  # type: ignore[arg-type]
 
 
 class OnDeviceAdam(OnDevice):
     """The same with Adam's weight decay."""
 
-    decoupled = False
+    rule, kind = ADAM, "Adam"
 
 
 def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
@@ -40,12 +41,13 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
     core = engine._core
 
     def submit(op: int, table: Any, plain: Any = core._kernel.submit) -> None:
-        for row in np.atleast_1d(table):
+        for row in checked(table):
             numel = int(row["numel"])
             if not numel:
                 continue
-            for name in ("master", "exp_avg", "exp_avg_sq"):
-                device.host_access(int(row[name]), 4 * numel, writes=True)
+            for address in (row["master"], *row["state"]):
+                if address:
+                    device.host_access(int(address), 4 * numel, writes=True)
             if row["flags"] & int(SegmentFlag.ACTIVE):
                 item = 4 if row["gradient_dtype"] == 3 else 2
                 device.host_access(int(row["gradient"]), item * numel, writes=False)

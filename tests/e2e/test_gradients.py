@@ -332,6 +332,16 @@ def clipped(again: bool = False) -> tuple[torch.nn.Parameter, offload.AdamW]:
     return parameter, optimizer
 
 
+def test_the_gradient_of_a_group_that_is_added_after_the_clip_is_refused() -> None:
+    _, optimizer = clipped()
+    with optimizer:
+        another = make()
+        backward(another, 1)
+        optimizer.add_param_group({"params": [another]})
+        with pytest.raises(offload.ConfigError, match="was replaced"):
+            optimizer.step()
+
+
 def test_a_gradient_that_was_replaced_after_the_clip_is_refused() -> None:
     parameter, optimizer = clipped()
     with optimizer:
@@ -344,7 +354,7 @@ def scaled(where: str, monkeypatch: pytest.MonkeyPatch, scaler: bool = False) ->
     """Return two weights and their optimizer, for whose next step there is a factor."""
     parameters = [make(), make()]
     if where == "ranks":
-        monkeypatch.setattr("offload.optim.adam._world", lambda: (2, 0))
+        monkeypatch.setattr("offload.optim.ranks.world", lambda: (2, 0))
     if "gpu" in where:
         settings = offload.OffloadConfig(gpu_memory=0, keep_grads="left" not in where)
         optimizer: offload.AdamW = OnDevice(parameters, device=SimulatedDevice(), offload=settings)

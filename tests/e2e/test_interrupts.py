@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import offload
+from offload.tiers.places import read_regular
 
 FILES = os.path.dirname(offload.__file__)
 LONG_S = 60.0
@@ -173,6 +174,36 @@ def test_a_load_and_a_save(tmp_path: Path, stride: int, copy: bool) -> None:
         del optimizer
         if not interrupted.has_fired:
             break
+
+
+def test_a_file_that_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"content")
+    before = left(tmp_path)
+    for interrupted in every(1):
+        with contextlib.suppress(KeyboardInterrupt):
+            assert interrupted(lambda: read_regular(file, 7)) == b"content"
+        assert left(tmp_path) == before, interrupted.where
+        if not interrupted.has_fired:
+            return
+
+
+@pytest.mark.slow
+def test_an_added_group() -> None:
+    """Whatever of it there is already, it can be added again, and is updated."""
+    for interrupted in every(1):
+        first, second = (torch.nn.Parameter(torch.ones(10)) for _ in range(2))
+        with offload.AdamW([first], offload=offload.OffloadConfig(threads=1)) as optimizer:
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupted(lambda optimizer=optimizer, new=second: optimizer.add_param_group({"params": [new]}))
+            if len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": [second]})
+            (first + second).sum().backward()
+            optimizer.step()
+            assert len(optimizer.state) == 2, interrupted.where
+            assert first.equal(second), interrupted.where
+        if not interrupted.has_fired:
+            return
 
 
 @pytest.mark.slow

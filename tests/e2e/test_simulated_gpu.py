@@ -33,7 +33,7 @@ from offload.dtypes import DtypeCode
 from offload.engine import pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
-from offload.optim import adam
+from offload.optim import routes
 from offload.protocols import SEGMENT_DTYPE, DeviceLane
 from offload.session import setup
 from offload.sim import HazardError, SimulatedDevice
@@ -282,7 +282,7 @@ def train_behind(
                 [span(kept[-1], writes=True)],
             )
             if not optimizer.engine.config.keep_grads:
-                optimizer._arrived(parameter, optimizer._positions[parameter])
+                optimizer._route.arrived(optimizer._weights.bound[parameter])
         if clip:  # which waits for the gradients
             optimizer.clip_grad_norm_(1.0)
         optimizer.step()
@@ -432,7 +432,7 @@ def test_gradients_leave_during_backward(tmp_path: Path) -> None:
     with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
         backward(parameters, 0)
         assert all(parameter.grad is None for parameter in parameters)
-        held = [weakref.ref(gradient) for _, gradient in optimizer._in_transit]
+        held = [weakref.ref(gradient) for _, gradient in optimizer._route._in_transit]
         optimizer.step()
         assert all(reference() is None for reference in held)
         # Torch's own scaler finds no gradients and says so; a step without any changes nothing.
@@ -493,14 +493,14 @@ def arrive(
             lambda at=at, value=value: ctypes.memmove(at, value.data_ptr(), value.nbytes),
             [(at, at + nbytes, True)],
         )
-        optimizer._arrived(parameter, optimizer._positions[parameter])
+        optimizer._route.arrived(optimizer._weights.bound[parameter])
 
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_backward_waits_on_the_gpu_when_too_many_gradients_are_on_their_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lazy: bool
 ) -> None:
-    monkeypatch.setattr(adam, "MAX_IN_TRANSIT_BYTES", 4096)
+    monkeypatch.setattr(routes, "MAX_IN_TRANSIT_BYTES", 4096)
     parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 1000).bfloat16()) for _ in range(20)]
     twins = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     device = SimulatedDevice(lazy=lazy, caller_is_host=False)
@@ -580,7 +580,7 @@ def test_what_is_free_after_backward_is_used(tmp_path: Path) -> None:
         parameters, device=SimulatedDevice(1 << 20), offload=config(tmp_path, gpu_memory="auto")
     ) as optimizer:
         assert optimizer.state_dict()["state"] == {}
-        assert optimizer._engine is None
+        assert optimizer._late.opened is None
         train(optimizer, parameters, range(3))
         assert optimizer.engine.plan.gpu_bytes == optimizer.engine.plan.state_bytes
         assert same(states(optimizer, parameters), on_cpu(range(3)))
@@ -959,7 +959,7 @@ def test_gradients_that_have_left_are_forgotten_by_close(tmp_path: Path) -> None
     device = SimulatedDevice()
     with OnDevice(parameters, device=device, offload=config(tmp_path, keep_grads=False)) as optimizer:
         backward(parameters, 0)
-        held = [weakref.ref(gradient) for _, gradient in optimizer._in_transit]
+        held = [weakref.ref(gradient) for _, gradient in optimizer._route._in_transit]
         assert held
     assert all(reference() is None for reference in held)
     optimizer.zero_grad()

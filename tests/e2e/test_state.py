@@ -234,12 +234,12 @@ def test_copies_that_are_the_caller_s_may_be_changed() -> None:
         assert type(copy.deepcopy(read)) is dict
         copy.deepcopy(read)["exp_avg"].zero_()
         assert same(states(optimizer, parameters), before)
-        held = optimizer._copies._watched
+        held = optimizer._state.copies._watched
         del read, entry, tensor
         gc.collect()
         step(optimizer, parameters, 2)
         assert held
-        assert not optimizer._copies._watched
+        assert not optimizer._state.copies._watched
 
 
 def test_an_assignment_is_written_where_the_state_lives(make: Callable[..., Any]) -> None:

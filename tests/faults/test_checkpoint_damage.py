@@ -23,7 +23,16 @@ import torch
 import offload
 from offload import cli
 from offload.checkpoint import saves
-from offload.checkpoint.manifest import COMMIT_NAME, CommitRecord, decode, seal, seal_commit, unseal, unseal_commit
+from offload.checkpoint.manifest import (
+    COMMIT_NAME,
+    CommitRecord,
+    decode,
+    encode,
+    seal,
+    seal_commit,
+    unseal,
+    unseal_commit,
+)
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores
 from offload.protocols import Tier, TileRequest
@@ -321,6 +330,7 @@ def test_entries_that_say_nothing_about_this_optimizer_are_left_out(checkpoint: 
         lambda body: body["parameters"][0].__setitem__(7, [1] * 1_000_000),
         lambda body: body["parameters"][0].__setitem__(1, 10**400),
         lambda body: body["parameters"][0].__setitem__(1, in_depth(500)),
+        lambda body: body["stores"][0].__setitem__(0, HALF),
         lambda body: body["stores"][0].__setitem__(1, HALF),
         lambda body: body["stores"][0].__setitem__(1, "a\0b"),
         lambda body: body["stores"][0].__setitem__(1, "/" + "a" * 5000),
@@ -339,6 +349,56 @@ def test_entries_that_say_nothing_about_this_optimizer_are_left_out(checkpoint: 
 def test_what_json_can_say_and_a_checkpoint_cannot(checkpoint: Path, change: Callable[[Any], None]) -> None:
     say(manifest_of(checkpoint), change)
     refuse(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda body: body.update(ranks=0), "ranks is 0"),
+        (lambda body: body.pop("ranks"), "`ranks`"),
+        (lambda body: body.update(rank=1), "rank is 1; it must be below 1"),
+        (lambda body: body.update(checksums=1), "checksums is 1"),
+        (lambda body: body["parameters"][0].__setitem__(1, -3), "parameters[0] ('first').numel is -3"),
+        (lambda body: body["parameters"][0].__setitem__(2, 9), "parameters[0] ('first').dtype is 9"),
+        (lambda body: body["parameters"][0].__setitem__(2, 0), "dtype of first is 0"),
+        (lambda body: body["parameters"][0].__setitem__(5, 7), "start of first is 7"),
+        (lambda body: body["parameters"][0].__setitem__(7, [3, 3]), "shape of first is (3, 3)"),
+        (lambda body: body["parameters"][1].__setitem__(0, "first"), "the number of names is 2"),
+        (lambda body: body["parameters"][1].pop(), "parameters[1] ('second') is ['second', "),
+        (lambda body: body["subgroups"][1].__setitem__(3, 1000), "subgroups[1].tile_numel is 1000"),
+        (lambda body: body["subgroups"][1][4][0].__setitem__(0, 99), "a parameter of subgroup 1 is 99"),
+        (lambda body: body["stores"][0].__setitem__(0, "x"), "stores[0] ('x').store is 'x'"),
+        (lambda body: body["tiles"][3].__setitem__(1, 5), "tiles[3].offset is 5"),
+        (lambda body: body["tiles"][3].__setitem__(0, 9), "the store of subgroup 1, tensor 0, tile 0 is 9"),
+        (lambda body: body["extra"].__setitem__(0, "../x"), "extra is '../x'"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(checkpoint: Path, change: Callable[[Any], object], words: str) -> None:
+    file = manifest_of(checkpoint)
+    say(file, change)
+    with pytest.raises(offload.CheckpointError) as caught:
+        decode(file.read_bytes(), str(file))
+    assert f"{file} is damaged: " in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_manifest_of_the_first_format_is_read_and_written_as_it_was() -> None:
+    tiles = ",".join(f"[0,{4096 * 3 * tile},1,{2000000000 + tile}]" for tile in range(6))
+    body = (
+        '{"id":"3ceb8586a91642c2b6b6bec387fc0452","rank":0,"ranks":1,"step":1,"checksums":true,'
+        '"stores":[["5183d2c2962142cca3a945c4b6b2aa43","/a/path"]],"parameters":[["first",1500,1,0,1,0,1500,[3,500],'
+        '[500,1]],["second",512,1,0,1,16,600,null,null]],"subgroups":[[0,1,1024,1024,[[0,0,0,1024]]],'
+        f'[0,1,1024,1024,[[0,1024,0,476],[1,0,512,512]]]],"tiles":[{tiles}],'
+        '"metadata":{"groups":[{"lr":0.1,"eps":NaN,"params":[0,1]}]},'
+        '"extra":["extra-3ceb8586a91642c2b6b6bec387fc0452-0.bin",10,3000000000]}'
+    ).encode()
+    head = f'{{"format": "offload-manifest", "version": 1, "crc32c": {crc32c_of(body)}, "nbytes": {len(body)}}}'
+    content = head.encode() + b"\n" + body
+    manifest = decode(content, "the manifest")
+    assert [(p.start, p.full_numel, p.shape) for p in manifest.pieces] == [(0, 1500, (3, 500)), (16, 600, None)]
+    assert str(manifest.stores[0].store) == "5183d2c2-9621-42cc-a3a9-45c4b6b2aa43"
+    assert len(manifest.tiles) == 6
+    assert encode(manifest) == content
 
 
 @pytest.mark.parametrize(

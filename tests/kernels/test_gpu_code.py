@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from offload.rules import ADAGRAD, ADAMW, LION, SGD
+from offload.rules import ADAGRAD, ADAMW, LION, SGD_MOMENTUM
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -29,7 +29,7 @@ UPDATE = {
     ADAMW.code: (9, 4, 1, 1, 1),
     LION.code: (7, 3, 1, 0, 0),
     ADAGRAD.code: (4, 3, 1, 1, 1),
-    SGD.code: (7, 3, 1, 0, 0),
+    SGD_MOMENTUM.code: (7, 3, 1, 0, 0),
 }
 
 

@@ -16,7 +16,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import InternalError, SessionBrokenError
 from offload.kernels import CpuUpdateKernel, instruction_sets
 from offload.protocols import SegmentFlag
-from offload.rules import ADAGRAD, ADAMW, LION, RULES, SGD, segment_dtype
+from offload.rules import ADAGRAD, ADAMW, LION, RULES, SGD_MOMENTUM, segment_dtype
 
 ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
 LOAD, ZERO = SegmentFlag.LOAD_MASTER, SegmentFlag.ZERO_STATE
@@ -66,7 +66,7 @@ def test_flags(kernel, flags, weight_decay):
     )
 
 
-@pytest.mark.parametrize("rule", [LION, ADAGRAD, SGD], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [LION, ADAGRAD, SGD_MOMENTUM], ids=lambda rule: rule.name)
 def test_every_rule(kernel, rule):
     cases = [
         Case.make(numel, seed=numel, kind=kind, gradient_dtype=g, weight_dtype=w, flags=flags, rule=rule)

@@ -1,0 +1,126 @@
+"""Parameter groups: names of their parameters, and hyperparameters to JSON or a state dict and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.errors import CheckpointError, ConfigError
+from offload.rules import number
+
+NOT_SAVED = ("param_names", "amsgrad", "foreach", "fused", "capturable", "differentiable")
+NOT_LOADED = ("params", *NOT_SAVED)
+"""Entries of a saved group that say nothing about this optimizer."""
+
+HYPERPARAMETER_DEPTH = 4
+"""How deeply a hyperparameter may be nested to be kept in a checkpoint."""
+
+Group = Mapping[str, Any]
+
+
+def names(groups: Sequence[Group]) -> list[tuple[torch.Tensor, str, int]]:
+    """Return every parameter with its name, which may be made up, and the number of its group."""
+    return [
+        (parameter, str(given[n]) if given else f"param_groups[{at}].params[{n}]", at)
+        for at, group in enumerate(groups)
+        for given in [group.get("param_names")]
+        for n, parameter in enumerate(group["params"])
+    ]
+
+
+def checked_groups(
+    state_dict: Mapping[str, Any], groups: Sequence[Group], check: Callable[[Group], None]
+) -> list[Group]:
+    """Return the groups of a state dict, each of which `check` has verified."""
+    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(state_dict.get("param_groups"), list):
+        raise ConfigError("state_dict", sorted(state_dict), 'it needs a mapping "state" and a list "param_groups"')
+    saved: list[Group] = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in groups]
+    saved_sizes = [len(group.get("params", ())) for group in saved]
+    if sizes != saved_sizes:
+        raise ConfigError("state_dict", saved_sizes, f"its groups must have {sizes} parameters")
+    for group in saved:
+        check(group)
+    return saved
+
+
+def to_json(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return the groups' hyperparameters as JSON takes them."""
+    return [
+        {
+            name: {"tensor": float(value)} if isinstance(value, torch.Tensor) else _plain(value)
+            for name, value in group.items()
+            if name not in NOT_LOADED and _is_plain(value)
+        }
+        for group in groups
+    ]
+
+
+def from_json(
+    metadata: Mapping[str, Any], path: str, kind: str, groups: Sequence[Group], check: Callable[[Group], None]
+) -> list[dict[str, Any]]:
+    """Return what to set from a checkpoint's metadata (kind, `to_json`), or what claims to be that."""
+    saved_groups = metadata.get("groups")
+    if metadata.get("optimizer") != kind:
+        raise CheckpointError(f"{path} is of {metadata.get('optimizer')}, and this is {kind}")
+    if not isinstance(saved_groups, list) or not all(isinstance(group, dict) for group in saved_groups):
+        raise CheckpointError(f"{path} is damaged: its groups are {str(saved_groups)[:60]}")
+    if len(saved_groups) != len(groups):
+        raise CheckpointError(
+            f"{path} is of another model: it has {len(saved_groups)} parameter groups, and there are "
+            f"{len(groups)} here"
+        )
+    restored = []
+    for group, saved in zip(groups, saved_groups, strict=True):
+        try:
+            restored.append({n: _restored(n, v, group.get(n)) for n, v in saved.items() if n not in NOT_SAVED})
+            check(restored[-1])
+        except ConfigError as cause:
+            raise CheckpointError(f"{path} is damaged: {cause}") from cause
+    return restored
+
+
+def set_restored(groups: Sequence[dict[str, Any]], restored: Sequence[Group]) -> None:
+    """Set what `from_json` returned; tensors are written to."""
+    for group, values in zip(groups, restored, strict=True):
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                group[name].copy_(value)
+            else:
+                group[name] = value
+
+
+def _is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
+    """Return whether JSON (with a mark for tensors of one element) keeps a value."""
+    if isinstance(value, tuple | list):
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
+    if isinstance(value, torch.Tensor | np.ndarray | np.number):
+        return not math.isnan(number(value))
+    return value is None or isinstance(value, bool | int | float | str | np.bool_)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of which `_is_plain` is true as JSON takes it."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
+
+
+def _restored(name: str, saved: Any, now: Any) -> Any:
+    """Return a saved hyperparameter in the kind that the group has it in."""
+    value = saved["tensor"] if isinstance(saved, dict) and saved.keys() == {"tensor"} else saved
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if name == "params" or not _is_plain(value) or (value is not saved and not is_number):
+        raise ConfigError(name, saved, "no checkpoint has such a hyperparameter")
+    if not isinstance(now, torch.Tensor):
+        return tuple(value) if isinstance(now, tuple) and isinstance(value, list) else value
+    if not is_number or now.numel() != 1:
+        raise ConfigError(name, saved, f"it is a tensor of shape {tuple(now.shape)} here")
+    try:
+        return torch.full_like(now, value, requires_grad=False)
+    except (RuntimeError, OverflowError) as cause:
+        raise ConfigError(name, saved, str(cause)) from cause

@@ -1,0 +1,293 @@
+"""`OffloadedOptimizer`: a PyTorch optimizer whose state lives where the plan says, whatever its rule.
+
+A thin client of `offload.Engine`: it knows torch's parameters, gradients and hooks, and nothing of tiers. Who owns
+what: `LateEngine` the engine and the GPU, `Weights` the parameters, a `Route` their gradients, `Scaling` the factors
+for these, `StateView` what is read and written from outside. None of them knows the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, overload
+
+import torch
+
+from offload.config import OffloadConfig
+from offload.engine.timeline import Interval
+from offload.errors import ConfigError, invariant
+from offload.layout import Parameter
+from offload.optim import ranks
+from offload.optim.groups import names
+from offload.optim.late import LateEngine
+from offload.optim.routes import choose_route
+from offload.optim.scaling import Scaling
+from offload.optim.stateful import StatefulOptimizer
+from offload.optim.weights import Bound, check_parameter
+from offload.protocols import Device
+from offload.rules import number
+from offload.sim import Explanation, Forecast, PlanReport, compare
+
+
+class OffloadedOptimizer(StatefulOptimizer):
+    """What this package's optimizers share; use one of these."""
+
+    def __init__(
+        self, params: Iterable[Any], defaults: dict[str, Any], offload: OffloadConfig | Mapping[str, Any] | None
+    ) -> None:
+        if isinstance(offload, Mapping):
+            offload = OffloadConfig.from_dict(offload)
+        if offload is not None and not isinstance(offload, OffloadConfig):
+            raise ConfigError("offload", offload, "give an OffloadConfig or a mapping of its fields")
+        config = offload or OffloadConfig()
+        owner = weakref.proxy(self)  # the engine does not keep it alive
+        late = LateEngine(config, self.rule, lambda config: owner._open(config))
+        super().__init__(params, defaults, late)
+        parameters = [*self._parameters()]
+        world, rank = ranks.world()
+        late.config = config.for_rank(rank) if world > 1 else config
+        late.use(self._find_device(parameters))
+        first = self.param_groups[0]["params"]
+        self._weights.place = first[0].device if first else None
+        self._scaling = Scaling()
+        self._route = choose_route(late, self._weights, self._scaling, world)
+        self._forecast = Forecast()
+        if late.device is None or config.gpu_memory != "auto":
+            self._open(late.config)
+        else:
+            self._widen_gradients(parameters)
+
+    def _find_device(self, parameters: list[torch.Tensor]) -> Device | None:
+        """Return the GPU that all weights lie on; None for the CPU."""
+        devices = {parameter.device for parameter in parameters}
+        if len(devices) > 1:
+            found = ", ".join(sorted(map(str, devices)))
+            raise ConfigError("params", found, "have all weights on one device, or an optimizer for each")
+        if devices and next(iter(devices)).type == "cuda":
+            from offload.engine.cuda import CudaDevice
+
+            return CudaDevice(next(iter(devices)))
+        return None
+
+    def _open(self, config: OffloadConfig) -> None:
+        wanted = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        described = self._weights.describe(self.param_groups, wanted)
+        with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
+            self._late.start(described, config, self._route.has_slots)
+            # Frozen ones, too: torch takes no other dtype for a gradient that is there.
+            self._widen_gradients(self._parameters())
+            self._attach(wanted, described)
+
+    # Parameters
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch documents it; its state joins what is offloaded.
+
+        Raises:
+            ConfigError: If a parameter or a hyperparameter cannot be used; nothing has changed then.
+            InfeasiblePlanError: If the new state does not fit; nothing has changed then.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            if torch.is_inference_mode_enabled():
+                allowed = "make optimizers and add groups outside of it: tensors made in it have no version counter"
+                raise ConfigError("params", "torch.inference_mode()", allowed)
+            self._check_group(group)
+            if len(set(group["params"])) != len(group["params"]):
+                raise ConfigError("params", "a parameter twice in one group", "give each parameter once")
+            for parameter, name, at in names(self.param_groups):
+                if at == len(self.param_groups) - 1:
+                    check_parameter(parameter, name, self._weights.place)
+            if self._late.opened is not None:
+                bound = self._weights.bound  # perhaps by an addition that was interrupted
+                self._add([p for p in group["params"] if p.requires_grad and p not in bound])
+            if self._weights.place is not None:  # else the constructor does it for all
+                self._widen_gradients(group["params"])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _widen_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let autograd accumulate in float32, if that is wanted."""
+        if self._late.config.gradient_dtype == "float32" and self._route.widens:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad_dtype = torch.float32
+
+    def _add(self, wanted: list[torch.Tensor]) -> None:
+        described = self._weights.describe(self.param_groups, wanted)
+        # What the engine has and we do not is left of an addition that was interrupted.
+        if self.engine.plan.layout.parameters[len(self._weights.bound) :] != described:
+            self.engine.add(described)
+        self._attach(wanted, described)
+
+    def _attach(self, wanted: list[torch.Tensor], described: tuple[Parameter, ...]) -> None:
+        bound = self._weights.bound
+        there = len(self.engine.plan.layout.parameters)
+        invariant(len(bound) + len(wanted) == there, "parameters that were interrupted while they were added")
+        self._widen_gradients(wanted)
+        for parameter, known in zip(wanted, described, strict=True):
+            record = self._weights.bind(parameter, known.name)
+            self._route.attach(record)
+            bound[parameter] = record  # last: whatever is interrupted before is done anew
+
+    # Gradients
+
+    def forget_departed(self) -> None:
+        """Forget gradients that have left the GPU: those that arrive next are the first; for `offload.GradScaler`."""
+        self._route.forget()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, as torch documents it; those that have left, too."""
+        self._scaling.forget()
+        self._route.forget()
+        super().zero_grad(set_to_none)
+
+    def _bind_gradients(self) -> list[Bound]:
+        """Tell the engine where gradients lie; return the parameters that have one."""
+        bound = self._weights.bound
+        late = [p for p in self._parameters() if p.grad is not None and p not in bound and p.requires_grad]
+        if late:  # frozen when the optimizer was made, and not any more
+            self._add(late)
+        active = self._route.bind()
+        self._scaling.check(self._route.notes())
+        return active
+
+    def _norm_sq(self) -> float:
+        """Return the squared norm of all gradients, without factors."""
+        return self.engine.gradient_norm_sq([bound.position for bound in self._bind_gradients()])
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Clip the L2 norm of all gradients in the update itself.
+
+        `.grad` is left as it is; the factor is applied when `step` reads it, and forgotten by `zero_grad`. So
+        gradients are changed before this is called: `step` refuses those that were replaced, changed or accumulated
+        since. Of writes past version counters (through `.data`, NumPy, or collectives) only those before are seen.
+        The norm is that of the gradients as they are at this call: those in host memory are read once, to see whether
+        they have changed since their norms were gathered. So writes through `.data` or NumPy are noticed.
+
+        Args:
+            max_norm: Largest norm.
+            error_if_nonfinite: Raise instead of letting a gradient that is not finite through.
+
+        Returns:
+            The norm before clipping, a float64 tensor without dimensions. The same for every placement.
+
+        Raises:
+            RuntimeError: If the norm is not finite and `error_if_nonfinite` is set.
+            ConfigError: If gradients have changed since they were clipped before.
+        """
+        if not number(max_norm) >= 0:
+            raise ConfigError("max_norm", max_norm, "give a number >= 0")
+        with self._lock:
+            self._late.open_after_backward()
+            norm = self._scaling.unscaled(self._norm_sq())
+            if error_if_nonfinite and not math.isfinite(norm):
+                raise RuntimeError(f"the gradients' norm is {norm}, so they cannot be clipped")
+            self._scaling.clip_to(max_norm, norm, self._route.notes())
+            return torch.tensor(norm, dtype=torch.float64, device="cpu")
+
+    def unscale(self, scale: float) -> bool:
+        """Have the next step divide gradients by `scale`, and leave them as they are; for `offload.GradScaler`.
+
+        Args:
+            scale: What the loss was multiplied by.
+
+        Returns:
+            Whether all gradients are finite.
+        """
+        with self._lock:
+            self._late.open_after_backward()
+            finite = math.isfinite(self._norm_sq())
+            self._scaling.unscale(scale, self._route.notes())
+            return finite
+
+    # Work
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: Evaluates the model and returns the loss.
+
+        Raises:
+            StepAbortedError: If the step could not be finished; the session is broken then.
+            SessionBrokenError: If the optimizer was closed or its session is broken.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._lock:
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        self._late.open_after_backward()
+        self._state.check()
+        groups = [self.rule.values(group) for group in self.param_groups]
+        active = self._bind_gradients()
+        scale, clip = self._scaling.loss_scale, self._scaling.clip
+        try:
+            self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
+        finally:
+            self._state.changes += 1
+            self._scaling.forget()
+            self._route.forget()
+            self._weights.written(active)
+
+    # Figures and the end
+
+    @property
+    def plan(self) -> PlanReport:
+        """What lives where, how long a step should take, what bounds it, and how long the last one took."""
+        return PlanReport(self.engine.plan, self.explain(), int(self.engine.metrics().get("unpinned_bytes", 0)))
+
+    def explain(self) -> Explanation:
+        """Return predicted and measured seconds of the last step, lane by lane; print it."""
+        return compare(self._forecast.simulated(self.engine.plan, self.engine.rates), self.engine.metrics())
+
+    def metrics(self) -> dict[str, float]:
+        """Return the last step as a flat dict: `Engine.metrics` and what was expected of it.
+
+        Beside each `lane/<lane>/busy_s` there is `lane/<lane>/predicted_s`; beside `step_s`, `predicted_step_s`; and
+        `gradient_norm`, that of the last `clip_grad_norm_`. Predictions are those that were due before the step.
+        """
+        prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
+        lanes = {f"lane/{lane}/predicted_s": busy_s for lane, busy_s in prediction.busy_s.items()}
+        predicted = {**lanes, "predicted_step_s": prediction.step_s}
+        return {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm}
+
+    def timeline(self) -> list[Interval]:
+        """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes)."""
+        return self.engine.timeline()
+
+    def close(self) -> None:
+        """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten."""
+        self._route.detach()
+        for parameter in self._parameters():
+            if parameter.grad_dtype not in (None, parameter.dtype):
+                parameter.grad = None
+                parameter.grad_dtype = parameter.dtype
+        self._late.close()
+        self._route.release()  # the lanes have ended
+
+    def __enter__(self) -> OffloadedOptimizer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

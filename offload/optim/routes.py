@@ -1,0 +1,272 @@
+"""How gradients get from autograd to the engine. An optimizer has one route, chosen when it is made.
+
+A route owns the hooks, and knows who reduces gradients and when. Hooks run on autograd's threads, one backward pass
+at a time, and keep neither a route nor a parameter alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.errors import ConfigError
+from offload.kernels.reference import DTYPE_CODES
+from offload.optim.late import LateEngine
+from offload.optim.scaling import Note, Scaling
+from offload.optim.slots import GradientSlot
+from offload.optim.weights import Bound, Weights
+from offload.protocols import DeviceLane, Mark
+
+MAX_IN_TRANSIT_BYTES = 1 << 30
+"""Gradients on a GPU that are held while they leave it; for more of them, backward waits on the GPU."""
+
+
+def choose_route(late: LateEngine, weights: Weights, scaling: Scaling, world: int) -> Route:
+    """Return the route for the device and the number of ranks; refuse, and close, what would leave unreduced."""
+    if world > 1 and not late.config.keep_grads:
+        late.close()
+        allowed = f"use true: {world} processes reduce gradients after they have arrived"
+        raise ConfigError("keep_grads", False, allowed)
+    if late.device is None:
+        return (Slots if world == 1 else Reduced)(late, weights, scaling)
+    return (AtStep if late.config.keep_grads else Departing)(late, weights, scaling)
+
+
+class Route:
+    """What routes share: gradients stay in `.grad`, and are bound where they lie when the step begins."""
+
+    has_slots: ClassVar[bool] = False
+    """Whether the engine provides memory for gradients."""
+    widens: ClassVar[bool] = True
+    """Whether autograd may accumulate in a wider dtype than the weight's."""
+
+    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling) -> None:
+        self._late = late
+        self._bound = weights.bound
+        self._scaling = scaling
+        self._handles: list[Any] = []
+        self._held: list[torch.Tensor] = []
+
+    def attach(self, bound: Bound) -> None:
+        """Hear of a parameter's gradients from now on."""
+        self._engine = self._late.engine  # which is open now
+        register: Any = bound.parameter.register_post_accumulate_grad_hook
+        self._handles.append(register(_ArrivalHook(self, bound)))
+
+    def arrived(self, bound: Bound, builds_graph: bool = False) -> None:
+        """Take in a gradient that has been accumulated; `builds_graph` if backward makes a graph of it."""
+        gradient = bound.parameter.grad
+        if gradient is None or self._engine.broken is not None:
+            return
+        bound.arrivals += 1
+        if self._scaling.noted:
+            self._scaling.arrived(bound, gradient, builds_graph)
+        self._take(bound, gradient)
+
+    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+        """Do what there is to be done with a gradient before the step."""
+
+    def bind(self) -> list[Bound]:
+        """Tell the engine where gradients lie; return the parameters that have one."""
+        self._held.clear()
+        return [bound for bound in self._bound.values() if self._bind(bound)]
+
+    def _bind(self, bound: Bound) -> bool:
+        parameter, gradient = bound.parameter, bound.parameter.grad
+        if gradient is None:
+            return False
+        _check_gradient(gradient, parameter, bound.name)
+        self._held.append(gradient)
+        gathered = self._is_gathered(bound, gradient)
+        if not _lies_as(gradient, parameter):
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+            self._held.append(gradient)
+        dtype = DTYPE_CODES[gradient.dtype]
+        self._engine.bind_gradient(bound.position, gradient.data_ptr(), dtype, gathered=gathered)
+        return True
+
+    def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:
+        return False  # when it arrived
+
+    def note(self, bound: Bound) -> Note | None:
+        """Return what tells a parameter's gradient from others; None if it has none."""
+        gradient = bound.parameter.grad
+        return Note(weakref.ref(gradient), gradient._version, gradient.data_ptr()) if gradient is not None else None
+
+    def notes(self) -> Iterator[tuple[Bound, Note | None]]:
+        """Yield all parameters, and what tells their gradients from others."""
+        return ((bound, self.note(bound)) for bound in self._bound.values())
+
+    def forget(self) -> None:
+        """Forget gradients that are not in `.grad` any more."""
+        self.release()
+
+    def release(self) -> None:
+        """Let go of all gradients: nobody reads them any more."""
+        self._held.clear()
+
+    def detach(self) -> None:
+        """Hear of no more gradients."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class AtStep(Route):
+    """From a GPU, when the step begins."""
+
+
+class Reduced(Route):
+    """From host memory when the step begins: until then ranks reduce gradients, in the dtype that they are in."""
+
+    widens = False
+
+
+class Slots(Route):
+    """In host memory: on arrival norms are gathered, while the gradient is in cache, and `.grad` becomes a slot."""
+
+    has_slots = True
+
+    def attach(self, bound: Bound) -> None:
+        """See `Route.attach`."""
+        bound.slot = GradientSlot(self._late.engine.gradient_slot(bound.position), bound.parameter)
+        super().attach(bound)
+
+    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+        parameter, slot, engine = bound.parameter, bound.slot, self._engine
+        _check_gradient(gradient, parameter, bound.name)
+        if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
+            engine.gradient_arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
+        elif gradient.requires_grad or parameter.grad_dtype not in (None, slot.dtype):
+            return  # part of a graph, or of a weight that is not what it was: `step` looks at it
+        elif gradient.dtype not in (slot.dtype, parameter.dtype):
+            return  # wider than its slot: it is not narrowed
+        elif not slot.is_free:
+            return  # somebody still holds the last pass's gradient, which lies in the slot
+        else:
+            lent = slot.lend()
+            if _lies_as(gradient, parameter):
+                engine.gradient_arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+            else:
+                lent.copy_(gradient)
+                engine.gradient_arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
+            parameter.grad = gradient = lent
+        bound.gathered = gradient._version
+
+    def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:
+        return gradient.data_ptr() == bound.slot.address and gradient._version == bound.gathered
+
+
+class Departing(Route):
+    """From a GPU during backward: `.grad` is None again before the next parameter's gradient arrives."""
+
+    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling) -> None:
+        super().__init__(late, weights, scaling)
+        self._left: dict[Bound, torch.Tensor | None] = {}
+        """Parameters whose gradients have left `.grad`, and those that the GPU reads and adds to until the step."""
+        self._left_from: dict[Bound, StorageWeakRef] = {}
+        self._in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
+        self._in_transit_bytes = 0
+
+    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+        _check_gradient(gradient, bound.parameter, bound.name)
+        if not gradient.requires_grad:  # else it is part of a graph, and stays until the step
+            self._depart(bound, gradient)
+
+    def _depart(self, bound: Bound, gradient: torch.Tensor) -> None:
+        """Let a gradient leave the GPU, or at least `.grad`."""
+        parameter, engine, device = bound.parameter, self._engine, self._late.device
+        if bound in self._left:
+            self._scaling.added(bound)
+        storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
+        before = self._left_from.get(bound)
+        if before is not None and before == storage:
+            # Written to meanwhile, in no order with what has read it or will: a replayed graph has one place for it.
+            raise ConfigError(
+                f"gradient of {bound.name}",
+                "in the same memory as that of the pass before",
+                "with CUDA graphs, take one backward pass a step, or keep_grads=True",
+            )
+        self._left_from[bound] = storage  # which allocators do not use again as long as this is here
+        if not _lies_as(gradient, parameter):
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        mark = engine.gradient_arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
+        parameter.grad = None
+        while self._in_transit and self._in_transit[0][0].reached():
+            self._in_transit_bytes -= self._in_transit.popleft()[1].nbytes
+        if mark is not None:
+            self._in_transit.append((mark, gradient))  # its memory is free when the copy has been made
+            self._in_transit_bytes += gradient.nbytes
+        while self._in_transit_bytes > MAX_IN_TRANSIT_BYTES and device is not None:
+            first, oldest = self._in_transit.popleft()
+            self._in_transit_bytes -= oldest.nbytes
+            device.follow(DeviceLane.CALLER, first)  # whatever backward does next, with that memory too
+            device.give_up(oldest)
+        if bound not in self._left:
+            self._left[bound] = gradient if engine.keeps_gradient(bound.position) else None
+
+    def _bind(self, bound: Bound) -> bool:
+        if bound not in self._left:
+            return super()._bind(bound)
+        if bound.parameter.grad is not None:
+            self._depart(bound, bound.parameter.grad.detach())
+        return True
+
+    def note(self, bound: Bound) -> Note | None:
+        """See `Route.note`."""
+        return Note(weakref.ref(bound.parameter), bound.arrivals, 0) if bound in self._left else super().note(bound)
+
+    def forget(self) -> None:
+        """See `Route.forget`."""
+        device = self._late.device
+        if self._left and device is not None:
+            self._engine.forget_gradients()  # the caller's stream comes behind whatever reads them
+            for gradient in (*self._left.values(), *(gradient for _, gradient in self._in_transit)):
+                if gradient is not None:
+                    device.give_up(gradient)
+        self.release()
+
+    def release(self) -> None:
+        """See `Route.release`."""
+        super().release()
+        self._left.clear()
+        self._left_from.clear()
+        self._in_transit.clear()
+        self._in_transit_bytes = 0
+
+
+class _ArrivalHook:
+    """Runs when autograd has accumulated a gradient."""
+
+    def __init__(self, route: Route, bound: Bound) -> None:
+        self._route = weakref.ref(route)
+        self._bound = weakref.ref(bound)
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        route, bound = self._route(), self._bound()
+        if route is not None and bound is not None:
+            builds_graph = torch.is_grad_enabled()
+            with torch.no_grad():
+                route.arrived(bound, builds_graph)
+
+
+def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether a gradient's memory holds its elements, in the order of the parameter's."""
+    return gradient.stride() == parameter.stride() and not gradient.is_neg()
+
+
+def _check_gradient(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> None:
+    """Verify that a gradient can be read as that of a weight."""
+    if gradient.layout != torch.strided:
+        allowed = "use dense gradients (for an embedding, sparse=False)"
+        raise ConfigError(f"gradient of {name}", gradient.layout, allowed)
+    if gradient.dtype not in DTYPE_CODES or gradient.device != parameter.device:
+        found = f"{gradient.dtype} on {gradient.device}"
+        raise ConfigError(f"gradient of {name}", found, "use a floating dtype on the weight's device")
+    if gradient.shape != parameter.shape:
+        raise ConfigError(f"gradient of {name}", tuple(gradient.shape), f"use {tuple(parameter.shape)}")

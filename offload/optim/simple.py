@@ -1,0 +1,125 @@
+"""`Lion`, `Adagrad` and `SGD`: one state tensor beside the master, 8 bytes a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from offload.config import OffloadConfig
+from offload.errors import ConfigError
+from offload.optim.optimizer import OffloadedOptimizer
+from offload.rules import ADAGRAD, LION, SGD_MOMENTUM, number
+
+Offload = OffloadConfig | Mapping[str, Any] | None
+Rate = float | torch.Tensor
+
+
+class Lion(OffloadedOptimizer):
+    """Lion with offloaded state (Chen et al. 2023, arXiv 2302.06675, algorithm 2); weight decay is decoupled.
+
+    Args:
+        params: As for `AdamW`.
+        lr: Learning rate; a third to a tenth of AdamW's.
+        betas: How much of the old momentum counts in the sign, and in the new momentum.
+        weight_decay: Decoupled decay; three to ten times AdamW's.
+        maximize: Maximize instead of minimize.
+        offload: Where state may live; None for host memory.
+
+    Raises:
+        ConfigError: If an argument or parameter cannot be used; raised before any file is touched.
+        InfeasiblePlanError: If the state does not fit into the tiers.
+    """
+
+    rule, kind = LION, "Lion"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Rate = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        offload: Offload = None,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}, offload
+        )
+
+
+class Adagrad(OffloadedOptimizer):
+    """Adagrad with offloaded state (Duchi et al., JMLR 12, 2011), as torch's; weight decay is an L2 term.
+
+    Args:
+        params: As for `AdamW`.
+        lr: Learning rate.
+        lr_decay: The rate of a parameter's update `n` is `lr / (1 + (n - 1) * lr_decay)`.
+        weight_decay: Coefficient of the L2 term.
+        initial_accumulator_value: Not supported; only 0.
+        eps: Added to the root of the sum of squares.
+        maximize: Maximize instead of minimize.
+        offload: Where state may live; None for host memory.
+
+    Raises:
+        ConfigError: If an argument or parameter cannot be used; raised before any file is touched.
+        InfeasiblePlanError: If the state does not fit into the tiers.
+    """
+
+    rule, kind = ADAGRAD, "Adagrad"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Rate = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+        offload: Offload = None,
+    ) -> None:
+        if number(initial_accumulator_value) != 0:
+            raise ConfigError(
+                "initial_accumulator_value", initial_accumulator_value, "use 0: state starts from zeros"
+            )
+        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps, "maximize": maximize}
+        super().__init__(params, defaults, offload)
+
+
+class SGD(OffloadedOptimizer):
+    """SGD with momentum and offloaded state, as torch's; weight decay is an L2 term.
+
+    Args:
+        params: As for `AdamW`.
+        lr: Learning rate.
+        momentum: Part of the momentum that stays; its buffer is kept for 0, too.
+        dampening: Part of a gradient that does not enter the momentum, but for the first.
+        weight_decay: Coefficient of the L2 term.
+        nesterov: Nesterov's momentum.
+        maximize: Maximize instead of minimize.
+        offload: Where state may live; None for host memory.
+
+    Raises:
+        ConfigError: If an argument or parameter cannot be used; raised before any file is touched.
+        InfeasiblePlanError: If the state does not fit into the tiers.
+    """
+
+    rule, kind = SGD_MOMENTUM, "SGD"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: Rate = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        offload: Offload = None,
+    ) -> None:
+        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "nesterov": nesterov, "maximize": maximize}, offload)

@@ -1,0 +1,348 @@
+"""What an optimizer does with its state: looks at it, replaces it, and keeps it in checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from copy import deepcopy
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+
+from offload.checkpoint.exchange import SafetensorsSource, import_distributed
+from offload.checkpoint.manifest import Piece
+from offload.checkpoint.reader import Checkpoint, StateSource
+from offload.errors import CheckpointError, ConfigError
+from offload.optim import ranks
+from offload.optim.groups import NOT_LOADED, Group, checked_groups, from_json, names, set_restored, to_json
+from offload.optim.late import LateEngine
+from offload.optim.state import StateView
+from offload.optim.weights import Bound, Weights
+from offload.rules import UpdateRule
+from offload.session.engine import Engine
+
+
+class StatefulOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state an engine keeps. Not here: gradients, and what is done with them."""
+
+    rule: ClassVar[UpdateRule]
+    """What is kept for each parameter, and how a step changes it."""
+
+    kind: ClassVar[str]
+    """What checkpoints call the optimizer."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], late: LateEngine) -> None:
+        self._lock = threading.RLock()
+        self._late = late
+        self._weights = Weights(late)
+        self._state = StateView(late, self._weights, self.rule, self._lock, type(self).__name__)
+        super().__init__(params, defaults)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine under this optimizer."""
+        return self._late.engine
+
+    # What its rule says
+
+    def _check_group(self, group: Group) -> None:
+        """Refuse hyperparameters that cannot be used."""
+        self.rule.values(group)
+
+    def _check_saved_group(self, group: Group) -> None:
+        """Refuse a group of a state dict that is of another rule, or cannot be used."""
+        self._check_group(group)
+
+    # State
+
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[torch.Tensor, dict[str, torch.Tensor]]:
+        """State of all parameters that have been updated, as torch's optimizers have it; read when asked for.
+
+        What is read is a copy. An assignment (`state[p] = ...`, `state[p]["exp_avg"] = ...`) is written to where the
+        state lives. `state = {}`, `state.clear()`, `state[p] = {}` and `del state[p]` are `reset_state`. After a
+        change of a copy in place (`state[p]["exp_avg"].zero_()`) the next step, save, or look at the state raises
+        `ConfigError`; writes that torch's version counter does not see (through `.data` or numpy) are not noticed.
+        `state_for` and `state_dict` give copies that are the caller's.
+        """
+        return self._state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if isinstance(value, StateView) or value or not isinstance(value, Mapping):
+            raise ConfigError("state", type(value).__name__, "use load_state_dict to replace state")
+        self.reset_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state and all hyperparameters in torch's own layout; `master` beside the moments."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        with self._lock:
+            numbers = {parameter: number for number, (parameter, _, _) in enumerate(names(self.param_groups))}
+            groups = [
+                {name: value for name, value in group.items() if name != "params"}
+                | {"params": [numbers[parameter] for parameter in group["params"]]}
+                for group in self.param_groups
+            ]
+            updated = [*self._state]
+            entries = zip(updated, self._state.read(updated), strict=True)
+            packed = {"state": {numbers[p]: entry for p, entry in entries}, "param_groups": groups}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, packed)
+            if changed is not None:
+                packed = changed
+        return packed
+
+    def state_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a parameter's `master` and moments as new fp32 CPU tensors, wherever they live.
+
+        Raises:
+            ConfigError: If the parameter has no state here.
+        """
+        entry = self._state.read([self._weights.of(parameter).parameter])[0]
+        return {name: entry[name] for name in self.rule.names}
+
+    def reset_state(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Forget moments and step counts, as if the parameters had never been updated; weights stay.
+
+        Training goes on as with a new optimizer, bit for bit. There is one difference with 16-bit weights: masters
+        stay, too, which are more exact than the weights that a new optimizer would take them from.
+
+        Args:
+            parameters: Which ones; None for all.
+
+        Raises:
+            ConfigError: One has no state here; nothing has changed then.
+        """
+        self._state.reset(parameters)
+
+    def refresh_masters(self) -> None:
+        """Read all masters anew from the weights; for writes that torch's version counter does not see."""
+        for bound in self._weights.bound.values():
+            self.engine.reload_master(bound.position)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, of this class or of torch's own of that rule.
+
+        State is never cast down. A missing master is taken from the weight, so load the model's weights first.
+
+        Raises:
+            ConfigError: If groups, parameters or shapes do not match; nothing has changed then.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        saved = checked_groups(state_dict, self.param_groups, self._check_saved_group)
+        by_id: dict[Any, torch.Tensor] = dict(
+            zip(
+                chain.from_iterable(group["params"] for group in saved),
+                chain.from_iterable(group["params"] for group in self.param_groups),
+                strict=True,
+            )
+        )
+        self._late.open()
+        entries = {}
+        for key, entry in state_dict["state"].items():
+            bound = self._weights.bound.get(by_id[key]) if key in by_id else None
+            if bound is None:
+                raise ConfigError(
+                    "state_dict", key, "it has state for a parameter that this optimizer does not update"
+                )
+            entries[bound] = self._state.checked(f"state_dict {key}", entry, bound.parameter)
+        with self._lock:
+            self._state.replace_all(entries)
+            for group, values in zip(self.param_groups, saved, strict=True):
+                group.update({name: deepcopy(values[name]) for name in values if name not in NOT_LOADED})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Any = None,
+        copy: bool = False,
+        on_done: Callable[[BaseException | None], None] | None = None,
+    ) -> None:
+        """Start a checkpoint of the state as it is now; it is written while training goes on.
+
+        State that lies on a path stays there: its place is reserved for the checkpoint. State in memory is written
+        during the next forward and backward, and before its next update at the latest. With `copy`, or without
+        paths, everything is copied into the folder, which then needs nothing else. Masters that are (fp32) weights
+        are written before this returns.
+
+        The last `OffloadConfig.checkpoints_kept` checkpoints without `copy` are kept; an older one stops being one
+        when a newer has been committed. With `torch.distributed`, all ranks call this together.
+
+        Args:
+            path: Folder, or "s3://bucket/prefix"; made if it is not there. One that holds a checkpoint holds that
+                one until the new one has been committed.
+            extra: Whatever else the loop needs to go on: random states, position in the data, a gradient scaler's
+                `state_dict()`, buffers, frozen parameters. Anything that `torch.save` takes, taken as it is now.
+            copy: Make the checkpoint self-contained.
+            on_done: Called from a thread of its own when it has ended, with the error or None.
+
+        Raises:
+            CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
+                `TierError` is the `__cause__`; training may go on. What goes wrong later is logged, and raised by
+                `wait_checkpoint`.
+            SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
+        """
+        content = None
+        if extra is not None:
+            buffer = io.BytesIO()
+            torch.save(extra, buffer)
+            content = buffer.getvalue()
+        with self._lock:
+            self._state.check()
+            self._late.open()
+            bounds = self._weights.bound.values()
+            world, rank, id, replica = ranks.agree_on_save({bound.name: bound.parameter for bound in bounds})
+            self.engine.save(
+                path,
+                metadata={"optimizer": self.kind, "groups": to_json(self.param_groups)},
+                extra=content,
+                pieces=[
+                    Piece(0, parameter.numel(), tuple(parameter.shape), tuple(parameter.stride()))
+                    for parameter in self._weights.bound
+                ],
+                copy=copy,
+                on_done=on_done,
+                id=id,
+                rank=rank,
+                ranks=world,
+                replica=replica,
+            )
+
+    def wait_checkpoint(self, timeout_s: float | None = None) -> None:
+        """Wait until the checkpoint that was started last has been committed.
+
+        Raises:
+            CheckpointError: It was not; a `TierError` that it failed with is the `__cause__`. Training may go on.
+            TimeoutError: It has not been by then.
+        """
+        self.engine.wait_checkpoint(timeout_s)
+
+    def release_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Release a checkpoint that is kept: it is none from then on, and its slots are free.
+
+        Older checkpoints than `OffloadConfig.checkpoints_kept` are released by themselves, but not those whose folder
+        was moved or deleted: nobody can tell which. Call this before or after deleting the folder of a checkpoint
+        that is still kept. With `torch.distributed`, all ranks call it together.
+
+        Args:
+            path: The folder that it was saved to.
+
+        Raises:
+            CheckpointError: None in that folder is kept by this optimizer, or somebody is reading it.
+        """
+        self.engine.release(path)
+
+    @torch.no_grad()
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], *, hyperparameters: bool = True, weights_only: bool = True
+    ) -> Any:
+        """Go on from a checkpoint: state, step counts, hyperparameters, and the weights, derived from their masters.
+
+        Tiers, budgets, subgroups, paths and ranks may be others than when it was written. With the same subgroups,
+        tiles and ranks nothing is copied: state that is not at home in memory stays in its slots. Parameters are
+        told by their names, so either give names (`model.named_parameters()`) or the same parameters in the same
+        order.
+
+        Args:
+            path: Its folder.
+            hyperparameters: Take the groups' hyperparameters from it, too.
+            weights_only: See `torch.load`; False for an `extra` of arbitrary objects, which may run code.
+
+        Returns:
+            What was given as `extra` (by the rank of this number, or by rank 0); None if nothing was.
+
+        Raises:
+            CheckpointError: There is no checkpoint, or it is damaged or of another model. Nothing has changed then,
+                unless damage was found while the state was read, which breaks the session. State that stays where it
+                lies is read, and verified, when it is next used.
+        """
+        config = self.engine.config
+        places = [place.path for place in config.path_configs]
+        with self._lock, Checkpoint(path, verify=config.checksum, paths=places) as checkpoint:
+            rank = ranks.world()[1]
+            rank = rank if rank < len(checkpoint.manifests) else 0
+            groups = self._restored_groups(checkpoint.manifests[rank].metadata, checkpoint.path)
+            content = checkpoint.extra(rank)
+            extra = None
+            if content is not None:
+                try:
+                    extra = torch.load(io.BytesIO(content), weights_only=weights_only)
+                except Exception as cause:
+                    raise CheckpointError(
+                        f"what was given as extra to {checkpoint.path} cannot be read: {cause}. If you trust the "
+                        "file, pass weights_only=False"
+                    ) from cause
+            self._load(checkpoint, groups if hyperparameters else None)
+        return extra
+
+    @torch.no_grad()
+    def import_state(self, path: str | os.PathLike[str], *, hyperparameters: bool = True) -> None:
+        """Go on from optimizer state of another format, streamed: safetensors, or `torch.distributed.checkpoint`.
+
+        Parameters are told by their names. A master that is missing is taken from the weight, so load the model's
+        weights first; where it is there, the weight is derived from it.
+
+        Args:
+            path: A file, as `offload.checkpoint.exchange.export_safetensors` writes them, or the folder of a
+                distributed checkpoint, for which a file as large as the state is made meanwhile where temporary
+                files go (`TMPDIR`).
+            hyperparameters: Take the groups' hyperparameters from it, too, where it has them.
+
+        Raises:
+            CheckpointError: It cannot be read, or is of another model.
+        """
+        with self._lock, contextlib.ExitStack() as ends:
+            if os.path.isdir(path):
+                scratch = ends.enter_context(tempfile.TemporaryDirectory())
+                source = import_distributed(path, os.path.join(scratch, "state"))
+            else:
+                source = SafetensorsSource(path)
+            groups = self._restored_groups(source.metadata, source.path) if source.metadata else None
+            self._load(source, groups if hyperparameters else None)
+
+    def _restored_groups(self, metadata: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+        return from_json(metadata, path, self.kind, self.param_groups, self._check_group)
+
+    def _load(self, source: StateSource, groups: list[dict[str, Any]] | None) -> None:
+        self._late.open()
+        bounds = self._weights.bound.values()
+        _check_forms(source, bounds)
+        self._weights.check()
+        world, rank = ranks.world()
+        self._state.copies.forget()
+        self._state.changes += 1
+        self.engine.load(source, rank=rank, ranks=world)
+        self._weights.written(bounds)
+        if groups is not None:
+            set_restored(self.param_groups, groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError("optimizer", type(self).__name__, "copy or save optimizer.state_dict() instead")
+
+
+def _check_forms(source: StateSource, bounds: Iterable[Bound]) -> None:
+    """Verify that parameters lie in memory in the order in which their state was saved."""
+    for bound in bounds:
+        known = source.shape_of(bound.name) if bound.name in source.names else None
+        here = tuple(bound.form[1]), tuple(bound.form[2])
+        if known is not None and known != here:
+            raise CheckpointError(
+                f"{source.path} is of another model: {bound.name} has shape {known[0]} and strides {known[1]} "
+                f"there and {here[0]} and {here[1]} here"
+            )

@@ -1,0 +1,162 @@
+"""The parameters that an engine updates: one record each, and their weights as they were left."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from offload.errors import ConfigError
+from offload.kernels.reference import DTYPE_CODES
+from offload.layout import Parameter
+from offload.optim.groups import Group, names
+from offload.optim.late import LateEngine
+from offload.optim.slots import GradientSlot
+
+log = logging.getLogger("offload")
+
+
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
+class Bound:
+    """A parameter that the engine updates.
+
+    Attributes:
+        form: Dtype, shape and strides of the weight that the state belongs to.
+        left: Address and version of the weight as it was left.
+        arrivals: Gradients that autograd has accumulated.
+        slot: Memory for the gradient; only where gradients have slots.
+        gathered: Version of the gradient in the slot when its norm was gathered.
+    """
+
+    parameter: torch.Tensor
+    position: int
+    name: str
+    form: tuple[torch.dtype, torch.Size, tuple[int, ...]]
+    left: tuple[int, int]
+    arrivals: int = 0
+    slot: GradientSlot = field(init=False)
+    gathered: int = -1
+
+
+class Weights:
+    """All bound parameters of one optimizer, in the engine's order.
+
+    Attributes:
+        bound: Their records, in that order.
+        place: The device that all weights must be on; None for any.
+    """
+
+    def __init__(self, late: LateEngine) -> None:
+        self.bound: dict[torch.Tensor, Bound] = {}
+        self.place: torch.device | None = None
+        self._late = late
+        self._told_changed = False
+
+    def describe(self, groups: Sequence[Group], wanted: Iterable[torch.Tensor]) -> tuple[Parameter, ...]:
+        """Return what the engine has to know of parameters that are to be bound; refuse those that cannot be."""
+        known = {parameter: (name, group) for parameter, name, group in names(groups)}
+        for parameter in wanted:
+            check_parameter(parameter, known[parameter][0], self.place)
+        _check_apart({parameter: known[parameter][0] for parameter in (*self.bound, *wanted)})
+        return tuple(Parameter(known[p][0], p.numel(), DTYPE_CODES[p.dtype], known[p][1]) for p in wanted)
+
+    def bind(self, parameter: torch.Tensor, name: str) -> Bound:
+        """Tell the engine of the next parameter's weight; the record counts when it is in `bound`."""
+        form = parameter.dtype, parameter.shape, parameter.stride()
+        self._late.engine.bind_weight(len(self.bound), parameter.data_ptr())
+        return Bound(parameter, len(self.bound), name, form, (parameter.data_ptr(), parameter._version))
+
+    def of(self, parameter: Any) -> Bound:
+        """Return a parameter's record; refuse what has none."""
+        self._late.open()
+        bound = self.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
+        if bound is None:
+            raise ConfigError("parameter", type(parameter).__name__, "give a parameter that this optimizer updates")
+        return bound
+
+    def check(self) -> None:
+        """Notice weights that were moved or changed since they were left; refuse what cannot be updated any more."""
+        changed = []
+        if any(bound.parameter.data_ptr() != bound.left[0] for bound in self.bound.values()):
+            _check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
+        for parameter, bound in self.bound.items():
+            now = parameter.data_ptr(), parameter._version
+            if now == bound.left:
+                continue
+            form = parameter.dtype, parameter.shape, parameter.stride()
+            if form != bound.form:
+                found = f"{form[0]}, shape {tuple(form[1])}, strides {form[2]}"
+                raise ConfigError(
+                    bound.name, found, "make a new optimizer after changing a weight's dtype, shape or memory format"
+                )
+            check_parameter(parameter, bound.name, self.place)
+            self._late.engine.bind_weight(bound.position, now[0])
+            self._late.engine.reload_master(bound.position)
+            bound.left = now
+            changed.append(bound.name)
+        if changed and not self._told_changed:
+            self._told_changed = True
+            log.warning(
+                "%d weights (%s, ...) were changed outside the optimizer; their masters are read anew from them, "
+                "their moments stay (said once)",
+                len(changed),
+                changed[0],
+            )
+
+    def written(self, changed: Iterable[Bound]) -> None:
+        """Let torch know of weights that the engine has written to, and leave them."""
+        changed = [*changed]
+        increment_version([bound.parameter for bound in changed])
+        for bound in changed:
+            bound.left = bound.parameter.data_ptr(), bound.parameter._version
+
+
+def _check_apart(named: Mapping[torch.Tensor, str]) -> None:
+    """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
+    parameters = [*named]
+    found = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())
+    for (address, nbytes, number), (beyond, _, other) in pairwise(found):
+        if beyond < address + nbytes:
+            shared = " and ".join(named[parameters[n]] for n in sorted((number, other)))
+            raise ConfigError("params", f"{shared}, which share memory", "give tied weights as one parameter")
+
+
+def check_parameter(parameter: torch.Tensor, name: str, place: torch.device | None) -> None:
+    """Verify that a weight can be updated, and is on the one device that weights must be on, if any."""
+    with contextlib.suppress(ImportError):
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(parameter, DTensor):
+            raise ConfigError(name, "DTensor", "use plain tensors; sharded parameters are not supported yet")
+    if parameter.is_inference():
+        allowed = "make it outside torch.inference_mode(), or clone it there: it has no version counter"
+        raise ConfigError(name, "an inference tensor", allowed)
+    if parameter.layout != torch.strided:
+        raise ConfigError(name, parameter.layout, "use dense parameters")
+    if parameter.dtype not in DTYPE_CODES:
+        raise ConfigError(name, parameter.dtype, "use bfloat16, float16 or float32 weights")
+    if parameter.device.type not in ("cpu", "cuda"):
+        raise ConfigError(name, parameter.device, "keep weights on the CPU or on a CUDA (or ROCm) device")
+    if place is not None and parameter.device != place:
+        raise ConfigError(name, parameter.device, f"have all weights on {place}, or make a new optimizer")
+    if parameter.is_neg():
+        raise ConfigError(name, "a negated view", "use a weight of its own (weight.resolve_neg())")
+    if parameter.numel() and not _is_dense(parameter):
+        raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous weight (weight.contiguous())")
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,82 @@
+"""What the next step should take: simulated once, and carried on by the closed form while rates change little."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from offload.config import format_bytes
+from offload.plan.budget import Plan
+from offload.plan.cost import estimate
+from offload.plan.rates import Rates
+from offload.sim.explanation import Explanation
+from offload.sim.predict import Prediction, predict
+
+DRIFT = 0.1
+"""How far a step may drift from its simulation, by the closed form, before it is simulated anew."""
+
+
+class Forecast:
+    """Predictions for one session, whose plan and rates change as it goes on."""
+
+    def __init__(self) -> None:
+        self._made: tuple[Plan, Rates, float, Prediction] | None = None
+
+    def simulated(self, plan: Plan, rates: Rates) -> Prediction:
+        """Return the simulator's prediction of a step."""
+        prediction = predict(plan, rates)
+        self._made = plan, rates, estimate(plan, rates).step_s, prediction
+        return prediction
+
+    def carried_on(self, plan: Plan, rates: Rates) -> Prediction:
+        """Return the last simulation, carried on while plan and rates are near enough to it; else a new one."""
+        if self._made is not None and self._made[0] is plan:
+            _, then, then_s, prediction = self._made
+            closed_s = estimate(plan, rates).step_s
+            if abs(closed_s - then_s) <= DRIFT * then_s:
+                return carry_on(prediction, then, rates, closed_s / then_s if then_s else 1.0)
+        return self.simulated(plan, rates)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """A plan and what it predicts; print it.
+
+    Attributes:
+        plan: What lives where.
+        explanation: How long a step should take by the rates known now, what bounds it, and how long the last one
+            took.
+        unpinned_bytes: Host memory that the GPU copies from and to more slowly, as it could not be pinned.
+    """
+
+    plan: Plan
+    explanation: Explanation
+    unpinned_bytes: int = 0
+
+    def __str__(self) -> str:
+        lines = [str(self.plan), str(self.explanation)]
+        if self.unpinned_bytes:
+            nbytes = format_bytes(self.unpinned_bytes)
+            lines.insert(1, f"  not pinned   {nbytes:>10}  of the host memory: slower from and to the GPU")
+        return "\n".join(lines)
+
+
+def carry_on(prediction: Prediction, then: Rates, now: Rates, factor: float) -> Prediction:
+    """Return a prediction for rates that have changed a little: no simulation, and no timeline.
+
+    Args:
+        prediction: Made with the rates `then`.
+        then: Those rates.
+        now: What they are now.
+        factor: By which the whole step has become longer.
+    """
+    busy_s = {lane: s * _rate(then, lane) / _rate(now, lane) for lane, s in prediction.busy_s.items()}
+    return dataclasses.replace(prediction, step_s=prediction.step_s * factor, busy_s=busy_s, timeline=())
+
+
+def _rate(rates: Rates, lane: str) -> float:
+    kind, _, number = lane.partition(":")
+    if kind in ("read", "write"):
+        return float(getattr(rates.paths[int(number)], f"{kind}_bytes_per_s"))
+    if kind == "cpu" or rates.gpu is None:
+        return rates.cpu_bytes_per_s
+    return float(getattr(rates.gpu, "update_bytes_per_s" if kind == "gpu" else f"{kind}_bytes_per_s"))

@@ -1,0 +1,324 @@
+"""Every update rule through the whole engine: its bits whatever the placement, beside torch, saved and resumed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mirror import same_bits
+from simulated import OnDevice
+
+import offload
+from offload.errors import CheckpointError, ConfigError
+from offload.kernels import reference
+from offload.kernels.reference import SegmentTensors
+from offload.protocols import SegmentFlag
+from offload.rules import RULES
+from offload.sim import SimulatedDevice
+
+OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
+    "lion": (offload.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
+    "lion, maximized": (offload.Lion, {"lr": 1e-3, "betas": (0.8, 0.9), "maximize": True}),
+    "adagrad": (offload.Adagrad, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adagrad, decaying": (offload.Adagrad, {"lr": 1e-2, "lr_decay": 0.3, "maximize": True}),
+    "sgd": (offload.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "sgd, nesterov": (offload.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+    "sgd, plain": (offload.SGD, {"lr": 1e-2, "dampening": 0.5, "maximize": True}),
+    "adamw": (offload.AdamW, {"lr": 1e-2}),
+}
+every_optimizer = pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+STEPS = 4
+
+
+class PaperLion(torch.optim.Optimizer):
+    """Algorithm 2 of the paper, line by line, in float64."""
+
+    def __init__(self, params: Any, lr: float, betas: Any = (0.9, 0.99), weight_decay: float = 0.0, **more: Any):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            (beta1, beta2), sign = group["betas"], -1 if group.get("maximize") else 1
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                update = (beta1 * momentum + (1 - beta1) * sign * p.grad).sign()
+                p.sub_(group["lr"] * (update + group["weight_decay"] * p))
+                momentum.mul_(beta2).add_(sign * p.grad, alpha=1 - beta2)
+
+
+THEIRS = {offload.Lion: PaperLion, offload.Adagrad: torch.optim.Adagrad, offload.SGD: torch.optim.SGD}
+
+
+def weights(*dtypes: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (3000, 1, 4097, 700)
+    return [
+        torch.nn.Parameter(torch.randn(size, generator=generator).to(dtype))
+        for size, dtype in zip(sizes, itertools.cycle(dtypes))
+    ]
+
+
+def train(optimizer: Any, parameters: list[torch.nn.Parameter], first: int, steps: int, clip: bool = True) -> None:
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        for number, parameter in enumerate(parameters):
+            drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            # One has none in every other step: it counts its own updates.
+            parameter.grad = None if number == 1 and step % 2 else drawn
+        if clip:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert len(found) == len(wanted)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            assert same_bits(ours[name], theirs[name]), name
+
+
+def state_of(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[dict[str, torch.Tensor]]:
+    return [{**optimizer.state_for(p), "weight": p.detach().clone()} for p in parameters]
+
+
+def by_definition(
+    rule: Any, settings: dict[str, Any], parameters: list[torch.nn.Parameter]
+) -> list[dict[str, torch.Tensor]]:
+    """What `STEPS` steps of `train` are by `offload.kernels.reference`, with no engine at all."""
+    values = rule.values({**rule.defaults, **settings})
+    decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(values) else SegmentFlag(0)
+    masters = [p.detach().float().clone() for p in parameters]
+    states = [[torch.zeros(p.shape) for _ in rule.state] for p in parameters]
+    held = [p.detach().clone() for p in parameters]
+    counts = [0] * len(parameters)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        drawn = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in parameters]
+        gradients = [None if number == 1 and step % 2 else g for number, g in enumerate(drawn)]
+        norm = reference.norm_sq([reference.gradient_blocks(g) for g in gradients if g is not None]) ** 0.5
+        clip = min(1.0, 1.0 / (norm + 1e-6))
+        for number, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            counts[number] += 1
+            weight = None if held[number].dtype == torch.float32 else held[number]
+            row = rule.row(counts[number], values, clip)
+            flags = SegmentFlag.ACTIVE | decoupled
+            reference.update(SegmentTensors(masters[number], states[number], gradient, weight, flags, row, rule))
+    names = rule.names
+    return [
+        {**dict(zip(names, (master, *state), strict=True)), "weight": master if w.dtype == torch.float32 else w}
+        for master, state, w in zip(masters, states, held, strict=True)
+    ]
+
+
+@every_optimizer
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16,), (torch.float32,), (torch.float16, torch.float32)], ids=["bf16", "fp32", "mixed"]
+)
+def test_bits_are_those_of_the_definition_wherever_state_lives(
+    kind: Any, settings: dict[str, Any], dtypes: Any, tmp_path: Path
+) -> None:
+    wanted = by_definition(kind.rule, settings, weights(*dtypes))
+    folder = str(tmp_path)
+    for config in (
+        {},
+        {"host_memory": 0, "paths": [folder], "subgroup_numel": 1024},
+        {"host_memory": "20KiB", "paths": [folder], "subgroup_numel": 2048, "threads": 1},
+    ):
+        parameters = weights(*dtypes)
+        with kind(parameters, **settings, offload=config) as optimizer:
+            train(optimizer, parameters, 0, STEPS)
+            assert_same(state_of(optimizer, parameters), wanted)
+
+
+@every_optimizer
+@pytest.mark.parametrize("placement", ["cpu", "gpu", 0.5])
+@pytest.mark.parametrize("gpu_memory", [0, "20KiB"])
+def test_bits_are_the_same_on_a_device(
+    kind: Any, settings: dict[str, Any], placement: Any, gpu_memory: Any, tmp_path: Path
+) -> None:
+    wanted = by_definition(kind.rule, settings, weights(torch.bfloat16))
+    parameters = weights(torch.bfloat16)
+
+    class There(OnDevice):
+        rule = kind.rule
+
+        def __init__(self, device: Any, defaults: dict[str, Any], config: Any) -> None:
+            OnDevice.next_device = device
+            super(offload.AdamW.__mro__[1], self).__init__(parameters, defaults, config)
+
+    config = {"paths": [str(tmp_path)], "placement": placement, "gpu_memory": gpu_memory, "subgroup_numel": 1024}
+    with There(SimulatedDevice(), {**kind.rule.defaults, **settings}, config) as optimizer:
+        train(optimizer, parameters, 0, STEPS)
+        assert_same(state_of(optimizer, parameters), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [pair for pair in OPTIMIZERS.values() if pair[0] in THEIRS],
+    ids=[name for name, pair in OPTIMIZERS.items() if pair[0] in THEIRS],
+)
+def test_near_torch_over_many_steps(kind: Any, settings: dict[str, Any]) -> None:
+    """Two hundred steps; a sign may differ where the momentum is nearly 0, and then by one step of Lion."""
+    ours, theirs = weights(torch.float32), weights(torch.float64)
+    for p, q in zip(ours, theirs, strict=True):
+        q.data.copy_(p.data)
+    start = [p.detach().clone() for p in ours]
+    other = THEIRS[kind](theirs, **settings)
+    with kind(ours, **settings) as optimizer:
+        for step in range(200):
+            generator = torch.Generator().manual_seed(step)
+            for p, q in zip(ours, theirs, strict=True):
+                p.grad = torch.randn(p.shape, generator=generator)
+                q.grad = p.grad.double()
+            optimizer.step()
+            other.step()
+        for p, q, first in zip(ours, theirs, start, strict=True):
+            way = (q.detach() - first).abs().max().item()
+            assert way > 0.01
+            far = (p.detach() - q.detach()).abs()
+            if kind is offload.Lion:
+                assert (far > 1e-5).float().mean() < 0.01
+                assert far.max() <= 4.1 * settings["lr"]
+            else:
+                assert far.max() <= 2e-6 * max(1.0, way)
+
+
+@every_optimizer
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(kind: Any, settings: dict[str, Any], tmp_path: Path) -> None:
+    config = {"host_memory": "10KiB", "paths": [str(tmp_path / "path")], "subgroup_numel": 1024}
+    (tmp_path / "path").mkdir()
+    parameters = weights(torch.bfloat16)
+    with kind(parameters, **settings, offload=config) as optimizer:
+        train(optimizer, parameters, 0, 2)
+        optimizer.save_checkpoint(tmp_path / "saved", copy=True)
+        optimizer.wait_checkpoint()
+        train(optimizer, parameters, 2, 3)
+        wanted = state_of(optimizer, parameters)
+    again = weights(torch.bfloat16, seed=1)
+    with kind(again, **settings, offload=config) as optimizer:
+        optimizer.load_checkpoint(tmp_path / "saved")
+        train(optimizer, again, 2, 3)
+        assert_same(state_of(optimizer, again), wanted)
+
+
+@every_optimizer
+def test_state_goes_through_a_state_dict_and_a_file(kind: Any, settings: dict[str, Any], tmp_path: Path) -> None:
+    parameters = weights(torch.bfloat16)
+    with kind(parameters, **settings) as optimizer:
+        train(optimizer, parameters, 0, 2)
+        saved = optimizer.state_dict()
+        optimizer.save_checkpoint(tmp_path / "saved")
+        optimizer.wait_checkpoint()
+        held = [p.detach().clone() for p in parameters]
+        train(optimizer, parameters, 2, 2)
+        wanted = state_of(optimizer, parameters)
+    from offload.checkpoint.exchange import export_safetensors
+
+    export_safetensors(tmp_path / "saved", tmp_path / "state.safetensors")
+
+    def from_dict(optimizer: Any) -> None:
+        optimizer.load_state_dict(saved)
+
+    def from_file(optimizer: Any) -> None:
+        optimizer.load_checkpoint(tmp_path / "state.safetensors")
+
+    loads: tuple[Callable[[Any], None], ...] = (from_dict, from_file)
+    for load in loads:
+        again = weights(torch.bfloat16)
+        for parameter, value in zip(again, held, strict=True):
+            parameter.data.copy_(value)
+        with kind(again, **settings) as optimizer:
+            load(optimizer)
+            train(optimizer, again, 2, 2)
+            assert_same(state_of(optimizer, again), wanted)
+
+
+def test_a_checkpoint_of_another_rule_is_refused(tmp_path: Path) -> None:
+    saved = {}
+    for rule, kind in (("adam", offload.AdamW), ("lion", offload.Lion), ("sgd", offload.SGD)):
+        parameters = weights(torch.bfloat16)
+        with kind(parameters) as optimizer:
+            train(optimizer, parameters, 0, 1)
+            optimizer.save_checkpoint(tmp_path / rule)
+            optimizer.wait_checkpoint()
+            saved[rule] = tmp_path / rule
+    for (rule, folder), (other, kind) in itertools.product(
+        saved.items(), (("adam", offload.AdamW), ("lion", offload.Lion), ("sgd", offload.SGD))
+    ):
+        parameters = weights(torch.bfloat16)
+        with kind(parameters) as optimizer:
+            if rule == other:
+                optimizer.load_checkpoint(folder)
+                continue
+            before = [p.detach().clone() for p in parameters]
+            with pytest.raises(CheckpointError, match="and this"):
+                optimizer.load_checkpoint(folder)
+            assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("theirs", [torch.optim.SGD, torch.optim.Adagrad])
+def test_state_of_torchs_own_comes_in(theirs: Any) -> None:
+    settings = {"momentum": 0.9} if theirs is torch.optim.SGD else {}
+    kind = {torch.optim.SGD: offload.SGD, torch.optim.Adagrad: offload.Adagrad}[theirs]
+    parameters = weights(torch.float32)
+    other = theirs(parameters, lr=1e-2, **settings)
+    train(other, parameters, 0, 3, clip=False)
+    again = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    with kind(again, lr=1e-2, **settings) as optimizer:
+        optimizer.load_state_dict(other.state_dict())
+        train(optimizer, again, 4, 2, clip=False)
+        train(other, parameters, 4, 2, clip=False)
+        for ours, p in zip(again, parameters, strict=True):
+            torch.testing.assert_close(ours, p, rtol=1e-6, atol=1e-7)
+
+
+def test_state_takes_the_bytes_that_the_rule_says() -> None:
+    found = {}
+    for kind in (offload.AdamW, offload.Lion, offload.Adagrad, offload.SGD):
+        parameters = [torch.nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))]
+        with kind(parameters) as optimizer:
+            found[kind.rule.name] = optimizer.metrics()["state_bytes"] / (1 << 16)
+    assert found == {name: float(rule.item_bytes) for name, rule in RULES.items()}
+    assert found["adam"] == 12
+    assert found["lion"] == 8
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "field"),
+    [
+        (offload.Lion, {"lr": -1}, "lr"),
+        (offload.Lion, {"betas": (0.9, 1.0)}, "betas"),
+        (offload.Lion, {"betas": 0.9}, "betas"),
+        (offload.Lion, {"maximize": "yes"}, "maximize"),
+        (offload.Adagrad, {"lr_decay": float("nan")}, "lr_decay"),
+        (offload.Adagrad, {"eps": float("inf")}, "eps"),
+        (offload.Adagrad, {"initial_accumulator_value": 0.1}, "initial_accumulator_value"),
+        (offload.SGD, {"momentum": -0.1}, "momentum"),
+        (offload.SGD, {"dampening": float("nan")}, "dampening"),
+        (offload.SGD, {"nesterov": True}, "nesterov"),
+        (offload.SGD, {"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov"),
+    ],
+)
+def test_bad_hyperparameters_are_refused(kind: Any, settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        kind(weights(torch.bfloat16), **settings)
+
+
+def test_a_first_gradient_is_the_first_momentum() -> None:
+    """Whatever the dampening, as in torch; and so it is again after a reset."""
+    parameters = [torch.nn.Parameter(torch.zeros(10))]
+    with offload.SGD(parameters, lr=1.0, momentum=0.5, dampening=0.9) as optimizer:
+        for _ in range(2):
+            parameters[0].grad = torch.ones(10)
+            optimizer.step()
+            assert torch.equal(optimizer.state_for(parameters[0])["momentum_buffer"], torch.ones(10))
+            optimizer.reset_state()
