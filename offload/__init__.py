@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "SGD": "offload.optim",
-    "Adagrad": "offload.optim",
+    "SGD": "offload.optim.simple",
+    "Adagrad": "offload.optim.simple",
+    "Lion": "offload.optim.simple",
     "Adam": "offload.optim",
     "AdamW": "offload.optim",
     "GradScaler": "offload.optim.scaler",
-    "Lion": "offload.optim",
     "CheckpointError": "offload.errors",
     "ConfigError": "offload.errors",
     "CorruptRecordError": "offload.errors",
     "DtypeCode": "offload.dtypes",
     "Engine": "offload.session.engine",
     "Explanation": "offload.sim.explanation",
-    "GroupScalars": "offload.rules",
+    "GroupScalars": "offload.rules.adam",
     "InfeasiblePlanError": "offload.errors",
     "InternalError": "offload.errors",
     "OffloadConfig": "offload.config",

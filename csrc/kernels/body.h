@@ -6,7 +6,7 @@
 // keeps for everybody, and run on a CPU that has no AVX-512.
 //
 // Rounding: every operation is rounded on its own (`-ffp-contract=off`, no fused multiply-add), in the
-// order that offload/kernels/reference.py writes down. Loads and stores take any alignment.
+// order that offload/kernels/reference/ writes down. Loads and stores take any alignment.
 //
 // What a vector type supplies (F: fp32 vector; H: as many 16-bit elements; D: float64 vector):
 //   kWidth, kDoubleWidth, kPairBytes (alignment that `stream_pair` needs; 0: not available)

@@ -306,8 +306,6 @@ def encode(manifest: Manifest) -> bytes:
             "ranks": manifest.ranks,
             "step": manifest.step,
             "checksums": manifest.checksums,
-            "rule": layout.rule.name,
-            "formats": _formats(layout.rule),
             "stores": [[ref.store.hex, ref.path] for ref in manifest.stores],
             "parameters": [
                 [p.name, p.numel, int(p.dtype), p.group, step, *astuple(piece)]
@@ -324,6 +322,8 @@ def encode(manifest: Manifest) -> bytes:
             ],
             "metadata": manifest.metadata,
             "extra": manifest.extra,
+            "rule": layout.rule.name,
+            "formats": _formats(layout.rule),
         },
     )
 

@@ -29,7 +29,7 @@ class _Sgd(UpdateRule):
     missing_step = 1
     defaults: ClassVar[Mapping[str, Any]] = {
         "lr": 1e-3,
-        "momentum": 0.9,
+        "momentum": 0.0,
         "dampening": 0.0,
         "weight_decay": 0.0,
         "nesterov": False,
