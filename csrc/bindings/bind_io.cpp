@@ -158,7 +158,7 @@ void bind_files(nb::module_& module) {
   module.def(
       "file_system_magic",
       [](const std::string& path) {
-        struct statfs room {};
+        struct statfs room{};
         if (statfs(path.c_str(), &room) != 0) {
           PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
           throw nb::python_error();
@@ -175,25 +175,33 @@ void bind_files(nb::module_& module) {
             new (self) SharedFile{std::make_shared<StoreFile>(fd, direct, uuid, max_bytes, extent_bytes)};
           },
           "fd"_a, "direct"_a, "store"_a, "max_bytes"_a = 0, "extent_bytes"_a = std::uint64_t{256} << 20)
-      .def_prop_ro("direct", [](const SharedFile& self) { return self.file->direct(); }, "Whether the file is open with O_DIRECT.")
-      .def_prop_ro("used_bytes", [](const SharedFile& self) { return self.file->used_bytes(); }, "End of the furthest slot that was ever written.")
-      .def_prop_ro("allocated_bytes", [](const SharedFile& self) { return self.file->allocated_bytes(); }, "Bytes preallocated so far.")
-      .def("reserve", [](const SharedFile& self, std::uint64_t end) { return self.file->reserve(end); }, "end"_a,
-           nb::call_guard<nb::gil_scoped_release>(),
-           "Make sure that bytes up to end are allocated, and count them as used; return 0 or an errno.")
-      .def("free_bytes", [](const SharedFile& self) { return self.file->free_bytes(); },
-           "Bytes by which slots may still grow: the lesser of the file system's room and max_bytes.");
+      .def_prop_ro(
+          "direct", [](const SharedFile& self) { return self.file->direct(); },
+          "Whether the file is open with O_DIRECT.")
+      .def_prop_ro(
+          "used_bytes", [](const SharedFile& self) { return self.file->used_bytes(); },
+          "End of the furthest slot that was ever written.")
+      .def_prop_ro(
+          "allocated_bytes", [](const SharedFile& self) { return self.file->allocated_bytes(); },
+          "Bytes preallocated so far.")
+      .def(
+          "reserve", [](const SharedFile& self, std::uint64_t end) { return self.file->reserve(end); }, "end"_a,
+          nb::call_guard<nb::gil_scoped_release>(),
+          "Make sure that bytes up to end are allocated, and count them as used; return 0 or an errno.")
+      .def(
+          "free_bytes", [](const SharedFile& self) { return self.file->free_bytes(); },
+          "Bytes by which slots may still grow: the lesser of the file system's room and max_bytes.");
 
   nb::class_<IoEngine>(module, "IoEngine",
                        "What every way of reading and writing slots can do; see csrc/io/engine.h. Submit and close\n"
                        "from one thread.")
       .def(
           "read",
-          [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup,
-             std::uint32_t tensor, std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset,
-             std::uintptr_t address, std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
-            IoRequest request = transfer(IoKind::kRead, file, op, subgroup, tensor, tile, step, numel, offset, address,
-                                         nbytes);
+          [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
+             std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset, std::uintptr_t address,
+             std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
+            IoRequest request =
+                transfer(IoKind::kRead, file, op, subgroup, tensor, tile, step, numel, offset, address, nbytes);
             request.has_expected_crc = checksum.has_value();
             request.expected_crc = checksum.value_or(0);
             self.submit(std::move(request));
@@ -202,10 +210,11 @@ void bind_files(nb::module_& module) {
           "nbytes"_a, "checksum"_a = nb::none(), "Start reading a slot; see offload.protocols.TileRequest.")
       .def(
           "write",
-          [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup,
-             std::uint32_t tensor, std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset,
-             std::uintptr_t address, std::uint64_t nbytes) {
-            self.submit(transfer(IoKind::kWrite, file, op, subgroup, tensor, tile, step, numel, offset, address, nbytes));
+          [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
+             std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset, std::uintptr_t address,
+             std::uint64_t nbytes) {
+            self.submit(
+                transfer(IoKind::kWrite, file, op, subgroup, tensor, tile, step, numel, offset, address, nbytes));
           },
           "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "offset"_a, "address"_a,
           "nbytes"_a, "Start writing a slot; see offload.protocols.TileRequest.")
@@ -262,9 +271,10 @@ void bind_files(nb::module_& module) {
            "checksum"_a, nb::keep_alive<1, 2>());
 
   nb::class_<IoUring, IoEngine>(module, "IoUring", "An io_uring and its thread; see csrc/io/io_uring.h.")
-      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a,
-           "piece_bytes"_a, "checksum"_a, nb::keep_alive<1, 2>())
-      .def_static("refusal", &IoUring::refusal, "0 where this process may use io_uring, else the errno that says why not.");
+      .def(nb::init<CompletionQueue&, std::size_t, std::size_t, bool>(), "queue"_a, "depth"_a, "piece_bytes"_a,
+           "checksum"_a, nb::keep_alive<1, 2>())
+      .def_static("refusal", &IoUring::refusal,
+                  "0 where this process may use io_uring, else the errno that says why not.");
 }
 
 void bind_turns(nb::module_& module) {
@@ -299,7 +309,8 @@ void bind_turns(nb::module_& module) {
           "inner"_a, "queue"_a, "lock_file"_a, "holders"_a, "turn_bytes"_a, "report_after_s"_a, nb::keep_alive<1, 2>(),
           nb::keep_alive<1, 3>())
       .def(
-          "next_report", [pair](TakingTurns& self) {
+          "next_report",
+          [pair](TakingTurns& self) {
             std::optional<TurnWait> wait;
             {
               nb::gil_scoped_release release;

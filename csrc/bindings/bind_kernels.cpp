@@ -39,10 +39,8 @@ std::vector<Segment> copy_table(std::uintptr_t address, std::size_t rows) {
 }
 
 GradientBlocks gradient_blocks_of(std::uintptr_t source, std::int32_t source_dtype, std::uint64_t numel,
-                                  std::uintptr_t blocks, std::uintptr_t destination,
-                                  std::int32_t destination_dtype) {
-  return {reinterpret_cast<const void*>(source), source_dtype,
-          numel,                                 reinterpret_cast<double*>(blocks),
+                                  std::uintptr_t blocks, std::uintptr_t destination, std::int32_t destination_dtype) {
+  return {reinterpret_cast<const void*>(source), source_dtype,     numel, reinterpret_cast<double*>(blocks),
           reinterpret_cast<void*>(destination),  destination_dtype};
 }
 

@@ -21,10 +21,9 @@ void bind_runtime(nb::module_& module) {
       .def(nb::init<>())
       .def(
           "post",
-          [](CompletionQueue& queue, std::uint64_t op, std::int32_t error, std::uint32_t checksum,
-             double started_s, double finished_s, std::uint64_t detail) {
-            queue.push(Completion{op, error, checksum, started_s, finished_s, detail});
-          },
+          [](CompletionQueue& queue, std::uint64_t op, std::int32_t error, std::uint32_t checksum, double started_s,
+             double finished_s,
+             std::uint64_t detail) { queue.push(Completion{op, error, checksum, started_s, finished_s, detail}); },
           nb::arg("op"), nb::arg("error") = 0, nb::arg("checksum") = 0, nb::arg("started_s") = 0.0,
           nb::arg("finished_s") = 0.0, nb::arg("detail") = 0, "Report a completion from Python; any thread.")
       .def(

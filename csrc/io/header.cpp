@@ -31,8 +31,8 @@ bool header_intact(const SlotHeader& header) {
 std::int32_t check_header(const SlotHeader& header, const SlotIdentity& expected) {
   const bool matches = header_intact(header) && std::memcmp(header.store, expected.store, sizeof header.store) == 0 &&
                        header.subgroup == expected.subgroup && header.tensor == expected.tensor &&
-                       header.tile == expected.tile && header.step == expected.step &&
-                       header.numel == expected.numel && header.nbytes == expected.nbytes;
+                       header.tile == expected.tile && header.step == expected.step && header.numel == expected.numel &&
+                       header.nbytes == expected.nbytes;
   return matches ? 0 : kErrorHeader;
 }
 

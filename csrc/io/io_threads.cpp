@@ -122,9 +122,8 @@ struct IoThreads::State {
       lane.waiting.pop_front();
       lane.active[index] = item.sequence;
       if (item.request.kind == IoKind::kSync) {
-        lane.finished.wait(lock, [&] {
-          return *std::min_element(lane.active.begin(), lane.active.end()) >= item.sequence;
-        });
+        lane.finished.wait(lock,
+                           [&] { return *std::min_element(lane.active.begin(), lane.active.end()) >= item.sequence; });
       }
       lock.unlock();
       Completion completion;

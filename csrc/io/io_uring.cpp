@@ -138,7 +138,8 @@ class IoUring::Worker {
   }
 
   int register_buffers(void* address, std::size_t nbytes) {
-    return have_done([this, address, nbytes] { return replace_buffers(reinterpret_cast<std::uintptr_t>(address), nbytes); });
+    return have_done(
+        [this, address, nbytes] { return replace_buffers(reinterpret_cast<std::uintptr_t>(address), nbytes); });
   }
 
   int register_file(std::shared_ptr<StoreFile> file) {
@@ -257,7 +258,8 @@ class IoUring::Worker {
       }
       // Tiles whose checksum is still to be taken have no pieces with the kernel, but are bounded too.
       if (direction.flights >= depth_ || direction.active.size() >= 2 * depth_) break;
-      auto transfer = direction.active.emplace(direction.active.end(), std::move(request), piece_bytes_, next_sequence_++);
+      auto transfer =
+          direction.active.emplace(direction.active.end(), std::move(request), piece_bytes_, next_sequence_++);
       direction.waiting.pop_front();
       transfer->header = take_header();
       if (checksum_) transfer->crcs.resize(transfer->count);
@@ -578,8 +580,7 @@ class IoUring::Worker {
 
 int IoUring::refusal() noexcept { return Ring::refusal(); }
 
-IoUring::IoUring(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum)
-    : owner_(getpid()) {
+IoUring::IoUring(CompletionQueue& queue, std::size_t depth, std::size_t piece_bytes, bool checksum) : owner_(getpid()) {
   check_depth(depth);
   if (piece_bytes == 0 || piece_bytes % kSectorBytes != 0 || piece_bytes > (std::size_t{1} << 30))
     throw std::invalid_argument("piece_bytes must be a multiple of 4096, at most 1 GiB");

@@ -33,7 +33,7 @@ constexpr off_t kFirstTurn = 1;
 constexpr auto kLinger = std::chrono::milliseconds(1);
 
 struct flock range(short type, off_t start, off_t length) {
-  struct flock lock {};
+  struct flock lock{};
   lock.l_type = type;
   lock.l_whence = SEEK_SET;
   lock.l_start = start;
@@ -151,8 +151,8 @@ struct TakingTurns::State : std::enable_shared_from_this<TakingTurns::State> {
       if (lingering) turn_changed.notify_one();
       lock.unlock();
       try {
-        request.turn = std::shared_ptr<void>(
-            static_cast<void*>(this), [self = shared_from_this(), nbytes](void*) { self->ended(nbytes); });
+        request.turn = std::shared_ptr<void>(static_cast<void*>(this),
+                                             [self = shared_from_this(), nbytes](void*) { self->ended(nbytes); });
         inner.submit(std::move(request));
       } catch (const std::exception&) {
         fail(op, ECANCELED);
@@ -336,9 +336,7 @@ int TakingTurns::register_buffers(void* address, std::size_t nbytes) {
   return state_->inner.register_buffers(address, nbytes);
 }
 
-int TakingTurns::register_file(std::shared_ptr<StoreFile> file) {
-  return state_->inner.register_file(std::move(file));
-}
+int TakingTurns::register_file(std::shared_ptr<StoreFile> file) { return state_->inner.register_file(std::move(file)); }
 
 void TakingTurns::set_depth(std::size_t depth) { state_->inner.set_depth(depth); }
 
@@ -364,8 +362,8 @@ void TakingTurns::close() {
     state.closing = true;
     state.turn_changed.notify_one();
     state.watch_changed.notify_all();
-    const auto patience = std::chrono::duration_cast<Clock::duration>(
-        std::chrono::duration<double>(state.settings.report_after_s));
+    const auto patience =
+        std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(state.settings.report_after_s));
     while (state.phase != State::Phase::kEnded) {
       if (state.phase != State::Phase::kAsking) {
         state.closer_changed.wait(lock);

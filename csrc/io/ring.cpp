@@ -84,13 +84,12 @@ static_assert(kNop == IORING_OP_NOP && kReadVector == IORING_OP_READV && kWriteV
               kFsync == IORING_OP_FSYNC && kReadRegistered == IORING_OP_READ_FIXED &&
               kWriteRegistered == IORING_OP_WRITE_FIXED && kPoll == IORING_OP_POLL_ADD &&
               kFallocate == IORING_OP_FALLOCATE);
-static_assert(kNeeded == (IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP | IORING_FEAT_SUBMIT_STABLE |
-                          IORING_FEAT_FAST_POLL));
+static_assert(kNeeded ==
+              (IORING_FEAT_SINGLE_MMAP | IORING_FEAT_NODROP | IORING_FEAT_SUBMIT_STABLE | IORING_FEAT_FAST_POLL));
 static_assert(kFsyncData == IORING_FSYNC_DATASYNC && kEnterGetEvents == IORING_ENTER_GETEVENTS &&
               kRegisterBuffers == IORING_REGISTER_BUFFERS && kUnregisterBuffers == IORING_UNREGISTER_BUFFERS &&
               kRegisterFiles == IORING_REGISTER_FILES && kUnregisterFiles == IORING_UNREGISTER_FILES &&
-              kRegisteredFile == IOSQE_FIXED_FILE && kMapRings == IORING_OFF_SQ_RING &&
-              kMapEntries == IORING_OFF_SQES);
+              kRegisteredFile == IOSQE_FIXED_FILE && kMapRings == IORING_OFF_SQ_RING && kMapEntries == IORING_OFF_SQES);
 static_assert(offsetof(Parameters, features) == offsetof(io_uring_params, features) &&
               offsetof(Parameters, submission) == offsetof(io_uring_params, sq_off) &&
               offsetof(Parameters, completion) == offsetof(io_uring_params, cq_off) &&
@@ -224,9 +223,7 @@ int Ring::enter(bool wait, unsigned* submitted) noexcept {
   return taken < 0 ? errno : 0;
 }
 
-void Ring::discard() noexcept {
-  __atomic_store_n(tail_, __atomic_load_n(head_, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
-}
+void Ring::discard() noexcept { __atomic_store_n(tail_, __atomic_load_n(head_, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE); }
 
 bool Ring::take(RingResult* result) noexcept {
   const std::uint32_t head = *result_head_;

@@ -82,7 +82,7 @@ int StoreFile::note_sync(int error) {
 }
 
 std::uint64_t StoreFile::free_bytes() const {
-  struct statvfs room {};
+  struct statvfs room{};
   std::uint64_t file_system = 0;
   if (fstatvfs(fd_, &room) == 0) {
     // Some file systems, many of FUSE among them, do not say how large they are.
@@ -90,8 +90,7 @@ std::uint64_t StoreFile::free_bytes() const {
   }
   std::lock_guard<std::mutex> lock(mutex_);
   file_system += allocated_bytes_ > used_bytes_ ? allocated_bytes_ - used_bytes_ : 0;
-  const std::uint64_t allowed =
-      max_bytes_ != 0 ? max_bytes_ - used_bytes_ : std::numeric_limits<std::uint64_t>::max();
+  const std::uint64_t allowed = max_bytes_ != 0 ? max_bytes_ - used_bytes_ : std::numeric_limits<std::uint64_t>::max();
   return std::min(file_system, allowed);
 }
 

@@ -61,8 +61,7 @@ struct Simd {
   static H load_half(const Byte* address) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)); }
   static void store_half(Byte* address, H value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(address), value); }
   static void stream_pair(Byte* address, H low, H high) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(address),
-                        _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(address), _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
   }
 
   template <int dtype>

@@ -184,7 +184,9 @@ struct Constants {
       : scalars(in_registers<V, Rule>(s)),
         grad_scale(V::set1(s.grad_scale)),
         decay(V::set1(s.decay)),
-        mode((s.flags & kDecoupledDecay) ? Decay::kDecoupled : s.decay != 0.0f ? Decay::kL2 : Decay::kNone),
+        mode((s.flags & kDecoupledDecay) ? Decay::kDecoupled
+             : s.decay != 0.0f           ? Decay::kL2
+                                         : Decay::kNone),
         load_master((s.flags & kLoadMaster) && s.weight != 0),
         zero_state(s.flags & kZeroState),
         master(pointer(s.master)),
@@ -623,8 +625,7 @@ inline void stream_weight(Byte* weight, const Byte* gradient) {
 }
 
 template <bool state_nontemporal, bool weight_nontemporal>
-void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end, bool tensor_by_tensor,
-                  bool ahead) {
+void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end, bool tensor_by_tensor, bool ahead) {
   constexpr std::uint64_t step = 2 * Simd::kWidth;
   Byte* states[] = {pointer(segment.master), pointer(segment.state[0]), pointer(segment.state[1])};
   const Byte* gradient = pointer(segment.gradient);

@@ -101,8 +101,7 @@ TableJob::Cut::Cut(std::vector<Segment> table) : segments(std::move(table)) {
   pieces = cut_rows(numels);
 }
 
-TableJob::TableJob(Cut cut, Kernel kernel)
-    : Job(cut.pieces.size()), cut_(std::move(cut)), kernel_(std::move(kernel)) {}
+TableJob::TableJob(Cut cut, Kernel kernel) : Job(cut.pieces.size()), cut_(std::move(cut)), kernel_(std::move(kernel)) {}
 
 void TableJob::run_piece(std::size_t index) noexcept {
   const Piece& piece = cut_.pieces[index];
@@ -142,11 +141,11 @@ void GradientBlocksJob::run_piece(std::size_t piece) noexcept {
   const std::uint64_t begin = piece * kPieceNumel;
   const std::uint64_t numel = std::min(kPieceNumel, work_.numel - begin);
   char* destination = static_cast<char*>(work_.destination);
-  const std::uint64_t part = kernels_.gradient_blocks(
-      static_cast<const char*>(work_.source) + begin * size_of_dtype(work_.source_dtype), work_.source_dtype, numel,
-      work_.blocks + begin / kNormBlockNumel,
-      destination ? destination + begin * size_of_dtype(work_.destination_dtype) : nullptr, work_.destination_dtype,
-      begin);
+  const std::uint64_t part =
+      kernels_.gradient_blocks(static_cast<const char*>(work_.source) + begin * size_of_dtype(work_.source_dtype),
+                               work_.source_dtype, numel, work_.blocks + begin / kNormBlockNumel,
+                               destination ? destination + begin * size_of_dtype(work_.destination_dtype) : nullptr,
+                               work_.destination_dtype, begin);
   fingerprint_.fetch_add(part, std::memory_order_relaxed);  // the job's end is what others wait for
 }
 

@@ -35,9 +35,8 @@ struct KernelSet {
   // Source anywhere; destination anywhere that does not overlap it, or the source itself.
   // Return the part that these elements have in the fingerprint of the destination, or of the source where there is
   // none; `first` is the position of the first of them in their gradient, a multiple of kNormBlockNumel.
-  std::uint64_t (*gradient_blocks)(const void* source, std::int32_t source_dtype, std::uint64_t numel,
-                                   double* blocks, void* destination, std::int32_t destination_dtype,
-                                   std::uint64_t first);
+  std::uint64_t (*gradient_blocks)(const void* source, std::int32_t source_dtype, std::uint64_t numel, double* blocks,
+                                   void* destination, std::int32_t destination_dtype, std::uint64_t first);
 
   // Return the part that `nbytes` bytes have in the fingerprint of a gradient, `first_byte` (a multiple of 8) being
   // the position of the first of them. A gradient's fingerprint is the sum of its parts modulo 2^64.

@@ -1,9 +1,9 @@
 #include "worker_pool.h"
 
+#include <unistd.h>
 #include <csignal>
 #include <new>
 #include <stdexcept>
-#include <unistd.h>
 #include <utility>
 
 #include <pthread.h>
@@ -50,8 +50,7 @@ struct WorkerPool::State {
   }
 };
 
-WorkerPool::WorkerPool(unsigned threads)
-    : threads_(threads), pid_(getpid()), state_(std::make_shared<State>()) {
+WorkerPool::WorkerPool(unsigned threads) : threads_(threads), pid_(getpid()), state_(std::make_shared<State>()) {
   if (threads == 0) throw std::invalid_argument("a worker pool needs at least one thread");
   sigset_t all, before;
   sigfillset(&all);
@@ -139,8 +138,7 @@ void WorkerPool::run(Job& job) {
     return;
   }
   // Shared with the workers: one may still hold it for a moment after it has ended.
-  const auto waiting =
-      std::make_shared<Waiting>(job, [](Job& inner, std::size_t piece) { inner.run_piece(piece); });
+  const auto waiting = std::make_shared<Waiting>(job, [](Job& inner, std::size_t piece) { inner.run_piece(piece); });
   submit(waiting);
   waiting->wait();
   job.finished(waiting->started_s, waiting->finished_s);
