@@ -84,6 +84,10 @@ class UpdateRule(ABC):
         """Return whether `decay` multiplies the master; else it is the factor of an L2 term of the gradient."""
         return False
 
+    def forgets(self, step: int, values: Any) -> bool:
+        """Return whether an update starts from zeros, whatever the state holds (which may not be finite)."""
+        return False
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, the master first."""

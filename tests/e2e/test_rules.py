@@ -323,3 +323,17 @@ def test_a_first_gradient_is_the_first_momentum() -> None:
             optimizer.step()
             assert torch.equal(optimizer.state_for(parameters[0])["momentum_buffer"], torch.ones(10))
             optimizer.reset_state()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_momentum_remembers_no_infinity(dtype: torch.dtype) -> None:
+    """Weights that are put back after a gradient that was not finite train on, as with torch's own."""
+    parameters = [torch.nn.Parameter(torch.zeros(100, dtype=dtype))]
+    with offload.SGD(parameters, lr=1.0) as optimizer:
+        for gradient in (float("inf"), float("nan"), 1.0):
+            with torch.no_grad():
+                parameters[0].zero_()
+            parameters[0].grad = torch.full_like(parameters[0], gradient)
+            optimizer.step()
+        assert torch.equal(parameters[0], torch.full_like(parameters[0], -1.0))
+        assert torch.equal(optimizer.state_for(parameters[0])["momentum_buffer"], torch.ones(100))
