@@ -205,6 +205,8 @@ class SafetensorsSource:
         """Return the number of updates that a parameter has had."""
         key = f"state.{name}.step"
         if key not in self._entries:
+            if self.rule.missing_step is not None:
+                return self.rule.missing_step
             raise CheckpointError(f"{self.path}: {key} is missing")
         with open(self.path, "rb") as file:
             step = float(np.frombuffer(os.pread(file.fileno(), 4, self._entries[key][1]), _ITEM)[0])

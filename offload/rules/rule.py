@@ -57,7 +57,7 @@ class UpdateRule(ABC):
     """A group's hyperparameters, by torch's names, as they are where nobody says otherwise."""
 
     missing_step: ClassVar[int | None] = None
-    """The step count of state that has none, where torch's own has none."""
+    """The step count of state that has none, where other implementations of the rule keep none."""
 
     @abstractmethod
     def values(self, group: Mapping[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from mirror import same_bits
 from simulated import OnDevice
@@ -280,6 +281,26 @@ def test_state_of_torchs_own_comes_in(theirs: Any) -> None:
         train(other, parameters, 4, 2, clip=False)
         for ours, p in zip(again, parameters, strict=True):
             torch.testing.assert_close(ours, p, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(offload.Lion, "exp_avg"), (offload.SGD, "momentum_buffer")])
+def test_state_of_those_who_count_no_updates_comes_in(kind: Any, name: str, tmp_path: Path) -> None:
+    parameters = weights(torch.bfloat16)
+    named = [(f"p{number}", parameter) for number, parameter in enumerate(parameters)]
+    state = {number: {name: torch.randn(p.shape)} for number, p in enumerate(parameters)}
+    safetensors.torch.save_file(
+        {f"state.p{number}.{name}": entry[name] for number, entry in state.items()}, tmp_path / "state.safetensors"
+    )
+    with kind(named) as optimizer:
+        for load in (
+            lambda: optimizer.load_state_dict({**optimizer.state_dict(), "state": state}),
+            lambda: optimizer.import_state(tmp_path / "state.safetensors"),
+        ):
+            optimizer.reset_state()
+            load()
+            for number, parameter in enumerate(parameters):
+                assert optimizer.state[parameter]["step"] == 1
+                assert same_bits(optimizer.state_for(parameter)[name], state[number][name])
 
 
 def test_state_takes_the_bytes_that_the_rule_says() -> None:
