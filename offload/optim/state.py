@@ -275,7 +275,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         *names, last = "step", *self._rule.names[1:]
         if not isinstance(entry, Mapping):
             raise ConfigError("state", type(entry).__name__, f"assign a mapping of {', '.join(names)} and {last}")
-        if not entry:
+        if says_nothing(entry):
             self.reset([parameter])
             return
         bound = self._weights.of(parameter)
@@ -300,6 +300,11 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             KeyError: It has not been updated.
         """
         return self[parameter]
+
+
+def says_nothing(entry: object) -> bool:
+    """Return whether a parameter's state is that of one which was never updated; torch's SGD has None in it then."""
+    return isinstance(entry, Mapping) and all(value is None for value in entry.values())
 
 
 def _step_tensor(step: int) -> torch.Tensor:

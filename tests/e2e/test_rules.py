@@ -283,6 +283,20 @@ def test_state_of_torchs_own_comes_in(theirs: Any) -> None:
             torch.testing.assert_close(ours, p, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("entry", [{"momentum_buffer": None}, {}])
+def test_state_that_says_nothing_is_of_no_update(entry: Any) -> None:
+    """Torch's SGD without momentum has kept None for it."""
+    parameters = weights(torch.float32)
+    with offload.SGD(parameters) as optimizer:
+        train(optimizer, parameters, 0, 2)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: entry, 2: entry}})
+        assert not optimizer.state
+        train(optimizer, parameters, 2, 1)
+        optimizer.state[parameters[0]] = entry
+        assert parameters[0] not in optimizer.state
+        assert parameters[2] in optimizer.state
+
+
 @pytest.mark.parametrize(("kind", "name"), [(offload.Lion, "exp_avg"), (offload.SGD, "momentum_buffer")])
 def test_state_of_those_who_count_no_updates_comes_in(kind: Any, name: str, tmp_path: Path) -> None:
     parameters = weights(torch.bfloat16)
