@@ -317,6 +317,21 @@ def test_state_of_those_who_count_no_updates_comes_in(kind: Any, name: str, tmp_
                 assert same_bits(optimizer.state_for(parameter)[name], state[number][name])
 
 
+@pytest.mark.parametrize("theirs", [torch.optim.AdamW, torch.optim.Adam])
+def test_a_state_dict_of_another_rule_is_refused(theirs: Any) -> None:
+    """Lion finds all of its state and hyperparameters in what Adam keeps."""
+    parameters = weights(torch.float32)
+    other = theirs(parameters)
+    train(other, parameters, 0, 1, clip=False)
+    with offload.Lion(parameters) as optimizer:
+        with pytest.raises(ConfigError, match=r"exp_avg_sq.*another rule"):
+            optimizer.load_state_dict(other.state_dict())
+        assert optimizer.param_groups[0]["lr"] == 1e-4
+        assert not optimizer.state
+        with pytest.raises(ConfigError, match="another rule"):
+            optimizer.state[parameters[0]] = other.state[parameters[0]]
+
+
 def test_state_takes_the_bytes_that_the_rule_says() -> None:
     found = {}
     for kind in (offload.AdamW, offload.Lion, offload.Adagrad, offload.SGD):
