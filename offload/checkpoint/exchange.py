@@ -3,7 +3,8 @@
 Both ways are streamed: memory stays bounded by a few pieces, whatever the size of the state. Each parameter becomes
 `state.<name>.exp_avg`, `.exp_avg_sq` and `.master` (fp32, in the parameter's shape) and `state.<name>.step`, the
 names that `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives plain optimizers' state; `master`
-is ours, and where it is missing on import it is taken from the weight.
+is ours, and where it is missing on import it is taken from the weight. Other rules have their own names for the
+moments; a count that is missing is 1 where the rule says so (`UpdateRule.missing_step`).
 
 Source of the format: safetensors, https://github.com/huggingface/safetensors (8 bytes of header length, in
 little-endian order, a JSON header, then the tensors' bytes in row-major order).
@@ -205,6 +206,8 @@ class SafetensorsSource:
         """Return the number of updates that a parameter has had."""
         key = f"state.{name}.step"
         if key not in self._entries:
+            if self.rule.missing_step is not None:
+                return self.rule.missing_step
             raise CheckpointError(f"{self.path}: {key} is missing")
         with open(self.path, "rb") as file:
             step = float(np.frombuffer(os.pread(file.fileno(), 4, self._entries[key][1]), _ITEM)[0])

@@ -65,7 +65,9 @@ class Tables:
             key = (group, int(self.steps[parameter]) + 1)
             if key not in known:
                 decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(groups[group]) else 0
-                known[key] = rule.row(key[1], groups[group], clip / scale), int(SegmentFlag.ACTIVE | decoupled)
+                zeroed = SegmentFlag.ZERO_STATE if rule.forgets(key[1], groups[group]) else 0
+                flags = int(SegmentFlag.ACTIVE | decoupled | zeroed)
+                known[key] = rule.row(key[1], groups[group], clip / scale), flags
             self._scalars[parameter], self._flags[parameter] = known[key]
             for subgroup, _ in self._layout.places[parameter]:
                 wanted[subgroup] = True

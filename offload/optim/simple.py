@@ -95,7 +95,8 @@ class SGD(OffloadedOptimizer):
     Args:
         params: As for `AdamW`.
         lr: Learning rate.
-        momentum: Part of the momentum that stays; its buffer is kept for 0, too.
+        momentum: Part of the momentum that stays. With 0 the buffer is the last gradient, which counts if that is
+            changed later; torch leaves its buffer alone, and starts it with the first gradient that has one.
         dampening: Part of a gradient that does not enter the momentum, but for the first.
         weight_decay: Coefficient of the L2 term.
         nesterov: Nesterov's momentum.

@@ -17,7 +17,7 @@ import torch
 from offload.errors import ConfigError
 from offload.optim.late import LateEngine
 from offload.optim.weights import Bound, Weights
-from offload.rules import MASTER, UpdateRule, number
+from offload.rules import MASTER, RULES, UpdateRule, number
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
 """What to write of one parameter's state: tensors, flat and in the order of its memory, and its step count."""
@@ -190,6 +190,9 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
     def checked(self, what: str, entry: Mapping[str, Any], parameter: torch.Tensor) -> Entry:
         """Return one parameter's whole state as it is written; a missing master is left out."""
         entry = entry if isinstance(entry, Mapping) else {}
+        others = {tensor.name for rule in RULES.values() for tensor in rule.state}.difference(self._rule.names)
+        if found := sorted(others.intersection(entry)):
+            raise ConfigError(what, ", ".join(found), f"it is of another rule: here there is {self._rule.names[1]}")
         step = _checked_step(what, entry.get("step", self._rule.missing_step))
         return {
             name: _checked_tensor(f"{what}.{name}", entry.get(name), parameter)
@@ -275,7 +278,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         *names, last = "step", *self._rule.names[1:]
         if not isinstance(entry, Mapping):
             raise ConfigError("state", type(entry).__name__, f"assign a mapping of {', '.join(names)} and {last}")
-        if not entry:
+        if says_nothing(entry):
             self.reset([parameter])
             return
         bound = self._weights.of(parameter)
@@ -300,6 +303,11 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             KeyError: It has not been updated.
         """
         return self[parameter]
+
+
+def says_nothing(entry: object) -> bool:
+    """Return whether a parameter's state is that of one which was never updated; torch's SGD has None in it then."""
+    return isinstance(entry, Mapping) and all(value is None for value in entry.values())
 
 
 def _step_tensor(step: int) -> torch.Tensor:

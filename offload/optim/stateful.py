@@ -21,7 +21,7 @@ from offload.errors import CheckpointError, ConfigError
 from offload.optim import ranks
 from offload.optim.groups import NOT_LOADED, Group, checked_groups, from_json, names, set_restored, to_json
 from offload.optim.late import LateEngine
-from offload.optim.state import StateView
+from offload.optim.state import StateView, says_nothing
 from offload.optim.weights import Bound, Weights
 from offload.rules import UpdateRule
 from offload.session.engine import Engine
@@ -156,7 +156,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     "state_dict", key, "it has state for a parameter that this optimizer does not update"
                 )
-            entries[bound] = self._state.checked(f"state_dict {key}", entry, bound.parameter)
+            if not says_nothing(entry):
+                entries[bound] = self._state.checked(f"state_dict {key}", entry, bound.parameter)
         with self._lock:
             self._state.replace_all(entries)
             for group, values in zip(self.param_groups, saved, strict=True):

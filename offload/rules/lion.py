@@ -25,6 +25,7 @@ class _Lion(UpdateRule):
     code = 1
     state = (StateTensor("exp_avg"),)
     scalars = Scalars
+    missing_step = 1
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
 
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:

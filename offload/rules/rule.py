@@ -57,7 +57,7 @@ class UpdateRule(ABC):
     """A group's hyperparameters, by torch's names, as they are where nobody says otherwise."""
 
     missing_step: ClassVar[int | None] = None
-    """The step count of state that has none, where torch's own has none."""
+    """The step count of state that has none, where other implementations of the rule keep none."""
 
     @abstractmethod
     def values(self, group: Mapping[str, Any]) -> Any:
@@ -82,6 +82,10 @@ class UpdateRule(ABC):
 
     def decoupled(self, values: Any) -> bool:
         """Return whether `decay` multiplies the master; else it is the factor of an L2 term of the gradient."""
+        return False
+
+    def forgets(self, step: int, values: Any) -> bool:
+        """Return whether an update starts from zeros, whatever the state holds (which may not be finite)."""
         return False
 
     @property

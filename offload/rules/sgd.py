@@ -60,5 +60,8 @@ class _Sgd(UpdateRule):
         exact = (values["sign"] * grad_scale, values["weight_decay"], momentum, kept, *mixed, values["lr"])
         return Scalars(*rounded(exact))
 
+    def forgets(self, step: int, values: Mapping[str, Any]) -> bool:
+        return step == 1 or values["momentum"] == 0
+
 
 SGD_MOMENTUM = _Sgd()

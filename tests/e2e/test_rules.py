@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from mirror import same_bits
 from simulated import OnDevice
@@ -282,6 +283,55 @@ def test_state_of_torchs_own_comes_in(theirs: Any) -> None:
             torch.testing.assert_close(ours, p, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("entry", [{"momentum_buffer": None}, {}])
+def test_state_that_says_nothing_is_of_no_update(entry: Any) -> None:
+    """Torch's SGD without momentum has kept None for it."""
+    parameters = weights(torch.float32)
+    with offload.SGD(parameters) as optimizer:
+        train(optimizer, parameters, 0, 2)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: entry, 2: entry}})
+        assert not optimizer.state
+        train(optimizer, parameters, 2, 1)
+        optimizer.state[parameters[0]] = entry
+        assert parameters[0] not in optimizer.state
+        assert parameters[2] in optimizer.state
+
+
+@pytest.mark.parametrize(("kind", "name"), [(offload.Lion, "exp_avg"), (offload.SGD, "momentum_buffer")])
+def test_state_of_those_who_count_no_updates_comes_in(kind: Any, name: str, tmp_path: Path) -> None:
+    parameters = weights(torch.bfloat16)
+    named = [(f"p{number}", parameter) for number, parameter in enumerate(parameters)]
+    state = {number: {name: torch.randn(p.shape)} for number, p in enumerate(parameters)}
+    safetensors.torch.save_file(
+        {f"state.p{number}.{name}": entry[name] for number, entry in state.items()}, tmp_path / "state.safetensors"
+    )
+    with kind(named) as optimizer:
+        for load in (
+            lambda: optimizer.load_state_dict({**optimizer.state_dict(), "state": state}),
+            lambda: optimizer.import_state(tmp_path / "state.safetensors"),
+        ):
+            optimizer.reset_state()
+            load()
+            for number, parameter in enumerate(parameters):
+                assert optimizer.state[parameter]["step"] == 1
+                assert same_bits(optimizer.state_for(parameter)[name], state[number][name])
+
+
+@pytest.mark.parametrize("theirs", [torch.optim.AdamW, torch.optim.Adam])
+def test_a_state_dict_of_another_rule_is_refused(theirs: Any) -> None:
+    """Lion finds all of its state and hyperparameters in what Adam keeps."""
+    parameters = weights(torch.float32)
+    other = theirs(parameters)
+    train(other, parameters, 0, 1, clip=False)
+    with offload.Lion(parameters) as optimizer:
+        with pytest.raises(ConfigError, match=r"exp_avg_sq.*another rule"):
+            optimizer.load_state_dict(other.state_dict())
+        assert optimizer.param_groups[0]["lr"] == 1e-4
+        assert not optimizer.state
+        with pytest.raises(ConfigError, match="another rule"):
+            optimizer.state[parameters[0]] = other.state[parameters[0]]
+
+
 def test_state_takes_the_bytes_that_the_rule_says() -> None:
     found = {}
     for kind in (offload.AdamW, offload.Lion, offload.Adagrad, offload.SGD):
@@ -323,3 +373,17 @@ def test_a_first_gradient_is_the_first_momentum() -> None:
             optimizer.step()
             assert torch.equal(optimizer.state_for(parameters[0])["momentum_buffer"], torch.ones(10))
             optimizer.reset_state()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_momentum_remembers_no_infinity(dtype: torch.dtype) -> None:
+    """Weights that are put back after a gradient that was not finite train on, as with torch's own."""
+    parameters = [torch.nn.Parameter(torch.zeros(100, dtype=dtype))]
+    with offload.SGD(parameters, lr=1.0) as optimizer:
+        for gradient in (float("inf"), float("nan"), 1.0):
+            with torch.no_grad():
+                parameters[0].zero_()
+            parameters[0].grad = torch.full_like(parameters[0], gradient)
+            optimizer.step()
+        assert torch.equal(parameters[0], torch.full_like(parameters[0], -1.0))
+        assert torch.equal(optimizer.state_for(parameters[0])["momentum_buffer"], torch.ones(100))
