@@ -191,7 +191,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         """Return one parameter's whole state as it is written; a missing master is left out."""
         entry = entry if isinstance(entry, Mapping) else {}
         others = {tensor.name for rule in RULES.values() for tensor in rule.state}.difference(self._rule.names)
-        if found := sorted(others.intersection(entry)):
+        if found := sorted(name for name in others.intersection(entry) if entry[name] is not None):
             raise ConfigError(what, ", ".join(found), f"it is of another rule: here there is {self._rule.names[1]}")
         step = _checked_step(what, entry.get("step", self._rule.missing_step))
         return {

@@ -330,6 +330,9 @@ def test_a_state_dict_of_another_rule_is_refused(theirs: Any) -> None:
         assert not optimizer.state
         with pytest.raises(ConfigError, match="another rule"):
             optimizer.state[parameters[0]] = other.state[parameters[0]]
+        mine = {**other.state[parameters[0]], "exp_avg_sq": None}
+        optimizer.state[parameters[0]] = mine
+        assert optimizer.state[parameters[0]]["step"] == 1
 
 
 def test_state_takes_the_bytes_that_the_rule_says() -> None:
