@@ -39,12 +39,11 @@ from paths import MB, Throttles
 
 from offload import Engine, OffloadConfig
 from offload.dtypes import DtypeCode
-from offload.engine.tables import GroupScalars
 from offload.layout import SECTOR_NUMEL, Parameter, build_layout
 from offload.measure import RatesFile, full, full_probe, observe
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan, estimate
 from offload.plan.planner import STAGING_SLOTS
-from offload.rules import FP32
+from offload.rules import FP32, GroupScalars
 from offload.session import core, setup
 from offload.sim import predict
 

@@ -403,6 +403,9 @@ def decode(content: bytes, where: str) -> Manifest:
         CheckpointError: It is damaged or of a newer format; names `where` and the field.
     """
     body = _parse("manifest", _Body, content, where)
+    if body.rule not in RULES:
+        allowed = f"this version of offload knows {', '.join(RULES)}: use a newer one"
+        raise CheckpointError(f"{where} has state of the rule {_short(body.rule)}, and {allowed}")
     try:
         return _decode(body)
     except (OffloadError, ValueError, LookupError, ArithmeticError, RecursionError) as cause:
@@ -432,7 +435,6 @@ def _decode(body: _Body) -> Manifest:
         for parameter, *_ in s.segments:
             known = parameter < len(body.parameters)
             _must(known, f"a parameter of subgroup {index}", parameter, f"below {len(body.parameters)}")
-    _must(body.rule in RULES, "rule", body.rule, f"one of {', '.join(RULES)}")
     rule = RULES[body.rule]
     _must(body.formats in (None, _formats(rule)), "formats", body.formats, f"{_formats(rule)} in this version")
 
