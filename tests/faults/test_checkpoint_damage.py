@@ -402,9 +402,7 @@ def test_a_manifest_that_names_no_rule_is_adam_s() -> None:
     formats = '{"master":"fp32","exp_avg":"fp32","exp_avg_sq":"fp32"}'
     newer = body[:-1] + b',"rule":"later"}'
     head = f'{{"format": "offload-manifest", "version": 1, "crc32c": {crc32c_of(newer)}, "nbytes": {len(newer)}}}'
-    with pytest.raises(
-        offload.CheckpointError, match="the manifest has state of the rule 'later', .* use a newer one"
-    ):
+    with pytest.raises(offload.CheckpointError, match=r"state of the rule 'later', and .*: use a newer one"):
         decode(head.encode() + b"\n" + newer, "the manifest")
     assert encode(manifest).partition(b"\n")[2] == body[:-1] + f',"rule":"adam","formats":{formats}}}'.encode()
 
