@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from mirror import same_bits
 from simulated import OnDevice
@@ -302,7 +301,7 @@ def test_state_of_those_who_count_no_updates_comes_in(kind: Any, name: str, tmp_
     parameters = weights(torch.bfloat16)
     named = [(f"p{number}", parameter) for number, parameter in enumerate(parameters)]
     state = {number: {name: torch.randn(p.shape)} for number, p in enumerate(parameters)}
-    safetensors.torch.save_file(
+    pytest.importorskip("safetensors.torch").save_file(
         {f"state.p{number}.{name}": entry[name] for number, entry in state.items()}, tmp_path / "state.safetensors"
     )
     with kind(named) as optimizer:
