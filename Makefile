@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 train: $(VENV)/.ready
 	$(BIN)/offload train $(ARGS)
 
-# What a change breaks first, in a minute or two: without DeepSpeed, processes, slow tests.
+# What a change breaks first, in two or three minutes on two cores: without DeepSpeed, processes, slow tests.
 check: $(VENV)/.core lint
 	$(PYTEST) -q -m "not slow and not full and not gpu" tests/unit tests/sim tests/kernels $(ARGS)
 
