@@ -44,7 +44,7 @@ from offload.measure import RatesFile, full, full_probe, observe
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan, estimate
 from offload.plan.planner import STAGING_SLOTS
 from offload.rules import FP32, GroupScalars
-from offload.session import core, setup
+from offload.session import parts, setup
 from offload.sim import predict
 
 DISK = math.inf
@@ -159,7 +159,7 @@ class Session:
         )
         with (
             mock.patch.object(setup, "open_tier", self.throttles.open),
-            mock.patch.object(core, "session_rates", return_value=rates),
+            mock.patch.object(parts, "session_rates", return_value=rates),
         ):
             self.engine = Engine(model.parameters, config)
         for number in range(model.size.subgroups):

@@ -7,7 +7,7 @@ kernel's; both report to one queue, on which the session's engine thread waits. 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -92,6 +92,8 @@ class LiveExecutor:
         verify: Whether reads compare the checksum that the index has.
         stall_s: See `STALL_S`.
         gpu: Lanes of a GPU; None where no plan uses one.
+        others: Stores that are no path of the plan, by number: those that are only read, and one that takes a copy.
+            Whoever opens one puts it there.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class LiveExecutor:
         verify: bool = True,
         stall_s: float = STALL_S,
         gpu: GpuLanes | None = None,
+        others: Mapping[int, Tier] | None = None,
     ) -> None:
         self.timeline: list[Interval] = []
         """Operations that have ended, in that order; whoever starts a step empties it."""
@@ -120,8 +123,7 @@ class LiveExecutor:
         self._silence = waits.Silence()
         self._visitor: Visitor = visit_nothing
         self.save_source: SaveSource | None = None
-        self.others: dict[int, Tier] = {}
-        """Stores that are no path of the plan, by number: those that are only read, and one that takes a copy."""
+        self._others = {} if others is None else others
         self._slot_bytes = 0
         self._staging_address = 0
         self._plan: Plan | None = None
@@ -230,7 +232,7 @@ class LiveExecutor:
         return self.slot_address(operation.slot)
 
     def _tier(self, path: int) -> Tier:
-        return self._tiers[path] if path < len(self._tiers) else self.others[path]
+        return self._tiers[path] if path < len(self._tiers) else self._others[path]
 
     def _source(self) -> SaveSource:
         if self.save_source is None:

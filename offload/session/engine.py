@@ -10,25 +10,39 @@ Errors: a request on a session that was closed, that broke, or that belongs to a
 
 from __future__ import annotations
 
+import math
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from offload import waits
+from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import StateSource
+from offload.checkpoint.restore import Restorer
+from offload.checkpoint.saves import Snapshot
 from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
 from offload.engine.timeline import Interval
-from offload.layout import Parameter
+from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
+from offload.layout import Layout, Parameter, Segment
+from offload.measure import lane_totals
 from offload.plan import Plan, Rates
 from offload.protocols import Device, Mark
 from offload.rules import ADAMW, UpdateRule
-from offload.session.core import Core
+from offload.session.checkpoints import Checkpoints
+from offload.session.ending import Ending
+from offload.session.parts import Parts
 from offload.session.setup import named_shortage
+from offload.session.thread import EngineThread
+from offload.session.visits import Take, Visits
 
 
 class Engine:
@@ -41,8 +55,8 @@ class Engine:
         parameters: Name, size, weight dtype and group of each parameter.
         config: Tiers and budgets.
         gradient_slots: Whether the engine provides memory for gradients (`gradient_slot`).
-        device: The GPU on which weights and gradients lie: what is bound are its addresses then. The engine provides
-            host memory for the gradients that it needs there itself, and closes the device. None for the CPU.
+        device: The GPU that holds weights and gradients; `bind_*` then take device addresses. The engine allocates
+            the host memory that it needs and closes the device. None for the CPU.
         rule: What is kept for each parameter, and how a step changes it.
 
     Raises:
@@ -62,12 +76,17 @@ class Engine:
     ) -> None:
         self.config = config or OffloadConfig()
         try:
-            self._core = Core(self.config, gradient_slots, device, rule)
-            # The engine thread holds the core and never this object, so an engine that is forgotten is closed.
-            self._finalizer = weakref.finalize(self, self._core.forgotten)
+            self._parts = parts = Parts(self.config, gradient_slots, device, rule)
+            self._thread = thread = EngineThread(parts)
+            self._visits = Visits(parts, thread)
+            self._checkpoints = Checkpoints(parts, thread, self._visits)
+            self._step_s = self._step_started_s = 0.0
+            # None of these holds this object, so an engine that is forgotten is closed.
+            self._ending = Ending(parts, thread)
+            self._finalizer = weakref.finalize(self, self._ending.forgotten)
             try:
                 with named_shortage("the session cannot be opened"):
-                    self._core.open(tuple(parameters))
+                    thread.open(tuple(parameters))
             except BaseException:
                 self.close()
                 raise
@@ -81,26 +100,26 @@ class Engine:
     @property
     def plan(self) -> Plan:
         """What lives where."""
-        return self._core.plan
+        return self._parts.plan
 
     @property
     def rates(self) -> Rates:
         """Speeds of the lanes: measured beforehand or probed, and refined by every step."""
-        return self._core.rates
+        return self._parts.rates
 
     @property
     def broken(self) -> BaseException | None:
         """Why the session cannot be used any more, or None."""
-        return self._core.broken or self._core.machine.broken
+        return self._thread.broken
 
     def step_count(self, parameter: int | str) -> int:
         """Return the number of updates that a parameter has had."""
-        return int(self._core.tables.steps[self._core.position(parameter)])
+        return int(self._parts.tables.steps[self._position(parameter)])
 
     def timeline(self) -> list[Interval]:
         """Return what the lanes did in the last step and since, in the order in which it ended."""
-        self._core.executor.take_timed()
-        return list(self._core.executor.timeline)
+        self._parts.executor.take_timed()
+        return list(self._parts.executor.timeline)
 
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict.
@@ -111,7 +130,43 @@ class Engine:
         `h2d`, `d2h` with a GPU) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path
         `path/<number>/read_bytes`, `path/<number>/write_bytes` and `path/<number>/live_bytes` (what lies there now).
         """
-        return self._core.metrics()
+        parts, plan = self._parts, self.plan
+        timeline = self.timeline()
+        # A step returns when the GPU knows what to do; it has ended when new weights are there.
+        ends_s = [i.finished_s - self._step_started_s for i in timeline if i.lane in ("gpu", "h2d")]
+        found: dict[str, float] = {
+            "step": self._visits.step_number,
+            "step_s": max([self._step_s, *ends_s]),
+            "state_bytes": plan.state_bytes,
+            "resident_bytes": plan.resident_bytes,
+            "streamed_bytes": plan.streamed_bytes,
+            "resident_share": plan.resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
+        }
+        if parts.gpu is not None:
+            found["gpu_bytes"] = plan.gpu_bytes
+            found["pinned_bytes"] = parts.gpu.pinned.pinned_bytes
+            found["unpinned_bytes"] = parts.gpu.pinned.unpinned_bytes
+        totals = lane_totals(timeline)
+        for lane in ("cpu", "gpu", "h2d", "d2h") if parts.gpu is not None else ("cpu",):
+            found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
+        for path, live_bytes in enumerate(parts.machine.index.live_bytes()):
+            for verb in ("read", "write"):
+                lane = f"{verb}:{path}"
+                found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
+                found[f"path/{path}/{verb}_bytes"] = found[f"lane/{lane}/bytes"]
+            found[f"path/{path}/live_bytes"] = live_bytes
+        return found
+
+    def _position(self, parameter: int | str) -> int:
+        """Return a parameter's position from its position or name."""
+        layout = self.plan.layout
+        if isinstance(parameter, str):
+            if parameter not in layout.index_by_name:
+                raise ConfigError("parameter", parameter, "use a name that the engine was made with")
+            return layout.index_by_name[parameter]
+        if not 0 <= parameter < len(layout.parameters):
+            raise ConfigError("parameter", parameter, f"use a position below {len(layout.parameters)}")
+        return parameter
 
     # Memory
 
@@ -121,15 +176,24 @@ class Engine:
         Raises:
             InfeasiblePlanError: If the new state does not fit; nothing has changed then.
         """
-        self._core.add(tuple(parameters))
+        parts, thread = self._parts, self._thread
+        with thread.turn():
+            plan = parts.plan_with(tuple(parameters))
+
+            def extend() -> None:
+                thread.settle()
+                parts.adopt(plan)
+
+            self._checkpoints.wait_for_pending()
+            thread.request(extend)
 
     def bind_weight(self, parameter: int | str, address: int) -> None:
         """Say where a parameter's weight lies: contiguous, in the parameter's dtype."""
-        self._core.tables.weights[self._core.position(parameter)] = address
+        self._parts.tables.weights[self._position(parameter)] = address
 
     def reload_master(self, parameter: int | str) -> None:
         """Take the master from the weight when the parameter is next updated; the moments stay."""
-        self._core.tables.reload_master(self._core.position(parameter))
+        self._parts.tables.reload_master(self._position(parameter))
 
     def gradient_slot(self, parameter: int | str) -> torch.Tensor:
         """Return the memory for a parameter's gradient: flat, in the config's gradient dtype.
@@ -137,7 +201,7 @@ class Engine:
         Raises:
             ConfigError: If the engine was made without gradient slots.
         """
-        return self._core.gradients.slot(self._core.position(parameter))
+        return self._parts.gradients.slot(self._position(parameter))
 
     def gradient_arrived(self, parameter: int | str, address: int, dtype: DtypeCode) -> Mark | None:
         """Take in a parameter's gradient: gather its norm and, with slots, copy it there.
@@ -154,15 +218,17 @@ class Engine:
             On a GPU, the mark after which the gradient is not read any more. The first one of a parameter of which
             `keeps_gradient` is true is read, and added to, until the step has returned.
         """
-        return self._core.gradient_arrived(self._core.position(parameter), address, dtype)
+        self._thread.check_usable()
+        return self._parts.gradients.arrived(self._position(parameter), address, dtype)
 
     def keeps_gradient(self, parameter: int | str) -> bool:
         """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
-        return self._core.gradients.stays(self._core.position(parameter))
+        return self._parts.gradients.stays(self._position(parameter))
 
     def forget_gradients(self) -> None:
         """Forget all gradients that arrived on a GPU: those that arrive next are the first."""
-        self._core.forget_gradients()
+        if self._thread.is_usable:
+            self._parts.gradients.forget()
 
     def bind_gradient(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
         """Say where a parameter's gradient lies for the next norm and step.
@@ -174,7 +240,7 @@ class Engine:
             gathered: Whether `gradient_arrived` gathered its norm. On the CPU the norm is made anew where any bit of
                 the gradient has changed since; false saves looking.
         """
-        self._core.gradients.bind(self._core.position(parameter), address, dtype, gathered)
+        self._parts.gradients.bind(self._position(parameter), address, dtype, gathered)
 
     # Work
 
@@ -184,7 +250,8 @@ class Engine:
         It is not finite if and only if an element is not. What was gathered on arrival is used where the gradient
         still has the fingerprint that it had then (it is read for that); the rest is made anew.
         """
-        return self._core.gradient_norm_sq([self._core.position(parameter) for parameter in parameters])
+        self._thread.check_usable()
+        return self._parts.gradients.norm_sq([self._position(parameter) for parameter in parameters])
 
     def step(
         self,
@@ -207,13 +274,56 @@ class Engine:
             StepAbortedError: If it could not be finished; the session is broken.
             SessionBrokenError: If the session cannot be used.
         """
-        everything = range(len(self.plan.layout.parameters))
-        chosen = everything if active is None else [self._core.position(parameter) for parameter in active]
-        self._core.step(groups, scale, clip, list(chosen))
+        parts, visits, tables = self._parts, self._visits, self._parts.tables
+        with self._thread.turn():
+            parameters = parts.plan.layout.parameters
+            chosen = list(range(len(parameters)) if active is None else map(self._position, active))
+            if not scale or not math.isfinite(scale):
+                raise ConfigError("scale", scale, "give a finite number that is not 0")
+            unbound = (tables.weights[chosen] == 0) | (tables.gradients[chosen] == 0)
+            for number in np.flatnonzero(unbound):
+                parameter = parameters[chosen[number]]
+                if parameter.numel:
+                    raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
+            started_s = time.monotonic()
+            subgroups = tables.begin_step(groups, scale, clip, chosen)
+
+            def applied() -> None:
+                tables.steps[chosen] += 1
+                visits.step_number += 1
+                self._step_started_s, self._step_s = started_s, time.monotonic() - started_s
+
+            try:
+                self._thread.request(partial(visits.begin_step, subgroups), applied)
+            except SessionBrokenError:
+                raise
+            except Exception as error:
+                if error is not self._thread.broken:
+                    raise  # not the sweep's: a signal handler's
+                last = parts.saves.last_folder
+                if isinstance(error, OffloadError):  # else it is a fault of ours, and where it came from counts
+                    error.__traceback__ = None  # the session keeps the error, which would keep its callers' frames
+                raise StepAbortedError(visits.step_number + 1, error, parts.machine.moved, last) from error
 
     def read_state(self, parameters: Iterable[int | str]) -> list[dict[str, torch.Tensor]]:
         """Return the rule's tensors of each parameter (Adam: master, exp_avg, exp_avg_sq), new, flat and fp32."""
-        return self._core.read_state([self._core.position(parameter) for parameter in parameters])
+        with self._thread.turn():
+            positions = [self._position(parameter) for parameter in parameters]
+            layout = self.plan.layout
+            found = {
+                position: {
+                    name: torch.empty(layout.parameters[position].numel, dtype=torch.float32, device="cpu")
+                    for name in layout.rule.names
+                }
+                for position in positions
+            }
+
+            def read(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+                for name, target in found.get(segment.parameter, {}).items():
+                    target[segment.start : segment.start + segment.numel] = views[name]
+
+            self._visits.visit(self._visits.subgroups_of(positions), read, changes=False)
+            return [found[position] for position in positions]
 
     def visit_state(self, take: Callable[[int, int, Mapping[str, torch.Tensor]], None]) -> None:
         """Hand out all state once, run by run in the engine's order, where it lies in memory: nothing is copied.
@@ -226,7 +336,19 @@ class Engine:
         Raises:
             Exception: What `take` raised first; it is not called again, and the state is unharmed.
         """
-        self._core.visit_state(take)
+        failed: list[Exception] = []
+
+        def visit(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+            if not failed:
+                try:
+                    take(segment.parameter, segment.start, views)
+                except Exception as error:  # the reader's own affair
+                    failed.append(error)
+
+        with self._thread.turn():
+            self._visits.visit(range(len(self.plan.layout.subgroups)), visit, changes=False)
+        if failed:
+            raise failed[0]
 
     def write_state(
         self, values: Mapping[int | str, Mapping[str, torch.Tensor]], steps: Mapping[int | str, int] | None = None
@@ -236,15 +358,46 @@ class Engine:
         Where the weight is fp32 it *is* the master, and a master that is given is written to it. A tensor that is
         not given keeps its value.
         """
-        core = self._core
-        core.write_state(
-            {core.position(parameter): tensors for parameter, tensors in values.items()},
-            {core.position(parameter): step for parameter, step in (steps or {}).items()},
-        )
+        with self._thread.turn():
+            tensors_of = {self._position(parameter): tensors for parameter, tensors in values.items()}
+            counts = {self._position(parameter): step for parameter, step in (steps or {}).items()}
+            for position, tensors in tensors_of.items():
+                parameter = self.plan.layout.parameters[position]
+                for name, tensor in tensors.items():
+                    if tensor.numel() != parameter.numel:
+                        allowed = f"give {parameter.numel} elements"
+                        raise ConfigError(f"{name} of {parameter.name}", tensor.numel(), allowed)
+
+            def write(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+                for name, tensor in tensors_of.get(segment.parameter, {}).items():
+                    views[name].copy_(tensor.reshape(-1)[segment.start : segment.start + segment.numel])
+
+            self._change_state(self._visits.subgroups_of(tensors_of), write, counts)
 
     def reset_state(self, parameters: Iterable[int | str]) -> None:
         """Make moments and step counts 0; masters and weights stay."""
-        self._core.reset_state([self._core.position(parameter) for parameter in parameters])
+        with self._thread.turn():
+            chosen = {self._position(parameter) for parameter in parameters}
+            tensors, machine = self.plan.layout.rule.state, self._parts.machine
+
+            def reset(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+                if segment.parameter in chosen:
+                    for tensor in tensors:
+                        views[tensor.name].zero_()
+
+            # What was never changed has no moments yet.
+            subgroups = [number for number in self._visits.subgroups_of(chosen) if not machine.is_fresh(number)]
+            self._change_state(subgroups, reset, dict.fromkeys(chosen, 0))
+
+    def _change_state(self, subgroups: Sequence[int], change: Take, steps: Mapping[int, int]) -> None:
+        """Let `change` write to the state of every segment of some subgroups, and set step counts."""
+        counts = self._parts.tables.steps
+
+        def applied() -> None:
+            for position, step in steps.items():
+                counts[position] = step
+
+        self._visits.visit(subgroups, change, changes=True, applied=applied)
 
     # Checkpoints
 
@@ -285,9 +438,26 @@ class Engine:
                 error is the cause; training may go on.
             SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
         """
-        self._core.save(
-            path, metadata or {}, extra, pieces, copy, on_done, id or uuid.uuid4().hex, rank, ranks, replica
-        )
+        folder = open_folder(path)
+        copy = copy or not self.config.paths
+        with self._thread.turn():
+            if not copy and not self.config.checkpoints:
+                raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
+            layout, steps = self.plan.layout, self._parts.tables.steps
+            wholes = pieces if pieces is not None else [Piece(0, p.numel) for p in layout.parameters]
+            snapshot = Snapshot(
+                layout=Layout((), (), layout.rule) if replica else layout,
+                step=self._visits.step_number,
+                steps=() if replica else tuple(steps.tolist()),
+                pieces=() if replica else tuple(wholes),
+                metadata=metadata or {},
+                extra=extra,
+                id=id or uuid.uuid4().hex,
+                rank=rank,
+                ranks=ranks,
+                copy=copy,
+            )
+            self._checkpoints.save(folder, snapshot, on_done)
 
     def release(self, path: str | os.PathLike[str]) -> None:
         """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.
@@ -301,7 +471,8 @@ class Engine:
         Raises:
             CheckpointError: None in that folder is kept, or somebody is reading it.
         """
-        self._core.release(path)
+        with self._thread.turn():
+            self._checkpoints.release(path)
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
         """Wait until the checkpoint that was started last has been committed.
@@ -310,7 +481,14 @@ class Engine:
             CheckpointError: It was not; a tier's error that it failed with is the cause. Training may go on.
             TimeoutError: It has not been by then.
         """
-        self._core.wait_checkpoint(timeout_s)
+        saves = self._parts.saves
+        pending = saves.pending or saves.last
+        if pending is None:
+            return
+        if not waits.wait_for(pending.done.wait, pending.awaited, timeout_s):
+            raise TimeoutError(f"the checkpoint in {pending.folder.path} is not written after {timeout_s} s")
+        if pending.error is not None:
+            raise pending.error
 
     def load(
         self,
@@ -337,7 +515,11 @@ class Engine:
             CheckpointError: It has not all parameters, or they have other sizes; nothing has changed then. Or part
                 of it is damaged, which is found out while it is read: the session is broken then.
         """
-        self._core.load(checkpoint, names or {}, pieces, rank, ranks)
+        parts = self._parts
+        with self._thread.turn():
+            parameters = parts.plan.layout.parameters
+            restorer = Restorer(checkpoint, parameters, names or {}, pieces, parts.views, parts.tables, parts.gpu)
+            self._checkpoints.load(checkpoint, restorer, rank, ranks)
 
     def close(self) -> None:
         """Finish what is in flight, a checkpoint included, and free everything; idempotent.
@@ -347,7 +529,7 @@ class Engine:
         when another call was interrupted, this returns within seconds: what hangs is left, which is logged, and put
         away when the device answers.
         """
-        self._core.close()
+        self._ending.close()
         self._finalizer.detach()
 
     def __enter__(self) -> Engine:

@@ -38,9 +38,9 @@ class OnDeviceAdam(OnDevice):
 
 def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
     """Tell the device of all that the host's lanes do to memory from now on."""
-    core = engine._core
+    parts = engine._parts
 
-    def submit(op: int, table: Any, plain: Any = core._kernel.submit) -> None:
+    def submit(op: int, table: Any, plain: Any = parts.kernel.submit) -> None:
         for row in checked(table):
             numel = int(row["numel"])
             if not numel:
@@ -55,8 +55,8 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
                     device.host_access(int(row["weight"]), 2 * numel, writes=True)
         plain(op, table)
 
-    core._kernel.submit = submit  # type: ignore[method-assign]
-    for tier in core._tiers:
+    parts.kernel.submit = submit  # type: ignore[method-assign]
+    for tier in parts.tiers:
 
         def read(request: Any, plain: Any = tier.read) -> None:
             device.host_access(request.address, request.nbytes, writes=True)

@@ -317,7 +317,7 @@ def test_parameters_that_are_added_beside_a_kept_checkpoint_have_room(tmp_path: 
         run.train(4)
         run.optimizer.save_checkpoint(tmp_path / "ck")
         run.train(4)
-        run.optimizer.engine._core.machine.check()
+        run.optimizer.engine._parts.machine.check()
 
 
 def test_a_session_goes_back_to_its_own_checkpoint(tmp_path: Path, paths: list[Path]) -> None:
@@ -334,7 +334,7 @@ def test_a_session_goes_back_to_its_own_checkpoint(tmp_path: Path, paths: list[P
             run.step = 2
             run.train(3)
             assert same(run.state(), later)
-            run.optimizer.engine._core.machine.check()
+            run.optimizer.engine._parts.machine.check()
 
 
 def test_a_store_whose_free_slots_nobody_knows_is_not_written_to(tmp_path: Path, paths: list[Path]) -> None:

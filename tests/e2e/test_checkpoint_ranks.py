@@ -22,7 +22,7 @@ from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint
-from offload.session import core
+from offload.session import ending
 
 WHOLE = 10_000
 SCALARS = offload.GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
@@ -157,7 +157,7 @@ def test_an_error_on_its_way_is_not_kept_waiting_for_another_rank(
 
 
 def test_a_close_waits_for_other_ranks_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "CLOSE_S", 0.05)
+    monkeypatch.setattr(ending, "CLOSE_S", 0.05)
     ranks = two(tmp_path)
     ranks[0].step()
     save(0, ranks, tmp_path / "ck", "a" * 32)
@@ -169,7 +169,7 @@ def test_a_close_waits_for_other_ranks_so_long(tmp_path: Path, monkeypatch: pyte
 def test_what_a_rank_gave_up_may_be_committed_after_it_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "CLOSE_S", 0.05)
+    monkeypatch.setattr(ending, "CLOSE_S", 0.05)
     ranks = two(tmp_path)
     for rank in ranks:
         rank.step()
@@ -193,7 +193,7 @@ def test_a_rank_that_goes_on_keeps_what_is_in_doubt(
         rank.step()
     expected = joined(ranks)
     save(1, ranks, tmp_path / "ck", "a" * 32)
-    saves = ranks[1].engine._core._saves
+    saves = ranks[1].engine._parts.saves
     assert saves is not None
     assert saves.pending is not None
     saves.pending.wait_for_ranks(0.05)
@@ -276,8 +276,8 @@ def test_a_commit_that_cannot_be_read_is_none(tmp_path: Path, monkeypatch: pytes
     ranks[1].step()
     monkeypatch.setattr(DirectoryFolder, "read", read)
     save(1, ranks, tmp_path / "ck", "a" * 32)
-    assert ranks[1].engine._core._saves is not None
-    ranks[1].engine._core._saves.pending.wait_for_ranks(0.05)  # type: ignore[union-attr]
+    assert ranks[1].engine._parts.saves is not None
+    ranks[1].engine._parts.saves.pending.wait_for_ranks(0.05)  # type: ignore[union-attr]
     with pytest.raises(offload.CheckpointError, match="in vain"):
         ranks[1].engine.wait_checkpoint(60)
     for rank in ranks:
@@ -316,8 +316,8 @@ def test_ctrl_c_is_a_way_out_of_waiting_for_another_rank(
         with pytest.raises(KeyboardInterrupt), engine:
             raise KeyboardInterrupt
     engine.close()
-    assert engine._core._end is not None
-    assert engine._core._end.wait(60)
+    assert engine._ending.work is not None
+    assert engine._ending.work.wait(60)
     assert not is_checkpoint(tmp_path / "ck")
     ranks[1].engine.close()
 

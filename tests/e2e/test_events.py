@@ -10,12 +10,12 @@ from recorded import Recorded, assert_replays
 
 import offload
 from offload.engine import operations
-from offload.session import core
+from offload.session import parts
 
 
 @pytest.mark.slow
 def test_a_session_is_its_list_of_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "Machine", Recorded)
+    monkeypatch.setattr(parts, "Machine", Recorded)
     paths = [tmp_path / name for name in ("a", "b")]
     for path in paths:
         path.mkdir()
@@ -25,7 +25,7 @@ def test_a_session_is_its_list_of_events(tmp_path: Path, monkeypatch: pytest.Mon
         config = offload.OffloadConfig(paths=paths, host_memory=60_000, staging_memory=50_000, subgroup_numel=4096)
         groups = [{"params": weights[:2]}, {"params": weights[2:]}]
         with offload.AdamW(groups[: life + 1], offload=config) as optimizer:
-            machine = optimizer.engine._core.machine
+            machine = optimizer.engine._parts.machine
             if life:
                 optimizer.load_checkpoint(tmp_path / "2")
             for number in range(3):

@@ -129,7 +129,7 @@ def test_only_what_has_changed_is_gathered_anew(streaming: Any, monkeypatch: pyt
     with offload.AdamW(parameters, offload=streaming()) as optimizer:
         sum((parameter * parameter).sum() for parameter in parameters).backward()
         gathered: list[int] = []
-        gradients = optimizer.engine._core.gradients
+        gradients = optimizer.engine._parts.gradients
         gather = gradients._gather
 
         def noted(position: int, *rest: Any) -> None:

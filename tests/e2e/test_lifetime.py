@@ -119,7 +119,7 @@ def test_a_close_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytes
     parameter, optimizer = make(tmp_path)
     step(optimizer, 0)
     engine = optimizer.engine
-    thread = engine._core._thread
+    thread = engine._thread._thread
     assert thread is not None
 
     def join() -> None:
@@ -138,6 +138,21 @@ def test_a_close_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytes
     parameter.grad = None
 
 
+def test_a_session_that_broke_in_a_step_and_is_forgotten_is_closed(tmp_path: Path) -> None:
+    before = threading.active_count()
+    parameter, optimizer = make(tmp_path, 12_000, host_memory=0)
+    step(optimizer, 0)
+    innermost(optimizer.engine._parts.tiers[0]).inject("read", 1, 5)  # type: ignore[attr-defined]
+    with contextlib.suppress(offload.StepAbortedError):
+        step(optimizer, 1)
+    assert optimizer.engine.broken is not None
+    parameter.grad = None
+    del optimizer
+    gc.collect()
+    assert threads_end(before)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_collector_may_close_on_a_thread_of_the_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reached, go_on = threading.Event(), threading.Event()
     plain = CommitJob.run
@@ -153,7 +168,7 @@ def test_the_collector_may_close_on_a_thread_of_the_session(tmp_path: Path, monk
     path.mkdir()
     parameter, optimizer = make(path)
     step(optimizer, 0)
-    core = optimizer.engine._core
+    ending = optimizer.engine._ending
     optimizer.myself = optimizer  # type: ignore[attr-defined]
     optimizer.save_checkpoint(tmp_path / "checkpoint")
     assert reached.wait(LONG_S)
@@ -163,11 +178,11 @@ def test_the_collector_may_close_on_a_thread_of_the_session(tmp_path: Path, monk
         del optimizer
         go_on.set()
         deadline_s = time.monotonic() + LONG_S
-        while not core._freed and time.monotonic() < deadline_s:
+        while not ending.freed and time.monotonic() < deadline_s:
             time.sleep(0.001)
     finally:
         gc.enable()
-    assert core._freed
+    assert ending.freed
     assert (tmp_path / "checkpoint" / "COMMIT").exists()
 
 
@@ -261,10 +276,10 @@ def test_a_session_that_breaks_while_it_commits_loses_no_checkpoint(
         threading.Timer(0.2, after.set).start()  # whenever: the step ends when the commit does
     optimizer.save_checkpoint(folder, copy=copy)
     assert before.wait(LONG_S)
-    innermost(optimizer.engine._core._tiers[0]).inject("read", 1, 5)  # type: ignore[attr-defined]
+    innermost(optimizer.engine._parts.tiers[0]).inject("read", 1, 5)  # type: ignore[attr-defined]
     with pytest.raises(offload.StepAbortedError) as caught:
         step(optimizer, 1)
-    thread = optimizer.engine._core._saves.last.thread  # type: ignore[union-attr]
+    thread = optimizer.engine._parts.saves.last.thread  # type: ignore[union-attr]
     optimizer.close()
     assert thread is not None
     thread.join(LONG_S)
@@ -354,7 +369,7 @@ def test_an_engine_holds_on_to_nothing_of_a_request_that_it_has_answered(tmp_pat
                 raise offload.OffloadError("refused")
 
             with contextlib.suppress(offload.OffloadError):
-                engine._core._request(begin)
+                engine._thread.request(begin)
             return [reader]
 
         optimizer.save_checkpoint(tmp_path / "ck")
@@ -372,20 +387,20 @@ def test_a_signal_handler_that_closes_in_a_request_ends_the_session_after_it(tmp
     """Also between the check that the session can be used and the wait for its answer."""
     program = (
         "import signal, sys, torch, offload\n"
-        "from offload.session.core import Core\n"
+        "from offload.session.thread import EngineThread\n"
         "p = torch.nn.Parameter(torch.ones(5000))\n"
         "o = offload.AdamW([p], offload=offload.OffloadConfig(host_memory=0, paths=[sys.argv[1]]))\n"
         "p.grad = torch.ones(5000)\n"
         "signal.signal(signal.SIGTERM, lambda *_: o.close())\n"
-        "plain = Core.check_usable\n"
+        "plain = EngineThread.check_usable\n"
         "def check(self):\n"
         "    plain(self)\n"
-        "    if self._requesting is not None:\n"
+        "    if self.requester is not None:\n"
         "        signal.raise_signal(signal.SIGTERM)\n"
-        "Core.check_usable = check\n"
+        "EngineThread.check_usable = check\n"
         "o.step()\n"
-        "Core.check_usable = plain\n"
-        "assert o.engine._core._freed and p[0] != 1\n"
+        "EngineThread.check_usable = plain\n"
+        "assert o.engine._ending.freed and p[0] != 1\n"
         "try:\n"
         "    o.step()\n"
         "except offload.SessionBrokenError as error:\n"

@@ -17,7 +17,7 @@ def test_a_step_returns_when_all_is_updated_and_leaves_nothing_to_move(tmp_path:
         host_memory=0, paths=[tmp_path], subgroup_numel=numel, staging_memory=slots * 12 * numel
     )
     with offload.AdamW([weight], offload=config) as optimizer:
-        machine = optimizer.engine._core.machine
+        machine = optimizer.engine._parts.machine
         for step in range(4):
             weight.grad = torch.ones_like(weight)
             optimizer.step()

@@ -223,10 +223,10 @@ def test_a_forgotten_wait_is_found(bug: str, tmp_path: Path) -> None:
     expected = on_cpu(range(3))
     settings = config(tmp_path, keep_grads="added" not in bug, gpu_memory=0)
     optimizer = OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=settings)
-    core = optimizer.engine._core
-    assert core._gpu is not None
-    assert core.gradients.on_gpu is not None
-    PLANTED[bug](core._gpu, core.gradients.on_gpu)
+    parts = optimizer.engine._parts
+    assert parts.gpu is not None
+    assert parts.gradients.on_gpu is not None
+    PLANTED[bug](parts.gpu, parts.gradients.on_gpu)
     try:
         for step in range(3):
             if "added" in bug:
@@ -314,7 +314,7 @@ def test_the_order_of_a_step_and_of_forward_and_backward(
             assert same(seen[3], on_cpu(range(3), clip=clip)[: len(parameters)])
             assert same(states(optimizer, parameters), on_cpu(range(4), clip=clip))
         return
-    lanes = optimizer.engine._core._gpu
+    lanes = optimizer.engine._parts.gpu
     setattr(lanes, forgotten, lambda: None)
     with pytest.raises(offload.OffloadError) as raised, optimizer:
         train_behind(optimizer, parameters, device, range(4), clip)
@@ -468,12 +468,12 @@ def test_copies_of_gradients_do_not_wait_for_their_sums(tmp_path: Path) -> None:
     device = SimulatedDevice(lazy=True)
     settings = config(tmp_path, keep_grads=False, placement="cpu", gpu_memory=0)
     with OnDevice(parameters, device=device, offload=settings) as optimizer:
-        core, before = optimizer.engine._core, device.done
+        parts, before = optimizer.engine._parts, device.done
         gradients = [torch.full_like(p, number + 1) for number, p in enumerate(parameters)]
         torch.autograd.backward(parameters, gradients)
         device.mark(DeviceLane.LEAVING).wait()
         assert device.done == before + len(parameters)
-        for number, position in enumerate(core.gradients.on_gpu.positions):  # type: ignore[union-attr]
+        for number, position in enumerate(parts.gradients.on_gpu.positions):  # type: ignore[union-attr]
             assert (position.slot == number + 1).all()
         device.mark(DeviceLane.GRADIENTS).wait()
         assert device.done == before + 2 * len(parameters)
@@ -652,11 +652,11 @@ def test_every_thread_works_for_its_own_device(tmp_path: Path, keep_grads: bool)
     optimizer.save_checkpoint(tmp_path / "checkpoint", copy=True)
     optimizer.wait_checkpoint()
     assert same(states(optimizer, parameters), on_cpu(range(3)))
-    closing = threading.Thread(target=optimizer.engine._core.forgotten)
+    closing = threading.Thread(target=optimizer.engine._ending.forgotten)
     closing.start()  # as the collector would, on any thread
     closing.join()
     optimizer.close()
-    assert optimizer.engine._core._freed
+    assert optimizer.engine._ending.freed
     assert not device.pinned
 
 
@@ -750,8 +750,8 @@ def test_memory_is_pinned_as_far_as_the_system_allows(
         for step in range(3):
             backward(parameters, 10 + step)  # which is added in host memory
             train(optimizer, parameters, range(step, step + 1))
-        found, core = optimizer.metrics(), optimizer.engine._core
-        arenas = [*core._memory.arenas, core.gradients.on_gpu._buffers]  # type: ignore[union-attr]
+        found, parts = optimizer.metrics(), optimizer.engine._parts
+        arenas = [*parts.memory.arenas, parts.gradients.on_gpu._buffers]  # type: ignore[union-attr]
         assert found["pinned_bytes"] == sum(device.pinned.values())
         assert found["pinned_bytes"] + found["unpinned_bytes"] == sum(arena.nbytes for arena in arenas if arena)
         assert all_pinned == (found["unpinned_bytes"] == 0) == (device.pageable_bytes == 0)
@@ -774,7 +774,7 @@ def test_wide_gradients_of_narrow_weights_are_copied_to_pinned_memory(tmp_path: 
                 backward(mine, step)
                 owner.step()
                 owner.zero_grad()
-        wide = optimizer.engine._core.gradients._wide
+        wide = optimizer.engine._parts.gradients._wide
         assert len(wide) == len(parameters)
         assert not device.pageable_bytes
         assert optimizer.plan.plan.host_bytes == before + sum(tensor.nbytes for tensor in wide.values())
@@ -817,17 +817,17 @@ def test_a_step_that_is_interrupted_still_comes_before_the_next_forward(tmp_path
     settings = config(tmp_path, gpu_memory=0)
     with OnDevice(parameters, device=device, offload=settings) as optimizer:
         train_behind(optimizer, parameters, device, range(2), clip=False)
-        plain = optimizer.engine._core._kernel.submit
+        plain = optimizer.engine._parts.kernel.submit
 
         def interrupt(op: int, table: Any) -> None:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
             plain(op, table)
 
-        optimizer.engine._core._kernel.submit = interrupt  # type: ignore[method-assign]
+        optimizer.engine._parts.kernel.submit = interrupt  # type: ignore[method-assign]
         kept: list[torch.Tensor] = []
         with pytest.raises(KeyboardInterrupt):
             train_behind(optimizer, parameters, device, range(2, 3), clip=False, kept=kept)
-        optimizer.engine._core._kernel.submit = plain  # type: ignore[method-assign]
+        optimizer.engine._parts.kernel.submit = plain  # type: ignore[method-assign]
         optimizer.zero_grad()
         train_behind(optimizer, parameters, device, range(3, 4), clip=False)
         assert same(states(optimizer, parameters), on_cpu(range(4), clip=False))
@@ -848,7 +848,7 @@ def test_a_gpu_without_room_for_more_goes_on_with_what_it_has(tmp_path: Path) ->
             train(optimizer, parameters, range(step, step + 1))
             train(twin, twins, range(step, step + 1))
             if step == 1:
-                optimizer.engine._core._gpu.wait()  # type: ignore[union-attr]
+                optimizer.engine._parts.gpu.wait()  # type: ignore[union-attr]
                 device._memory_bytes -= device.free_bytes() - 60_000
                 with pytest.raises(offload.OffloadError, match="no memory for"):
                     optimizer.add_param_group({"params": [parameter(600), parameter(5000)]})
@@ -895,7 +895,7 @@ def test_a_gpu_that_fails_leaves_the_checkpoint_under_way(tmp_path: Path, monkey
         optimizer.step()
     with pytest.raises(offload.CheckpointError, match="simulated GPU has failed"):
         optimizer.engine.wait_checkpoint(60.0)
-    thread = optimizer.engine._core._saves.last.thread  # type: ignore[union-attr]
+    thread = optimizer.engine._parts.saves.last.thread  # type: ignore[union-attr]
     optimizer.close()
     optimizer.zero_grad()
     go_on.set()
@@ -1051,8 +1051,8 @@ def test_the_plan_names_the_host_memory_that_is_used(tmp_path: Path, keep_grads:
             torch.autograd.backward(parameters, [torch.ones_like(p) for p in parameters])
         optimizer.step()
         optimizer.state_for(parameters[0])
-        core, plan = optimizer.engine._core, optimizer.engine.plan
-        arenas = [*core._memory.arenas, core.gradients.on_gpu._buffers]  # type: ignore[union-attr]
+        parts, plan = optimizer.engine._parts, optimizer.engine.plan
+        arenas = [*parts.memory.arenas, parts.gradients.on_gpu._buffers]  # type: ignore[union-attr]
         used = sum(arena.nbytes for arena in arenas if arena is not None)
         assert used <= plan.host_bytes - plan.overhead_bytes + 8 * -(-410_000 // 4096) + 65536  # block sums; rounding
         assert used > 0.9 * (plan.host_bytes - plan.overhead_bytes)

@@ -516,7 +516,7 @@ def test_a_write_for_a_checkpoint_that_fails_is_tried_again_and_then_elsewhere(
         armed.clear()
         state = [parameter.detach().clone() for parameter in parameters]
         step(parameters, optimizer, 2)  # the path is still used
-        optimizer.engine._core.machine.check()
+        optimizer.engine._parts.machine.check()
     monkeypatch.undo()
     assert cli.main(["verify", str(tmp_path / "ck"), "--quiet"]) == 0
     other, optimizer = make([], host_memory=None, seed=4)
@@ -590,7 +590,7 @@ for number in range(30):
         interrupts += 1
 optimizer.save_checkpoint(folder, extra=30)
 optimizer.wait_checkpoint()
-optimizer.engine._core.machine.check()
+optimizer.engine._parts.machine.check()
 optimizer.close()
 other, optimizer = make()
 whole = optimizer.load_checkpoint(folder) == 30

@@ -73,7 +73,7 @@ class Training:
             host_memory=0, paths=[path], subgroup_numel=1024, staging_memory=12 * 1024, threads=1, **settings
         )
         self.optimizer = offload.AdamW(self.parameters, offload=config)
-        self.core = self.optimizer.engine._core
+        self.engine = self.optimizer.engine
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -82,7 +82,7 @@ class Training:
             self.optimizer.step()
 
     def give_up_in(self, seconds: float) -> None:
-        self.core.executor._stall_s = seconds  # not from the beginning: whatever is slow here hangs as well
+        self.engine._parts.executor._stall_s = seconds  # not from the beginning: whatever is slow here hangs as well
 
 
 def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -90,7 +90,7 @@ def messages(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 
 
 def ended(training: Training) -> bool:
-    end = training.core._end
+    end = training.engine._ending.work
     assert end is not None
     return end.wait(LONG_S)
 
@@ -112,14 +112,14 @@ def test_a_session_leaves_a_hung_device_and_says_what_it_leaves(
     assert "offload-" in errors[1]
     assert "bytes of host memory" in errors[1]
     assert list(tmp_path.iterdir())
-    staging = training.core._memory.staging[0]
+    staging = training.engine._parts.memory.staging[0]
     assert f"{staging:x}-" in Path("/proc/self/maps").read_text()  # a request may still write there
     training.optimizer.close()  # nothing more to say, and nothing to wait for
     assert messages(caplog, logging.ERROR) == errors
     stuck[0].thawed.set()
     assert ended(training)
     assert not list(tmp_path.iterdir())
-    assert not training.core._memory.arenas[0]._mapping
+    assert not training.engine._parts.memory.arenas[0]._mapping
 
 
 def test_a_hung_path_keeps_no_other_open(tmp_path: Path, stuck: list[Stuck], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +131,13 @@ def test_a_hung_path_keeps_no_other_open(tmp_path: Path, stuck: list[Stuck], mon
     config = offload.OffloadConfig(host_memory=0, paths=paths, subgroup_numel=1024, threads=1)
     optimizer = offload.AdamW([parameter], offload=config)
     stuck[0].hangs = True
-    optimizer.engine._core.broken = offload.OffloadError("as if")
+    optimizer.engine._thread.error = offload.OffloadError("as if")
     optimizer.close()
     assert list(paths[0].iterdir())
-    assert optimizer.engine._core._closing[1][1].wait(LONG_S)
+    assert optimizer.engine._parts.closing[1][1].wait(LONG_S)
     assert not list(paths[1].iterdir())
     stuck[0].thawed.set()
-    assert optimizer.engine._core._end.wait(LONG_S)  # type: ignore[union-attr]
+    assert optimizer.engine._ending.work.wait(LONG_S)  # type: ignore[union-attr]
     assert not list(paths[0].iterdir())
 
 
@@ -296,9 +296,9 @@ def step():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 step()
-while optimizer.engine._core.machine.in_flight:  # what a server has begun to answer, no signal ends
+while optimizer.engine._parts.machine.in_flight:  # what a server has begun to answer, no signal ends
     time.sleep(0.001)
-optimizer.engine._core.executor._stall_s = 1.0
+optimizer.engine._parts.executor._stall_s = 1.0
 print("ready", flush=True)
 sys.stdin.readline()
 try:

@@ -239,7 +239,7 @@ def test_a_deleted_checkpoint_gives_its_room_back_when_it_is_released(tmp_path: 
             run.train(2).save(tmp_path / f"ck-{number}")
             shutil.rmtree(tmp_path / f"ck-{number}")
             run.optimizer.release_checkpoint(tmp_path / f"ck-{number}")
-            sizes.append(len(run.optimizer.engine._core.machine.saver.held))
+            sizes.append(len(run.optimizer.engine._parts.machine.saver.held))
         assert sizes == [0] * 8
         run.train().save(tmp_path / "last")
         run.optimizer.release_checkpoint(tmp_path / "last")
@@ -338,7 +338,7 @@ def test_saves_that_failed_do_not_make_a_folder_forget(tmp_path: Path, path: Pat
                 run.optimizer.save_checkpoint(tmp_path / "file" / "ck")
         for _ in range(3):
             run.train().save(tmp_path / "ck")
-            assert len(run.optimizer.engine._core.machine.saver.held) == 1
+            assert len(run.optimizer.engine._parts.machine.saver.held) == 1
 
 
 def test_the_manifest_of_another_save_to_the_folder_stays(tmp_path: Path, path: Path) -> None:
@@ -467,7 +467,7 @@ def test_a_checkpoint_that_never_had_its_folder_leaves_nothing(
 def test_what_a_checkpoint_was_given_is_not_held_when_it_has_ended(tmp_path: Path, path: Path) -> None:
     with Run(path) as run:
         run.train().save(tmp_path / "ck")
-        last = run.optimizer.engine._core._saves.last
+        last = run.optimizer.engine._parts.saves.last
         assert last.snapshot.extra is None
         assert last.job is None
 

@@ -188,7 +188,7 @@ def test_a_hung_device_is_reported_in_the_time_that_was_set(paths: list[Path], m
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
 
-    executor = optimizer.engine._core.executor
+    executor = optimizer.engine._parts.executor
     assert executor._stall_s == 0.3
     executor._stall_s = 300.0  # nothing hangs yet, however long it takes
     step()

@@ -130,7 +130,7 @@ def live(root: Path, seed: int, expected: list[int], until: int) -> None:
         extra = optimizer.load_checkpoint(latest[1])
         step = extra["step"]
         (root / "resumed").write_text(str(step))
-        saves = optimizer.engine._core._saves
+        saves = optimizer.engine._parts.saves
         if any(kept.number is not None for kept in saves.kept):
             (root / "adopted").touch()
     if fingerprint(parameters, optimizer) != expected[step]:

@@ -1,0 +1,222 @@
+"""Checkpoints of a session: what is done to write one, and to go on from one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+
+from offload import waits
+from offload.checkpoint.adopt import manifest_in_place
+from offload.checkpoint.folder import Folder, open_folder
+from offload.checkpoint.manifest import Manifest
+from offload.checkpoint.reader import Checkpoint, StateSource
+from offload.checkpoint.restore import Restorer
+from offload.checkpoint.saves import Exchange, Snapshot, save_error
+from offload.checkpoint.stores import released_before
+from offload.engine.loop import pump
+from offload.engine.machine import Phase
+from offload.engine.operations import BeginSave, Release, Sweep, TakeUp
+from offload.errors import CheckpointError, ConfigError, InternalError, OffloadError, SessionBrokenError
+from offload.session.parts import Parts
+from offload.session.thread import EngineThread
+from offload.session.visits import Visits, nothing
+
+log = logging.getLogger("offload")
+
+OnDone = Callable[[BaseException | None], None] | None
+
+
+class Checkpoints:
+    """The checkpoints of one session.
+
+    Args:
+        parts: What is saved.
+        thread: Does it.
+        visits: Makes state ready for it.
+    """
+
+    def __init__(self, parts: Parts, thread: EngineThread, visits: Visits) -> None:
+        self._parts = parts
+        self._thread = thread
+        self._visits = visits
+
+    # Writing one
+
+    def save(self, folder: Folder, snapshot: Snapshot, on_done: OnDone) -> None:
+        """Hand over a checkpoint, in the caller's turn; see `Engine.save`.
+
+        Args:
+            folder: Where it goes.
+            snapshot: What it says; of no parameters if rank 0 saves them for this rank.
+            on_done: Called when it has ended.
+        """
+        parts = self._parts
+        self.wait_for_pending()
+        self._thread.check_usable()
+        parts.saves.begin(snapshot.id, snapshot.ranks)
+        self._make_ready(folder.path, only_foreign=not snapshot.layout.parameters)
+        if snapshot.rank == 0:
+            released_before(folder)  # a COMMIT there that is not ours is not replaced
+        folder.prepare()
+        needs_buffers = any(s.weight_tiles for s in snapshot.layout.subgroups) or parts.plan.uses_gpu
+
+        def begin() -> None:
+            machine = parts.machine
+            pump(machine, parts.executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
+            if machine.broken is not None:
+                raise machine.broken
+            try:
+                pending = parts.saves.open(
+                    folder,
+                    snapshot,
+                    needs_buffers=needs_buffers,
+                    io_backend=parts.config.io_backend,
+                    on_done=on_done,
+                )
+            except OffloadError:
+                raise
+            except Exception as cause:  # nothing has begun, so it is not the session's end
+                raise CheckpointError(f"no checkpoint can be opened in {folder.path}: {cause!r}") from cause
+            machine.handle(BeginSave(pending.save))
+            pump(machine, parts.executor, lambda m: not m.saver.weights_left or m.saver.ended is not None)
+            if machine.saver.ended is not None and machine.saver.ended[1] is not None:
+                error = machine.saver.ended[1]
+                self._thread.take_save()
+                raise error
+
+        self._request(folder.path, begin)
+
+    def _make_ready(self, folder: str, *, only_foreign: bool) -> None:
+        """Have all state be somewhere, and none of it in another session's store, which a checkpoint cannot name.
+
+        Args:
+            folder: Where the checkpoint goes.
+            only_foreign: Whether state that is still to be taken from the weights may stay so.
+        """
+        machine, tables = self._parts.machine, self._parts.tables
+        unmade = [
+            subgroup.index
+            for subgroup in self._parts.plan.layout.subgroups
+            if (not only_foreign and (machine.is_fresh(subgroup.index) or tables.needs_reload(subgroup.index)))
+            or any(machine.index.is_foreign(tile) for tile, _, _ in subgroup.tiles)
+        ]
+        if unmade:
+            visitor = self._visits.visitor(nothing, changes=True)
+            self._request(folder, partial(self._visits.begin, unmade, visitor, changes=True))
+
+    def _request(self, folder: str, begin: Callable[[], Sweep | None]) -> None:
+        """Have the engine thread do a part of a save; tell its failure from the session's.
+
+        Raises:
+            CheckpointError: The save has failed.
+            SessionBrokenError: The session has.
+        """
+        try:
+            self._thread.request(begin)
+        except (ConfigError, InternalError):
+            raise
+        except OffloadError as error:
+            self._thread.check_usable()
+            failed = save_error(folder, error)
+            raise failed from failed.__cause__
+
+    def release(self, path: str | os.PathLike[str]) -> None:
+        """Release a checkpoint, in the caller's turn; see `Engine.release`."""
+        folder = open_folder(path).path
+
+        def begin() -> None:
+            for number in self._parts.saves.release(folder):
+                self._parts.machine.handle(Release(number))
+
+        self.wait_for_pending()
+        self._thread.request(begin)
+
+    def wait_for_pending(self) -> None:
+        """Wait for the checkpoint that is being written; on the caller's thread, where a Ctrl-C is a way out."""
+        pending = self._parts.saves.pending
+        if pending is not None and not pending.done.is_set():
+            log.info("waiting for the checkpoint in %s first", pending.folder.path)
+            waits.wait_for(pending.done.wait, pending.awaited)
+
+    # Going on from one
+
+    def load(self, checkpoint: StateSource, restorer: Restorer, rank: int, ranks: int) -> None:
+        """Take over what a checkpoint has, in the caller's turn; see `Engine.load`.
+
+        Args:
+            checkpoint: Which.
+            restorer: Takes its state.
+            rank: This rank.
+            ranks: Number of ranks.
+        """
+        parts, visits = self._parts, self._visits
+        layout = parts.plan.layout
+        self.wait_for_pending()
+        self._thread.check_usable()
+        in_place = None
+        if isinstance(checkpoint, Checkpoint):
+            manifest = manifest_in_place(checkpoint, layout, restorer.names, restorer.pieces, rank, ranks)
+            in_place = None if manifest is None else partial(self._adopt, checkpoint, manifest, restorer, rank)
+
+        def applied() -> None:
+            restorer.take_steps()
+            visits.step_number = checkpoint.step
+            checkpoint.lend(0, 0)
+            self._thread.drop_checkpoint_buffers()
+
+        def begin() -> Sweep:
+            self._thread.settle()
+            self._thread.take_save()
+            copied = [subgroup.index for subgroup in layout.subgroups]
+            buffers = parts.memory.checkpoint_buffers(parts.plan)  # which may fail, as long as nothing has changed
+            # Versions go on from there: no two of a tile have the same number.
+            visits.version = max(visits.version, checkpoint.last_version)
+            if in_place is not None:
+                copied = [number for number in copied if parts.plan.resident[number]]
+                in_place()
+            checkpoint.lend(*buffers)
+            return visits.begin(copied, restorer.restore, changes=True, overwrites=True)
+
+        try:
+            self._thread.request(begin, applied)
+        except SessionBrokenError:
+            raise
+        except OffloadError as error:
+            if error is self._thread.broken:
+                raise CheckpointError(
+                    f"{error}. The state was partly replaced, so the session is broken: load another checkpoint "
+                    "into a new optimizer"
+                ) from error
+            raise
+        if isinstance(checkpoint, Checkpoint) and in_place is None:
+            # On the engine thread, where no interrupt comes between a lock and taking note of it.
+            self._thread.request(partial(parts.saves.resumed, checkpoint, rank, ranks))
+
+    def _adopt(self, checkpoint: Checkpoint, manifest: Manifest, restorer: Restorer, rank: int) -> None:
+        """Go on from a checkpoint where it lies, except for what is at home in memory; on the engine thread."""
+        parts = self._parts
+        machine, layout = parts.machine, parts.plan.layout
+        exchange = Exchange(
+            layout,
+            machine.index.is_empty,
+            lambda number, store, used: parts.open_tier(number, store, parts.tiers[number].depth, used),
+            parts.replace_tier,
+        )
+        adopted = parts.saves.adopt(checkpoint, manifest, machine.index, exchange, rank)
+        # Others that lie there may be of later steps, which this session now takes another way.
+        held = (record.step for records in adopted.held.values() for record in records.values())
+        self._visits.version = max(self._visits.version, *held, 0)
+        streamed = [subgroup for subgroup in layout.subgroups if not parts.plan.resident[subgroup.index]]
+        tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
+        machine.handle(TakeUp(adopted.limits, adopted.held, {tile: adopted.records[tile] for tile in tiles}))
+        # No slot is in use, and nothing is started that reads into one before this request has ended.
+        checkpoint.lend(*parts.memory.staging)
+        try:
+            for subgroup in streamed:
+                restorer.derive_weights(subgroup)
+        except OffloadError as error:
+            self._thread.error = error
+            self._thread.say_broken(error)
+            raise

@@ -1,0 +1,133 @@
+"""The end of a session: who waits for what, and for how long, before its parts are freed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from functools import partial
+
+from offload import waits
+from offload.session.parts import Parts
+from offload.session.thread import EngineThread
+from offload.tiers import innermost
+
+log = logging.getLogger("offload")
+
+CLOSE_S = 30.0
+"""How long `close` waits for other ranks to write their part of a checkpoint. Where theirs may take longer,
+`wait_checkpoint` waits before."""
+
+UNWIND_S = 30.0
+"""How long `close` waits for devices with an exception on its way, which nobody sees before."""
+
+
+class Ending:
+    """The end of one session.
+
+    What may hang runs on a thread of its own, which holds all that lanes still use: lanes end before the memory that
+    they work on goes, however long that takes, and `close` waits for that no longer than makes sense. A device that
+    answers after all lets that thread finish.
+
+    Args:
+        parts: What is freed.
+        thread: Ends before them.
+    """
+
+    def __init__(self, parts: Parts, thread: EngineThread) -> None:
+        self._parts = parts
+        self._thread = thread
+        self.freed = False
+        self.work: waits.Aside | None = None
+        """Ends the thread and frees the parts."""
+        self._stop = waits.Aside(thread.stop, "offload-stop")
+        self._told_left = False
+        self._gives_up = False  # a close was interrupted: the next one waits for nothing that may never come
+
+    def close(self) -> None:
+        """See `Engine.close`; if it is interrupted, another call goes on with it.
+
+        Called by a signal handler that interrupts a request of this session, it takes effect when that has ended.
+        """
+        thread = self._thread
+        if os.getpid() != thread.pid:  # a lock that another thread held at the fork stays held
+            return
+        if thread.requester == threading.get_ident():  # in a signal handler: nobody would answer the request
+            thread.afterwards = self.close
+            return
+        with thread.lock:
+            if self.freed:
+                return
+            try:
+                self._close()
+            except BaseException:
+                self._gives_up = True
+                raise
+
+    def _close(self) -> None:
+        self._finish_save()
+        self._thread.closed = True
+        if self.work is None or (self.work.done and self.work.error is not None):
+            self._stop = waits.Aside(self._thread.stop, "offload-stop")
+            work = partial(self._end_all, self._stop)
+            self.work = waits.Aside(partial(self._parts.on_device, work), "offload-end")
+        self.work.start()
+        settle_s = 0.0 if self._told_left else waits.SETTLE_S
+        is_raising = sys.exception() is not None
+        patience_s = UNWIND_S if is_raising else None
+        waits.wait_for(self._stop.wait, self._unstopped, settle_s if self._is_given_up else patience_s)
+        patience_s = UNWIND_S if is_raising else self._parts.config.stall_timeout_s
+        waits.wait_for(self.work.wait, self._left, settle_s if self._is_given_up else patience_s)
+        if self.work.done and self.work.error is not None:
+            raise self.work.error
+        if not self.work.done and not self._told_left:
+            self._told_left = True
+            log.error(
+                "the session is closed, but this does not end: %s; it stays as it is until it does", self._left()
+            )
+
+    @property
+    def _is_given_up(self) -> bool:
+        return self._gives_up or self._thread.broken is not None
+
+    def _unstopped(self) -> str:
+        """Return what keeps the engine thread, unless the executor says it."""
+        return "" if self._parts.is_whole and self._parts.machine.in_flight else "the engine thread to end"
+
+    def _left(self) -> str:
+        """Return what is there as long as the session's end has not come."""
+        memory = f"{sum(arena.nbytes for arena in self._parts.memory.arenas)} bytes of host memory"
+        if not self._stop.done:
+            return f"the engine thread (with all paths, and {memory})"
+        open_tiers = [tier for tier, ending in self._parts.closing if not ending.done]
+        places = ", ".join(str(getattr(innermost(tier), "store_path", tier.path)) for tier in open_tiers)
+        return f"requests to {places} (with their threads and open files, and {memory})" if places else memory
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written, for other ranks only so long; see `commit`."""
+        pending = self._parts.saves.pending if self._parts.is_whole else None
+        if pending is None or self._is_given_up:
+            return
+        pending.wait_for_ranks(waits.SETTLE_S if sys.exception() is not None else CLOSE_S)
+        waits.wait_for(pending.done.wait, pending.awaited)
+
+    def _end_all(self, stop: waits.Aside) -> None:
+        """End the engine thread, then free everything; on a thread of its own."""
+        stop.start()
+        stop.wait()
+        if stop.error is not None:
+            raise stop.error
+        try:
+            self._parts.ends.close()
+        finally:
+            self.freed = True
+
+    def forgotten(self) -> None:
+        """Close what nobody has any more."""
+        if threading.current_thread() is threading.main_thread():
+            self.close()
+        else:
+            # The garbage collector runs on any thread; one of the session's own would wait for itself.
+            work = partial(self._parts.on_device, self.close)
+            threading.Thread(target=work, name="offload-close").start()

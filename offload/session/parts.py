@@ -1,0 +1,343 @@
+"""What a session is made of: how its parts are put together, how they grow, and the order in which they end.
+
+Its callers' requests are not known here, nor is the thread that answers them (offload/session/thread.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import uuid
+from collections.abc import Callable, Mapping
+
+from offload import waits
+from offload._native import CompletionQueue
+from offload.checkpoint.saves import Saves
+from offload.checkpoint.stores import leftover_bytes
+from offload.config import OffloadConfig
+from offload.dtypes import DtypeCode
+from offload.engine.executor import LiveExecutor
+from offload.engine.gpu import GpuLanes
+from offload.engine.gradients import Gradients, GradientSlots
+from offload.engine.host import HostMemory
+from offload.engine.index import TileIndex
+from offload.engine.machine import Machine
+from offload.engine.memory import available_bytes
+from offload.engine.operations import Extend
+from offload.engine.tables import Tables
+from offload.engine.views import StateViews
+from offload.errors import InfeasiblePlanError, OffloadError, TierError
+from offload.kernels import CpuUpdateKernel
+from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
+from offload.measure import probe_device, quick_probe, session_rates, tune_depth
+from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
+from offload.protocols import Completion, Device, Tier, TileRequest
+from offload.rules import UpdateRule
+from offload.session.setup import (
+    LEAST_TILE_BYTES,
+    default_threads,
+    first_budgets,
+    gpu_staging_bytes,
+    named_error,
+    open_path,
+    refuse_gpu,
+    usable_bytes,
+)
+from offload.tiers import check_directories, innermost
+
+log = logging.getLogger("offload")
+
+TILES_PER_PATH = 4
+
+NOTHING = Layout((), ())
+
+
+class Parts:
+    """The parts of one session.
+
+    Made in two steps, so that whoever makes them can end them whatever comes in between: new ones hold nothing, and
+    `open` makes the session. From then on `executor`, `machine`, `views`, `saves` and `plan` belong to the engine
+    thread; others read `plan`.
+    """
+
+    executor: LiveExecutor
+    machine: Machine
+    views: StateViews
+    saves: Saves
+    gradients: Gradients
+    plan: Plan
+    rates: Rates
+
+    def __init__(self, config: OffloadConfig, gradient_slots: bool, device: Device | None, rule: UpdateRule) -> None:
+        self.config = config
+        self.rule = rule
+        self.is_whole = False
+        self.tables = Tables()
+        self.tiers: list[Tier] = []
+        self.others: dict[int, Tier] = {}
+        """Stores that are no path of the plan; see `LiveExecutor`."""
+        self.queue = CompletionQueue()
+        self.gpu = GpuLanes(device, self.queue) if device is not None else None
+        self.memory = HostMemory(self.gpu)
+        self.closing: list[tuple[Tier, waits.Aside]] = []
+        self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
+        self._gradient_slots = GradientSlots(
+            dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
+            wanted=gradient_slots or device is not None,
+            passing=device is not None and not config.keep_grads,
+        )
+        self._threads = config.threads or default_threads(device)
+        self._store = uuid.uuid4()
+
+    # Putting them together
+
+    def open(self, parameters: tuple[Parameter, ...], say_broken: Callable[[BaseException], None]) -> None:
+        """Make the session; whoever gets an error closes `ends`."""
+        config = self.config
+        paths = [path.path for path in config.path_configs]
+        check_directories(paths)
+        if self.gpu is None:
+            refuse_gpu(config)
+        known = self._known_rates(paths)
+        budgets = self._first_plan(parameters, known)
+        saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
+        self._open_lanes()
+        self._measure(known, budgets)
+        if self.gpu is not None:
+            self.plan = self._adopt_gpu(self.gpu, self.plan, NOTHING)
+            self.gpu.bind(self.plan)
+        self.gradients.adopt(self.plan, NOTHING)
+        memory = self.memory
+        self.views = StateViews(self.plan, self.tables, self.kernel, memory, self.executor.slot_address, self.gpu)
+        shares = self.plan.shares(self.rates)
+        limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
+        index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
+        self.machine = Machine(self.plan, index, log.warning, say_broken)
+        self.saves = self.executor.save_source = Saves(
+            self.queue,
+            [(path, self._store) for path in paths],
+            self.others,
+            memory.home,
+            self.views.gather_tile,
+            lambda: (memory.checkpoint_buffers(self.plan)[0], self.plan.largest_tile_bytes),
+            keep=config.checkpoints,
+            checksum=config.checksum,
+        )
+        saves_end.callback(self.saves.close)
+        self.ends.callback(self._keep_slots)
+        self.is_whole = True
+
+    def _known_rates(self, paths: list[str]) -> Rates | None:
+        """Return the rates that were measured for a session like this one, if they have all its lanes."""
+        known = session_rates(str(self.config.rates), paths, self._threads)
+        if known is not None and self.gpu is None:
+            return dataclasses.replace(known, gpu=None)
+        return None if known is None or known.gpu is None else known
+
+    def _first_plan(self, parameters: tuple[Parameter, ...], known: Rates | None) -> Budgets:
+        """Cut the state and plan it; return the budgets of the plan."""
+        config = self.config
+        paths = [path.path for path in config.path_configs]
+        numel = sum(parameter.numel for parameter in parameters)
+        staging = None if config.staging_memory is None else int(config.staging_memory)
+        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging, self.rule)
+        state_bytes = self.rule.item_bytes * self._subgroup_numel
+        striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
+        self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
+        layout = extend_layout(Layout((), (), self.rule), parameters, self._subgroup_numel, self._tile_bytes)
+        gradient_bytes = self._gradient_slots.total_bytes(parameters)
+        device = self.gpu.device if self.gpu is not None else None
+        budgets = first_budgets(config, layout, device, gradient_bytes, leftover_bytes(paths))
+        if known is None:
+            self.plan = make_plan(layout, budgets)
+        else:
+            self.plan = choose_plan(layout, budgets, known, config.placement)
+        log.info("%s", self.plan)
+        if paths and not self.plan.has_room_for_checkpoints:
+            log.warning(
+                "the paths may have too little room for checkpoints: they take up to %d bytes beside the state; "
+                "save_checkpoint raises then",
+                self.plan.checkpoint_bytes,
+            )
+        available = available_bytes()
+        if self.plan.host_bytes > available:
+            offers = {"host memory": available}
+            advice = "lower host_memory and give paths to stream from" if paths else "give paths to stream state from"
+            raise InfeasiblePlanError("the plan's host memory", self.plan.host_bytes, offers, advice)
+        return budgets
+
+    def _open_lanes(self) -> None:
+        """Take memory for the plan and open what works on it; lanes end before their memory does."""
+        config = self.config
+        self.ends.callback(self.memory.close)
+        self.ends.callback(self._close_tiers)
+        for number, path in enumerate(config.path_configs):
+            self.tiers.append(self.open_tier(number, self._store, path.depth))
+        self.kernel = CpuUpdateKernel(self.queue, self._threads)
+        self.ends.callback(self.kernel.close)
+        self.gradients = Gradients(self._gradient_slots, self.tables, self.kernel, self.memory, self.gpu)
+        self.ends.callback(self.gradients.close)
+        if self.gpu is not None:
+            self.ends.callback(self.gpu.close)
+        self.executor = LiveExecutor(
+            self.tiers,
+            self.kernel,
+            self.queue,
+            self._tier_error,
+            verify=config.checksum,
+            stall_s=config.stall_timeout_s,
+            gpu=self.gpu,
+            others=self.others,
+        )
+        self.memory.adopt_homes(self.plan, NOTHING)
+        self._adopt_staging(self.plan, {})
+        self.tables.extend(self.plan.layout)
+
+    def _measure(self, known: Rates | None, budgets: Budgets) -> None:
+        """Measure the lanes where nobody has; with a GPU, plan again by what was found."""
+        memory = self.memory
+        for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
+            if path.depth is None:
+                _tune_depth(tier, self.queue, *memory.staging)
+        self.rates = known or quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan)
+        if self.gpu is None or known is not None:
+            return
+        self.rates = dataclasses.replace(self.rates, gpu=probe_device(self.gpu, self.plan))
+        self.plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=self.plan)
+        log.info("%s", self.plan)
+        self._adopt_staging(self.plan, {})
+
+    def open_tier(self, number: int, store: uuid.UUID, depth: int | None, used_bytes: int | None = None) -> Tier:
+        """Open a store on the path of a number; see `setup.open_path`."""
+        path = self.config.path_configs[number]
+        return open_path(self.config, path, store, self.queue, self.plan.storage_bytes, depth, used_bytes)
+
+    def replace_tier(self, number: int, tier: Tier) -> None:
+        """Have a path's requests go to another store of it; the one that they went to ends."""
+        staging, nbytes = self.memory.staging
+        if nbytes:
+            tier.register_memory(staging, nbytes)
+        self.tiers[number].close()
+        self.tiers[number] = tier
+
+    def _tier_error(self, verb: str, completion: Completion, request: TileRequest | None, tier: Tier) -> TierError:
+        return named_error(self.plan.layout, verb, completion, request, tier)
+
+    def _adopt_staging(self, plan: Plan, held: Mapping[int, int]) -> None:
+        """Have staging slots as `plan` says, with what the slots in use, by subgroup, hold."""
+        self.memory.adopt_staging(plan, held, self.tiers)
+        self.executor.bind(plan, self.memory.staging[0])
+
+    def _adopt_gpu(self, gpu: GpuLanes, plan: Plan, before: Layout) -> Plan:
+        """Take memory for what `plan` adds on the GPU and for it; return the plan with its gradients' bytes."""
+        slots = self._gradient_slots
+        layout = plan.layout
+        gpu.device.prepare(layout.rule.name, {(slots.dtype_of(found), found.dtype) for found in layout.parameters})
+        self.memory.adopt_gpu(gpu, plan, before)
+        return self.counting_gradients(plan)
+
+    def counting_gradients(self, plan: Plan) -> Plan:
+        """Return a plan with the bytes that its gradients take, with weights on a GPU."""
+        budgets = dataclasses.replace(plan.budgets, gradient_bytes=self.gradients.used_bytes(plan))
+        return dataclasses.replace(plan, budgets=budgets)
+
+    # Growing
+
+    def plan_with(self, parameters: tuple[Parameter, ...]) -> Plan:
+        """Return a plan with more parameters, in which the state that is there stays where it is.
+
+        Raises:
+            InfeasiblePlanError: The new state does not fit.
+        """
+        before = self.plan
+        layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
+        gradients = self._gradient_slots.total_bytes(layout.parameters)
+        budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
+        if self.gpu is not None and self.config.placement != "cpu":
+            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(layout, usable_bytes(self.gpu.device)))
+            budgets = dataclasses.replace(budgets, gpu_staging_bytes=staging)
+        if self.config.host_memory is None and not self.config.paths:
+            budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
+        try:
+            return self._place(layout, budgets)
+        except InfeasiblePlanError:
+            # Larger slots may be the reason, as those there are in use: cut the new state to their size.
+            most = before.slot_bytes // before.layout.rule.item_bytes
+            if most >= self._subgroup_numel or not before.staging_slots:
+                raise
+            return self._place(extend_layout(before.layout, parameters, most, self._tile_bytes), budgets)
+
+    def _place(self, layout: Layout, budgets: Budgets) -> Plan:
+        before = self.plan
+        if self.gpu is None:
+            return make_plan(layout, budgets, kept=before)
+        kept = [*before.on_gpu] or [False] * len(before.layout.subgroups)
+        fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before)
+        copied = [fresh.updates_on_gpu(subgroup) for subgroup in range(len(layout.subgroups))]
+        # What is there stays where it is: memory for its gradients has been given out by that.
+        return make_plan(layout, budgets, kept=before, copied=[*kept, *copied[len(kept) :]])
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on with a plan that `plan_with` made; on the engine thread, with nothing in flight.
+
+        Raises:
+            InfeasiblePlanError: The paths have no room any more.
+            OffloadError: There is no memory; nothing has changed then.
+        """
+        before = self.plan
+        if plan.staging_slots and not self.machine.index.has_room(plan.slot_counts):
+            # The paths have strayed from the plan, each as it was fast, and hold slots of other sizes now.
+            offers = {path.name: path.available_bytes for path in plan.budgets.paths}
+            raise InfeasiblePlanError("the added state", plan.storage_bytes, offers, "free space or add a path")
+        # Each of these may find no memory; what went before it is not used then.
+        if self.gpu is not None:
+            plan = self._adopt_gpu(self.gpu, plan, before.layout)
+        self.memory.adopt_homes(plan, before.layout)
+        self.gradients.adopt(plan, before.layout)
+        self._adopt_staging(plan, self.machine.slots)
+        if self.gpu is not None:
+            self.gpu.bind(plan)
+        self.tables.extend(plan.layout)
+        self.machine.handle(Extend(plan))
+        self.plan = self.views.plan = plan
+
+    # The end
+
+    def on_device(self, work: Callable[[], None]) -> None:
+        """Do what a thread of ours is for, as one that works for the session's GPU."""
+        if self.gpu is not None:
+            with contextlib.suppress(OffloadError):  # a device that has failed is closed, too
+                self.gpu.device.adopt_thread()
+        work()
+
+    def _keep_slots(self) -> None:
+        """Tell the tiers which slots kept checkpoints refer to, so that closing leaves them."""
+        held: dict[int, set[int]] = {}
+        for records in [*self.machine.saver.held.values(), self.saves.named]:
+            for record in records.values():
+                held.setdefault(record.location.path, set()).add(record.location.offset)
+        for number, tier in enumerate(self.tiers):
+            if held.get(number):
+                innermost(tier).kept = frozenset(held[number])  # type: ignore[attr-defined]
+
+    def _close_tiers(self) -> None:
+        """Close them side by side: one whose device hangs keeps no other open."""
+        self.closing = [
+            (tier, waits.Aside(tier.close, "offload-close")) for tier in (*self.tiers, *self.others.values())
+        ]
+        self.others.clear()
+        for _, ending in self.closing:
+            ending.start()
+        for _, ending in self.closing:
+            ending.wait()
+        errors = [ending.error for _, ending in self.closing if ending.error is not None]
+        if errors:
+            raise errors[0]
+
+
+def _tune_depth(tier: Tier, queue: CompletionQueue, address: int, nbytes: int) -> None:
+    """Find out how many requests a path should have in flight, and say it."""
+    tried = tune_depth(tier, queue, address, nbytes) if nbytes else {}
+    seen = ", ".join(f"{rate / 1e9:.2f} GB/s with {depth}" for depth, rate in tried.items())
+    log.info("path %s: %d requests of each direction in flight (%s)", tier.path, tier.depth, seen or "not tried")

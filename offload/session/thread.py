@@ -1,0 +1,287 @@
+"""The engine thread: it owns machine and executor, and answers one request at a time.
+
+A caller posts a request and waits for its answer. Between requests the thread finishes flushes and checkpoints. What
+a request does is not known here (offload/session/visits.py, offload/session/checkpoints.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from offload import waits
+from offload._native import CompletionQueue
+from offload.engine.executor import INTERRUPT, REQUEST, visit_nothing
+from offload.engine.loop import pump
+from offload.engine.operations import Begin, Release, Stop, Sweep
+from offload.errors import CheckpointError, OffloadError, SessionBrokenError, known
+from offload.layout import Parameter
+from offload.session.parts import Parts
+
+log = logging.getLogger("offload")
+
+
+@dataclass(slots=True)
+class _Request:
+    """Something that a caller waits for."""
+
+    begin: Callable[[], Sweep | None]
+    """Runs on the engine thread with no sweep under way; returns the sweep to run, or None if that was all."""
+    applied: Callable[[], None]
+    """Takes note of a sweep that has ended well; on the engine thread, where no interrupt can come between."""
+    error: BaseException | None = None
+
+
+class EngineThread:
+    """The engine thread of one session.
+
+    Args:
+        parts: What it works with.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.pid = os.getpid()
+        self.error: BaseException | None = None
+        """What has broken the session beside what broke the machine."""
+        self.closed = False
+        """Whether nobody may ask for anything any more."""
+        self.lock = threading.RLock()
+        """Whoever has it may ask."""
+        self.requester: int | None = None
+        """The thread that waits for an answer."""
+        self.afterwards: Callable[[], None] | None = None
+        """What the requester is to do when it has its answer: to close the session, if a signal handler wanted to."""
+        self._thread: threading.Thread | None = None
+        self._opening: waits.Aside | None = None
+        self._starting = threading.Lock()
+        self._serving = self._told_broken = False
+        self._next: _Request | None = None
+        self._current: _Request | None = None
+        self._reply = CompletionQueue()
+
+    # On the caller's thread
+
+    def open(self, parameters: tuple[Parameter, ...]) -> None:
+        """Make the session and serve it; whoever gets an error closes it."""
+        # Aside, so that no interrupt comes between what is made and taking note of it.
+        work = partial(self._parts.on_device, partial(self._open, parameters))
+        self._opening = waits.Aside(work, "offload-open")
+        self._opening.start()
+        waits.wait_for(self._opening.wait, lambda: "the paths to be opened and probed")
+        if self._opening.error is not None:
+            raise self._opening.error
+
+    def _open(self, parameters: tuple[Parameter, ...]) -> None:
+        self._parts.open(parameters, self.say_broken)
+        self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def broken(self) -> BaseException | None:
+        """Why the session cannot be used any more, or None."""
+        return self.error or (self._parts.machine.broken if self._parts.is_whole else None)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether this process can use the session."""
+        return not self.closed and self.broken is None and os.getpid() == self.pid
+
+    def check_usable(self) -> None:
+        """Raise `SessionBrokenError` unless this process can use the session."""
+        if os.getpid() != self.pid:
+            raise SessionBrokenError("this is a forked copy of a session; only the process that made it can use it")
+        if self.closed:
+            raise SessionBrokenError("the session is closed; make a new optimizer to go on")
+        broken = self.broken
+        if broken is not None:
+            raise SessionBrokenError(f"the session broke and cannot be used any more: {broken}") from broken
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for the caller's turn; a session that cannot be used raises `SessionBrokenError`."""
+        self.check_usable()
+        with self.lock:
+            self.check_usable()
+            yield
+
+    def request(self, begin: Callable[[], Sweep | None], applied: Callable[[], None] = lambda: None) -> None:
+        """Have the engine thread do something and wait until it has ended, well or not.
+
+        A sweep reads gradients and writes weights until it has ended, so nothing may cut the wait short: handing over
+        and waiting are one native call, and what is raised in this thread meanwhile (a KeyboardInterrupt, a signal
+        handler's exception) is raised after it. While no lane gives a sign of life for long, that also ends the
+        sweep, and breaks the session.
+
+        Args:
+            begin: See `_Request`.
+            applied: See `_Request`.
+
+        Raises:
+            BaseException: What the request ended with.
+        """
+        request = _Request(begin, applied)
+        try:
+            self.requester = threading.get_ident()  # from here on a signal handler's close waits for the answer
+            self.check_usable()
+            self._exchange(request)
+        finally:
+            self.requester = None
+            if self.afterwards is not None:
+                self.afterwards()
+
+    def _exchange(self, request: _Request) -> None:
+        self._next = request
+        gpu = self._parts.gpu
+        if gpu is not None:
+            gpu.follow_caller()
+        try:
+            self._parts.queue.exchange(REQUEST, self._reply, waits.QUIET_S, INTERRUPT)
+            if request.error is not None:
+                raise request.error
+        except BaseException:  # whatever came of it, weights may be on their way
+            if gpu is not None:
+                with contextlib.suppress(OffloadError):
+                    gpu.lead_caller()
+            raise
+        if gpu is not None:
+            gpu.lead_caller()
+
+    def stop(self) -> None:
+        """End the engine thread, once it has begun if it does."""
+        if self._opening is not None and self._opening.forestall():
+            self._opening.wait()
+        with self._starting:  # a thread that comes to serve later does not
+            serves = self._serving
+        if serves and self._thread is not None:
+            self._next = None
+            self._parts.queue.post(REQUEST)
+            self._thread.join()
+
+    # On the engine thread
+
+    def _serve(self) -> None:
+        with self._starting:
+            if self.closed:
+                return
+            self._serving = True
+        try:
+            if self._parts.gpu is not None:
+                self._parts.gpu.device.adopt_thread()
+            self._serve_requests()
+        except Exception as error:
+            # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
+            self.error = error
+            self.say_broken(error)
+            self._end_save(error)
+            if self._current is not None:
+                self._answer(error)
+            executor = self._parts.executor
+            while True:
+                while not executor.requests:
+                    executor.wait()
+                if self._take_request() is None:
+                    return
+                self._answer(error)
+
+    def _serve_requests(self) -> None:
+        machine, executor = self._parts.machine, self._parts.executor
+        while True:
+            pump(
+                machine,
+                executor,
+                lambda m: m.finished is not None or m.saver.ended is not None or (m.idle and executor.requests > 0),
+            )
+            self.take_save()
+            if machine.finished is None and not (machine.idle and executor.requests > 0):
+                continue
+            if machine.take_finished() is not None:
+                if machine.failed or self._current is None:
+                    self._answer(machine.broken)
+                else:
+                    self._current.applied()
+                    self._answer(None)
+                continue
+            if self._take_request() is None:
+                self._finish()
+                return
+            self._begin_request()
+
+    def _begin_request(self) -> None:
+        try:
+            sweep = known(self._current, "a request from nobody").begin()
+        except OffloadError as error:
+            self.take_save()  # a save was being committed when the session broke
+            self._answer(error)
+            return
+        if sweep is None:
+            self._answer(None)
+        else:
+            self._parts.machine.handle(Begin(sweep))
+
+    def _finish(self) -> None:
+        """Finish what is in flight as the session is closed; a device that does not answer breaks it, as ever."""
+        pending = self._parts.saves.pending
+        if pending is not None:  # whoever closes does not wait for it
+            self._told_broken = True
+            error = CheckpointError(f"the session was closed before {pending.folder.path} was committed")
+            self._parts.machine.handle(Stop(error))
+            self.take_save()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until nothing is in flight, or the machine has broken."""
+        pump(self._parts.machine, self._parts.executor, lambda m: m.in_flight == 0 or m.broken is not None)
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight.
+
+        Raises:
+            BaseException: What broke the machine.
+        """
+        self._settle()
+        if self._parts.machine.broken is not None:
+            raise self._parts.machine.broken
+
+    def say_broken(self, error: BaseException) -> None:
+        """Log what has broken the session, once, when it happens: whoever is told may be held up for long."""
+        if not self._told_broken:
+            log.error("the session has broken and cannot be used any more: %s", error)
+        self._told_broken = True
+
+    def take_save(self) -> None:
+        """Take note of a save that has ended, if one has."""
+        ended = self._parts.machine.take_saved()
+        if ended is not None:
+            self._end_save(ended[1])
+
+    def _end_save(self, error: BaseException | None) -> None:
+        self.drop_checkpoint_buffers()
+        for number in self._parts.saves.ended(error, broke=self.broken is not None):
+            self._parts.machine.handle(Release(number))
+
+    def drop_checkpoint_buffers(self) -> None:
+        """Give back what a checkpoint has passed through.
+
+        A session that has broken keeps it until its lanes have ended: they may still write there.
+        """
+        if self.broken is None:
+            self._parts.memory.drop_checkpoint_buffers()
+
+    def _take_request(self) -> _Request | None:
+        self._parts.executor.requests -= 1
+        self._current = self._next
+        return self._current
+
+    def _answer(self, error: BaseException | None) -> None:
+        request, self._current = known(self._current, "an answer to nobody"), None
+        # What a request has read, or reads from, is its caller's: nothing here holds on to it.
+        self._next = None
+        self._parts.executor.visit_with(visit_nothing)
+        request.error = error
+        self._reply.post(0)

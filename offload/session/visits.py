@@ -1,0 +1,124 @@
+"""Visits of subgroups: what a step, a reader and a writer have the engine thread do with a session's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from offload.engine.machine import update_visits
+from offload.engine.operations import Reshare, Run, Stop, Sweep, Visit
+from offload.errors import OffloadError
+from offload.layout import Segment
+from offload.measure import HISTORY, observe, typical
+from offload.plan import Rates, visit_order
+from offload.session.parts import Parts
+from offload.session.thread import EngineThread
+
+Take = Callable[[Segment, Mapping[str, torch.Tensor]], None]
+"""Works on one segment: its state, as flat views in host memory."""
+
+
+def nothing(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
+    """Take nothing."""
+
+
+class Visits:
+    """The sweeps of one session, and what it learns from them.
+
+    Args:
+        parts: What they work on.
+        thread: Runs them.
+    """
+
+    def __init__(self, parts: Parts, thread: EngineThread) -> None:
+        self._parts = parts
+        self._thread = thread
+        self.version = 0
+        """The newest version of any tile; no two of a tile have the same number."""
+        self.step_number = 0
+        """Steps that have ended."""
+        self._sweeps = 0
+        self._seen: list[Rates] = []
+
+    def subgroups_of(self, positions: Iterable[int]) -> tuple[int, ...]:
+        """Return the subgroups that parameters lie in."""
+        places = self._parts.plan.layout.places
+        return tuple(sorted({subgroup for position in positions for subgroup, _ in places[position]}))
+
+    def visit(
+        self, subgroups: Sequence[int], take: Take, *, changes: bool, applied: Callable[[], None] = lambda: None
+    ) -> None:
+        """Have `take` work on every segment of some subgroups, and wait until it has.
+
+        Args:
+            subgroups: Which.
+            take: What to do; on the engine thread.
+            changes: Whether it writes to the state.
+            applied: Called on the engine thread when all has been done.
+        """
+        self._thread.request(partial(self.begin, subgroups, self.visitor(take, changes), changes=changes), applied)
+
+    def visitor(self, take: Take, changes: bool) -> Callable[[Run], None]:
+        """Return a visitor for which every segment of a run is taken; see `visit`."""
+        views, tables = self._parts.views, self._parts.tables
+
+        def visit(run: Run) -> None:
+            with views.on_host(run) as view:
+                views.make_whole(run, view)
+                if changes:
+                    tables.changed(run.visit.subgroup)
+                for segment, tensors in views.pieces(run, view):
+                    take(segment, tensors)
+
+        return visit
+
+    # On the engine thread
+
+    def begin(
+        self,
+        subgroups: Sequence[int],
+        visitor: Callable[[Run], npt.NDArray[Any] | None],
+        *,
+        changes: bool,
+        overwrites: bool = False,
+    ) -> Sweep:
+        """Return the sweep that has `visitor` work on some subgroups."""
+        order = visit_order(subgroups, self._parts.machine.slots)
+        return self._sweep(tuple(Visit(subgroup, changes, overwrites) for subgroup in order), visitor, changes)
+
+    def begin_step(self, subgroups: Sequence[int]) -> Sweep:
+        """Return the sweep that updates some subgroups as `Tables.begin_step` was told."""
+        parts = self._parts
+        self._learn()
+        visits = update_visits(parts.plan, visit_order(subgroups, parts.machine.slots))
+        try:
+            if parts.gradients.bring(parts.plan, visits):
+                parts.plan = parts.counting_gradients(parts.plan)
+        except OffloadError as error:  # the GPU has failed
+            parts.machine.handle(Stop(error))
+            raise (parts.machine.broken or error) from None
+        return self._sweep(visits, lambda run: parts.views.update_table(run, parts.gradients.addresses), changes=True)
+
+    def _sweep(
+        self, visits: tuple[Visit, ...], visitor: Callable[[Run], npt.NDArray[Any] | None], changes: bool
+    ) -> Sweep:
+        self._parts.executor.visit_with(visitor)
+        self._sweeps += 1
+        self.version += changes
+        return Sweep(self._sweeps, self.version, visits)
+
+    def _learn(self) -> None:
+        """Take the rates from what the last step did, and let the spread of tiles follow them."""
+        parts = self._parts
+        parts.executor.take_timed()
+        if self.step_number > 1:  # the first step reads nothing, and touches memory for the first time
+            seen = self._seen or [parts.rates]
+            self._seen = [*seen[1 - HISTORY :], observe(parts.rates, parts.executor.timeline)]
+            parts.rates = typical(self._seen)
+        parts.executor.timeline = []
+        if parts.plan.budgets.follow_rates:
+            parts.machine.handle(Reshare(parts.plan.shares(parts.rates)))
