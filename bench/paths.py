@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from _common import ROOT, Target, arguments, environment, interleaved, report, run_sections
+from throttled import ThrottledTier
 
 import offload
 from offload._native import CompletionQueue
@@ -43,7 +44,7 @@ from offload.engine.memory import Arena
 from offload.measure.depth import DEPTHS, tune_depth
 from offload.protocols import Tier, TileId, TileRequest
 from offload.session import setup
-from offload.tiers import FileTier, ThrottledTier, open_tier
+from offload.tiers import FileTier, open_tier
 
 MB = 1_000_000
 MIB = 1 << 20

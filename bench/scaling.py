@@ -34,12 +34,13 @@ from unittest import mock
 from _common import Target, arguments, environment, progress, report, run_sections
 from paths import MB, Throttles
 from planner import Configuration, Model, Session, Size
+from throttled import SharedLanes, ThrottledTier
 
 from offload._native import CompletionQueue
 from offload.measure import find_rates
 from offload.plan import PathRates, Rates
 from offload.protocols import Tier
-from offload.tiers import SharedLanes, ThrottledTier, open_tier
+from offload.tiers import open_tier
 
 RATE = 300.0
 """MB/s each way of an emulated path."""

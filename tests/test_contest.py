@@ -5,13 +5,9 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
-
 from _contest import (
     BASELINE,
     Contender,

@@ -13,13 +13,11 @@ from offload.tiers.asyncfile import AsyncFileTier, supports_direct
 from offload.tiers.common import SLOT_HEADER_BYTES, slot_bytes, tier_error
 from offload.tiers.directories import check_directories, free_bytes
 from offload.tiers.existing import ExistingStore
-from offload.tiers.faulty import Fault, FaultKind, FaultyTier
 from offload.tiers.file import DEFAULT_EXTENT_BYTES, IO_BACKENDS, FileTier, choose_io_backend
 from offload.tiers.memory import MemoryTier
 from offload.tiers.objects import ObjectClient, RetryPolicy, S3Client
 from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
-from offload.tiers.throttled import SharedLanes, ThrottledTier
 from offload.tiers.turns import Turns
 
 _log = logging.getLogger("offload")
@@ -31,17 +29,12 @@ __all__ = [
     "AsyncFileTier",
     "ExistingRemoteStore",
     "ExistingStore",
-    "Fault",
-    "FaultKind",
-    "FaultyTier",
     "FileTier",
     "MemoryTier",
     "ObjectClient",
     "RemoteTier",
     "RetryPolicy",
     "S3Client",
-    "SharedLanes",
-    "ThrottledTier",
     "Turns",
     "check_directories",
     "choose_io_backend",

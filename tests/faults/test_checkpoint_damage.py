@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from faulty import FaultyTier
 
 import offload
 from offload import cli
@@ -37,7 +38,7 @@ from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores
 from offload.protocols import Tier, TileRequest
 from offload.session import setup
-from offload.tiers import SLOT_HEADER_BYTES, FaultyTier, open_tier
+from offload.tiers import SLOT_HEADER_BYTES, open_tier
 from offload.tiers.remote import crc32c_of
 
 NAMES = ("first", "second", "third")

@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+from faulty import FaultyTier
 from s3_server import BUCKET, FaultProxy
 
 import offload
 from offload import waits
 from offload._native import IoUring
 from offload.session import setup
-from offload.tiers import FaultyTier, open_tier
+from offload.tiers import open_tier
 
 LONG_S = 120.0
 BACKENDS = ["threads", "io_uring", "asyncio"]

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from faulty import Fault, FaultKind, FaultyTier, Operation
 
 import offload
 from offload.session import setup
-from offload.tiers import Fault, FaultKind, FaultyTier, open_tier
-from offload.tiers.faulty import Operation
+from offload.tiers import open_tier
 
 PROBE_OPERATIONS = 12
 """The probe writes and reads four tiles three times before the first step."""

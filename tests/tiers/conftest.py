@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from faulty import FaultyTier
 from s3_server import BUCKET
+from throttled import ThrottledTier
 from tier_harness import KINDS, Build, Harness, need_io_uring
 
 from offload._native import CompletionQueue
 from offload.protocols import Tier
-from offload.tiers import AsyncFileTier, FaultyTier, FileTier, MemoryTier, RemoteTier, ThrottledTier
+from offload.tiers import AsyncFileTier, FileTier, MemoryTier, RemoteTier
 
 
 @pytest.fixture

@@ -6,12 +6,13 @@ import errno
 import uuid
 
 import pytest
+from faulty import Fault, FaultKind, FaultyTier
 from tier_harness import Harness
 
 from offload._native import CompletionQueue
 from offload.errors import InternalError
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, TileId
-from offload.tiers import Fault, FaultKind, FaultyTier, MemoryTier, slot_bytes
+from offload.tiers import MemoryTier, slot_bytes
 
 TARGET = 4 << 20
 

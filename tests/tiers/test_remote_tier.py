@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from s3_server import BUCKET, FaultProxy, S3Server
+from throttled import ThrottledTier
 from tier_harness import Harness
 
 from offload._native import CompletionQueue
@@ -24,7 +25,6 @@ from offload.tiers import (
     RemoteTier,
     RetryPolicy,
     S3Client,
-    ThrottledTier,
     check_directories,
     free_bytes,
     open_tier,

@@ -7,8 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-
-from offload.tiers import SharedLanes
+from throttled import SharedLanes
 
 PROCESSES, BOOKINGS = 3, 20_000
 

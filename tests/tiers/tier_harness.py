@@ -7,20 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from faulty import FaultyTier
+from throttled import ThrottledTier
 
 from offload._native import CompletionQueue, IoUring
 from offload.engine.memory import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
-from offload.tiers import (
-    SLOT_HEADER_BYTES,
-    AsyncFileTier,
-    FaultyTier,
-    FileTier,
-    MemoryTier,
-    RemoteTier,
-    ThrottledTier,
-    slot_bytes,
-)
+from offload.tiers import SLOT_HEADER_BYTES, AsyncFileTier, FileTier, MemoryTier, RemoteTier, slot_bytes
 
 ARENA_BYTES = 8 << 20
 TILE = TileId(1, 2, 3)

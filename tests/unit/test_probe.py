@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from faulty import Fault, FaultKind, FaultyTier
 from s3_server import BUCKET, S3Server
+from throttled import ThrottledTier
 
 from offload._native import CompletionQueue
 from offload.engine.timeline import Interval
@@ -20,7 +22,7 @@ from offload.measure.drive import Load, bytes_per_s, drive
 from offload.measure.full import ROUNDS, fit_latency, memory_cost, summarise, thread_counts
 from offload.plan import PathRates, Rates
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST
-from offload.tiers import Fault, FaultKind, FaultyTier, ThrottledTier, open_tier
+from offload.tiers import open_tier
 
 GB = 1e9
 
