@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from _common import ROOT, Target, arguments, environment, interleaved, report, run_sections
-from throttled import ThrottledTier
+from _throttled import ThrottledTier
 
 import offload
 from offload._native import CompletionQueue

@@ -32,9 +32,9 @@ from typing import Any
 from unittest import mock
 
 from _common import Target, arguments, environment, progress, report, run_sections
+from _throttled import SharedLanes, ThrottledTier
 from paths import MB, Throttles
 from planner import Configuration, Model, Session, Size
-from throttled import SharedLanes, ThrottledTier
 
 from offload._native import CompletionQueue
 from offload.measure import find_rates

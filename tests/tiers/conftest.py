@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from _throttled import ThrottledTier
 from faulty import FaultyTier
 from s3_server import BUCKET
-from throttled import ThrottledTier
 from tier_harness import KINDS, Build, Harness, need_io_uring
 
 from offload._native import CompletionQueue

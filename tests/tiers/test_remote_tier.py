@@ -14,8 +14,8 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
+from _throttled import ThrottledTier
 from s3_server import BUCKET, FaultProxy, S3Server
-from throttled import ThrottledTier
 from tier_harness import Harness
 
 from offload._native import CompletionQueue

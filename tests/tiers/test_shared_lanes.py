@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from throttled import SharedLanes
+from _throttled import SharedLanes
 
 PROCESSES, BOOKINGS = 3, 20_000
 

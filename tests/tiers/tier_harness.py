@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from _throttled import ThrottledTier
 from faulty import FaultyTier
-from throttled import ThrottledTier
 
 from offload._native import CompletionQueue, IoUring
 from offload.engine.memory import Arena

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from _throttled import ThrottledTier
 from faulty import Fault, FaultKind, FaultyTier
 from s3_server import BUCKET, S3Server
-from throttled import ThrottledTier
 
 from offload._native import CompletionQueue
 from offload.engine.timeline import Interval
