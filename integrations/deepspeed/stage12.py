@@ -40,7 +40,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
     # State
 
     def initialize_optimizer_states(self) -> None:
-        """Make the shard, in place of moments and fp32 gradients. The constructor's last act but for links."""
+        """Make the shard, in place of moments and fp32 gradients. Only links are made later."""
         pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}
         for flat, parameters in enumerate(self.params_in_partition):

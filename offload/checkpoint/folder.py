@@ -15,10 +15,10 @@ from offload.tiers.objects import HASTY, ObjectError, ObjectMissingError, S3Clie
 from offload.tiers.places import read_regular, sync_directory
 
 TEMPORARY = ".tmp-"
-"""What the name of a file begins with that is not whole yet."""
+"""Prefix of the names of unfinished files."""
 
 MAX_FILE_BYTES = 64 << 30
-"""Most that a file of a checkpoint may have: what else its caller gave may be large."""
+"""Largest file of a checkpoint: the `extra` of its caller may be large."""
 
 
 class Folder(Protocol):
@@ -66,7 +66,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _saying(verb: str, what: str) -> Iterator[None]:
-    """Turn what a system or an object store answers into a `CheckpointError` that says what could not be done."""
+    """Turn errors of the system or the object store into a `CheckpointError` that says what could not be done."""
     try:
         yield
     except (OSError, ObjectError) as cause:
@@ -124,7 +124,7 @@ class DirectoryFolder:
             trial = self._root / f"{TEMPORARY}{uuid.uuid4().hex}"
             trial.write_bytes(b"")
             trial.unlink()
-            # The names of folders that were made on the way have to last too.
+            # The names of parent folders that were made have to last too.
             for directory in (self._root, *list(self._root.parents)[:2]):
                 with contextlib.suppress(PermissionError):
                     sync_directory(directory)
@@ -176,7 +176,10 @@ class BucketFolder:
         return sorted((key.removeprefix(self._prefix), nbytes) for key, nbytes in found.items())
 
     def delete_all(self) -> None:
-        """Delete all objects below; those that tell what the others are go last."""
+        """Delete all objects below.
+
+        Descriptions (*.json) go last, so that an interrupted delete can be recognised and finished.
+        """
         with _saying("delete", f"{self.path}/"):
             keys = self._client.list(self._prefix)
             described = [key for key in keys if key.endswith(".json")]
@@ -191,10 +194,10 @@ class BucketFolder:
 
 
 class FolderLock:
-    """Keeps other sessions from committing to a directory, and from releasing what it holds, meanwhile.
+    """A lock on a directory: while it is held, no other session commits there or releases a checkpoint there.
 
-    It goes with the process, whatever that has forked. Object stores and some network file systems have no such
-    locks; there nothing is kept.
+    It ends with the process, even if forked children live on. Object stores and some network file systems have no
+    locks; there it does nothing.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -202,7 +205,7 @@ class FolderLock:
         self._descriptor = -1
 
     def take(self) -> bool:
-        """Take it; return whether it is held, or cannot be had here at all. False: somebody else has it."""
+        """Take the lock; return False if somebody else has it, and True where there are no locks."""
         if self._path.startswith("s3://"):
             return True
         try:
@@ -211,7 +214,7 @@ class FolderLock:
                 _held.add(self)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
-                self.drop()  # of a directory that was replaced meanwhile, as was the lock of whoever had it
+                self.drop()  # of a directory that was replaced meanwhile, and its holder's lock with it
                 return self.take()
         except BlockingIOError:
             return False
@@ -220,7 +223,7 @@ class FolderLock:
         return True
 
     def drop(self) -> None:
-        """Give it back; one that is not held, too."""
+        """Give the lock back, if it is held."""
         self._close(unlocks=True)
 
     def _close(self, *, unlocks: bool) -> None:
