@@ -12,7 +12,7 @@ from typing import Protocol
 
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers.objects import HASTY, ObjectError, ObjectMissingError, S3Client, split_url
-from offload.tiers.places import read_regular, sync_directory
+from offload.tiers.places import read_regular, replacing, sync_directory
 
 TEMPORARY = ".tmp-"
 """Prefix of the names of unfinished files."""
@@ -41,27 +41,6 @@ class Folder(Protocol):
 
     def prepare(self) -> None:
         """Make the folder if it is not there, and find out whether it can be written."""
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Make or replace a file through a temporary name beside it.
-
-    Raises:
-        OSError: It could not be done; what was there before is still there.
-    """
-    temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_directory(path.parent)
 
 
 @contextlib.contextmanager
@@ -102,8 +81,9 @@ class DirectoryFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """See `Folder.write`."""
-        with _saying("write", os.path.join(self.path, name)):
-            write_durably(self._root / name, content)
+        temporary = f"{TEMPORARY}{uuid.uuid4().hex}"
+        with _saying("write", os.path.join(self.path, name)), replacing(self._root / name, temporary) as file:
+            file.write(content)
 
     def delete(self, name: str) -> None:
         """See `Folder.delete`."""
