@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from offload.kernels.table import trial_bytes
 from offload.layout import MAX_TILE_BYTES
 from offload.measure.depth import tune_depth
 from offload.measure.drive import Load, bytes_per_s, drive, lane_rates
-from offload.measure.gpu import gpu_memory_bytes, gpu_probe
+from offload.measure.gpu import GpuProbe, gpu_probe
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, path_facts, versions
 from offload.measure.workbench import CHUNK_NUMEL, Slots, TrialState
 from offload.plan import GpuRates, PathRates, Rates
@@ -126,11 +125,8 @@ def full_probe(
         if gpu is not None:
             samples += gpu.samples()
         found = _rounds(samples, seconds, report)
-        cached = [probe.tier.cached for probe in probes]
-        io = [str(getattr(probe.tier, "io_backend", probe.tier.name)) for probe in probes]
     measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
-    facts = [path_facts(path) | {"io": name} for path, name in zip(paths, io, strict=True)]
-    return _result(measurements, counts, facts, cached)
+    return _result(measurements, counts, probes, gpu)
 
 
 def thread_counts(most: int) -> list[int]:
@@ -213,8 +209,8 @@ def _unit(name: str) -> str:
 def _result(
     measurements: dict[str, Measurement],
     counts: Sequence[int],
-    paths: list[dict[str, Any]],
-    cached: Sequence[bool],
+    probes: Sequence[_PathProbe],
+    on_gpu: GpuProbe | None,
 ) -> RatesFile:
     def median(name: str) -> float:
         return measurements[name].median
@@ -227,14 +223,15 @@ def _result(
         speed = measurements[f"{name}/speed of cpu"]
         return memory_cost(memory, cpu[counts[-1]], speed.median, io_bytes_per_s, speed.spread)
 
-    rated = []
-    for name in (f"path {number}" for number in range(len(paths))):
+    rated, facts = [], []
+    for name, tier in ((f"path {number}", probe.tier) for number, probe in enumerate(probes)):
         read, write = median(f"{name}/read"), median(f"{name}/write")
         rated.append(PathRates(read, write, median(f"{name}/latency"), cost(name, read + write)))
+        facts.append(path_facts(tier.path) | {"io": str(getattr(tier, "io_backend", tier.name))})
     gpu = None
-    if "gpu/update" in measurements:
+    if on_gpu is not None:
         h2d, d2h = median("gpu/h2d"), median("gpu/d2h")
-        gpu = GpuRates(median("gpu/update"), h2d, d2h, gpu_memory_bytes(), cost("gpu", h2d + d2h))
+        gpu = GpuRates(median("gpu/update"), h2d, d2h, on_gpu.memory_bytes, cost("gpu", h2d + d2h))
     warnings = []
     apart = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
     if apart:
@@ -242,16 +239,16 @@ def _result(
             f"runs disagree by more than {DISAGREEMENT:.0%} of their median on {', '.join(apart)}; "
             "measure again when the machine is quieter"
         )
-    for number, (facts, is_cached) in enumerate(zip(paths, cached, strict=True)):
-        if is_cached:
-            where = f"path {number} ({facts['path']})"
+    for number, probe in enumerate(probes):
+        if probe.tier.cached:
+            where = f"path {number} ({facts[number]['path']})"
             warnings.append(f"{where}: there is no O_DIRECT, so its reads may have come from the page cache")
     return RatesFile(
         machine=machine_facts(),
         versions=versions(),
         rates=Rates(cpu[counts[-1]], tuple(rated), gpu, memory),
         cpu_bytes_per_s=cpu,
-        paths=tuple(paths),
+        paths=tuple(facts),
         measurements=measurements,
         warnings=tuple(warnings),
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -21,13 +21,6 @@ UPDATE_NUMEL = 1 << 26
 H2D, D2H, UPDATE = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE
 
 
-def gpu_memory_bytes() -> int:
-    """Return the size of the current CUDA device's memory."""
-    import torch
-
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-
-
 @contextlib.contextmanager
 def gpu_probe(update: Callable[[], float]) -> Iterator[GpuProbe | None]:
     """Yield a probe of the current CUDA device, or None where torch has none.
@@ -47,6 +40,7 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[GpuProbe | None]:
             numel = min(UPDATE_NUMEL, lanes.device.free_bytes() // 64) // 1024 * 1024
             probe = GpuProbe(lanes, ADAMW, numel, COPIES, update)
             ends.callback(probe.close)
+            probe.memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
             probe.rates(UPDATE)  # compiles
         yield probe
 
@@ -63,6 +57,9 @@ class GpuProbe:
         repeats: Copies, or updates, of one run.
         update: Runs the CPU's update for a while and returns its rate.
 
+    Attributes:
+        memory_bytes: Size of the GPU's memory, where that is known.
+
     Raises:
         OffloadError: If the device fails or has no memory for it.
     """
@@ -75,6 +72,7 @@ class GpuProbe:
         repeats: int = 1,
         update: Callable[[], float] = lambda: 1.0,
     ) -> None:
+        self.memory_bytes = 0
         self._lanes = lanes
         self._repeats = repeats
         self._update = update
