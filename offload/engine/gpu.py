@@ -27,8 +27,6 @@ from offload.layout import Layout
 from offload.plan.budget import WEIGHT_SLOTS, Plan
 from offload.protocols import LANES, Device, DeviceLane, Mark, Queue
 
-GpuOperation = CopyIn | CopyOut | PushWeights | Run
-
 
 @dataclass(frozen=True, slots=True)
 class Timed:

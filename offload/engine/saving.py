@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from offload.engine.index import Location, Record, TileIndex
 from offload.engine.operations import Commit, CopyTile, Save, SaveOperation, SaveTile, Sync, WriteTile
-from offload.errors import CheckpointError, TierError, TierFullError, invariant
+from offload.errors import CheckpointError, TierError, TierFullError, invariant, known
 from offload.plan.budget import CHECKPOINT_BUFFERS, Plan
 from offload.protocols import SECTOR_BYTES, TileId
 
@@ -183,8 +183,8 @@ class Saver:
             """Return the tiles to be written; one that an earlier checkpoint has in this version is pinned again."""
             todo = []
             for tile, offset, nbytes in tiles:
-                known = (records.get(tile) for records in reversed(self.held.values()))
-                record = next((r for r in known if r is not None and r.step == step), None)
+                older = (records.get(tile) for records in reversed(self.held.values()))
+                record = next((r for r in older if r is not None and r.step == step), None)
                 if record is not None:
                     pinned.append((tile, record))
                     continue
@@ -203,11 +203,9 @@ class Saver:
                 counts.update(nbytes for _, _, nbytes in subgroup.tiles)
             else:
                 for tile, _, nbytes in subgroup.tiles:
-                    record = self._index.get(tile)
-                    invariant(record is not None, f"{tile} is clean and was never written")
-                    if record is not None:
-                        pinned.append((tile, record))
-                        counts[nbytes] += not self._index.is_held(record.location)
+                    record = known(self._index.get(tile), f"{tile} is clean and was never written")
+                    pinned.append((tile, record))
+                    counts[nbytes] += not self._index.is_held(record.location)
             now.weights += unwritten(subgroup.weight_tiles, versions[number], buffered=True, home=False)
         now.reserve = +counts
         if not self._index.reserve(now.reserve):
