@@ -32,7 +32,7 @@ from offload.engine.operations import Commit, Save, SaveTile
 from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.layout import Layout
 from offload.protocols import Tier, TileId
-from offload.tiers import innermost, open_existing, open_tier
+from offload.tiers import innermost, open_existing, open_tier, slot_bytes
 from offload.tiers.places import release_lock
 from offload.tiers.remote import crc32c_of
 
@@ -242,7 +242,8 @@ class Saves:
         number = len(self.stores)
         if copy:
             store = uuid.uuid4()
-            total = sum(nbytes + 4096 for s in snapshot.layout.subgroups for _, _, nbytes in s.tiles + s.weight_tiles)
+            tiles = [tile for s in snapshot.layout.subgroups for tile in s.tiles + s.weight_tiles]
+            total = sum(slot_bytes(nbytes) for _, _, nbytes in tiles)
             sink = (
                 store,
                 open_tier(

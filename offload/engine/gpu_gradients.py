@@ -18,7 +18,7 @@ from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel
-from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
+from offload.protocols import NORM_BLOCK_NUMEL, SECTOR_BYTES, DeviceLane, Mark
 
 PASSING = 2
 """Gradients that may be on their way to be added in host memory; one more waits for the first of them."""
@@ -146,7 +146,7 @@ class GpuGradients:
             )
 
     def _buffer(self, found: _Parameter) -> torch.Tensor:
-        size = -(-self._largest // 4096) * 4096
+        size = -(-self._largest // SECTOR_BYTES) * SECTOR_BYTES
         if self._buffers is None or self._buffers.nbytes < PASSING * size:
             self.finish_additions()
             self._close_buffers()

@@ -31,7 +31,7 @@ from offload.errors import ConfigError, InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
 from offload.kernels.table import checked
-from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue, SegmentFlag
+from offload.protocols import ERROR_DEVICE, LANES, NORM_BLOCK_NUMEL, DeviceLane, Mark, Queue, SegmentFlag
 from offload.rules import RULES
 
 ALIGNMENT = 256
@@ -449,7 +449,7 @@ class SimulatedDevice:
             else:
                 self._kernel.gradient_blocks(source, dtype, numel, blocks, target, target_dtype)
 
-        count = -(-numel // 4096)
+        count = -(-numel // NORM_BLOCK_NUMEL)
         spans: tuple[Span, ...] = (
             (source, source + numel * int(ITEM_BYTES[dtype]), False),
             (blocks, blocks + 8 * count, True),
