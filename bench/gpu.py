@@ -135,16 +135,16 @@ def section_rates(args: argparse.Namespace, device: torch.device | None) -> Foun
             return numel / seconds(lambda: kernel.run(table), host, 1)
 
         found["cpu update, elements/s"] = statistics.median(update() for _ in range(rounds))
-        probe = gpu_probe(update)
-        if probe is None or device is None:
-            found["not_run"] = f"everything on the GPU: {NO_DEVICE}"
-            return found
-        samples: dict[str, list[float]] = {}
-        for _ in range(rounds):
-            for label, sample in probe.samples():
-                progress(label)
-                for name, value in sample().items():
-                    samples.setdefault(name, []).append(value)
+        with gpu_probe(update) as probe:
+            if probe is None or device is None:
+                found["not_run"] = f"everything on the GPU: {NO_DEVICE}"
+                return found
+            samples: dict[str, list[float]] = {}
+            for _ in range(rounds):
+                for label, sample in probe.samples():
+                    progress(label)
+                    for name, value in sample().items():
+                        samples.setdefault(name, []).append(value)
         found |= {f"{name.removeprefix('gpu/')} (probe)": statistics.median(v) for name, v in samples.items()}
     there = {name: getattr(buffers, name).to(device) for name in (*STATE, "gradient", "weight")}
     row = row_of(there, ACTIVE | DECOUPLED, values)

@@ -27,7 +27,8 @@ NORM_BLOCK_NUMEL = 4096
 MAX_DEPTH = 64
 """Most requests of a direction that a path may have in flight; csrc/io/engine.h has the same number."""
 
-# Errors of a completion that are not an errno; csrc/runtime/completion_queue.h has the same numbers.
+# Errors of a completion that are not an errno; csrc/runtime/completion_queue.h has the same numbers, except the last,
+# which native code never reports.
 ERROR_HEADER = -1
 ERROR_CHECKSUM = -2
 ERROR_SHORT = -3

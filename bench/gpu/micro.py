@@ -323,7 +323,7 @@ def calls(gpu: Cuda) -> Found:
     try:
         device.pin(host.address, host.nbytes)
         memory, state = device.allocate(2 * nbytes), device.allocate(16 * numel)
-        table = trial_table(ADAMW, state, numel, fresh=True)
+        table = trial_table(ADAMW, state, numel)
         blocks = device.allocate(8 * blocks_numel(numel))
         marks = [device.mark(DeviceLane.H2D)]
 

@@ -176,14 +176,8 @@ void bind_files(nb::module_& module) {
           },
           "fd"_a, "direct"_a, "store"_a, "max_bytes"_a = 0, "extent_bytes"_a = std::uint64_t{256} << 20)
       .def_prop_ro(
-          "direct", [](const SharedFile& self) { return self.file->direct(); },
-          "Whether the file is open with O_DIRECT.")
-      .def_prop_ro(
           "used_bytes", [](const SharedFile& self) { return self.file->used_bytes(); },
           "End of the furthest slot that was ever written.")
-      .def_prop_ro(
-          "allocated_bytes", [](const SharedFile& self) { return self.file->allocated_bytes(); },
-          "Bytes preallocated so far.")
       .def(
           "reserve", [](const SharedFile& self, std::uint64_t end) { return self.file->reserve(end); }, "end"_a,
           nb::call_guard<nb::gil_scoped_release>(),

@@ -99,9 +99,4 @@ std::uint64_t StoreFile::used_bytes() const {
   return used_bytes_;
 }
 
-std::uint64_t StoreFile::allocated_bytes() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return allocated_bytes_;
-}
-
 }  // namespace offload

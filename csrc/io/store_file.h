@@ -54,7 +54,6 @@ class StoreFile {
   std::uint64_t free_bytes() const;
 
   std::uint64_t used_bytes() const;
-  std::uint64_t allocated_bytes() const;
 
  private:
   const int fd_;

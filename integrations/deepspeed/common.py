@@ -86,6 +86,12 @@ def _on_cores(cores: set[int]) -> Iterator[None]:
 class OffloadedOptimizer:
     """Mixed into DeepSpeed's optimizer: its state is in `shard`.
 
+    Args:
+        arguments: DeepSpeed's.
+        offload_config: Tiers and budgets of each rank.
+        names: Name of each parameter (older versions do not give them to their optimizer).
+        keywords: DeepSpeed's.
+
     Attributes:
         shard: State and update of this rank.
     """
@@ -102,6 +108,13 @@ class OffloadedOptimizer:
     _masters_reloaded = False
     _streams = False
     _streamed: tuple[dict[str, Any], list[FlatState]] | None = None
+
+    def __init__(
+        self, *arguments: Any, offload_config: OffloadConfig, names: Mapping[Any, str], **keywords: Any
+    ) -> None:
+        self._offload_config = offload_config
+        self._names = names
+        super().__init__(*arguments, **keywords)
 
     # What users touch
 

@@ -15,32 +15,17 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import set_full_hp_grad
 
-from offload import OffloadConfig
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
 from offload.integrations.deepspeed.shard import FlatState, Piece
 
 
 class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]
-    """DeepSpeed's ZeRO-1 and ZeRO-2 optimizer over an `offload.Engine`.
-
-    Args:
-        arguments: DeepSpeed's.
-        offload_config: Tiers and budgets of each rank.
-        names: Name of each parameter.
-        keywords: DeepSpeed's.
-    """
-
-    def __init__(
-        self, *arguments: Any, offload_config: OffloadConfig, names: Mapping[Any, str], **keywords: Any
-    ) -> None:
-        self._offload_config = offload_config
-        self._names = names
-        super().__init__(*arguments, **keywords)
+    """DeepSpeed's ZeRO-1 and ZeRO-2 optimizer over an `offload.Engine`; see `OffloadedOptimizer`."""
 
     # State
 
     def initialize_optimizer_states(self) -> None:
-        """Make the shard, in place of moments and fp32 gradients. The constructor's last act but for links."""
+        """Make the shard, in place of moments and fp32 gradients. Only links are made later."""
         pieces: list[Piece] = []
         self._numbers: dict[int, int] = {}
         for flat, parameters in enumerate(self.params_in_partition):

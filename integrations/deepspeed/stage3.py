@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from offload import OffloadConfig
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
 from offload.integrations.deepspeed.shard import Piece
 
@@ -21,20 +20,9 @@ FP32_FLAT_GROUPS = "fp32_flat_groups"
 
 
 class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
-    """DeepSpeed's ZeRO-3 optimizer over an `offload.Engine`.
+    """DeepSpeed's ZeRO-3 optimizer over an `offload.Engine`; see `OffloadedOptimizer`."""
 
-    Args:
-        arguments: DeepSpeed's.
-        offload_config: Tiers and budgets of each rank.
-        names: Name of each parameter (older versions do not give them to their optimizer).
-        keywords: DeepSpeed's.
-    """
-
-    def __init__(
-        self, *arguments: Any, offload_config: OffloadConfig, names: Mapping[Any, str], **keywords: Any
-    ) -> None:
-        self._offload_config = offload_config
-        self._names = names
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         numels = self.fp16_partitioned_groups_flat_numel
         starts = itertools.accumulate(numels, initial=0)

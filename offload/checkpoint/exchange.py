@@ -34,6 +34,7 @@ from offload.engine.memory import Arena
 from offload.errors import CheckpointError
 from offload.kernels.reference import store_rounded
 from offload.rules import RULES
+from offload.tiers.places import replacing
 
 PIECE_NUMEL = 4 << 20
 """Elements that are written at once."""
@@ -77,9 +78,8 @@ def _write_safetensors(opened: Checkpoint, target: Path, progress: Progress) -> 
         shapes |= {f"state.{name}.{tensor}": _shape(opened, name) for tensor in opened.rule.names}
         shapes[f"state.{name}.step"] = ()
     header, end = _header(shapes, {"__metadata__": {"format": "pt", "offload": json.dumps(_describe(opened))}})
-    temporary = target.with_name(f".{target.name}.partial")
     try:
-        with open(temporary, "wb") as file:
+        with replacing(target, f".{target.name}.partial") as file:
             file.write(header)
             done = 0
             for name in opened.names:
@@ -89,13 +89,8 @@ def _write_safetensors(opened: Checkpoint, target: Path, progress: Progress) -> 
                         done += piece.nbytes
                         progress(done, end)
                 file.write(np.array(opened.step_of(name), _ITEM).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
     except OSError as cause:
         raise CheckpointError(f"cannot write {target}: {cause.strerror or cause}") from cause
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _describe(opened: Checkpoint) -> dict[str, Any]:

@@ -12,13 +12,13 @@ from typing import Protocol
 
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers.objects import HASTY, ObjectError, ObjectMissingError, S3Client, split_url
-from offload.tiers.places import read_regular, sync_directory
+from offload.tiers.places import read_regular, replacing, sync_directory
 
 TEMPORARY = ".tmp-"
-"""What the name of a file begins with that is not whole yet."""
+"""Prefix of the names of unfinished files."""
 
 MAX_FILE_BYTES = 64 << 30
-"""Most that a file of a checkpoint may have: what else its caller gave may be large."""
+"""Largest file of a checkpoint: the `extra` of its caller may be large."""
 
 
 class Folder(Protocol):
@@ -43,30 +43,9 @@ class Folder(Protocol):
         """Make the folder if it is not there, and find out whether it can be written."""
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Make or replace a file through a temporary name beside it.
-
-    Raises:
-        OSError: It could not be done; what was there before is still there.
-    """
-    temporary = path.with_name(f"{TEMPORARY}{uuid.uuid4().hex}")
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_directory(path.parent)
-
-
 @contextlib.contextmanager
 def _saying(verb: str, what: str) -> Iterator[None]:
-    """Turn what a system or an object store answers into a `CheckpointError` that says what could not be done."""
+    """Turn errors of the system or the object store into a `CheckpointError` that says what could not be done."""
     try:
         yield
     except (OSError, ObjectError) as cause:
@@ -102,8 +81,9 @@ class DirectoryFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """See `Folder.write`."""
-        with _saying("write", os.path.join(self.path, name)):
-            write_durably(self._root / name, content)
+        temporary = f"{TEMPORARY}{uuid.uuid4().hex}"
+        with _saying("write", os.path.join(self.path, name)), replacing(self._root / name, temporary) as file:
+            file.write(content)
 
     def delete(self, name: str) -> None:
         """See `Folder.delete`."""
@@ -124,7 +104,7 @@ class DirectoryFolder:
             trial = self._root / f"{TEMPORARY}{uuid.uuid4().hex}"
             trial.write_bytes(b"")
             trial.unlink()
-            # The names of folders that were made on the way have to last too.
+            # The names of parent folders that were made have to last too.
             for directory in (self._root, *list(self._root.parents)[:2]):
                 with contextlib.suppress(PermissionError):
                     sync_directory(directory)
@@ -176,7 +156,10 @@ class BucketFolder:
         return sorted((key.removeprefix(self._prefix), nbytes) for key, nbytes in found.items())
 
     def delete_all(self) -> None:
-        """Delete all objects below; those that tell what the others are go last."""
+        """Delete all objects below.
+
+        Descriptions (*.json) go last, so that an interrupted delete can be recognised and finished.
+        """
         with _saying("delete", f"{self.path}/"):
             keys = self._client.list(self._prefix)
             described = [key for key in keys if key.endswith(".json")]
@@ -191,10 +174,10 @@ class BucketFolder:
 
 
 class FolderLock:
-    """Keeps other sessions from committing to a directory, and from releasing what it holds, meanwhile.
+    """A lock on a directory: while it is held, no other session commits there or releases a checkpoint there.
 
-    It goes with the process, whatever that has forked. Object stores and some network file systems have no such
-    locks; there nothing is kept.
+    It ends with the process, even if forked children live on. Object stores and some network file systems have no
+    locks; there it does nothing.
     """
 
     def __init__(self, folder: Folder) -> None:
@@ -202,7 +185,7 @@ class FolderLock:
         self._descriptor = -1
 
     def take(self) -> bool:
-        """Take it; return whether it is held, or cannot be had here at all. False: somebody else has it."""
+        """Take the lock; return False if somebody else has it, and True where there are no locks."""
         if self._path.startswith("s3://"):
             return True
         try:
@@ -211,7 +194,7 @@ class FolderLock:
                 _held.add(self)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
-                self.drop()  # of a directory that was replaced meanwhile, as was the lock of whoever had it
+                self.drop()  # of a directory that was replaced meanwhile, and its holder's lock with it
                 return self.take()
         except BlockingIOError:
             return False
@@ -220,7 +203,7 @@ class FolderLock:
         return True
 
     def drop(self) -> None:
-        """Give it back; one that is not held, too."""
+        """Give the lock back, if it is held."""
         self._close(unlocks=True)
 
     def _close(self, *, unlocks: bool) -> None:

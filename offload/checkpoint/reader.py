@@ -24,11 +24,12 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import StoreRef, all_tiles
 from offload.checkpoint.stores import is_same, places_of
 from offload.engine.executor import STALL_S
+from offload.engine.flights import Flights
 from offload.engine.memory import Arena
 from offload.engine.views import tensor_at
 from offload.errors import CheckpointError, TierError, invariant
 from offload.kernels.reference import store_rounded
-from offload.protocols import SECTOR_BYTES, Completion, Tier, TileId, TileRequest
+from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
 from offload.rules import FP32, UpdateRule
 from offload.tiers import open_existing, tier_error
 
@@ -68,6 +69,14 @@ class Range:
     tensor: str
     start: int
     out: torch.Tensor
+
+
+_Flight = tuple[tuple[int, TileId], int, TileRequest, Tier]
+"""A tile that is being read: its key, its buffer, how and from where."""
+
+
+def _say(flight: _Flight) -> str:
+    return f"{flight[3].name} path {flight[3].path} to answer a read at byte {flight[2].offset}"
 
 
 class StateSource(Protocol):
@@ -145,10 +154,10 @@ class Checkpoint:
         self._lent = self._buffers = (0, 0)
         self._buffer_bytes = 0
         self._cache: OrderedDict[tuple[int, TileId], int] = OrderedDict()
-        self._ops = 0
         self.id, self.manifests = read_manifests(self._folder)
         self._parts = self._find_parts()
-        self._stalled = False
+        # What is still out between two readings is stuck, and may write into its buffer at any time.
+        self._flights = Flights[_Flight](self._queue, _say, STALL_S)
         # Aside, so that no interrupt comes between what is opened and taking note of it.
         self._opening = waits.Aside(lambda: self._open_stores(paths), "offload-open")
         self._end = waits.Aside(self._close, "offload-close")
@@ -265,7 +274,7 @@ class Checkpoint:
         waits.wait_for(
             self._end.wait,
             lambda: f"the stores of {self.path} to be closed",
-            waits.SETTLE_S if self._stalled else None,
+            waits.SETTLE_S if self._flights.out else None,
         )
         error, self._end.error = self._end.error, None
         if error is not None:
@@ -441,57 +450,38 @@ class Checkpoint:
                 yield key, self._cache[key]
             else:
                 todo.append(key)
-        if self._stalled:
+        if self._flights.out:
             raise CheckpointError(f"{self.path} cannot be read any more: open it anew")
         todo.reverse()
         free = [buffer for buffer in range(self._buffers[1]) if buffer not in self._cache.values()]
-        flying: dict[int, tuple[tuple[int, TileId], int, TileRequest, Tier]] = {}
-        try:
-            while todo or flying:
-                while todo and (free or self._cache):
-                    buffer = free.pop() if free else self._cache.popitem(last=False)[1]
-                    self._start(todo.pop(), buffer, flying)
-                # Out of `flying` first, all of them: what follows may raise, or be given up by whoever iterates.
-                landed = [(Completion(*record), flying.pop(record[0])) for record in self._arrived(flying)]
-                for completion, (key, buffer, request, tier) in landed:
-                    if completion.error:
-                        raise self._damage(key, tier_error("read", completion, request, tier)) from None
-                    self._cache[key] = buffer
-                    yield key, buffer
-        finally:
-            if flying:  # whatever happened: they write into the buffers
-                was_stalled, self._stalled = self._stalled, True  # until the last one is known to have ended
-                while flying and not was_stalled:
-                    for record in self._arrived(flying):
-                        flying.pop(record[0], None)
-                self._stalled = was_stalled
 
-    def _arrived(self, flying: Mapping[int, tuple[tuple[int, TileId], int, TileRequest, Tier]]) -> list[Any]:
-        """Return what has ended, at least one; a device that does not answer is given up like a session's."""
+        def take() -> _Flight | None:
+            if not todo or not (free or self._cache):
+                return None
+            key = todo.pop()
+            tier = self._tier(key[0], self.manifests[key[0]].tiles[key[1]].store)
+            buffer = free.pop() if free else self._cache.popitem(last=False)[1]
+            return key, buffer, self._request(key, buffer), tier
 
-        def what() -> str:
-            request, tier = next(iter(flying.values()))[2:]
-            return f"{tier.name} path {tier.path} to answer a read at byte {request.offset}"
+        def start(op: int, flight: _Flight) -> None:
+            flight[3].read(replace(flight[2], op=op))
 
-        found = waits.completions(self._queue, what, STALL_S)
-        if not found:
-            self._stalled = True
-            raise CheckpointError(f"{self.path} cannot be read: no answer for {STALL_S:.0f} s from {what()}")
-        return found
+        with contextlib.closing(self._flights.run(take, start)) as landed:
+            for completion, (key, buffer, request, tier) in landed:
+                if completion.error:
+                    raise self._damage(key, tier_error("read", completion, request, tier)) from None
+                self._cache[key] = buffer
+                yield key, buffer
+        if self._flights.out:
+            what = self._flights.oldest()
+            raise CheckpointError(f"{self.path} cannot be read: no answer for {STALL_S:.0f} s from {what}")
 
-    def _start(
-        self,
-        key: tuple[int, TileId],
-        buffer: int,
-        flying: dict[int, tuple[tuple[int, TileId], int, TileRequest, Tier]],
-    ) -> None:
+    def _request(self, key: tuple[int, TileId], buffer: int) -> TileRequest:
         rank, tile = key
         manifest = self.manifests[rank]
         ref, nbytes = manifest.tiles[tile], manifest.tile_bytes[tile]
-        tier = self._tier(rank, ref.store)
-        self._ops += 1
-        request = TileRequest(
-            op=self._ops,
+        return TileRequest(
+            op=0,
             tile=tile,
             step=ref.step,
             offset=ref.offset,
@@ -500,8 +490,6 @@ class Checkpoint:
             numel=nbytes // FP32.item_bytes,
             checksum=ref.checksum if self._verify and manifest.checksums else None,
         )
-        flying[request.op] = key, buffer, request, tier
-        tier.read(request)
 
     def _damage(self, key: tuple[int, TileId], cause: TierError) -> CheckpointError:
         rank, tile = key

@@ -17,7 +17,7 @@ from offload.layout import Parameter, Subgroup
 
 
 class Restorer:
-    """Takes the state of a session's parameters from a checkpoint; but for making one, on the engine thread.
+    """Takes the state of a session's parameters from a checkpoint; on the engine thread, except for its constructor.
 
     Args:
         source: The checkpoint.

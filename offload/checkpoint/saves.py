@@ -1,7 +1,7 @@
 """The checkpoints of one session: from the hand-over to the commit.
 
-The machine decides what is written when (`offload.engine.saving`); here is what it is written from, the thread that
-commits, and which checkpoints are kept. Methods say which thread they belong to.
+The machine decides which tile is written when (`offload.engine.saving`). This knows the memory that tiles are written
+from, runs the thread that commits, and notes which checkpoints are kept. Methods say which thread they belong to.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offload.engine.operations import Commit, Save, SaveTile
 from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.layout import Layout
 from offload.protocols import Tier, TileId
-from offload.tiers import innermost, open_existing, open_tier
+from offload.tiers import innermost, open_existing, open_tier, slot_bytes
 from offload.tiers.places import release_lock
 from offload.tiers.remote import crc32c_of
 
@@ -41,14 +41,14 @@ log = logging.getLogger("offload")
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """How a session writes on in a store that is there, instead of the new one that it has on the same path.
+    """Lets a resumed session continue in a store that an earlier session left, instead of in its own empty one.
 
     Attributes:
-        layout: What the session's state is cut into.
-        can: Whether nothing has been written to a path's new store yet.
-        open: Opens a store to be written to on a path of this number, whose first bytes are cut into slots already;
-            raises an `OffloadError` where it cannot be.
-        install: Puts it in the place of the new one, which goes.
+        layout: How the session's state is cut.
+        can: Returns whether nothing has been written to the new store of a path yet.
+        open: Opens a store for writing, given the number of its path, its id, and how many bytes are cut into slots
+            already; raises an `OffloadError` if it cannot.
+        install: Puts the opened store in the place of the new one, which is deleted.
     """
 
     layout: Layout
@@ -59,7 +59,7 @@ class Exchange:
 
 @dataclass(slots=True)
 class _Owned:
-    """Stores of ended sessions that this one has locked: some opened to be written to, by their path's number."""
+    """Stores of ended sessions that this one has locked; `tiers` are those opened for writing, by path number."""
 
     tiers: dict[int, tuple[uuid.UUID, Tier, list[Pinned]]] = field(default_factory=dict)
     taken: tuple[tuple[str, uuid.UUID, int], ...] = ()
@@ -81,7 +81,7 @@ class Snapshot:
         steps: Updates that each parameter has had.
         pieces: Which part of each parameter is here.
         metadata: What the caller gave, as JSON.
-        extra: What else the caller gave.
+        extra: The caller's own bytes.
         id: The save's; the same on all ranks.
         rank: This rank.
         ranks: How many there are.
@@ -109,17 +109,17 @@ class Pending:
     """A checkpoint that is being written.
 
     Attributes:
-        save: What the machine was told.
+        save: The request to the machine.
         folder: Where it goes.
-        snapshot: What it says.
-        sink: The store in the folder that takes a copy, if it is one.
+        snapshot: What it says besides its tiles.
+        sink: The store in the folder, if it is a copy.
         on_done: Called, in a thread of its own, with the error or None when it has ended.
         done: Set when it has ended.
-        error: Why it failed; the tier's error, if that was it, is its cause.
+        error: Why it failed; an error of a tier is its `__cause__`.
         started_s: When it was handed over, on the monotonic clock.
         cancelled: Set when the session breaks while it is committed.
         ranks_until_s: When it is given up, on the monotonic clock, if other ranks have not done their part by then.
-        records: What it names, once it is being committed.
+        records: The tiles that its commit names.
     """
 
     save: Save
@@ -137,11 +137,11 @@ class Pending:
     records: Mapping[TileId, Record] = field(default_factory=dict)
 
     def wait_for_ranks(self, seconds: float) -> None:
-        """Give it up if other ranks have not done their part in so many seconds; the first to say so counts."""
+        """Give it up if other ranks have not done their part in so many seconds; the earliest limit counts."""
         self.ranks_until_s = min(self.ranks_until_s, time.monotonic() + seconds)
 
     def awaited(self) -> str:
-        """Return what whoever waits for it waits for; "" where the committing thread says it."""
+        """Return what it waits for, for the log; "" where the committing thread says it."""
         job = self.job
         if job is not None and job.awaited:
             return ""
@@ -154,12 +154,11 @@ class Saves:
 
     Args:
         queue: The session's.
-        tiers: One for each path.
-        stores: Path and store of each tier, in the same order.
-        others: Where the sink is put, by its number, until another tier takes that.
-        resident_address: Where a resident subgroup's state begins.
-        gather: Copies the masters of a tile that are weights to an address.
-        buffers: Returns where the copy buffers lie, taking memory for them, and bytes of each.
+        stores: Path and store of each path number.
+        others: Tiers beyond the session's own, by path number: the sink and foreign stores.
+        resident_address: Returns the address of a resident subgroup's state.
+        gather: Copies a tile of masters that are weights to an address.
+        buffers: Takes memory for the copy buffers; returns its address and the bytes of each buffer.
         keep: How many checkpoints are kept.
         checksum: Whether tiles carry checksums.
     """
@@ -196,17 +195,16 @@ class Saves:
         self._buffers = (0, 0)
         self._numbers = 0
         self.named: Mapping[TileId, Record] = {}
-        """What a checkpoint names, or may name yet, whose commit went on when the session broke: it stays."""
+        """Tiles of a checkpoint whose commit went on when the session broke: their slots stay."""
         self._commit_error: BaseException | None = None
         self._doubtful: list[Kept] = []
-        """Those that other ranks may have committed after this one gave them up: see `commit`."""
+        """Checkpoints that this rank has given up and others may have committed: see `commit`."""
         self._undecided: list[str] = []
-        """Ids of saves that have begun here since the last commit; but for the newest nobody will commit them, if
-        this is rank 0."""
+        """Ids of saves begun since the last commit. On rank 0, nobody will commit any but the newest."""
 
     def begin(self, id: str, ranks: int) -> None:
-        """Hear that a save is asked for; on the caller's thread, with nothing pending."""
-        if ranks > 1:  # else nobody else can be in doubt
+        """Note that a save is asked for; on the caller's thread, with nothing pending."""
+        if ranks > 1:  # one rank alone is never in doubt
             self._undecided = [*self._undecided[1 - MAX_RELEASED // 2 :], id]
 
     # On the engine thread
@@ -220,15 +218,15 @@ class Saves:
         io_backend: str,
         on_done: Callable[[BaseException | None], None] | None,
     ) -> Pending:
-        """Make everything ready for a hand-over, which is under way from then on.
+        """Prepare a save, which is `pending` from then on.
 
-        On the engine thread, where no signal's exception can come between what is made and taking note of it.
+        On the engine thread, where no Ctrl-C can come between making a thing and noting it.
 
         Args:
-            folder: Where; it has been prepared.
-            snapshot: What is written down.
+            folder: Where it goes; prepared.
+            snapshot: What it says besides its tiles.
             needs_buffers: Whether some tiles have to be gathered first.
-            io_backend: For a store of its own.
+            io_backend: Of the store in the folder, for a copy.
             on_done: See `Engine.save`.
 
         Raises:
@@ -244,7 +242,8 @@ class Saves:
         number = len(self.stores)
         if copy:
             store = uuid.uuid4()
-            total = sum(nbytes + 4096 for s in snapshot.layout.subgroups for _, _, nbytes in s.tiles + s.weight_tiles)
+            tiles = [tile for s in snapshot.layout.subgroups for tile in s.tiles + s.weight_tiles]
+            total = sum(slot_bytes(nbytes) for _, _, nbytes in tiles)
             sink = (
                 store,
                 open_tier(
@@ -308,7 +307,7 @@ class Saves:
             return []
         released: list[int] = []
         if error is not None and pending.thread is not None:
-            # The session may have broken while this was committed: what came of it is what counts.
+            # The session may have broken during the commit: then the outcome of the commit counts.
             pending.cancelled.set()
             pending.thread.join(SETTLE_S)
             if pending.job is not None and pending.job.committed:
@@ -316,7 +315,7 @@ class Saves:
             if pending.job is not None and not pending.job.undone:
                 self.named = pending.records
         if pending.sink is not None:
-            # Closed, it stays where its number finds it: a session that breaks still hears of writes to it.
+            # It stays in `others` when it is closed: a session that breaks still hears of writes to it.
             if error is None or self.named:
                 innermost(pending.sink[1]).kept = frozenset(r.location.offset for r in pending.records.values())  # type: ignore[attr-defined]
             if not broke:  # else it is closed with the session, as it may hang
@@ -352,7 +351,7 @@ class Saves:
         return released
 
     def release(self, folder: str) -> list[int]:
-        """Release the checkpoint in a folder; if none that is kept is there, those that were written there.
+        """Release the kept checkpoint in a folder; if it is gone from there, all that were written there.
 
         On the engine thread, with nothing pending.
 
@@ -384,7 +383,7 @@ class Saves:
             job.run()
         except BaseException as cause:
             self._commit_error = cause
-            # What others may commit yet is kept like what was committed.
+            # A checkpoint that others may still commit is kept like one that was committed.
             error = 0 if job is not None and job.is_doubtful else -1
         self._queue.post(commit.op, error)
 
@@ -416,7 +415,7 @@ class Saves:
             metadata=snapshot.metadata,
             extra=None if extra is None else (extra_name(snapshot.id, snapshot.rank), len(extra), crc32c_of(extra)),
         )
-        # A copy holds nothing, so it takes nobody's place; but what its folder held before does go.
+        # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
         older = list(self.kept)
         keep = len(older) + 1 if snapshot.copy else self._keep
         paths = (
@@ -440,10 +439,10 @@ class Saves:
     # Resuming, with nothing pending
 
     def resumed(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
-        """Take over the checkpoint that was loaded as one of those that are kept, if its session has ended.
+        """Keep the checkpoint that was loaded as one of our own, if its session has ended.
 
-        It is released in its turn then, and the stores that it leaves without a pin are deleted. A checkpoint that a
-        live session has (or another one has resumed from), or of another number of ranks, is left alone.
+        It is then released in its turn, and stores that it leaves without a pin are deleted. A checkpoint of a live
+        session, one that another session has resumed from, or one of another number of ranks is left alone.
         """
         self.last_folder = checkpoint.path
         if len(checkpoint.manifests) != ranks or any(kept.id == checkpoint.id for kept in self.kept):
@@ -456,7 +455,7 @@ class Saves:
             self.kept.append(Kept(checkpoint.path, checkpoint.id, rank, stores, None, owned.taken))
 
     def _own(self, stores: Iterable[Place], checkpoint: Checkpoint, exchange: Exchange | None) -> _Owned | None:
-        """Lock stores that other sessions have left, opening those to be written to that can be; all, or none."""
+        """Lock every store in `stores`; open for writing those that we can continue in. All or nothing."""
         owned = _Owned()
         stores = list(stores)
         try:
@@ -496,7 +495,7 @@ class Saves:
         except OffloadError as error:
             log.info("offload-%s on %s is only read: %s", store, path, error)
             return None
-        if pinned_in(path, store, number, checkpoint, exchange.layout) != pinned:  # before it was locked
+        if pinned_in(path, store, number, checkpoint, exchange.layout) != pinned:  # it changed before it was locked
             tier.close()
             return None
         return store, tier, pinned
@@ -504,9 +503,9 @@ class Saves:
     def adopt(
         self, checkpoint: Checkpoint, manifest: Manifest, index: TileIndex, exchange: Exchange, rank: int
     ) -> Adopted:
-        """Take over the stores of a checkpoint as far as can be; on the engine thread, with nothing in flight.
+        """Take over the stores of a checkpoint as far as possible; on the engine thread, with nothing in flight.
 
-        What another rank has saved for all is that rank's to take over; here it is only read.
+        A manifest that another rank has written for all is that rank's to take over; here its stores are only read.
 
         Raises:
             TierError: A store cannot be read; nothing has changed then.
@@ -584,7 +583,7 @@ class Saves:
 
 
 def save_error(folder: str, cause: BaseException) -> CheckpointError:
-    """Return what users are told of a save that has failed; `cause` is what it failed with."""
+    """Return the error that users get for a save that failed with `cause`."""
     if isinstance(cause, CheckpointError):
         return cause
     error = CheckpointError(f"no checkpoint was written to {folder}: {cause}")

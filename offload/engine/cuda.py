@@ -40,11 +40,11 @@ CAPTURE_ADVICE = (
 )
 
 LEAST_RESERVE_BYTES = 2 << 30
-"""What is left free where a tenth of the card is less: later batches are larger, and libraries want workspaces."""
+"""Memory left free where a tenth of the card is less: later batches are larger, and libraries want workspaces."""
 
 REBASE_S = 10.0
-"""How old the event may be from which marks are timed: CUDA gives a float of milliseconds, which has steps of half a
-microsecond after ten seconds and of eight milliseconds after a day, and its clock drifts from the host's."""
+"""Greatest age of the event that marks are timed from. CUDA gives a float of milliseconds, whose steps are half a
+microsecond after ten seconds and eight milliseconds after a day; and its clock drifts from the host's."""
 
 
 class _Event:
@@ -54,7 +54,7 @@ class _Event:
         self.device = device
         self.number = next(device.numbers)
         self.base = device.base  # recorded before, so no time since it is negative
-        # Whoever waits for an event that is recorded again waits for what was recorded when they were told to.
+        # An event may be recorded again: a stream that waits for it already goes on waiting for the earlier record.
         self.unused = device.unused[timed]
         try:
             self.event = self.unused.pop()
@@ -106,13 +106,13 @@ class CudaDevice:
             self.reserve_bytes = max(LEAST_RESERVE_BYTES, int(cuda.mem_get_info(self.device)[1]) // 10)
         self.numbers = itertools.count()
         self.unused: dict[bool, deque[Any]] = {False: deque(), True: deque()}
-        """Events without and with timing that nobody waits for any more: making one can take long."""
+        """Events without and with timing that are free to be recorded again: making one can take long."""
         self._memory: dict[int, torch.Tensor] = {}
         self._pending: list[tuple[_Event, Queue, int]] = []
         self._some = threading.Condition()
         self._closed = False
         with self.current():
-            # Kernels of ours are short and much waits for them: before those of forward and backward.
+            # Our kernels are short and much waits for them, so they go before those of forward and backward.
             first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS)
             self._streams = {lane: cuda.Stream(self.device, priority=-(lane in first)) for lane in LANES}
             self._clock = cuda.Stream(self.device)
@@ -124,9 +124,9 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make this the thread's current device, and turn what torch raises for it into an `OffloadError`.
+        """Make this the thread's current device, and turn torch's errors into `OffloadError`s.
 
-        A thread has device 0 at first, and what it asks or leaves there makes a context on it, of half a gigabyte.
+        A thread begins with device 0, and any call for that device makes a context there, of half a gigabyte.
         `cuda.stream` does not help: it ends with a call for the device that was current before.
         """
         with _refusals(self.name), cuda.device(self.device):
@@ -161,7 +161,7 @@ class CudaDevice:
         """See `Device.allocate`."""
         with self.current():
             tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            # The allocator orders its memory by the stream that asked for it; our lanes are others.
+            # The allocator orders memory by the stream that asked for it; our lanes are other streams.
             cuda.current_stream(self.device).synchronize()
         self._memory[tensor.data_ptr()] = tensor
         return tensor.data_ptr()
@@ -183,7 +183,7 @@ class CudaDevice:
                 return
             reason = f"{cuda.cudart().cudaGetErrorString(refused)} (CUDA error {int(refused)})"
             with contextlib.suppress(RuntimeError):
-                # Takes the error away, which the next kernel would be blamed for.
+                # Clears the error, which the next kernel would be blamed for.
                 torch.zeros(1, dtype=torch.uint8, device=self.device)
         raise OffloadError(f"{self.name}: {nbytes} bytes of host memory cannot be pinned: {reason}")
 
@@ -231,7 +231,7 @@ class CudaDevice:
                 if not self._pending and self._closed:
                     return
             # Here, and not where marks are made: with one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) this
-            # waits for all that has been asked of the device.
+            # waits for all work of the device.
             with contextlib.suppress(OffloadError), self.current():
                 if time.monotonic() - self.base[1] > REBASE_S:
                     self.base = self._now()
@@ -302,7 +302,7 @@ class CudaDevice:
 
 
 def _relax_captures() -> None:
-    """Let what this thread asks leave captures of CUDA graphs alone; by default, much of it makes them fail."""
+    """Let this thread's calls leave captures of CUDA graphs alone; by default, many of them make a capture fail."""
     name, library = ("hip", "libamdhip64.so") if torch.version.hip else ("cuda", "libcudart.so")
     version = f".{torch.version.cuda.partition('.')[0]}" if torch.version.cuda else ""
     try:
@@ -314,7 +314,7 @@ def _relax_captures() -> None:
 
 @contextlib.contextmanager
 def _refusals(name: str) -> Iterator[None]:
-    """Turn what torch raises for a device into an `OffloadError`."""
+    """Turn torch's errors for a device into `OffloadError`s."""
     try:
         yield
     except OffloadError:

@@ -1,11 +1,11 @@
 """What a session has on a GPU, and what it puts on the GPU's lanes.
 
 The machine decides; this turns its decisions into work on lanes, orders lanes that depend on each other, and knows
-every address. Copies to the GPU and updates there count as done for the machine once they are on their lanes: what
-follows from them is put on lanes too, behind marks, so no thread has to wake up in between and a step ends when the
-GPU knows all that it has to do. What host memory waits for counts as done when it is: copies out of the GPU.
+every address. A copy to the GPU, or an update there, counts as done once it is enqueued: work that depends on it is
+enqueued behind it, so no thread wakes up in between and a step ends when the GPU knows all its work. Only copies from
+the GPU are reported when they have really finished, since host code reads them.
 
-All methods belong to the engine thread, but for those of `GpuLanes` that say otherwise.
+All methods belong to the engine thread, except those of `GpuLanes` that say otherwise.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from offload.layout import Layout
 from offload.plan.budget import WEIGHT_SLOTS, Plan
 from offload.protocols import LANES, Device, DeviceLane, Mark, Queue
 
-GpuOperation = CopyIn | CopyOut | PushWeights | Run
-
 
 @dataclass(frozen=True, slots=True)
 class Timed:
@@ -44,7 +42,7 @@ class Timed:
 
 @dataclass(slots=True)
 class _WeightSlot:
-    """A piece of host memory in which a subgroup's weights are made before they go to the GPU."""
+    """Host memory where the CPU makes a subgroup's new weights, before they are copied to the GPU."""
 
     address: int
     subgroup: int | None = None
@@ -56,13 +54,13 @@ class GpuLanes:
 
     Args:
         device: The GPU.
-        queue: What operations report to.
+        queue: Where ends of operations are reported.
     """
 
     def __init__(self, device: Device, queue: Queue) -> None:
         self.device = device
         self.timed: list[Timed] = []
-        """What has been put on lanes since it was last taken, in that order."""
+        """Operations put on lanes since `take_timed`, in that order."""
         self.pinned = PinnedMemory(device)
         """Host memory that the device reaches by itself."""
         self._queue = queue
@@ -84,8 +82,8 @@ class GpuLanes:
 
         Args:
             plan: The new plan.
-            before: The layout of the one before.
-            weight_slots: Host memory for `WEIGHT_SLOTS` subgroups' weights; 0 for what there is.
+            before: The layout of the plan before.
+            weight_slots: Address of host memory for `WEIGHT_SLOTS` weight slots; 0 to keep those there are.
 
         Raises:
             OffloadError: The device has no room; nothing has changed then.
@@ -93,7 +91,7 @@ class GpuLanes:
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
         added = [subgroup for subgroup in subgroups if plan.at_home_on_gpu(subgroup.index)]
         slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
-        # All memory before anything changes: a device that has no room for it goes on with what it has.
+        # Allocate everything before changing anything: without room, the session goes on as it was.
         homes = self.device.allocate(sum(subgroup.state_bytes for subgroup in added)) if added else 0
         try:
             slots = self.device.allocate(slots_bytes) if slots_bytes > self._slots_bytes else 0
@@ -114,15 +112,15 @@ class GpuLanes:
             self._weights = [_WeightSlot(weight_slots + number * size) for number in range(WEIGHT_SLOTS)]
 
     def bind(self, plan: Plan) -> None:
-        """Take up a plan for which there is memory; nothing is in flight."""
+        """Use a plan that `adopt` has taken memory for; nothing is in flight."""
         self._plan = plan
 
     def state_address(self, run: Run) -> int:
-        """Return where the state of a run on the GPU lies there."""
+        """Return the device address of the state that a run on the GPU updates."""
         return self.home(run.visit.subgroup) if run.gpu_slot is None else self._slot(run.gpu_slot)
 
     def home(self, subgroup: int) -> int:
-        """Return where the state of a subgroup at home on the GPU lies."""
+        """Return the device address of the state of a subgroup at home on the GPU."""
         return self._homes[subgroup]
 
     def _slot(self, gpu_slot: int) -> int:
@@ -134,31 +132,31 @@ class GpuLanes:
         return self._plan.layout.subgroups[subgroup].state_bytes if self._plan is not None else 0
 
     def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
-        """Return host memory that the device reaches by itself, where the system allows that."""
+        """Return host memory, pinned for the device as far as the system allows."""
         arena = Arena(nbytes, inherit=inherit)
         self.pinned.pin(arena)
         return arena
 
     def give_back(self, arena: Arena) -> None:
-        """Return memory that `arena` gave, which no work uses any more."""
+        """Free an arena that `arena` returned; no work uses it any more."""
         self.pinned.unpin(arena)
         arena.close()
 
     # Around the caller's work; on the caller's thread
 
     def follow_caller(self) -> None:
-        """Let all lanes wait for what the caller has asked of the device so far."""
+        """Make the lanes of a step wait for all work that the caller has enqueued so far."""
         mark = self.device.mark(DeviceLane.CALLER, timed=False)
         for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE):
             self.device.follow(lane, mark)
 
     def lead_caller(self) -> None:
-        """Let what the caller asks of the device from now on wait for new weights and state."""
+        """Make work that the caller enqueues from now on wait for new weights and state."""
         for lane in (DeviceLane.UPDATE, DeviceLane.H2D):
             self.device.follow(DeviceLane.CALLER, self.device.mark(lane, timed=False))
 
     def wait(self) -> None:
-        """Wait until all that is on the lanes has been done; any thread."""
+        """Wait until all work on the lanes has been done; any thread."""
         for lane in LANES:
             self.device.mark(lane, timed=False).wait()
 
@@ -171,9 +169,9 @@ class GpuLanes:
             self.device.copy(lane, target + offset, source + offset, size)
 
     def copy_in(self, operation: CopyIn, host_address: int, due_s: float) -> None:
-        """Copy a subgroup's state to the device."""
+        """Copy a subgroup's state into a staging slot on the device."""
         slot, nbytes = operation.gpu_slot, self._state_bytes(operation.subgroup)
-        for mark in (self._updated.get(slot), self._left.get(slot)):  # whoever had the slot before
+        for mark in (self._updated.get(slot), self._left.get(slot)):  # of the slot's owner before
             if mark is not None:
                 self.device.follow(DeviceLane.H2D, mark)
         began = self.device.mark(DeviceLane.H2D)
@@ -186,7 +184,7 @@ class GpuLanes:
         """Update a subgroup on the device."""
         subgroup = operation.visit.subgroup
         copied = self._ready.pop(operation.gpu_slot, None) if operation.gpu_slot is not None else None
-        if copied is not None:  # fresh state was not
+        if copied is not None:  # fresh state is not copied
             self.device.follow(DeviceLane.UPDATE, copied)
         for mark in self._inputs.get(subgroup, ()):
             self.device.follow(DeviceLane.UPDATE, mark)
@@ -216,7 +214,7 @@ class GpuLanes:
     # Weights that the CPU makes
 
     def weight_slot(self, subgroup: int) -> int:
-        """Return host memory for a subgroup's new weights, until they have been pushed or dropped."""
+        """Return the address of a weight slot, which is the subgroup's until it is pushed or dropped."""
         free = [slot for slot in self._weights if slot.subgroup is None]
         if not free:
             raise InternalError("all weight slots are in use (this is a bug in offload, please report it)")
@@ -228,7 +226,7 @@ class GpuLanes:
         return slot.address
 
     def will_push(self, subgroup: int, copies: npt.NDArray[Any]) -> None:
-        """Say what to push when a subgroup's weights are made: rows of (device address, host address, bytes)."""
+        """Say what `push` is to copy: rows of (device address, host address, bytes)."""
         self._weights_of[subgroup] = self._weights_of[subgroup][0], copies
 
     def push(self, operation: PushWeights, due_s: float) -> None:
@@ -248,7 +246,7 @@ class GpuLanes:
         slot.subgroup = None
 
     def drop(self, subgroup: int) -> None:
-        """Give a weight slot back whose weights have not changed."""
+        """Give a subgroup's weight slot back: its weights have not changed."""
         slot, _ = self._weights_of.pop(subgroup)
         slot.subgroup = None
 
@@ -259,12 +257,12 @@ class GpuLanes:
     # Gradients that the CPU needs
 
     def bring(self, visit: Visit, marks: Sequence[Mark], copies: Sequence[tuple[int, int, int]]) -> None:
-        """Let a visit's run wait for its gradients.
+        """Fetch the gradients of a visit, and make its run wait for them.
 
         Args:
-            visit: Which one.
-            marks: Those after which gradients that arrived during backward are where they are used.
-            copies: What has still to be fetched: rows of (host address, device address, bytes).
+            visit: The visit.
+            marks: Of gradients that arrived during backward: once reached, they are where the run reads them.
+            copies: Gradients still to be fetched: rows of (host address, device address, bytes).
         """
         if visit.gpu:
             self._inputs[visit.subgroup] = tuple(marks)
@@ -276,21 +274,21 @@ class GpuLanes:
             self._inputs[visit.subgroup] = (self.device.mark(DeviceLane.D2H),)
 
     def inputs(self, subgroup: int) -> Mark | None:
-        """Return what a run on the CPU has to wait for; None if that is there."""
+        """Return a mark that a run on the CPU still has to wait for; None if its gradients are there."""
         return next((mark for mark in self._inputs.get(subgroup, ()) if not mark.reached()), None)
 
     def forget_inputs(self) -> None:
-        """A step has ended: what it waited for says nothing about the next."""
+        """Forget the marks of a step that has ended."""
         self._inputs.clear()
 
-    # At once, for all that is not a step
+    # Copies outside steps, which are waited for
 
     def fetch(self, copies: Sequence[tuple[int, int, int]], *, follows: bool = True) -> None:
         """Copy from the device and wait: rows of (host address, device address, bytes).
 
         Args:
-            copies: What.
-            follows: Whether that comes after all that has been put on lanes; else only after what the caller did.
+            copies: The rows.
+            follows: Wait for all work already on the UPDATE and H2D lanes first; otherwise only for the caller's.
         """
         for lane in (DeviceLane.UPDATE, DeviceLane.H2D) if follows else ():
             self.device.follow(DeviceLane.D2H, self.device.mark(lane, timed=False))
@@ -299,7 +297,7 @@ class GpuLanes:
         self.device.mark(DeviceLane.D2H, timed=False).wait()
 
     def store(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy to the device, behind all that is on its lanes, and wait: rows of (device, host address, bytes)."""
+        """Copy to the device, behind all work on its lanes, and wait: rows of (device, host address, bytes)."""
         for lane in (DeviceLane.UPDATE, DeviceLane.D2H):
             self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))
         for target, source, nbytes in copies:
@@ -319,7 +317,7 @@ class GpuLanes:
         self.timed = left
 
     def close(self) -> None:
-        """Wait for the lanes, and give back the device's memory and its hold on host memory."""
+        """Wait for the lanes, unpin host memory and close the device."""
         with contextlib.suppress(OffloadError):  # a device that has failed finishes nothing
             self.wait()
         self.pinned.close()

@@ -1,9 +1,8 @@
 """Gradients on a GPU: their norms, and their way to where they are used.
 
 A gradient that the CPU will use is copied to its slot in host memory, in its own dtype; one that the GPU will use
-stays where it is. Sums of squares are made on the GPU in the same pass. What further backward passes add is added on
-the GPU for what stays there; for what has left, the copy of the new gradient is added in host memory, so that nothing
-travels twice.
+stays where it is. Its squares are summed on the GPU in the same pass. Gradients of further backward passes are added
+on the GPU where the first one has stayed, and in host memory where it has left, so that nothing travels twice.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel
-from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
+from offload.protocols import NORM_BLOCK_NUMEL, SECTOR_BYTES, DeviceLane, Mark
 
 PASSING = 2
-"""Gradients that may be on their way to be added in host memory; another waits for the first of them."""
+"""Gradients that may be on their way to be added in host memory; one more waits for the first of them."""
 
 BLOCK_BYTES = 8
 
@@ -45,7 +44,7 @@ class _Parameter:
 
 @dataclass(slots=True)
 class _Region:
-    """Block sums of the parameters that were added together, on the device and in host memory."""
+    """Block sums of parameters that one `add` took up, on the device and in host memory."""
 
     device: int
     host: Arena
@@ -62,12 +61,12 @@ class _Passing:
 class GpuGradients:
     """Gradients of one session whose weights lie on a GPU.
 
-    `arrived` is called by whoever runs backward, the rest between passes.
+    `arrived` belongs to the thread of backward; all else is called between passes.
 
     Attributes:
-        lanes: The session's.
-        kernel: Makes the sums of what was added in host memory.
-        positions: By parameter.
+        lanes: The session's lanes.
+        kernel: Sums the squares of gradients that were added in host memory.
+        positions: One for each parameter.
     """
 
     lanes: GpuLanes
@@ -84,7 +83,7 @@ class GpuGradients:
 
         Args:
             numels: Elements of each.
-            slots: Host memory for the gradients that the CPU uses, flat; empty for others.
+            slots: Flat slots in host memory for gradients that the CPU uses; empty for others.
             stay: Whether the GPU uses any part of a parameter.
             region: Host memory for all their block sums; None if there are none.
         """
@@ -107,8 +106,8 @@ class GpuGradients:
         """Take in one backward pass's gradient, which lies on the device.
 
         Returns:
-            The mark after which its memory is not read any more; but the first one of a parameter whose `stays` is
-            set is read, and added to, until `forget`.
+            The mark after which its memory is not read any more. Except where `stays` is set: there the first
+            gradient is read, and added to, until `forget`.
 
         Raises:
             ConfigError: If its dtype is not that of the slot, or of the passes before.
@@ -147,7 +146,7 @@ class GpuGradients:
             )
 
     def _buffer(self, found: _Parameter) -> torch.Tensor:
-        size = -(-self._largest // 4096) * 4096
+        size = -(-self._largest // SECTOR_BYTES) * SECTOR_BYTES
         if self._buffers is None or self._buffers.nbytes < PASSING * size:
             self.finish_additions()
             self._close_buffers()
@@ -167,18 +166,18 @@ class GpuGradients:
     # Between passes
 
     def gather(self, position: int, address: int, dtype: DtypeCode) -> None:
-        """Make the block sums of a gradient that stays with its owner, behind the caller's work."""
+        """Sum the blocks of a gradient that the caller keeps, behind the caller's work."""
         found, device = self.positions[position], self.lanes.device
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
         device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
 
     def finish_additions(self) -> None:
-        """Add in host memory what is on its way there."""
+        """Wait for gradients on their way to be added in host memory, and add them."""
         while self._passing:
             self._add_first()
 
     def settle(self) -> None:
-        """Finish what is on its way, and bring all block sums to host memory."""
+        """Finish all additions, and copy all block sums to host memory."""
         device = self.lanes.device
         self.finish_additions()
         for region in self._regions:
@@ -190,11 +189,10 @@ class GpuGradients:
                 self.kernel.gradient_blocks(address, found.dtype, found.numel, blocks)
 
     def forget(self) -> None:
-        """Gradients have been used or are not wanted: the next that arrives is the first."""
+        """Drop all gradients: the next to arrive is the first of its parameter."""
         device = self.lanes.device
-        device.follow(
-            DeviceLane.CALLER, device.mark(DeviceLane.GRADIENTS, timed=False)
-        )  # their memory may be used again
+        # The caller may use their memory again.
+        device.follow(DeviceLane.CALLER, device.mark(DeviceLane.GRADIENTS, timed=False))
         for passing in self._passing:
             passing.mark.wait()
         self._passing.clear()

@@ -25,12 +25,12 @@ from offload.protocols import NORM_BLOCK_NUMEL, Mark
 
 @dataclass(frozen=True, slots=True)
 class GradientSlots:
-    """What the slots for gradients in host memory are like.
+    """How gradient slots in host memory are made.
 
     Attributes:
-        dtype: Of all slots; None for the parameter's own.
+        dtype: Element type of all slots; None for each parameter's own.
         wanted: Whether there are slots at all.
-        passing: Whether gradients pass on their way to be added in host memory.
+        passing: Whether gradients on their way from a GPU need buffers, from which they are added to their slots.
     """
 
     dtype: DtypeCode | None
@@ -49,7 +49,7 @@ class GradientSlots:
         return numel * TORCH_DTYPES[self.dtype_of(parameter)].itemsize
 
     def total_bytes(self, parameters: Sequence[Parameter]) -> int:
-        """Return the host memory for the gradients of these parameters, those that pass to be added included."""
+        """Return the host memory for the gradients of these parameters, buffers included."""
         sizes = [self.bytes_of(parameter) for parameter in parameters]
         return sum(sizes) + (PASSING * max(sizes, default=0) if self.passing else 0)
 
@@ -57,18 +57,18 @@ class GradientSlots:
 class Gradients:
     """The gradients of one session.
 
-    `bring` belongs to the engine thread; the rest to the caller's, or to that of backward, between requests.
+    `bring` belongs to the engine thread, all else to the caller's or to that of backward, between requests.
 
     Args:
-        slots: What its slots are like.
-        tables: Where addresses are noted.
-        kernel: Makes norms.
-        memory: What the slots are taken from.
+        slots: How its slots are made.
+        tables: Keep the address of each gradient.
+        kernel: Sums squares for norms.
+        memory: Gives the memory of the slots.
         gpu: Lanes of the GPU that the weights are on; None where they are in host memory.
 
     Attributes:
-        on_gpu: Those on a GPU; None without one.
-        addresses: Where the CPU finds each parameter's gradient in the step under way, with a GPU.
+        on_gpu: Gradients on a GPU; None without one.
+        addresses: With a GPU, the host address of each parameter's gradient in the step under way.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Gradients:
         self._blocks_at: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._block_counts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._numels: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        # What `_blocks` were made of: a gradient of this dtype (NONE: they are nobody's), with this fingerprint.
+        # The gradient that `_blocks` are the sums of: its dtype (NONE: there is none) and its fingerprint.
         self._gathered: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._wide: dict[int, torch.Tensor] = {}
@@ -109,11 +109,11 @@ class Gradients:
         """Take memory for the gradients of the parameters that `plan` adds to the layout `before`.
 
         Raises:
-            OffloadError: There is none; what is there stays as it is.
+            OffloadError: There is not that much; what is there stays as it is.
         """
         first = len(before.parameters)
         for known in (self._slots, self._blocks, self.on_gpu.positions if self.on_gpu else []):
-            del known[first:]  # of parameters that were refused
+            del known[first:]  # left by an `adopt` that failed
         self._parameters = plan.layout.parameters
         parameters = self._parameters[first:]
         wanted = [self._gpu is None or _uses_cpu(plan, first + n) for n in range(len(parameters))]
@@ -165,7 +165,7 @@ class Gradients:
         return self._slots[position]
 
     def stays(self, position: int) -> bool:
-        """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
+        """Return whether the GPU updates part of a parameter, and so reads its gradient where it lies."""
         return self.on_gpu is not None and self.on_gpu.positions[position].stays
 
     # Between steps
@@ -215,7 +215,7 @@ class Gradients:
         numel = self._parameters[position].numel
         copies = kept != address
         if numel:
-            self._gathered[position] = DtypeCode.NONE  # should this be cut short
+            self._gathered[position] = DtypeCode.NONE  # in case this is interrupted
             self._fingerprints[position] = self._kernel.gradient_blocks(
                 address,
                 dtype,
@@ -227,7 +227,7 @@ class Gradients:
         self._gathered[position] = kept_dtype
 
     def _are_as_gathered(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return for each parameter whether its block sums are those of its gradient as it is now.
+        """Return for each parameter whether its block sums are still those of its gradient.
 
         Gradients are changed without a trace in their version counters: through `.data`, through NumPy arrays, by
         `torch.amp.GradScaler.unscale_`.
@@ -243,7 +243,7 @@ class Gradients:
     # In a step
 
     def bring(self, plan: Plan, visits: Sequence[Visit]) -> bool:
-        """Let the runs of a step find their gradients: those in host memory that the CPU will use.
+        """Fetch the gradients that the CPU will use in a step, and make each run wait for its own.
 
         Returns:
             Whether `used_bytes` has grown by that.
@@ -276,14 +276,14 @@ class Gradients:
         return len(self._wide) > wide
 
     def _wide_slot(self, position: int) -> torch.Tensor:
-        """Return memory for an fp32 gradient of a 16-bit weight, from now on; pinned as slots are."""
+        """Return the second slot of a parameter: for the fp32 gradient of a 16-bit weight."""
         if position not in self._wide:
             numel = self._slots[position].numel()
             self._wide[position] = self._memory.arena(4 * numel).tensor(0, numel, torch.float32)
         return self._wide[position]
 
     def close(self) -> None:
-        """Let go of the slots, and of what gradients pass on their way from a GPU."""
+        """Let go of all slots and buffers."""
         if self.on_gpu is not None:
             self.on_gpu.close()
         self._slots.clear()

@@ -1,4 +1,4 @@
-"""Host memory of one session: state at home there, staging slots, and what passes on its way to or from a GPU."""
+"""Host memory of one session: state at home there, staging slots, and buffers between host and GPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from offload.protocols import Tier
 
 
 class HostMemory:
-    """All arenas of a session, and what its plan has put into them; for whoever sets up or extends the session.
+    """All arenas of a session, and what its plan has put into them.
 
     Args:
-        gpu: The lanes that reach it, for which it is pinned; None without a GPU.
+        gpu: Lanes of the GPU that arenas are pinned for; None without a GPU.
 
     Attributes:
-        arenas: Every one that has not been given back.
-        bounce: Where state that lives on the GPU is visited in host memory; None where the plan has no room for that.
+        arenas: All that have not been given back.
+        bounce: Buffer for visits by the CPU of state at home on the GPU; None where the plan has no room for it.
     """
 
     def __init__(self, gpu: GpuLanes | None) -> None:
@@ -41,7 +41,7 @@ class HostMemory:
 
         Args:
             nbytes: Its size.
-            inherit: Whether forked processes see it, copied on write; else they have nothing there.
+            inherit: Whether forked processes see it, copied on write; otherwise it is not mapped there.
 
         Raises:
             OffloadError: The system has no such memory.
@@ -60,7 +60,7 @@ class HostMemory:
                 self._gpu.give_back(arena)
 
     def home(self, subgroup: int) -> int:
-        """Return where the state of a subgroup at home in host memory lies."""
+        """Return the address of the state of a subgroup at home in host memory."""
         return self._homes[subgroup]
 
     @property
@@ -69,7 +69,7 @@ class HostMemory:
         return (self._staging.address, self._staging.nbytes) if self._staging is not None else (0, 0)
 
     def adopt_homes(self, plan: Plan, before: Layout) -> None:
-        """Take memory for the state that `plan` adds to the layout `before` and that is at home here."""
+        """Take memory for the state at home here that `plan` adds to the layout `before`."""
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
         added = [s for s in subgroups if plan.resident[s.index] and not plan.at_home_on_gpu(s.index)]
         if added:
@@ -79,12 +79,12 @@ class HostMemory:
                 address += subgroup.state_bytes
 
     def adopt_staging(self, plan: Plan, held: Mapping[int, int], tiers: Sequence[Tier]) -> None:
-        """Have staging slots as `plan` says; nothing is in flight.
+        """Make staging slots as `plan` says; nothing is in flight.
 
         Args:
             plan: The new plan.
-            held: Slots in use, by subgroup; what they hold moves with them.
-            tiers: Those that read into the slots and write from them.
+            held: Staging slots in use, by subgroup; their content moves along.
+            tiers: All that read into staging slots and write from them.
         """
         old = self._staging
         if plan.staging_slots and (old is None or plan.staging_bytes > old.nbytes):
@@ -101,7 +101,7 @@ class HostMemory:
         self._slot_bytes = plan.slot_bytes
 
     def adopt_gpu(self, gpu: GpuLanes, plan: Plan, before: Layout) -> None:
-        """Take memory for what `plan` adds on the GPU, and for what passes from and to it here.
+        """Take memory for what `plan` adds on the GPU, and for buffers on the way there.
 
         Raises:
             OffloadError: The device has no room; nothing has changed then.
@@ -115,7 +115,7 @@ class HostMemory:
             self.give_back(weights)
             raise
         if weights is not None:
-            gpu.wait()  # for what is being pushed
+            gpu.wait()  # weights may still be on their way from the old slots
             self.give_back(old)
             self._weights = weights
         if plan.bounce_bytes > (self.bounce.nbytes if self.bounce is not None else 0):
@@ -126,7 +126,7 @@ class HostMemory:
     def checkpoint_buffers(self, plan: Plan) -> tuple[int, int]:
         """Return address and size of memory for `CHECKPOINT_BUFFERS` tiles, taken now unless it is there.
 
-        Nothing is in flight in what was there before.
+        Nothing is in flight in the buffers that there were.
 
         Raises:
             OffloadError: The system has no such memory.
@@ -139,14 +139,14 @@ class HostMemory:
         return self._checkpoints.address, self._checkpoints.nbytes
 
     def drop_checkpoint_buffers(self) -> None:
-        """Give the system that memory back; nothing is in flight there."""
+        """Free the copy buffers; nothing is in flight there."""
         if self._checkpoints is not None:
             self._checkpoints.close()
             self._checkpoints = None
 
     def close(self) -> None:
-        """Free everything; nothing writes to it any more, and the GPU's hold on it has ended."""
-        with contextlib.ExitStack() as ends:  # in reverse, and each whatever becomes of the others
+        """Free everything; no lane uses it any more, and the GPU has unpinned it."""
+        with contextlib.ExitStack() as ends:  # in reverse order, and each even if another one fails
             for arena in self.arenas:
                 ends.callback(arena.close)
             ends.callback(self.drop_checkpoint_buffers)

@@ -1,15 +1,19 @@
 """Where every tile's newest version lies, and which slots of each store are free. Pure.
 
+A slot is taken by `claim`, then named by `commit`, given back by `abandon` or written off by `lose`. Checkpoints set
+room aside (`reserve`, `give_back`), `hold` slots and `let_go`. A session that resumes `take_up`s stores and `adopt`s
+tiles.
+
 Invariants:
   * a slot is free, claimed (a write is on its way) or in use: live (an index entry names it), held (checkpoints name
     it), or both; only free slots are written to;
   * a tile has at most one live slot;
-  * a slot that is held is one beyond the plan, for training must go on without it: room for it is reserved before;
-  * a path number beyond the stores is that of a *foreign* store, which is only read: its slots are live at most, and
-    whoever it belongs to frees them;
-  * there are never more slots of a size than the plan reckons with, so its bytes on storage are an upper bound;
-    free slots on a path that is no longer written to do not count, so that other paths can take their place;
-    after `reshare` a path may get more, where there is room beyond the plan.
+  * held slots come on top of the planned ones, so room is reserved before they are held;
+  * a path number beyond the stores is that of a *foreign* store: it is only read, its slots are live at most, and its
+    owner frees them;
+  * there are never more slots of a size than planned, so the plan's bytes on storage are an upper bound; free slots
+    on a path that is no longer written to do not count, so that other paths can take their place; after `reshare` a
+    path may get more, where there is room beyond the plan.
 """
 
 from __future__ import annotations
@@ -61,7 +65,7 @@ class TileIndex:
     Args:
         stores: For each path, the bytes its store may grow to and its share of the tiles.
         slot_counts: For each payload size, the most slots there may be in all stores together.
-        checkpoint_bytes: What checkpoints may come to hold: room that no store grows into beyond the plan.
+        checkpoint_bytes: Most that checkpoints may hold; stores that grow beyond the plan leave this room.
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class TileIndex:
             self._release(before.location)
 
     def abandon(self, location: Location) -> None:
-        """Give a claimed slot back; its content counts for nothing."""
+        """Give a claimed slot back; what was written there is ignored."""
         invariant(location in self._claimed, "a slot that was not claimed is given back")
         self._claimed.remove(location)
         self._release(location)
@@ -149,7 +153,7 @@ class TileIndex:
         return location in self._held
 
     def reserve(self, slot_counts: Mapping[int, int]) -> bool:
-        """Reckon with more slots, to be held, if there is room for them; return whether there is."""
+        """Set room aside for slots to be held; return whether there is enough."""
         wanted = dict(self._unmade)
         for nbytes, count in slot_counts.items():
             wanted[nbytes] = wanted.get(nbytes, 0) + count
@@ -160,7 +164,7 @@ class TileIndex:
         return True
 
     def give_back(self, slot_counts: Mapping[int, int]) -> None:
-        """Take back a reserve that was not used."""
+        """Give back reserved room that was not used."""
         self._change_unmade(slot_counts, -1)
 
     def _change_unmade(self, slot_counts: Mapping[int, int], sign: int) -> None:
@@ -168,7 +172,7 @@ class TileIndex:
             self._unmade[nbytes] = self._unmade.get(nbytes, 0) + sign * count
 
     def hold(self, location: Location) -> bool:
-        """Keep a live, held or (once written) claimed slot for a checkpoint; return whether it uses up a reserve."""
+        """Keep a live, held or (once written) claimed slot for a checkpoint; return whether it uses reserved room."""
         if location in self._claimed:
             self._claimed.remove(location)
             self._stores[location.path].live_bytes -= location.nbytes + SECTOR_BYTES
@@ -193,12 +197,12 @@ class TileIndex:
     # Going on from a checkpoint where it lies
 
     def take_up(self, path: int, limit_bytes: int, held: Mapping[Location, int]) -> None:
-        """Go on in a store that is there, instead of one that is still empty.
+        """Replace a store that is still empty by one that an earlier session has written.
 
         Args:
             path: Its path's number.
             limit_bytes: How far it may grow.
-            held: Slots in it that checkpoints name, and how many do. All between them is cut into free slots.
+            held: Slots that checkpoints name, and how many checkpoints do. The rest is cut into free slots.
         """
         store = self._stores[path]
         invariant(store.end == 0, "a store that is in use is exchanged")
@@ -218,7 +222,7 @@ class TileIndex:
             self._unmade.setdefault(location.nbytes, 0)
 
     def fits(self) -> bool:
-        """Return whether all slots that the plan reckons with have room."""
+        """Return whether all planned and reserved slots have room."""
         return self._spare_bytes(self._unmade) >= 0
 
     def limit_bytes(self, path: int) -> int:
@@ -264,28 +268,28 @@ class TileIndex:
         return sum(store.limit_bytes - store.end for store in usable) - sum(s * count for s, count in todo) - slack
 
     def _may_grow(self, whole: int) -> bool:
-        """Return whether a slot beyond the plan leaves room for what the plan and checkpoints still reckon with."""
+        """Return whether a slot beyond the plan leaves the room that plan and checkpoints may still need."""
         kept = max(0, self._checkpoint_bytes - self._held_bytes)
         return self._drifting and self._spare_bytes(self._unmade) - kept >= whole
 
     def reshare(self, shares: Sequence[float]) -> None:
         """Spread tiles in other proportions from now on.
 
-        What lies in its slot stays there until it is written again. A path that is to hold more may get more slots
-        than planned, where there is room beyond the plan.
+        Tiles stay in their slots until they are written again. A path with a larger share may get more slots than
+        planned, where there is room beyond the plan.
         """
         self._drifting = True
         for store, share in zip(self._stores, shares, strict=True):
             store.share = share
 
     def allow(self, slot_counts: Mapping[int, int]) -> None:
-        """Reckon with more slots, as a plan for more subgroups does."""
+        """Raise the number of planned slots to that of a larger plan."""
         for nbytes, count in slot_counts.items():
             self._unmade[nbytes] = self._unmade.get(nbytes, 0) + count - self._planned.get(nbytes, 0)
         self._planned = dict(slot_counts)
 
     def has_room(self, slot_counts: Mapping[int, int]) -> bool:
-        """Return whether all slots that a plan reckons with can still be made, as `allow` would promise."""
+        """Return whether all slots of a larger plan could still be made, as `allow` promises."""
         unmade = {n: count - self._planned.get(n, 0) + self._unmade.get(n, 0) for n, count in slot_counts.items()}
         return self._spare_bytes(unmade) >= 0
 

@@ -9,7 +9,7 @@ Invariants:
   * a record is written down once its tile is whole on storage, and its slot is held from that moment on;
   * a path is synced after the last write to it; a checkpoint is committed after all its paths have been synced;
   * a write that fails is tried once more, then on other paths; training goes on using the path;
-  * a save that fails gives back all that it held and reserved, and leaves training as it was.
+  * a save that fails gives back everything it held and reserved, and leaves training as it was.
 
 Non-goals: what a commit does (the executor), which checkpoints are released and when (the session).
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from offload.engine.index import Location, Record, TileIndex
 from offload.engine.operations import Commit, CopyTile, Save, SaveOperation, SaveTile, Sync, WriteTile
-from offload.errors import CheckpointError, TierError, TierFullError, invariant
+from offload.errors import CheckpointError, TierError, TierFullError, invariant, known
 from offload.plan.budget import CHECKPOINT_BUFFERS, Plan
 from offload.protocols import SECTOR_BYTES, TileId
 
@@ -35,13 +35,13 @@ class _Item:
     """A tile that has to be written.
 
     Attributes:
-        tile: Which.
+        tile: Its id.
         offset: Where it lies in the subgroup's state, or in the image of its weights.
         nbytes: Its payload.
         step: Its version.
         buffered: Whether it has to be gathered into a copy buffer.
-        home: Whether it is of state at home in memory, which no visit may touch before.
-        stored: Where it is to be read from first.
+        home: Whether it is state at home in memory, which no visit may touch until it is written.
+        stored: Where it is read from, if it is copied into a sink.
     """
 
     tile: TileId
@@ -58,18 +58,18 @@ class UnderWay:
     """One save, from its begin to its end.
 
     Attributes:
-        save: What is asked for.
-        records: Tiles that are whole on storage (with a sink: there), and where; without a sink their slots are held.
-        reserve: Slots that were reserved and are not held yet, by their payload.
+        save: The request.
+        records: Where tiles lie that are whole on storage (with a sink: in it); without one, their slots are held.
+        reserve: Slots that are reserved and not held yet: how many, by payload bytes.
         weights: Tiles of masters that are weights, still to be written.
         todo: Tiles of state at home in memory, still to be written, by subgroup.
         left: How many tiles of each such subgroup are not written yet; it must not be visited meanwhile.
         flushing: Streamed subgroups whose flush has not ended.
         copies: Tiles whose slots are held until they have been copied into the sink.
         urgent: Subgroups that are written first.
-        flying: Operations in flight, and the tile that each is of, if it is of one.
-        buffers: Copy buffers that nothing uses.
-        sink_end: Bytes of the sink that have been given out.
+        flying: Operations in flight, each with its tile; None for a sync or a commit.
+        buffers: Free copy buffers.
+        sink_end: Bytes of the sink that are taken.
         synced: Whether its paths are being synced, or have been.
         tries: Writes that have failed, by tile.
         avoided: Paths that it writes to no more.
@@ -101,7 +101,7 @@ class Saver:
         index: Slots of the stores.
         take_op: Returns the id of the next operation.
         issue: Starts an operation.
-        unblock: Told of each subgroup that may be visited again.
+        unblock: Called with each subgroup that may be visited again.
     """
 
     def __init__(
@@ -165,10 +165,10 @@ class Saver:
         """Start a save.
 
         Args:
-            save: What is asked for.
+            save: The request.
             plan: Homes of all subgroups; none is fresh.
-            unsaved: Streamed subgroups whose newest version is not whole on storage: they are being, or will now be,
-                flushed, which `flushed` tells of.
+            unsaved: Streamed subgroups whose newest version is not whole on storage. They are flushed, now or
+                already; `flushed` reports the end.
             versions: Step of each subgroup's last change.
 
         Returns:
@@ -183,8 +183,8 @@ class Saver:
             """Return the tiles to be written; one that an earlier checkpoint has in this version is pinned again."""
             todo = []
             for tile, offset, nbytes in tiles:
-                known = (records.get(tile) for records in reversed(self.held.values()))
-                record = next((r for r in known if r is not None and r.step == step), None)
+                older = (records.get(tile) for records in reversed(self.held.values()))
+                record = next((r for r in older if r is not None and r.step == step), None)
                 if record is not None:
                     pinned.append((tile, record))
                     continue
@@ -203,11 +203,9 @@ class Saver:
                 counts.update(nbytes for _, _, nbytes in subgroup.tiles)
             else:
                 for tile, _, nbytes in subgroup.tiles:
-                    record = self._index.get(tile)
-                    invariant(record is not None, f"{tile} is clean and was never written")
-                    if record is not None:
-                        pinned.append((tile, record))
-                        counts[nbytes] += not self._index.is_held(record.location)
+                    record = known(self._index.get(tile), f"{tile} is clean and was never written")
+                    pinned.append((tile, record))
+                    counts[nbytes] += not self._index.is_held(record.location)
             now.weights += unwritten(subgroup.weight_tiles, versions[number], buffered=True, home=False)
         now.reserve = +counts
         if not self._index.reserve(now.reserve):

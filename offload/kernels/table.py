@@ -50,16 +50,13 @@ def segment_table(
     return table
 
 
-def trial_table(
-    rule: UpdateRule, addresses: Mapping[str, int] | int, numel: int, *, fresh: bool = False
-) -> npt.NDArray[Any]:
+def trial_table(rule: UpdateRule, addresses: Mapping[str, int] | int, numel: int) -> npt.NDArray[Any]:
     """Return the table of an update to be timed; gradient and weight are bf16.
 
     Args:
         rule: The update rule.
         addresses: Of the tensors that `trial_items` names, or of the first of them, where they follow each other.
         numel: Elements.
-        fresh: Whether state starts from zeros.
     """
     items = trial_items(rule)
     if isinstance(addresses, int):
@@ -73,7 +70,7 @@ def trial_table(
         addresses,
         weight_dtype=DtypeCode.BFLOAT16,
         gradient_dtype=DtypeCode.BFLOAT16,
-        flags=flags | (SegmentFlag.ZERO_STATE if fresh else SegmentFlag(0)),
+        flags=flags,
         scalars=rule.row(10, values, 1.0),
     )
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from offload import waits
-from offload.protocols import SECTOR_BYTES, Completion, Queue, Tier, TileId, TileRequest
-from offload.rules import FP32
-from offload.tiers import SLOT_HEADER_BYTES, slot_bytes, tier_error
+from offload.measure.drive import drive
+from offload.measure.workbench import Slots
+from offload.protocols import SECTOR_BYTES, Queue, Tier
+from offload.tiers import SLOT_HEADER_BYTES
 
 DEPTHS = (2, 4, 8, 16)
 """Not 1: a device that has nothing waiting idles between requests. Where that costs little, little is lost by 2, and
@@ -76,37 +76,15 @@ def tune_depth(
     tile_bytes = min(most, nbytes // (2 * TILES), room) // SECTOR_BYTES * SECTOR_BYTES
     if tile_bytes < least or tier.cached:
         return {}
-    begun_s, before = clock(), tier.depth
+    begun_s, before, path = clock(), tier.depth, Slots(tier, tile_bytes)
 
     def late(part: float) -> bool:
         return clock() - begun_s > part * MOST_SECONDS
 
-    def request(number: int) -> TileRequest:
-        return TileRequest(
-            op=number + 1,
-            tile=TileId(0, 0, number),
-            step=0,
-            offset=number * slot_bytes(tile_bytes),
-            address=address + number * tile_bytes,
-            nbytes=tile_bytes,
-            numel=tile_bytes // FP32.item_bytes,
-        )
-
-    def move(read: range, written: range) -> float:
-        """Return the seconds that reading and writing these tiles take together."""
+    def move(*loads: tuple[str, range]) -> float:
+        """Return the seconds that these reads and writes of slots take together."""
         started_s = clock()
-        for number in range(max(len(read), len(written))):
-            for numbers, start in ((read, tier.read), (written, tier.write)):
-                if number < len(numbers):
-                    start(request(numbers[number]))
-        left = len(read) + len(written)
-        failed: list[Completion] = []
-        while left:
-            records = waits.completions(queue, lambda: f"the path {tier.path} to be probed")
-            left -= len(records)
-            failed += [Completion(*record) for record in records if record[1]]
-        if failed:
-            raise tier_error("probe", failed[0], None, tier)
+        drive(queue, [path.load(*load, address + load[1].start * tile_bytes) for load in loads])
         return clock() - started_s
 
     filled = 0
@@ -114,13 +92,13 @@ def tune_depth(
         if late(0.25):
             return {}
         more = range(filled, max(1, 2 * filled))
-        move(range(0), more)
+        move(("write", more))
         filled = more.stop
     rates: dict[int, float] = {}
 
     def attempt(depth: int) -> None:
         tier.set_depth(depth)
-        seconds = move(range(TILES), range(TILES, 2 * TILES))
+        seconds = move(("read", range(TILES)), ("write", range(TILES, 2 * TILES)))
         # The best of the rounds: other work on the machine only ever slows one down.
         rates[depth] = max(rates.get(depth, 0.0), 2 * TILES * tile_bytes / max(seconds, 1e-9))
 

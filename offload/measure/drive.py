@@ -1,17 +1,21 @@
 """Keeping lanes busy for a while, to see what they reach alone and beside each other.
 
-Invariants: an operation is started only when fewer than its load's depth are out, and never after one has failed;
-nothing is in flight when `drive` returns or raises. It decides nothing about what an operation is.
+Invariants: a load never has more operations in flight than its depth, and starts none after one has failed; nothing
+is in flight when `drive` returns or raises. It decides nothing about what an operation is.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from offload.engine.flights import Flights
 from offload.engine.timeline import Interval
 from offload.errors import OffloadError
+from offload.measure.observe import lane_totals
 from offload.protocols import Completion, Queue
 
 
@@ -24,8 +28,9 @@ class Load:
         nbytes: Bytes of one operation.
         depth: Operations in flight at once.
         start: Starts an operation under an id and at a place from 0 to `depth` - 1, where none is in flight.
-        error: What a failed completion stands for.
+        error: Returns the error that a failed completion stands for.
         count: Operations in all; None for as long as a load that has a count goes on.
+        what: What is measured, for the log.
     """
 
     lane: str
@@ -34,56 +39,46 @@ class Load:
     start: Callable[[int, int], None]
     error: Callable[[Completion], OffloadError]
     count: int | None
+    what: str = "the update"
 
 
 def drive(queue: Queue, loads: Sequence[Load]) -> list[Interval]:
     """Run loads beside each other and return what was done, in the order in which it ended.
 
     Args:
-        queue: What everything that the loads start reports to; nobody else uses it meanwhile.
+        queue: Where everything that the loads start reports; nobody else uses it meanwhile.
         loads: At least one has a count.
 
     Raises:
         OffloadError: What the first failed operation stands for, once all others have ended.
     """
     timeline: list[Interval] = []
-    out: dict[int, tuple[Load, int]] = {}
+    idle = deque((load, at) for at in range(max(x.depth for x in loads)) for load in loads if at < load.depth)
     started: Counter[str] = Counter()
-    failures: list[Exception] = []
-    counted = 0  # operations in flight of loads that have a count
+    left = sum(load.count or 0 for load in loads)
 
-    def start(load: Load, place: int) -> None:
-        nonlocal counted
-        if load.count is None and not counted:
-            return
-        if failures or (load.count is not None and started[load.lane] >= load.count):
-            return
-        started[load.lane] += 1
-        op = started.total()
-        try:
-            load.start(op, place)
-        except OffloadError as error:
-            failures.append(error)
-            return
-        out[op] = load, place
-        counted += load.count is not None
+    def take() -> tuple[Load, int] | None:
+        while idle:
+            load, place = idle.popleft()
+            if left and started[load.lane] < (math.inf if load.count is None else load.count):
+                started[load.lane] += 1
+                return load, place
+        return None
 
-    for load in sorted(loads, key=lambda item: item.count is None):
-        for place in range(load.depth):
-            start(load, place)
-    while out:
-        for record in queue.wait():
-            completion = Completion(*record)
-            load, place = out.pop(completion.op)
-            counted -= load.count is not None
+    flights = Flights[tuple[Load, int]](queue, lambda item: f"{item[0].what} to be probed")
+    with contextlib.closing(flights.run(take, lambda op, item: item[0].start(op, item[1]))) as landed:
+        for completion, (load, place) in landed:
             if completion.error:
-                failures.append(load.error(completion))
-                continue
+                raise load.error(completion)
             timeline.append(Interval(load.lane, "", completion.started_s, completion.finished_s, load.nbytes))
-            start(load, place)
-    if failures:
-        raise failures[0]
+            left -= load.count is not None
+            idle.append((load, place))
     return timeline
+
+
+def lane_rates(timeline: Sequence[Interval]) -> dict[str, float]:
+    """Return the bytes per second of each lane over the time in which it was busy."""
+    return {lane: nbytes / max(busy_s, 1e-9) for lane, (nbytes, busy_s) in lane_totals(timeline).items()}
 
 
 def bytes_per_s(timeline: Sequence[Interval], lane: str) -> float:

@@ -10,36 +10,33 @@ Not done here: choosing anything from the rates; rates of several paths at work 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import statistics
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from offload._native import CompletionQueue
 from offload.config import format_bytes
-from offload.dtypes import DtypeCode
-from offload.engine.memory import HUGE_PAGE_BYTES, Arena, available_bytes
-from offload.errors import ConfigError, OffloadError, TierError
+from offload.engine.memory import Arena, available_bytes
+from offload.engine.timeline import Interval
+from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, StreamVariant
-from offload.kernels.table import trial_items, trial_table
+from offload.kernels.table import trial_bytes
 from offload.layout import MAX_TILE_BYTES
 from offload.measure.depth import tune_depth
-from offload.measure.drive import Load, bytes_per_s, drive
-from offload.measure.gpu import gpu_probe
-from offload.measure.observe import lane_totals
+from offload.measure.drive import Load, bytes_per_s, drive, lane_rates
+from offload.measure.gpu import GpuProbe, gpu_probe
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, path_facts, versions
+from offload.measure.workbench import CHUNK_NUMEL, Slots, TrialState
 from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
-from offload.protocols import SECTOR_BYTES, Completion, TileId, TileRequest
-from offload.rules import ADAMW, FP32
-from offload.tiers import check_directories, open_tier, slot_bytes, tier_error
+from offload.protocols import SECTOR_BYTES
+from offload.rules import ADAMW
+from offload.tiers import check_directories, open_tier, slot_bytes
 
 ROUNDS = (3, 15)
 """Fewest and most rounds; in between, as many as there is time for."""
@@ -56,14 +53,9 @@ UNSEEN_SLOWDOWN = 0.03
 UPDATE_NUMEL = 1 << 25
 """Elements that the update works on in turn: more than caches hold."""
 
-CHUNK_NUMEL = 1 << 21
 UPDATE_DEPTH = 2
-UPDATE_ITEM_BYTES = ADAMW.item_bytes
 STREAM_ITEM_BYTES = 28
 """Bytes that an update has to move for each element: fp32 state read and written, 16-bit gradient and weight."""
-
-MEMORY_ITEM_BYTES = UPDATE_ITEM_BYTES + 3 * 2
-"""State, gradient, weight, and a place to copy a gradient to."""
 
 PATH_DEPTH = 8
 PATH_SLOTS = 16
@@ -111,33 +103,30 @@ def full_probe(
     check_directories(paths)
     threads = threads or len(os.sched_getaffinity(0))
     if numel is None:
-        most = available_bytes() // 4 // MEMORY_ITEM_BYTES
+        most = available_bytes() // 4 // trial_bytes(ADAMW)
         numel = max(UPDATE_DEPTH * CHUNK_NUMEL, min(UPDATE_NUMEL, most)) // CHUNK_NUMEL * CHUNK_NUMEL
     with contextlib.ExitStack() as stack:
         queue = CompletionQueue()
-        memory = _UpdateMemory(numel)
-        stack.callback(memory.arena.close)
+        state = TrialState(ADAMW, numel, UPDATE_DEPTH, prefault=True)
+        stack.callback(state.close)
         counts = thread_counts(threads)
         kernels = {count: stack.enter_context(CpuUpdateKernel(queue, count)) for count in counts}
-        expected = len(counts) + len(_VARIANTS) + 2 + 4 * len(paths)
+        expected = len(counts) + len(_VARIANTS) + 4 * len(paths)
         run_s = min(LONGEST_RUN_S, seconds / (ROUNDS[0] + 1) / expected)
-        cpu = _CpuProbe(queue, kernels, memory, run_s)
+        cpu = _CpuProbe(queue, kernels, state, run_s)
         probes = []
         for number, path in enumerate(paths):
             report(0, 1, f"opening {path}")
             probes.append(_PathProbe(number, path, queue, stack, cpu, run_s))
-        gpu = gpu_probe(lambda: cpu.rate(cpu.most))
+        gpu = stack.enter_context(gpu_probe(lambda: cpu.rate(cpu.most)))
         samples: list[tuple[str, Sample]] = [*cpu.samples()]
         for probe in probes:
             samples += probe.samples()
         if gpu is not None:
             samples += gpu.samples()
         found = _rounds(samples, seconds, report)
-        cached = [probe.tier.cached for probe in probes]
-        io = [str(getattr(probe.tier, "io_backend", probe.tier.name)) for probe in probes]
     measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
-    facts = [path_facts(path) | {"io": name} for path, name in zip(paths, io, strict=True)]
-    return _result(measurements, counts, facts, gpu.memory_bytes if gpu is not None else 0, cached)
+    return _result(measurements, counts, probes, gpu)
 
 
 def thread_counts(most: int) -> list[int]:
@@ -220,30 +209,29 @@ def _unit(name: str) -> str:
 def _result(
     measurements: dict[str, Measurement],
     counts: Sequence[int],
-    paths: list[dict[str, Any]],
-    gpu_memory_bytes: int,
-    cached: Sequence[bool],
+    probes: Sequence[_PathProbe],
+    on_gpu: GpuProbe | None,
 ) -> RatesFile:
     def median(name: str) -> float:
         return measurements[name].median
 
     cpu = {count: median(f"update/{_threads(count)}") for count in counts}
-    fastest = max(cpu.values())
     streams = [median(f"memory/{name}") for name in _VARIANTS]
-    memory = max(*streams, fastest * UPDATE_MEMORY_COST)
-    rated = []
-    for number in range(len(paths)):
-        name = f"path {number}"
-        read, write = median(f"{name}/read"), median(f"{name}/write")
+    memory = max(*streams, max(cpu.values()) * UPDATE_MEMORY_COST)
+
+    def cost(name: str, io_bytes_per_s: float) -> float:
         speed = measurements[f"{name}/speed of cpu"]
-        cost = memory_cost(memory, cpu[counts[-1]], speed.median, read + write, speed.spread)
-        rated.append(PathRates(read, write, median(f"{name}/latency"), cost))
+        return memory_cost(memory, cpu[counts[-1]], speed.median, io_bytes_per_s, speed.spread)
+
+    rated, facts = [], []
+    for name, tier in ((f"path {number}", probe.tier) for number, probe in enumerate(probes)):
+        read, write = median(f"{name}/read"), median(f"{name}/write")
+        rated.append(PathRates(read, write, median(f"{name}/latency"), cost(name, read + write)))
+        facts.append(path_facts(tier.path) | {"io": str(getattr(tier, "io_backend", tier.name))})
     gpu = None
-    if "gpu/update" in measurements:
+    if on_gpu is not None:
         h2d, d2h = median("gpu/h2d"), median("gpu/d2h")
-        speed = measurements["gpu/speed of cpu"]
-        cost = memory_cost(memory, cpu[counts[-1]], speed.median, h2d + d2h, speed.spread)
-        gpu = GpuRates(median("gpu/update"), h2d, d2h, gpu_memory_bytes, cost)
+        gpu = GpuRates(median("gpu/update"), h2d, d2h, on_gpu.memory_bytes, cost("gpu", h2d + d2h))
     warnings = []
     apart = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
     if apart:
@@ -251,79 +239,48 @@ def _result(
             f"runs disagree by more than {DISAGREEMENT:.0%} of their median on {', '.join(apart)}; "
             "measure again when the machine is quieter"
         )
-    for number, (facts, is_cached) in enumerate(zip(paths, cached, strict=True)):
-        if is_cached:
-            where = f"path {number} ({facts['path']})"
+    for number, probe in enumerate(probes):
+        if probe.tier.cached:
+            where = f"path {number} ({facts[number]['path']})"
             warnings.append(f"{where}: there is no O_DIRECT, so its reads may have come from the page cache")
     return RatesFile(
         machine=machine_facts(),
         versions=versions(),
         rates=Rates(cpu[counts[-1]], tuple(rated), gpu, memory),
         cpu_bytes_per_s=cpu,
-        paths=tuple(paths),
+        paths=tuple(facts),
         measurements=measurements,
         warnings=tuple(warnings),
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
 
 
-class _UpdateMemory:
-    """State, gradient and weight of `numel` elements in huge pages, and the tables to update them by."""
+class _Runs:
+    """Runs of loads of about the wanted length: how many operations that is, each run of a name tells the next."""
 
-    def __init__(self, numel: int) -> None:
-        self.numel = numel
-        offsets, end = {}, 0
-        for index, (name, item_bytes) in enumerate([*trial_items(ADAMW).items(), ("copy", 2)]):
-            # Tensors a large power of two apart would compete for the same places in the first-level cache.
-            offsets[name] = -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + index * (68 << 10)
-            end = offsets[name] + numel * item_bytes
-        self.arena = Arena(end, prefault=True)
-        self.addresses = {name: self.arena.address + offset for name, offset in offsets.items()}
-        values = np.random.default_rng(0).standard_normal(1 << 16, np.float32)
-        self.arena.numpy(offsets["master"], numel, np.float32)[:] = np.resize(values, numel)
-        # The upper half of a float32 is a bfloat16.
-        self.arena.numpy(offsets["gradient"], numel, np.uint16)[:] = np.resize(values.view(np.uint16)[1::2], numel)
-        self._offsets = offsets
-        self.chunk_numel = min(CHUNK_NUMEL, numel // UPDATE_DEPTH)
-        starts = range(0, numel - self.chunk_numel + 1, self.chunk_numel)
-        self.chunks = [self.table(start, self.chunk_numel) for start in starts]
-        self.whole = self.table(0, numel)
-
-    def table(self, start: int, numel: int) -> np.ndarray[Any, Any]:
-        """Return the segment table of a run of elements."""
-        items = trial_items(ADAMW)
-        return trial_table(ADAMW, {name: self.addresses[name] + start * items[name] for name in items}, numel)
-
-    def halves(self, name: str) -> np.ndarray[Any, Any]:
-        """Return the gradient, the weight or the copy as 16-bit integers."""
-        return self.arena.numpy(self._offsets[name], self.numel, np.uint16)
-
-
-class _Counts:
-    """How many operations make a run of about the wanted length, by name; learnt from each run."""
-
-    def __init__(self, seconds: float, most: int) -> None:
-        self._seconds, self._most = seconds, most
+    def __init__(self, queue: CompletionQueue, seconds: float, most: int) -> None:
+        self._queue, self._seconds, self._most = queue, seconds, most
         self._counts: dict[str, int] = {}
 
-    def __getitem__(self, key: tuple[str, int]) -> int:
-        name, least = key
-        return max(least, self._counts.get(name, least))
-
-    def ran(self, name: str, count: int, took_s: float) -> None:
+    def run(self, name: str, least: int, loads: Callable[[int], Sequence[Load]]) -> list[Interval]:
+        """Drive loads that have `least` operations or more."""
+        count = max(least, self._counts.get(name, least))
+        timeline = drive(self._queue, loads(count))
+        took_s = max(each.finished_s for each in timeline) - min(each.started_s for each in timeline)
         self._counts[name] = min(self._most, round(count * self._seconds / max(took_s, 1e-9)))
+        return timeline
 
 
 class _CpuProbe:
-    """The update by number of threads, the memory it runs on, and copies of 16-bit tensors."""
+    """The update by number of threads, and the memory that it runs on."""
 
     def __init__(
-        self, queue: CompletionQueue, kernels: Mapping[int, CpuUpdateKernel], memory: _UpdateMemory, run_s: float
+        self, queue: CompletionQueue, kernels: Mapping[int, CpuUpdateKernel], state: TrialState, run_s: float
     ) -> None:
-        self._queue = queue
         self._kernels = kernels
-        self._memory = memory
-        self._counts = _Counts(run_s / 2, 4096)
+        self._state = state
+        self._whole = state.table(0, state.numel)
+        self._runs = _Runs(queue, run_s / 2, 4096)
         self.most = max(kernels)
 
     def samples(self) -> Iterator[tuple[str, Sample]]:
@@ -332,30 +289,14 @@ class _CpuProbe:
             yield f"update, {_threads(threads)}", partial(self._update, threads)
         for label, variant in _VARIANTS.items():
             yield "memory bandwidth", partial(self._stream, label, variant)
-        yield "copies of gradients", lambda: {"copy/gradient with norm": self._repeat(self._copy_gradient)}
-        yield "copies of weights", lambda: {"copy/weight": self._repeat(self._copy_weight)}
 
     def load(self, threads: int, count: int | None) -> Load:
-        """Return the update as a load: chunks of the memory in turn."""
-        chunks, kernel = self._memory.chunks, self._kernels[threads]
-        turns = [itertools.cycle(range(place, len(chunks), UPDATE_DEPTH)) for place in range(UPDATE_DEPTH)]
-
-        def start(op: int, place: int) -> None:
-            kernel.submit(op, chunks[next(turns[place])])
-
-        def error(completion: Completion) -> OffloadError:
-            return TierError("update", tier="host", path="cpu", detail=f"the kernel reports {completion.error}")
-
-        nbytes = self._memory.chunk_numel * UPDATE_ITEM_BYTES
-        return Load("cpu", nbytes, UPDATE_DEPTH, start, error, count)
+        """Return the update as a load."""
+        return self._state.updates(self._kernels[threads], count)
 
     def rate(self, threads: int) -> float:
         """Return the state bytes that the update does a second, with nothing beside it."""
-        name = f"cpu/{threads}"
-        count = self._counts[name, 4]
-        nbytes, busy_s = lane_totals(drive(self._queue, [self.load(threads, count)]))["cpu"]
-        self._counts.ran(name, count, busy_s)
-        return nbytes / busy_s
+        return lane_rates(self._runs.run(str(threads), 4, lambda count: [self.load(threads, count)]))["cpu"]
 
     def _update(self, threads: int) -> dict[str, float]:
         return {f"update/{_threads(threads)}": self.rate(threads)}
@@ -364,38 +305,9 @@ class _CpuProbe:
         # Twice, as a stream negates the state.
         started_s = time.perf_counter()
         for _ in range(2):
-            self._kernels[self.most].stream(self._memory.whole, variant)
-        rate = 2 * self._memory.numel * STREAM_ITEM_BYTES / (time.perf_counter() - started_s)
+            self._kernels[self.most].stream(self._whole, variant)
+        rate = 2 * self._state.numel * STREAM_ITEM_BYTES / (time.perf_counter() - started_s)
         return {f"memory/{label}": rate}
-
-    def _repeat(self, copy: Callable[[], None]) -> float:
-        """Return the bytes of 16-bit elements that are copied a second."""
-        started_s = time.perf_counter()
-        for _ in range(2):
-            copy()
-        return 2 * 2 * self._memory.numel / (time.perf_counter() - started_s)
-
-    def _copy_gradient(self) -> None:
-        memory, dtype = self._memory, DtypeCode.BFLOAT16
-        source, target = memory.addresses["gradient"], memory.addresses["copy"]
-        blocks = np.empty(-(-memory.numel // 4096), np.float64)
-        kernel = self._kernels[self.most]
-        kernel.gradient_blocks(source, dtype, memory.numel, blocks.ctypes.data, target, dtype)
-
-    def _copy_weight(self) -> None:
-        import torch
-
-        source, target = (torch.from_numpy(self._memory.halves(name).view(np.int16)) for name in ("weight", "copy"))
-        target.copy_(source)
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """Slots of one tile size: those that are read, then those that are written."""
-
-    index: int
-    tile_bytes: int
-    offset: int
 
 
 class _PathProbe:
@@ -415,8 +327,7 @@ class _PathProbe:
         self._queue = queue
         self._cpu = cpu
         self._run_s = run_s
-        self._counts = _Counts(run_s, 8 * PATH_SLOTS)
-        self._steps = itertools.count(1)
+        self._runs = _Runs(queue, run_s, 8 * PATH_SLOTS)
         self._arena = Arena(2 * PATH_DEPTH * MAX_TILE_BYTES, prefault=True)
         stack.callback(self._arena.close)
         sizes = [*LADDER_BYTES, MAX_TILE_BYTES]
@@ -435,18 +346,18 @@ class _PathProbe:
             raise ConfigError("paths", path, allowed)
         self._regions, offset = [], 0
         for index, size in enumerate([size for size in sizes if size < largest] + [largest]):
-            self._regions.append(_Region(index, size, offset))
+            self._regions.append(Slots(self.tier, size, index, offset))
             offset += 2 * PATH_SLOTS * slot_bytes(size)
         for region in self._regions:
-            drive(queue, [self._load("fill", region, PATH_SLOTS)])
+            drive(queue, [self._load("write", region, PATH_SLOTS, fills=True)])
 
     def _affordable_bytes(self) -> int:
         """Return the largest tile of which a slow path moves a run's worth in the time for a run."""
-        gauge = _Region(len(LADDER_BYTES) + 1, GAUGE_BYTES, 0)
+        gauge = Slots(self.tier, GAUGE_BYTES, len(LADDER_BYTES) + 1)
         if self.tier.free_bytes() < 2 * PATH_SLOTS * slot_bytes(GAUGE_BYTES):
             return MAX_TILE_BYTES  # hardly any room: that decides
-        nbytes, busy_s = lane_totals(drive(self._queue, [self._load("fill", gauge, PATH_DEPTH)]))["fill:0"]
-        tile_bytes = int(nbytes / busy_s * self._run_s / (2 * PATH_DEPTH)) // SECTOR_BYTES * SECTOR_BYTES
+        rate = lane_rates(drive(self._queue, [self._load("write", gauge, PATH_DEPTH, fills=True)]))["write"]
+        tile_bytes = int(rate * self._run_s / (2 * PATH_DEPTH)) // SECTOR_BYTES * SECTOR_BYTES
         return max(LADDER_BYTES[1], tile_bytes)
 
     def samples(self) -> Iterator[tuple[str, Sample]]:
@@ -456,41 +367,18 @@ class _PathProbe:
         yield f"{self._path}: reads and writes", self._mixed
         yield f"{self._path}: beside the update", self._beside
 
-    def _load(self, verb: str, region: _Region, count: int) -> Load:
-        """Return reads, writes, or first writes to what is then read, of tiles of one size."""
-        half = 1 if verb == "write" else 0
-        call = self.tier.read if verb == "read" else self.tier.write
-        turns = [itertools.cycle(range(PATH_SLOTS))] * PATH_DEPTH
-        if half:  # a slot must not be written again before it has been
-            turns = [itertools.cycle(range(place, PATH_SLOTS, PATH_DEPTH)) for place in range(PATH_DEPTH)]
-        size = region.tile_bytes
+    def _load(self, verb: str, region: Slots, count: int, *, fills: bool = False) -> Load:
+        """Return reads of the first half of a region's slots, or writes of the second; or the first half's first."""
+        half = int(verb == "write" and not fills)
+        slots = range(half * PATH_SLOTS, (half + 1) * PATH_SLOTS)
+        return region.load(verb, slots, self._arena.address + half * PATH_DEPTH * MAX_TILE_BYTES, PATH_DEPTH, count)
 
-        def start(op: int, place: int) -> None:
-            slot = half * PATH_SLOTS + next(turns[place])
-            call(
-                TileRequest(
-                    op=op,
-                    tile=TileId(region.index, half, slot),
-                    step=next(self._steps) if half else 0,
-                    offset=region.offset + slot * slot_bytes(size),
-                    address=self._arena.address + (half * PATH_DEPTH + place) * MAX_TILE_BYTES,
-                    nbytes=size,
-                    numel=size // FP32.item_bytes,
-                )
-            )
-
-        def error(completion: Completion) -> OffloadError:
-            return tier_error("probe", completion, None, self.tier)
-
-        return Load(f"{verb}:0", size, PATH_DEPTH, start, error, count)
-
-    def _rates(self, verbs: Sequence[str], region: _Region) -> dict[str, float]:
+    def _rates(self, verbs: Sequence[str], region: Slots) -> dict[str, float]:
         """Return what each direction reaches, all at once and with as many bytes each, as in a step."""
         name = f"{'+'.join(verbs)} {region.tile_bytes}"
-        count = self._counts[name, 2 * PATH_DEPTH]
-        totals = lane_totals(drive(self._queue, [self._load(verb, region, count) for verb in verbs]))
-        self._counts.ran(name, count, max(busy_s for _, busy_s in totals.values()))
-        return {verb: totals[f"{verb}:0"][0] / totals[f"{verb}:0"][1] for verb in verbs}
+        return lane_rates(
+            self._runs.run(name, 2 * PATH_DEPTH, lambda count: [self._load(verb, region, count) for verb in verbs])
+        )
 
     def _alone(self, verb: str) -> dict[str, float]:
         return {f"{self._name}/{verb} alone": self._rates([verb], self._regions[-1])[verb]}
@@ -511,13 +399,13 @@ class _PathProbe:
     def _beside(self) -> dict[str, float]:
         """Return what the update and the path reach beside each other."""
         alone = self._cpu.rate(self._cpu.most)
-        region = self._regions[-1]
-        count = self._counts["beside", 4 * PATH_DEPTH]
-        loads = [self._load(verb, region, count) for verb in ("read", "write")]
-        timeline = drive(self._queue, [*loads, self._cpu.load(self._cpu.most, None)])
-        took_s = max(i.finished_s for i in timeline) - min(i.started_s for i in timeline)
-        self._counts.ran("beside", count, took_s)
-        values = {f"{self._name}/{verb} beside cpu": bytes_per_s(timeline, f"{verb}:0") for verb in ("read", "write")}
+
+        def loads(count: int) -> list[Load]:
+            transfers = [self._load(verb, self._regions[-1], count) for verb in ("read", "write")]
+            return [*transfers, self._cpu.load(self._cpu.most, None)]
+
+        timeline = self._runs.run("beside", 4 * PATH_DEPTH, loads)
+        values = {f"{self._name}/{verb} beside cpu": bytes_per_s(timeline, verb) for verb in ("read", "write")}
         return values | {f"{self._name}/speed of cpu": bytes_per_s(timeline, "cpu") / alone}
 
 

@@ -1,116 +1,135 @@
-"""Rates of a GPU and its link, where torch sees one; everything on streams of its own."""
+"""Rates of a GPU and its link, through the lanes and the device that a session uses."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
-from offload.kernels import GpuUpdateKernel
+from offload._native import CompletionQueue
+from offload.engine.gpu import GpuLanes
 from offload.kernels.table import trial_bytes, trial_table
-from offload.rules import ADAMW
+from offload.protocols import DeviceLane, Mark
+from offload.rules import ADAMW, UpdateRule
 
 COPY_BYTES = 64 << 20
 COPIES = 8
 COPIES_BESIDE = 128
 UPDATE_NUMEL = 1 << 26
 
+H2D, D2H, UPDATE = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE
 
-def gpu_probe(update: Callable[[], float]) -> GpuProbe | None:
-    """Return a probe of the current CUDA device, or None where torch has none.
+
+@contextlib.contextmanager
+def gpu_probe(update: Callable[[], float]) -> Iterator[GpuProbe | None]:
+    """Yield a probe of the current CUDA device, or None where torch has none.
 
     Args:
         update: Runs the CPU's update for a while and returns its rate.
     """
     import torch
 
-    return GpuProbe(update) if torch.cuda.is_available() else None
+    with contextlib.ExitStack() as ends:
+        probe = None
+        if torch.cuda.is_available():
+            from offload.engine.cuda import CudaDevice
+
+            lanes = GpuLanes(CudaDevice(), CompletionQueue())
+            ends.callback(lanes.close)
+            numel = min(UPDATE_NUMEL, lanes.device.free_bytes() // 64) // 1024 * 1024
+            probe = GpuProbe(lanes, ADAMW, numel, COPIES, update)
+            ends.callback(probe.close)
+            probe.memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+            probe.rates(UPDATE)  # compiles
+        yield probe
 
 
 class GpuProbe:
-    """Copies between pinned host memory and the GPU, each way alone and both at once, and updates on it.
+    """Copies between pinned host memory and a GPU, and updates there.
 
-    The update is the engine's own, with 16-bit gradients and weights.
+    Gradients and weights of the update have 16 bits.
+
+    Args:
+        lanes: The device's, with nothing on them.
+        rule: The update rule.
+        numel: Elements of an update.
+        repeats: Copies, or updates, of one run.
+        update: Runs the CPU's update for a while and returns its rate.
 
     Attributes:
-        memory_bytes: Size of the GPU's memory.
+        memory_bytes: Size of the GPU's memory, where that is known.
+
+    Raises:
+        OffloadError: If the device fails or has no memory for it.
     """
 
-    def __init__(self, update: Callable[[], float]) -> None:
-        import torch
-
-        self._torch: Any = torch
+    def __init__(
+        self,
+        lanes: GpuLanes,
+        rule: UpdateRule,
+        numel: int,
+        repeats: int = 1,
+        update: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        self.memory_bytes = 0
+        self._lanes = lanes
+        self._repeats = repeats
         self._update = update
-        self.memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-        self._streams: dict[str, Any] = {way: self._torch.cuda.Stream() for way in ("h2d", "d2h")}
-        self._pairs: dict[str, tuple[Any, Any]] = {}
-        for way in self._streams:
-            host = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-            device = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
-            self._pairs[way] = (device, host) if way == "h2d" else (host, device)
-        free_bytes, _ = torch.cuda.mem_get_info()
-        self._numel = min(UPDATE_NUMEL, free_bytes // 64) // 1024 * 1024
-        self._kernel = GpuUpdateKernel()
-        self._memory = torch.zeros(self._numel * trial_bytes(ADAMW), dtype=torch.uint8, device="cuda")
-        self._table = trial_table(ADAMW, self._memory.data_ptr(), self._numel)
-        self._kernel.update(self._table)  # compiles
+        nbytes = numel * trial_bytes(rule)
+        size = min(nbytes // 2, COPY_BYTES)
+        self._bytes = {H2D: size, D2H: size, UPDATE: numel * rule.item_bytes}
+        memory = self._memory = lanes.device.allocate(nbytes)
+        self._host = lanes.arena(2 * size)
+        host = self._host.address
+        self._work = {
+            H2D: partial(lanes.copy, H2D, memory, host, size),
+            D2H: partial(lanes.copy, D2H, host + size, memory + size, size),
+            UPDATE: partial(lanes.device.update, trial_table(rule, memory, numel)),
+        }
+        lanes.store([(memory + at, host, min(size, nbytes - at)) for at in range(0, nbytes, size)])  # zeros
 
     def samples(self) -> Iterator[tuple[str, Callable[[], Mapping[str, float]]]]:
         """Return what to measure once a round."""
-        yield "copies to the GPU", lambda: {"gpu/h2d alone": self._copied(["h2d"])["h2d"]}
-        yield "copies from the GPU", lambda: {"gpu/d2h alone": self._copied(["d2h"])["d2h"]}
-        yield (
-            "copies both ways",
-            lambda: {f"gpu/{way}": rate for way, rate in self._copied(["h2d", "d2h"]).items()},
-        )
+        yield "copies to the GPU", partial(self.rates, H2D, beside=" alone")
+        yield "copies from the GPU", partial(self.rates, D2H, beside=" alone")
+        yield "copies both ways", partial(self.rates, H2D, D2H)
         yield "copies beside the update", self._beside
-        yield "update on the GPU", lambda: {"gpu/update": self._updated()}
+        yield "update on the GPU", partial(self.rates, UPDATE)
 
-    def _start(self, ways: list[str], copies: int) -> dict[str, tuple[Any, Any]]:
-        """Start copies on one stream for each way; return the events around them."""
-        self._torch.cuda.synchronize()
-        events = {way: self._events() for way in ways}
-        for way in ways:
-            self._streams[way].record_event(events[way][0])
-        for _ in range(copies):
-            for way in ways:
-                target, source = self._pairs[way]
-                with self._torch.cuda.stream(self._streams[way]):
-                    target.copy_(source, non_blocking=True)
-        for way in ways:
-            self._streams[way].record_event(events[way][1])
-        return events
+    def rates(self, *lanes: DeviceLane, beside: str = "") -> dict[str, float]:
+        """Return what lanes that work at once reach: bytes copied, or bytes of state updated, per second."""
+        return self._ended(self._begun(lanes, self._repeats), self._repeats, beside)
 
-    def _events(self) -> tuple[Any, Any]:
-        event = self._torch.cuda.Event
-        return event(enable_timing=True), event(enable_timing=True)
+    def close(self) -> None:
+        """Give all memory back."""
+        self._lanes.give_back(self._host)
+        self._lanes.device.release(self._memory)
 
-    def _rates(self, events: Mapping[str, tuple[Any, Any]], copies: int) -> dict[str, float]:
-        self._torch.cuda.synchronize()
-        return {way: copies * COPY_BYTES * 1e3 / begun.elapsed_time(ended) for way, (begun, ended) in events.items()}
+    def _begun(self, lanes: Sequence[DeviceLane], repeats: int) -> dict[DeviceLane, tuple[Mark, Mark]]:
+        """Put work on lanes; return the marks around it."""
+        mark = self._lanes.device.mark
+        began = {lane: mark(lane) for lane in lanes}
+        for _ in range(repeats):
+            for lane in lanes:
+                self._work[lane]()
+        return {lane: (began[lane], mark(lane)) for lane in lanes}
 
-    def _copied(self, ways: list[str]) -> dict[str, float]:
-        return self._rates(self._start(ways, COPIES), COPIES)
+    def _ended(self, marks: Mapping[DeviceLane, tuple[Mark, Mark]], repeats: int, beside: str) -> dict[str, float]:
+        rates = {}
+        for lane, (began, ended) in marks.items():
+            ended.wait()
+            seconds = max(ended.time_s() - began.time_s(), 1e-9)
+            rates[f"gpu/{lane.name.lower()}{beside}"] = repeats * self._bytes[lane] / seconds
+        return rates
 
     def _beside(self) -> dict[str, float]:
         """Return what copies both ways reach beside the CPU's update, and what they leave of it."""
         alone = self._update()
-        events = self._start(["h2d", "d2h"], COPIES_BESIDE)
+        marks = self._begun([H2D, D2H], COPIES_BESIDE)
         beside = [self._update()]
-        while not any(ended.query() for _, ended in events.values()):
+        while not any(ended.reached() for _, ended in marks.values()):
             beside.append(self._update())
-        rates = self._rates(events, COPIES_BESIDE)
+        rates = self._ended(marks, COPIES_BESIDE, " beside cpu")
         # The copies ended somewhere in the last run.
-        speed = statistics.mean(beside[:-1] or beside) / alone
-        return {f"gpu/{way} beside cpu": rate for way, rate in rates.items()} | {"gpu/speed of cpu": speed}
-
-    def _updated(self) -> float:
-        """Return the state bytes that an update on the GPU works through a second."""
-        begun, ended = self._events()
-        self._torch.cuda.synchronize()
-        begun.record()
-        for _ in range(COPIES):
-            self._kernel.update(self._table)
-        ended.record()
-        self._torch.cuda.synchronize()
-        return COPIES * self._numel * ADAMW.item_bytes * 1e3 / float(begun.elapsed_time(ended))
+        return rates | {"gpu/speed of cpu": statistics.mean(beside[:-1] or beside) / alone}

@@ -17,13 +17,13 @@ LEAST_BYTES = 1 << 20
 """A lane that moved less than this in a step says nothing about its bandwidth."""
 
 HISTORY = 3
-"""Steps whose median a rate is: one outlier changes nothing, a lasting change is noticed in the second step."""
+"""A rate is the median of so many steps: one outlier changes nothing, a lasting change shows in the second step."""
 
 LEARNT = ("_bytes_per_s", "memory_cost", "reaction_s")
-"""How the names of rates end that steps tell something about."""
+"""Suffixes of the rates that a step can teach us."""
 
 IMPOSSIBLE = 0.05
-"""How much more than the known rates allow an update has to do before they are called wrong."""
+"""Known rates are called wrong when an update has done more than they allow by this part of it."""
 
 BISECTIONS = 40
 TOLERANCE = 1e-6
@@ -39,11 +39,11 @@ def lane_totals(timeline: Sequence[Interval]) -> dict[str, tuple[int, float]]:
 
 
 def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
-    """Return what the lanes did in one step; where that says nothing, what was known.
+    """Return the rates that lanes reached in one step; known ones for lanes that did too little.
 
-    A lane's rate is its bytes over the time that it was busy, less what latency took. The CPU's rate is the one that
-    it has alone: what the other lanes took of the memory meanwhile, by their traffic in this step and their known
-    `memory_cost`, is not counted against it. Where that would leave less than what was done, the costs are lowered.
+    A lane's rate is its bytes over its busy time, less latency. The CPU's rate is its rate alone: memory bandwidth
+    that other lanes took, by their traffic in this step and their known `memory_cost`, is not counted against it.
+    Where too little bandwidth would be left for what the CPU did, the costs are lowered.
     """
     totals = lane_totals(timeline)
     operations = Counter(interval.lane for interval in timeline)
@@ -102,8 +102,8 @@ def typical(history: Sequence[Rates]) -> Rates:
 def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, float]]]:
     """Return, for each lane, when at least one operation was on it or due: disjoint spans in order.
 
-    What is between the end of one and the beginning of another that has been waiting is the lane's own time: it may
-    be that its threads, or the engine's, did not get a core.
+    The time between one operation's end and the start of another that was due already counts as busy: threads of the
+    lane, or the engine's, may not have got a core.
     """
     spans: dict[str, list[tuple[float, float]]] = {}
     for interval in sorted(timeline, key=lambda item: item.started_s):
@@ -116,7 +116,7 @@ def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, flo
 
 
 def _reaction_s(timeline: Sequence[Interval], known_s: float) -> float:
-    """Return what operations took on the average from when they were due until a lane that was idle took them up."""
+    """Return the mean time from when an operation was due until an idle lane took it up."""
     idle_from_s: dict[str, float] = {}
     found: list[float] = []
     for interval in sorted(timeline, key=lambda item: item.started_s):
@@ -133,7 +133,7 @@ def _due_s(interval: Interval) -> float:
 def _seconds_by_demand(
     spans: Mapping[str, Sequence[tuple[float, float]]], demands: Mapping[str, float]
 ) -> dict[float, float]:
-    """Return for how many seconds of the CPU's work the other lanes asked how much of the memory together."""
+    """Return the seconds of the CPU's work by what the other lanes together demanded of the memory meanwhile."""
     edges: list[tuple[float, int, float]] = []
     for lane, lane_spans in spans.items():
         demand, working = (0.0, 1) if lane == "cpu" else (demands.get(lane, 0.0), 0)
@@ -156,14 +156,14 @@ def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, 
     Args:
         known: What is known of both.
         nbytes: State bytes that the CPU updated.
-        seconds_by_demand: For how long, beside which demand of the others.
+        seconds_by_demand: Seconds of its work, by the demand of the other lanes.
 
     Returns:
-        The CPU's rate alone: the one with which, slowed by `Rates.cpu_speed`, it does that in that time. Where the
-        memory limits it all the time many rates do; then the one nearest to what was known. It is at least what was
-        reached, and at most what the memory's bandwidth allows. Next, that bandwidth: what was known, or what the
-        update itself took if that is more. Last, a factor for what the other lanes take of it: 1, or less where the
-        step could not have been as fast as it was.
+        First, the CPU's rate alone: slowed by `Rates.cpu_speed`, it gives these bytes in this time. Where memory is
+        the limit all the time, many rates do so; the one nearest to the known rate is taken. The rate is at least
+        the one that was reached, and at most what the memory's bandwidth allows. Next, that bandwidth: the known
+        one, or what the update itself took if that is more. Last, a factor for what other lanes take of it: 1, or
+        less where the step could not have been as fast as it was.
     """
     least = nbytes / sum(seconds_by_demand.values())
     memory = max(known.memory_bytes_per_s, least * UPDATE_MEMORY_COST)
@@ -184,7 +184,7 @@ def _shared_memory(known: Rates, nbytes: int, seconds_by_demand: Mapping[float, 
 
 
 def _first(low: float, high: float, reached: Callable[[float], bool]) -> float:
-    """Return the first value from which on something is reached; `high` if it is only there, or not at all."""
+    """Return the lowest value at which something is reached; `high` if it is reached only there, or not at all."""
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         low, high = (low, middle) if reached(middle) else (middle, high)

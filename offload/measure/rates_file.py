@@ -36,7 +36,7 @@ import psutil
 from offload.errors import ConfigError, OffloadError
 from offload.plan import Rates
 from offload.tiers import file_system
-from offload.tiers.places import read_regular
+from offload.tiers.places import read_regular, replacing
 
 FORMAT = 1
 
@@ -269,15 +269,8 @@ def save_rates(file: str | os.PathLike[str], found: RatesFile) -> None:
     text = json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-        try:
-            with unfinished.open("x", encoding="utf-8") as out:
-                out.write(text)
-                out.flush()
-                os.fsync(out.fileno())
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with replacing(path, f".{path.name}-{uuid.uuid4().hex}") as out:
+            out.write(text.encode())
     except OSError as cause:
         raise OffloadError(f"{path} cannot be written: {cause.strerror or cause}") from cause
 

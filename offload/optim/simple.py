@@ -97,7 +97,7 @@ class SGD(OffloadedOptimizer):
         lr: Learning rate.
         momentum: Part of the momentum that stays. With 0 the buffer is the last gradient, which counts if that is
             changed later; torch leaves its buffer alone, and starts it with the first gradient that has one.
-        dampening: Part of a gradient that does not enter the momentum, but for the first.
+        dampening: Part of a gradient that does not enter the momentum; the first gradient enters whole.
         weight_decay: Coefficient of the L2 term.
         nesterov: Nesterov's momentum.
         maximize: Maximize instead of minimize.

@@ -186,8 +186,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         when a newer has been committed. With `torch.distributed`, all ranks call this together.
 
         Args:
-            path: Folder, or "s3://bucket/prefix"; made if it is not there. One that holds a checkpoint holds that
-                one until the new one has been committed.
+            path: Folder, or "s3://bucket/prefix"; made if it is not there. A checkpoint that is already there
+                stays valid until the new one is committed.
             extra: Whatever else the loop needs to go on: random states, position in the data, a gradient scaler's
                 `state_dict()`, buffers, frozen parameters. Anything that `torch.save` takes, taken as it is now.
             copy: Make the checkpoint self-contained.

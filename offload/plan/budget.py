@@ -83,7 +83,7 @@ class Budgets:
         gradient_bytes: Bytes of the gradient slots, named in the plan.
         follow_rates: Whether tiles are spread in proportion to the paths' measured rates instead of their shares.
         gpu_bytes: Bytes of GPU memory for state at home there.
-        gpu_staging_bytes: Bytes of GPU memory through which other state passes that is updated there.
+        gpu_staging_bytes: GPU memory for staging slots: state at home elsewhere passes through them to be updated.
         weights_on_gpu: Whether the weights lie on the GPU, so that those updated on the CPU are pushed there.
         checkpoints: How many checkpoints are kept on the paths.
         checkpoints_required: Whether a plan without room for them is none.

@@ -90,8 +90,8 @@ def choose_plan(
 def _look_ahead(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
     """Return the fewest staging slots that let subgroups follow each other as fast as can be.
 
-    More slots also keep more state from step to step; so does more memory for state at home, which is the user's to
-    give: what counts is the time for each subgroup that goes out and in.
+    More slots also keep more state between steps, but so would more `host_memory`, which the user chooses. So what is
+    compared is the time for each subgroup that goes out and in.
     """
     streamed = mix.streamed[0].count + mix.streamed[1].count
     costs = {

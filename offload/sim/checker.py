@@ -9,7 +9,7 @@ Rules:
   3. A visit runs on the whole newest state, unless its subgroup is fresh or the visit overwrites it; `fresh` is
      set for exactly the subgroups that no visit has changed.
   4. A staging slot has one owner and a subgroup one slot. Nothing touches memory that an operation in flight
-     uses, but for writes side by side.
+     uses, except that writes may run side by side.
   5. A staging slot changes hands only if its owner's newest state is whole on storage, or its owner is fresh.
   6. A read takes a tile of the newest whole version from where it lies, by its step and checksum, into its place.
   7. A write takes a changed tile in its newest version from its place, under the step of its change, to bytes of
@@ -95,7 +95,7 @@ class _Subgroup:
         step: Step of its last change.
         slot: Its staging slot.
         held: Tiles of the newest version that lie in that slot.
-        stored: Version that is whole on storage, and where its tiles lie.
+        stored_version: The version that is whole on storage; `stored` says where its tiles lie.
         arriving: Tiles of the newest version that are on storage while not all are.
         gpu_slot: Its staging slot on the GPU.
         gpu_holds: Whether that slot holds the newest state, whole.
@@ -134,13 +134,13 @@ class _Save:
         steps: Step of each subgroup's last change by then.
         unwritten: For each subgroup, the tiles that have to be written from memory that a visit would change.
         flushes: Subgroups that have to be flushed.
-        named: Tiles that are whole on storage (with a sink: there), and where.
-        copied: Tiles that are to be copied into the sink, and from where.
-        read: Those of them that have been read.
+        named: Where tiles lie that are whole on storage (with a sink: in the sink).
+        copied: Where tiles lie that have to be copied into the sink.
+        read: Tiles of `copied` that have been read.
         dirty: Paths that have not been synced since the last write to them.
         syncing: Syncs in flight and their paths.
         unlanded: Writes in flight, by path.
-        again: Tiles whose write has just failed and was not issued again.
+        again: Tiles whose write has failed and was not issued again yet.
         failed: Whether an operation of it has failed, for good.
     """
 
@@ -225,7 +225,7 @@ class CheckedExecutor:
         self._saving_bytes = 0
         self._reshared = False
         self._lost_bytes = 0  # of slots that a save has failed to write, and that nobody uses again
-        self._for_save: dict[int, None] = {}  # subgroups whose flush nothing but a save needs (or needed)
+        self._for_save: dict[int, None] = {}  # subgroups that are flushed for a save only
         self._given_up: dict[int, None] = {}  # subgroups whose flush has failed, for a save that needed it
         self._again: dict[TileId, None] = {}  # tiles whose write has failed and was not issued again
         self._adopt(plan)
@@ -255,7 +255,7 @@ class CheckedExecutor:
         return [event]
 
     def observe(self, event: Event) -> None:
-        """Take in an event that reaches the machine on another way."""
+        """Take in an event that reaches the machine by another way than `wait`."""
         self._story.append(event)
         self._settle_again()
         match event:
@@ -593,7 +593,7 @@ class CheckedExecutor:
             self._lose(operation.record.location)
 
     def _settle_again(self) -> None:
-        """Take it that writes for a save that have failed and were not issued again by now will not be."""
+        """A failed write that has not been issued again by now never will be: fail its save."""
         if self._save is None or not self._save.again:
             return
         for tile in self._save.again:

@@ -2,7 +2,7 @@
 
 Work is done later than it is asked for: by one thread a lane, after random delays and at given rates, or, `lazy`,
 only when somebody waits for it, which is as late as a device may be. So whoever uses a result without having waited
-for it finds something else. Beyond that, every piece of work is compared with all that is still open: two that touch
+for it finds something else. Beyond that, every piece of work is compared with all open ones: two that touch
 the same memory, one of them writing, must be ordered by a lane, by `follow`, or by the host having waited in between
 (vector clocks). Else `HazardError` is raised, whether or not it went well this time.
 """
@@ -31,7 +31,7 @@ from offload.errors import ConfigError, InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
 from offload.kernels.table import checked
-from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue, SegmentFlag
+from offload.protocols import ERROR_DEVICE, LANES, NORM_BLOCK_NUMEL, DeviceLane, Mark, Queue, SegmentFlag
 from offload.rules import RULES
 
 ALIGNMENT = 256
@@ -132,8 +132,8 @@ class SimulatedDevice:
         pin_limit_bytes: Most that one registration takes; None for any size.
         pin_total_bytes: Most that all registrations take together; None for any size.
         caller_is_host: Whether the calling thread stands for the caller's stream. Else that is a lane like others.
-        index: Which device it is. A thread works for device 0 until `adopt_thread`, and all that it asks of another
-            is an error; users' threads call that, too (torch's own calls take care of those).
+        index: Which device it is. A thread works for device 0 until `adopt_thread`, and any call for another one
+            is an error; users' threads call `adopt_thread`, too (torch's own calls take care of those).
     """
 
     def __init__(
@@ -449,7 +449,7 @@ class SimulatedDevice:
             else:
                 self._kernel.gradient_blocks(source, dtype, numel, blocks, target, target_dtype)
 
-        count = -(-numel // 4096)
+        count = -(-numel // NORM_BLOCK_NUMEL)
         spans: tuple[Span, ...] = (
             (source, source + numel * int(ITEM_BYTES[dtype]), False),
             (blocks, blocks + 8 * count, True),

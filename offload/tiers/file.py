@@ -82,7 +82,6 @@ class FileTier(Owned):
         checksum: Compute payload checksums on write and verify them on read. Without, completions report 0,
             headers are still verified, and only the index tells a finished write from a torn one.
         direct: Try O_DIRECT; False for the page cache.
-        keep: Leave the store in place at `close`.
         turns: Take turns on the path with other processes; None for no lock at all.
         io_backend: One of `IO_BACKENDS`.
         register_file: Register the file with io_uring where that is used; False to see what it gains.
@@ -114,7 +113,6 @@ class FileTier(Owned):
         piece_bytes: int = DEFAULT_PIECE_BYTES,
         checksum: bool = True,
         direct: bool = True,
-        keep: bool = False,
         turns: Turns | None = None,
         io_backend: str = "auto",
         register_file: bool = True,
@@ -124,7 +122,6 @@ class FileTier(Owned):
         self.io_backend = choose_io_backend(io_backend)
         self.depth = DEFAULT_DEPTHS[self.io_backend] if depth is None else depth
         check_limits(max_bytes, self.depth, piece_bytes)
-        self.keep = keep
         existing = used_bytes is not None
         if existing:
             self.kept = frozenset()
@@ -222,7 +219,7 @@ class FileTier(Owned):
         return taking
 
     def close(self) -> None:
-        """Finish what is in flight, end the threads, delete the store unless `keep`; idempotent.
+        """Finish what is in flight, end the threads, delete the store or what is not `kept`; idempotent.
 
         Requests whose turn on the path does not come in `Turns.report_after_s` complete with ETIMEDOUT.
         """
@@ -236,7 +233,7 @@ class FileTier(Owned):
         if self.kept is not None:
             with contextlib.suppress(OSError):  # what was preallocated beyond; not needed, not harmful
                 os.truncate(self.data_path, max(used_bytes, self._bytes_before))
-        self._place.close(keep=self.keep or self.kept is not None)
+        self._place.close(keep=self.kept is not None)
 
 
 def _open_data(path: Path, direct: bool, *, existing: bool) -> tuple[int, bool]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from offload._native import file_system_magic
 
@@ -111,6 +113,31 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, temporary: str) -> Iterator[IO[bytes]]:
+    """Open a new file, which takes the place of `path`, durably, once it has been written.
+
+    Args:
+        path: The file to make or replace.
+        temporary: Name beside it until then; what was left under that name is overwritten.
+
+    Raises:
+        OSError: It could not be done; what was there before is still there.
+    """
+    unfinished = path.with_name(temporary)
+    try:
+        with open(unfinished, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+    sync_directory(path.parent)
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, follow: bool = False) -> int:

@@ -68,7 +68,8 @@ def test_a_store_comes_and_goes(tmp_path: Path) -> None:
 
 
 def test_keep_leaves_the_store(tmp_path: Path) -> None:
-    tier = open_file(tmp_path, keep=True)
+    tier = open_file(tmp_path)
+    tier.kept = frozenset()
     tier.close()
     assert sorted(os.listdir(tier.store_path)) == ["lock", "store.json", "tiles"]
     assert lock_holder(tier.store_path) is None
@@ -180,7 +181,8 @@ def test_open_tier_chooses_by_scheme(tmp_path: Path) -> None:
 
 
 def test_the_lock_is_held_until_close(tmp_path: Path) -> None:
-    tier = open_file(tmp_path, keep=True)
+    tier = open_file(tmp_path)
+    tier.kept = frozenset()
     for _ in range(2):  # asking must not give the lock up
         assert lock_holder(tier.store_path) == os.getpid()
         assert holder_seen_by_another(tier.store_path) == os.getpid()

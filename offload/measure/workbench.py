@@ -1,0 +1,112 @@
+"""What all probes work with: state to update in memory, and tiles to move on a path, as loads of lanes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from offload.engine.memory import HUGE_PAGE_BYTES, Arena
+from offload.errors import OffloadError, TierError
+from offload.kernels.table import trial_items, trial_table
+from offload.measure.drive import Load
+from offload.protocols import Completion, Tier, TileId, TileRequest, UpdateKernel
+from offload.rules import FP32, UpdateRule
+from offload.tiers import slot_bytes, tier_error
+
+CHUNK_NUMEL = 1 << 21
+"""Elements of one update at most."""
+
+
+class TrialState:
+    """State, gradient and weight of `numel` elements in huge pages, to be updated chunk by chunk.
+
+    Args:
+        rule: The update rule.
+        numel: Elements.
+        depth: Updates in flight at once.
+        prefault: Touch all memory now.
+    """
+
+    def __init__(self, rule: UpdateRule, numel: int, depth: int = 1, *, prefault: bool = False) -> None:
+        self.numel = numel
+        self._rule = rule
+        self._depth = depth
+        self._items = trial_items(rule)
+        offsets, end = {}, 0
+        for index, (name, item_bytes) in enumerate(self._items.items()):
+            # Tensors a large power of two apart would compete for the same places in the first-level cache.
+            offsets[name] = -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + index * (68 << 10)
+            end = offsets[name] + numel * item_bytes
+        self._arena = Arena(end, prefault=prefault)
+        self.close = self._arena.close
+        self._addresses = {name: self._arena.address + offset for name, offset in offsets.items()}
+        values = np.random.default_rng(0).standard_normal(min(numel + 1, 1 << 16), np.float32)
+        self._arena.numpy(offsets["master"], numel, np.float32)[:] = np.resize(values, numel)
+        # The upper half of a float32 is a bfloat16.
+        self._arena.numpy(offsets["gradient"], numel, np.uint16)[:] = np.resize(values.view(np.uint16)[1::2], numel)
+        self._chunk_numel = min(CHUNK_NUMEL, numel // depth)
+        starts = range(0, numel - self._chunk_numel + 1, self._chunk_numel)
+        self._chunks = [self.table(start, self._chunk_numel) for start in starts]
+
+    def table(self, start: int, numel: int) -> np.ndarray[Any, Any]:
+        """Return the segment table of a run of elements."""
+        addresses = {name: address + start * self._items[name] for name, address in self._addresses.items()}
+        return trial_table(self._rule, addresses, numel)
+
+    def updates(self, kernel: UpdateKernel, count: int | None) -> Load:
+        """Return updates of the chunks in turn."""
+        turns = [itertools.cycle(self._chunks[place :: self._depth]) for place in range(self._depth)]
+
+        def start(op: int, place: int) -> None:
+            kernel.submit(op, next(turns[place]))
+
+        def error(completion: Completion) -> OffloadError:
+            return TierError("update", tier="host", path="cpu", detail=f"the kernel reports {completion.error}")
+
+        return Load("cpu", self._chunk_numel * self._rule.item_bytes, self._depth, start, error, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Slots of one size on a path.
+
+    Attributes:
+        tier: The path.
+        tile_bytes: Size of a tile, a multiple of a sector.
+        number: Tells their tiles from those of other slots.
+        offset: Byte offset of slot 0.
+    """
+
+    tier: Tier
+    tile_bytes: int
+    number: int = 0
+    offset: int = 0
+
+    def load(self, verb: str, slots: range, address: int, depth: int | None = None, count: int | None = None) -> Load:
+        """Return reads or writes of tiles on lane `verb`.
+
+        Args:
+            verb: "read" or "write".
+            slots: Which to use in turn; those that are read have been written.
+            address: Memory for `depth` tiles.
+            depth: Transfers in flight at once; None for all slots.
+            count: Transfers in all; None for one of each slot.
+        """
+        depth, nbytes = depth or len(slots), self.tile_bytes
+        call = self.tier.read if verb == "read" else self.tier.write
+        # Each place has slots of its own: no slot is written again before it has been.
+        turns = [itertools.cycle(slots[place::depth]) for place in range(depth)]
+
+        def start(op: int, place: int) -> None:
+            slot = next(turns[place])
+            tile, offset = TileId(self.number, 0, slot), self.offset + slot * slot_bytes(nbytes)
+            call(TileRequest(op, tile, 0, offset, address + place * nbytes, nbytes, nbytes // FP32.item_bytes))
+
+        def error(completion: Completion) -> OffloadError:
+            return tier_error("probe", completion, None, self.tier)
+
+        what = f"path {self.tier.path}"
+        return Load(verb, nbytes, depth, start, error, len(slots) if count is None else count, what)
