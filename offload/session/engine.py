@@ -34,7 +34,7 @@ from offload.engine.timeline import Interval
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
 from offload.layout import Layout, Parameter, Segment
 from offload.measure import lane_totals
-from offload.plan import Plan, Rates
+from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, Mark
 from offload.rules import ADAMW, UpdateRule
 from offload.session.checkpoints import Checkpoints
@@ -138,12 +138,12 @@ class Engine:
             "step": self._visits.step_number,
             "step_s": max([self._step_s, *ends_s]),
             "state_bytes": plan.state_bytes,
-            "resident_bytes": plan.resident_bytes,
-            "streamed_bytes": plan.streamed_bytes,
-            "resident_share": plan.resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
+            "resident_bytes": plan.home_bytes[Home.HOST],
+            "streamed_bytes": plan.home_bytes[Home.STREAMED],
+            "resident_share": plan.home_bytes[Home.HOST] / plan.state_bytes if plan.state_bytes else 1.0,
         }
         if parts.gpu is not None:
-            found["gpu_bytes"] = plan.gpu_bytes
+            found["gpu_bytes"] = plan.home_bytes[Home.GPU]
             found["pinned_bytes"] = parts.gpu.pinned.pinned_bytes
             found["unpinned_bytes"] = parts.gpu.pinned.unpinned_bytes
         totals = lane_totals(timeline)
