@@ -124,13 +124,15 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict.
 
-        Keys: `step`, `step_s`, `state_bytes`, `resident_bytes`, `streamed_bytes`, `resident_share`; with a GPU
-        `gpu_bytes`, `pinned_bytes` and `unpinned_bytes` (host memory that the GPU copies from and to, and what of it
-        the system does not let it reach by itself); for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`,
+        Keys: `step`, `step_s`, `state_bytes`, `resident_bytes` (at home in memory, of the host or the GPU),
+        `streamed_bytes`, `resident_share`; with a GPU `gpu_bytes` (resident there), `pinned_bytes` and
+        `unpinned_bytes` (host memory that the GPU copies from and to, and what of it the system does not let it reach
+        by itself); for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`,
         `h2d`, `d2h` with a GPU) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path
         `path/<number>/read_bytes`, `path/<number>/write_bytes` and `path/<number>/live_bytes` (what lies there now).
         """
         parts, plan = self._parts, self.plan
+        resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
         timeline = self.timeline()
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
         ends_s = [i.finished_s - self._step_started_s for i in timeline if i.lane in ("gpu", "h2d")]
@@ -138,9 +140,9 @@ class Engine:
             "step": self._visits.step_number,
             "step_s": max([self._step_s, *ends_s]),
             "state_bytes": plan.state_bytes,
-            "resident_bytes": plan.home_bytes[Home.HOST],
+            "resident_bytes": resident_bytes,
             "streamed_bytes": plan.home_bytes[Home.STREAMED],
-            "resident_share": plan.home_bytes[Home.HOST] / plan.state_bytes if plan.state_bytes else 1.0,
+            "resident_share": resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
         }
         if parts.gpu is not None:
             found["gpu_bytes"] = plan.home_bytes[Home.GPU]

@@ -592,6 +592,17 @@ def test_what_is_free_after_backward_is_used(tmp_path: Path) -> None:
         assert optimizer.engine.plan.home_bytes[Home.GPU] == 0
 
 
+@pytest.mark.parametrize("gpu_memory", [10**6, 30_000], ids=["all", "some"])
+def test_state_at_home_on_the_gpu_is_resident(tmp_path: Path, gpu_memory: int) -> None:
+    settings = config(tmp_path, gpu_memory=gpu_memory, host_memory=0)
+    with OnDevice(weights(), device=SimulatedDevice(4 << 20), offload=settings) as optimizer:
+        found = optimizer.metrics()
+        assert 0 < found["gpu_bytes"] == found["resident_bytes"] <= gpu_memory
+        assert found["resident_bytes"] + found["streamed_bytes"] == found["state_bytes"]
+        assert found["resident_share"] == found["gpu_bytes"] / found["state_bytes"]
+        assert (found["resident_share"] == 1.0) == (gpu_memory == 10**6)
+
+
 @pytest.mark.parametrize("given", [1.0, 0.45, 0.15])
 def test_auto_takes_less_where_the_gpu_gives_less(tmp_path: Path, given: float) -> None:
     """Free memory may be in pieces, or another process' by then."""
