@@ -157,7 +157,7 @@ class Checkpoints:
         self._thread.check_usable()
         in_place = None
         if isinstance(checkpoint, Checkpoint):
-            manifest = manifest_in_place(checkpoint, layout, restorer.names, restorer.pieces, rank, ranks)
+            manifest = manifest_in_place(checkpoint, layout, restorer.names, rank, ranks)
             in_place = None if manifest is None else partial(self._adopt, checkpoint, manifest, restorer, rank)
 
         def applied() -> None:

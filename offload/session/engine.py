@@ -24,7 +24,6 @@ import torch
 
 from offload import waits
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import StateSource
 from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Snapshot
@@ -409,7 +408,6 @@ class Engine:
         *,
         metadata: Mapping[str, Any] | None = None,
         extra: bytes | None = None,
-        pieces: Sequence[Piece] | None = None,
         copy: bool = False,
         on_done: Callable[[BaseException | None], None] | None = None,
         id: str | None = None,
@@ -427,7 +425,6 @@ class Engine:
             path: Folder of the checkpoint, or "s3://bucket/prefix"; made if it is not there.
             metadata: Anything that JSON can hold.
             extra: Anything else.
-            pieces: Which part of a whole parameter each parameter here is; None where they are whole.
             copy: Copy everything into the folder, so that the checkpoint needs nothing else.
             on_done: Called from a thread of its own when it has ended, with the error or None.
             id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
@@ -446,12 +443,10 @@ class Engine:
             if not copy and not self.config.checkpoints:
                 raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
             layout, steps = self.plan.layout, self._parts.tables.steps
-            wholes = pieces if pieces is not None else [Piece(0, p.numel) for p in layout.parameters]
             snapshot = Snapshot(
                 layout=Layout((), (), layout.rule) if replica else layout,
                 step=self._visits.step_number,
                 steps=() if replica else tuple(steps.tolist()),
-                pieces=() if replica else tuple(wholes),
                 metadata=metadata or {},
                 extra=extra,
                 id=id or uuid.uuid4().hex,
@@ -497,7 +492,6 @@ class Engine:
         checkpoint: StateSource,
         *,
         names: Mapping[str, str] | None = None,
-        pieces: Sequence[Piece] | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -509,7 +503,6 @@ class Engine:
         Args:
             checkpoint: An open one, or a file of another format; may be closed afterwards.
             names: What a parameter here is called there, where that differs.
-            pieces: Which part of a whole parameter each parameter here is; None where they are whole.
             rank: This rank.
             ranks: Number of ranks.
 
@@ -520,7 +513,7 @@ class Engine:
         parts = self._parts
         with self._thread.turn():
             parameters = parts.plan.layout.parameters
-            restorer = Restorer(checkpoint, parameters, names or {}, pieces, parts.views, parts.tables, parts.gpu)
+            restorer = Restorer(checkpoint, parameters, names or {}, parts.views, parts.tables, parts.gpu)
             self._checkpoints.load(checkpoint, restorer, rank, ranks)
 
     def close(self) -> None:
