@@ -35,7 +35,7 @@ from offload.engine.operations import (
 )
 from offload.errors import InternalError, invariant
 from offload.layout import SECTOR_NUMEL, Layout, Parameter, build_layout
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates
+from offload.plan import Budgets, GpuRates, Home, PathBudget, PathRates, Placement, Plan, Rates
 from offload.sim import SimExecutor
 
 STATE_BYTES = 12
@@ -256,10 +256,12 @@ def interleaved_update_s(node: Node, numels: Sequence[int], stride: int, ranks: 
         cpu_ratio: Part of the subgroups at home on the CPU, the first ones; the others are at home on the GPU.
     """
     count = len(numels)
-    gpu_home = tuple(number >= int(cpu_ratio * count + 1e-9) for number in range(count))
-    on_gpu = tuple(home or (stride > 1 and (n + 1) % stride == 0) for n, home in enumerate(gpu_home))
+    on_cpu = int(cpu_ratio * count + 1e-9)
+    homes = (Home.HOST,) * on_cpu + (Home.GPU,) * (count - on_cpu)
+    taken = [n >= on_cpu or (stride > 1 and (n + 1) % stride == 0) for n in range(count)]
+    placements = tuple(Placement.GPU if gpu else Placement.CPU for gpu in taken)
     budgets = Budgets(0, weights_on_gpu=stride > 1)
-    plan = Plan(exact_layout(tuple(numels)), (True,) * count, 0, 0, budgets, gpu_home, on_gpu, gpu_slots=1)
+    plan = Plan(exact_layout(tuple(numels)), homes, placements, 0, 0, budgets, gpu_slots=1)
     machine, executor = Machine(plan, TileIndex([], {})), _Interleaved(plan, node, ranks, stride)
     for step in (1, 2):  # the first finds fresh state and copies nothing in
         begun_s = executor.now_s
@@ -459,7 +461,8 @@ def streamed_update(
     for numbers in members:
         layout = exact_layout(tuple(numels[number] for number in numbers))
         slots = min(cached or 3, len(numbers))
-        plan = Plan(layout, (False,) * len(numbers), slots, layout.max_subgroup_bytes, budgets)
+        places = (Home.STREAMED,) * len(numbers), (Placement.CPU,) * len(numbers)
+        plan = Plan(layout, *places, slots, layout.max_subgroup_bytes, budgets)
         machines.append(Machine(plan, TileIndex([(1 << 60, 1.0)], plan.slot_counts)))
     several = dataclasses.replace(machines[0].plan, layout=everything)
     executor, together = _OneAhead(several, members, drives, params_per_s, read_scale), _Together(machines)

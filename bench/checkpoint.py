@@ -25,6 +25,7 @@ import torch
 from _common import Target, arguments, environment, progress, report
 
 import offload
+from offload.plan import Home
 
 MOST_STALL = 0.05
 ROUND = 4
@@ -164,7 +165,7 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
     usual_s = forward_s + update_s
     rates = [rate for one in saving if (rate := one.save_bytes_per_s())]
     rate = statistics.median(rates) if rates else None
-    floor_s = max(0.0, plan.resident_bytes / rate - forward_s) if rate else 0.0
+    floor_s = max(0.0, plan.home_bytes[Home.HOST] / rate - forward_s) if rate else 0.0
     # The iteration after the commit too: it may pay for what the checkpoint has left.
     iterations = min(ROUND, max(one.iterations_to_commit for one in saving) + 1)
     parts = {
@@ -176,7 +177,7 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
     return {
         "parameters": training.numel,
         "state_bytes": plan.state_bytes,
-        "resident_bytes": plan.resident_bytes,
+        "resident_bytes": plan.home_bytes[Home.HOST],
         "staging_bytes": plan.staging_bytes,
         "iteration_s": usual_s,
         "forward_backward_s": forward_s,
@@ -190,7 +191,7 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
         "stall_parts": {name: seconds / usual_s for name, seconds in parts.items()},
         "floor": floor_s / usual_s,
         "bytes_over_state": (moved[0] - moved[1]) / plan.state_bytes,
-        "bytes_over_memory": (moved[0] - moved[1]) / (plan.resident_bytes + plan.staging_bytes),
+        "bytes_over_memory": (moved[0] - moved[1]) / (plan.home_bytes[Home.HOST] + plan.staging_bytes),
         "torch_save": torch_save_s / usual_s,
         "checkpoints": len(saving),
         "checksum": digest,

@@ -41,12 +41,13 @@ def child(role: str, layers: int, width: int, share: float, steps: int) -> None:
         optimizer = None
         if role == "offload":
             import offload
+            from offload.plan import Home
 
             config = offload.OffloadConfig(host_memory=int(12 * numel * share), paths=[folder])
             optimizer = offload.AdamW(model.parameters(), lr=1e-3, offload=config)
             plan = optimizer.plan.plan
             found["planned"] = {
-                "resident": plan.resident_bytes,
+                "resident": plan.home_bytes[Home.HOST],
                 "staging": plan.staging_bytes,
                 "overhead": plan.overhead_bytes,
             }

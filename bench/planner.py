@@ -41,7 +41,7 @@ from offload import Engine, OffloadConfig
 from offload.dtypes import DtypeCode
 from offload.layout import SECTOR_NUMEL, Parameter, build_layout
 from offload.measure import RatesFile, full, full_probe, observe
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan, estimate
+from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Placement, Plan, Rates, choose_plan, estimate
 from offload.plan.planner import STAGING_SLOTS
 from offload.rules import FP32, GroupScalars
 from offload.session import parts, setup
@@ -381,7 +381,8 @@ def planning(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
         plan: Plan = choose_plan(layout, budgets, rates)
         seconds.append(time.process_time() - started_s)
     value = statistics.median(seconds)
-    print(f"  {len(plan.layout.subgroups):,} subgroups, {sum(plan.on_gpu):,} of them on the GPU: {value:.3f} s")
+    on_gpu = plan.placements.count(Placement.GPU)
+    print(f"  {len(plan.layout.subgroups):,} subgroups, {on_gpu:,} of them on the GPU: {value:.3f} s")
     targets.append(Target.at_most("seconds of process time for a plan of 10,000 subgroups", value, 0.1))
     return {"process_s": seconds, "subgroups": count}
 

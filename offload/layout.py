@@ -39,12 +39,30 @@ class Parameter:
         numel: Number of elements; 0 is allowed.
         dtype: Element type of the weight.
         group: Index of its hyperparameter group.
+        start: Where a piece begins in the unsharded parameter, in elements, in the order of its memory.
+        unsharded_numel: Elements of the unsharded parameter; 0 for a parameter that is whole.
+        shape: Of the unsharded parameter; None if nobody said.
+        stride: Likewise.
+
+    Raises:
+        ConfigError: The unsharded parameter has no such piece.
     """
 
     name: str
     numel: int
     dtype: DtypeCode
     group: int
+    start: int = 0
+    unsharded_numel: int = 0
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.start or self.unsharded_numel):
+            object.__setattr__(self, "unsharded_numel", self.numel)
+        if not 0 <= self.start <= self.unsharded_numel - self.numel:
+            allowed = f"{self.name} has {self.numel} elements of {self.unsharded_numel}: give a place that holds them"
+            raise ConfigError("start", self.start, allowed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,8 @@ class Piece:
         offset: Where it begins there, in elements.
         numel: Its elements; 0 where this rank has only padding.
         group: Index of the optimizer's parameter group.
+        start: Where it begins in the parameter.
+        unsharded_numel: The parameter's elements; 0 where the piece is all of it.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Piece:
     offset: int
     numel: int
     group: int
+    start: int = 0
+    unsharded_numel: int = 0
 
 
 @dataclass
@@ -91,8 +95,8 @@ class Shard:
         self._arrived: dict[int, None] = {}
         self._open = False
         parameters = [
-            Parameter(piece.name, piece.numel, DtypeCode.of(self.weights[piece.flat].dtype), piece.group)
-            for piece in self.pieces
+            Parameter(p.name, p.numel, DtypeCode.of(self.weights[p.flat].dtype), p.group, p.start, p.unsharded_numel)
+            for p in self.pieces
         ]
         self._scratch = next((path.path for path in config.path_configs if "://" not in path.path), None)
         self.engine = Engine(parameters, config)

@@ -31,9 +31,9 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
         for flat, parameters in enumerate(self.params_in_partition):
             for parameter in parameters:
                 identity = self.get_param_id(parameter)
-                _, _, offset, numel = self.grad_position[identity]
+                _, start, offset, numel = self.grad_position[identity]
                 self._numbers[identity] = len(pieces)
-                pieces.append(Piece(self._names[parameter], flat, offset, numel, flat))
+                pieces.append(Piece(self._names[parameter], flat, offset, numel, flat, start, parameter.numel()))
         weights = [
             partitions[torch.distributed.get_rank(group)]
             for partitions, group in zip(

@@ -44,8 +44,10 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
                 self._numbers[parameter.ds_id] = len(pieces)
                 padded = parameter.partition_numel()
                 rank = torch.distributed.get_rank(self.dp_process_group)
-                numel = min(padded, max(0, parameter.ds_numel - rank * padded))
-                pieces.append(Piece(self._names[parameter], flat, offset, numel, group))
+                whole = parameter.ds_numel
+                start = min(rank * padded, whole)
+                numel = min(padded, whole - start)
+                pieces.append(Piece(self._names[parameter], flat, offset, numel, group, start, whole))
                 offset += padded
             placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
             # The name that DeepSpeed gives to its own.

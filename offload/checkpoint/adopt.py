@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from offload.checkpoint.contents import read_manifests
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import Manifest, Piece, StoreRef
+from offload.checkpoint.manifest import Manifest, StoreRef
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import Standing, is_same, read_pins, standing, store_folder
 from offload.engine.index import Location, Record
@@ -28,7 +28,7 @@ Place = tuple[str, uuid.UUID]
 
 
 def manifest_in_place(
-    checkpoint: Checkpoint, layout: Layout, names: Sequence[str], pieces: Sequence[Piece], rank: int, ranks: int
+    checkpoint: Checkpoint, layout: Layout, names: Sequence[str], rank: int, ranks: int
 ) -> Manifest | None:
     """Return the manifest of this rank's state if its tiles are just what this layout is cut into, else None.
 
@@ -38,7 +38,6 @@ def manifest_in_place(
         checkpoint: An open one.
         layout: This session's.
         names: What each parameter is called there.
-        pieces: Which part of a whole parameter each parameter here is.
         rank: This rank.
         ranks: Number of ranks.
     """
@@ -50,11 +49,14 @@ def manifest_in_place(
     else:
         return None
     there = manifest.layout
+
+    def places(layout: Layout) -> list[tuple[int, ...]]:
+        return [(p.numel, p.dtype, p.start, p.unsharded_numel) for p in layout.parameters]
+
     alike = (
         there.subgroups == layout.subgroups
         and [p.name for p in there.parameters] == list(names)
-        and [(p.numel, p.dtype) for p in there.parameters] == [(p.numel, p.dtype) for p in layout.parameters]
-        and [(p.start, p.full_numel) for p in manifest.pieces] == [(p.start, p.full_numel) for p in pieces]
+        and places(there) == places(layout)
         and all(manifest.stores[ref.store].path is not None for ref in manifest.tiles.values())
     )
     return manifest if alike else None

@@ -76,23 +76,6 @@ class TileRef(Row, frozen=True):
     checksum: Checksum
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Which part of a whole parameter a rank has.
-
-    Attributes:
-        start: First element, in the order of the parameter's memory.
-        full_numel: Elements of the whole parameter.
-        shape: Of the whole parameter; None if nobody said.
-        stride: Likewise.
-    """
-
-    start: int
-    full_numel: int
-    shape: tuple[int, ...] | None = None
-    stride: tuple[int, ...] | None = None
-
-
 @dataclass(frozen=True)
 class Manifest:
     """One rank's part of a checkpoint.
@@ -104,7 +87,6 @@ class Manifest:
         step: Number of the step after which it was taken.
         layout: Parameters and subgroups.
         steps: Updates that each parameter has had.
-        pieces: Which part of each parameter this is.
         stores: What `tiles` refer to.
         tiles: Every tile of the layout, those of `weight_tiles` included.
         checksums: Whether the tiles carry checksums.
@@ -118,7 +100,6 @@ class Manifest:
     step: int
     layout: Layout
     steps: tuple[int, ...]
-    pieces: tuple[Piece, ...]
     stores: tuple[StoreRef, ...]
     tiles: Mapping[TileId, TileRef]
     checksums: bool
@@ -308,8 +289,8 @@ def encode(manifest: Manifest) -> bytes:
             "checksums": manifest.checksums,
             "stores": [[ref.store.hex, ref.path] for ref in manifest.stores],
             "parameters": [
-                [p.name, p.numel, int(p.dtype), p.group, step, *astuple(piece)]
-                for p, step, piece in zip(layout.parameters, manifest.steps, manifest.pieces, strict=True)
+                [p.name, p.numel, int(p.dtype), p.group, step, p.start, p.unsharded_numel, p.shape, p.stride]
+                for p, step in zip(layout.parameters, manifest.steps, strict=True)
             ],
             "subgroups": [
                 [s.group, int(s.dtype), s.numel, s.tile_numel, [astuple(segment) for segment in s.segments]]
@@ -442,7 +423,10 @@ def _decode(body: _Body) -> Manifest:
         segments = tuple(Segment(*row) for row in s.segments)
         return Subgroup(index, s.group, s.dtype, stored_tensors(rule, s.dtype), s.numel, segments, s.tile_numel)
 
-    parameters = tuple(Parameter(p.name, p.numel, p.dtype, p.group) for p in body.parameters)
+    parameters = tuple(
+        Parameter(p.name, p.numel, p.dtype, p.group, p.start, p.full_numel, p.shape, p.stride)
+        for p in body.parameters
+    )
     layout = Layout(parameters, tuple(subgroup(*item) for item in enumerate(body.subgroups)), rule)
     # Before anything goes through the tiles one by one: there may be absurdly many.
     count = sum(-(-s.numel // s.tile_numel) * len(rule.names) for s in layout.subgroups)
@@ -475,7 +459,6 @@ def _decode(body: _Body) -> Manifest:
         step=body.step,
         layout=layout,
         steps=tuple(p.step for p in body.parameters),
-        pieces=tuple(Piece(p.start, p.full_numel, p.shape, p.stride) for p in body.parameters),
         stores=body.stores,
         tiles=tiles,
         checksums=body.checksums,

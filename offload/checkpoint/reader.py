@@ -191,7 +191,7 @@ class Checkpoint:
     def full_numel(self, name: str) -> int:
         """Return the number of elements of a whole parameter."""
         part = self._parts[name][0]
-        return self.manifests[part.rank].pieces[part.parameter].full_numel
+        return self.manifests[part.rank].layout.parameters[part.parameter].unsharded_numel
 
     def step_of(self, name: str) -> int:
         """Return the number of updates that a parameter has had."""
@@ -215,7 +215,7 @@ class Checkpoint:
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return shape and strides of a whole parameter, if its writer gave them."""
         part = self._parts[name][0]
-        piece = self.manifests[part.rank].pieces[part.parameter]
+        piece = self.manifests[part.rank].layout.parameters[part.parameter]
         return None if piece.shape is None or piece.stride is None else (piece.shape, piece.stride)
 
     @property
@@ -365,16 +365,14 @@ class Checkpoint:
     def _find_parts(self) -> dict[str, list[Part]]:
         found: dict[str, list[Part]] = {}
         for rank, manifest in enumerate(self.manifests):
-            for position, (parameter, piece) in enumerate(
-                zip(manifest.layout.parameters, manifest.pieces, strict=True)
-            ):
-                found.setdefault(parameter.name, []).append(Part(rank, position, piece.start, parameter.numel))
+            for position, piece in enumerate(manifest.layout.parameters):
+                found.setdefault(piece.name, []).append(Part(rank, position, piece.start, piece.numel))
         for name, parts in found.items():
             facts = {
-                (piece.full_numel, piece.shape, piece.stride, manifest.steps[part.parameter])
+                (piece.unsharded_numel, piece.shape, piece.stride, manifest.steps[part.parameter])
                 for part in parts
                 for manifest in (self.manifests[part.rank],)
-                for piece in (manifest.pieces[part.parameter],)
+                for piece in (manifest.layout.parameters[part.parameter],)
             }
             if len(facts) > 1:
                 raise CheckpointError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Range, StateSource
 from offload.dtypes import DtypeCode
 from offload.engine.gpu import GpuLanes
@@ -23,14 +22,12 @@ class Restorer:
         source: The checkpoint.
         parameters: The session's, by position.
         names: What they are called there, where that differs.
-        pieces: Which part of a whole parameter each is; None where they are whole.
         views: The session's state.
         tables: Addresses of its weights.
         gpu: Lanes of the GPU that the weights are on; None where they are in host memory.
 
     Attributes:
         names: What each parameter is called there, by position.
-        pieces: Which part of a whole parameter each is, by position.
 
     Raises:
         CheckpointError: It has not all parameters, or they have other sizes.
@@ -41,13 +38,12 @@ class Restorer:
         source: StateSource,
         parameters: Sequence[Parameter],
         names: Mapping[str, str],
-        pieces: Sequence[Piece] | None,
         views: StateViews,
         tables: Tables,
         gpu: GpuLanes | None,
     ) -> None:
         self.names = [names.get(parameter.name, parameter.name) for parameter in parameters]
-        self.pieces = pieces if pieces is not None else [Piece(0, parameter.numel) for parameter in parameters]
+        self._parameters = parameters
         self._source = source
         self._views = views
         self._tables = tables
@@ -65,11 +61,11 @@ class Restorer:
                 f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; "
                 f"it has {', '.join(source.names[:3])}, ..."
             )
-        for name, piece in zip(self.names, self.pieces, strict=True):
-            if source.full_numel(name) != piece.full_numel:
+        for name, parameter in zip(self.names, parameters, strict=True):
+            if source.full_numel(name) != parameter.unsharded_numel:
                 raise CheckpointError(
                     f"{source.path} is of another model: {name} has {source.full_numel(name)} elements there "
-                    f"and {piece.full_numel} here"
+                    f"and {parameter.unsharded_numel} here"
                 )
 
     def take_steps(self) -> None:
@@ -89,7 +85,7 @@ class Restorer:
                 Range(
                     self.names[segment.parameter],
                     name,
-                    self.pieces[segment.parameter].start + segment.start,
+                    self._parameters[segment.parameter].start + segment.start,
                     views[name],
                 )
                 for segment, views in parts
@@ -115,7 +111,7 @@ class Restorer:
                     Range(
                         self.names[segment.parameter],
                         "master",
-                        self.pieces[segment.parameter].start + segment.start,
+                        self._parameters[segment.parameter].start + segment.start,
                         self._views.weight(number, segment, view),
                     )
                     for segment in subgroup.segments

@@ -24,7 +24,7 @@ from offload._native import CompletionQueue
 from offload.checkpoint.adopt import Adopted, Pinned, Place, pinned_in, records_in, used_bytes
 from offload.checkpoint.commit import CommitJob, Kept, release
 from offload.checkpoint.folder import Folder
-from offload.checkpoint.manifest import MAX_RELEASED, Manifest, Piece, StoreRef, TileRef, extra_name
+from offload.checkpoint.manifest import MAX_RELEASED, Manifest, StoreRef, TileRef, extra_name
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import Pin, Standing, is_elsewhere, note_move, standing, take_over
 from offload.engine.index import Record, TileIndex
@@ -79,7 +79,6 @@ class Snapshot:
         layout: Parameters and subgroups.
         step: Number of the session's last step.
         steps: Updates that each parameter has had.
-        pieces: Which part of each parameter is here.
         metadata: What the caller gave, as JSON.
         extra: The caller's own bytes.
         id: The save's; the same on all ranks.
@@ -91,7 +90,6 @@ class Snapshot:
     layout: Layout
     step: int
     steps: tuple[int, ...]
-    pieces: tuple[Piece, ...]
     metadata: Mapping[str, Any]
     extra: bytes | None
     id: str
@@ -405,7 +403,6 @@ class Saves:
             step=snapshot.step,
             layout=snapshot.layout,
             steps=snapshot.steps,
-            pieces=snapshot.pieces,
             stores=tuple(refs),
             tiles={
                 tile: TileRef(numbers[record.location.path], record.location.offset, record.step, record.checksum)

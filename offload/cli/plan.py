@@ -232,15 +232,17 @@ def advice(answer: Answer) -> list[tuple[str, float]]:
 
 
 def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
+    from offload.plan import Home
+
     question, rates = answer.question, answer.question.rates
     if rates.paths:
         best = max(rates.paths, key=lambda path: min(path.read_bytes_per_s, path.write_bytes_per_s))
         what = "a second path like this one" if len(rates.paths) == 1 else "one more path like the fastest"
         yield what, replace(question, rates=replace(rates, paths=(*rates.paths, best)))
-    if answer.plan.streamed_bytes:
-        more = min(answer.plan.streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)))
+    if streamed_bytes := answer.plan.home_bytes[Home.STREAMED]:
+        more = min(streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)))
         yield f"host budget +{format_bytes(more)} a rank", replace(question, host_memory=question.host_memory + more)
-    if rates.gpu is not None and answer.plan.gpu_bytes < answer.plan.state_bytes:
+    if rates.gpu is not None and answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
         more = min(answer.plan.state_bytes, 10 << 30)
         yield f"GPU budget +{format_bytes(more)} a rank", replace(question, gpu_memory=question.gpu_memory + more)
         faster = replace(
@@ -471,20 +473,22 @@ def _share_on_gpu(plan: Plan) -> float:
 def _as_dict(
     answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequence[tuple[str, float]]
 ) -> dict[str, Any]:
+    from offload.plan import Home
+
     plan, cost, prediction = answer.plan, answer.estimate, answer.prediction
     return {
         "params": answer.question.params,
         "ranks": answer.question.ranks,
         "rank": {
             "state_bytes": plan.state_bytes,
-            "gpu_bytes": plan.gpu_bytes,
-            "host_bytes": plan.resident_bytes,
-            "streamed_bytes": plan.streamed_bytes,
+            "gpu_bytes": plan.home_bytes[Home.GPU],
+            "host_bytes": plan.home_bytes[Home.HOST],
+            "streamed_bytes": plan.home_bytes[Home.STREAMED],
             "staging_slots": plan.staging_slots,
             "staging_bytes": plan.staging_bytes,
             "gpu_staging_bytes": plan.gpu_slots * plan.gpu_slot_bytes,
             "gradient_bytes": plan.budgets.gradient_bytes,
-            "path_shares": list(plan.shares(answer.rates)) if plan.streamed_bytes else [],
+            "path_shares": list(plan.shares(answer.rates)) if plan.home_bytes[Home.STREAMED] else [],
             "gpu_update_share": _share_on_gpu(plan),
         },
         "forward_s": answer.forward_s,

@@ -10,7 +10,7 @@ from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
 from offload.errors import OffloadError
 from offload.layout import Layout
-from offload.plan import Plan
+from offload.plan import Home, Plan
 from offload.plan.budget import WEIGHT_SLOTS
 from offload.protocols import Tier
 
@@ -71,7 +71,7 @@ class HostMemory:
     def adopt_homes(self, plan: Plan, before: Layout) -> None:
         """Take memory for the state at home here that `plan` adds to the layout `before`."""
         subgroups = plan.layout.subgroups[len(before.subgroups) :]
-        added = [s for s in subgroups if plan.resident[s.index] and not plan.at_home_on_gpu(s.index)]
+        added = [s for s in subgroups if plan.homes[s.index] is Home.HOST]
         if added:
             address = self.arena(sum(subgroup.state_bytes for subgroup in added)).address
             for subgroup in added:

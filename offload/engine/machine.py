@@ -67,7 +67,7 @@ from offload.engine.operations import (
 )
 from offload.engine.saving import Saver
 from offload.errors import InternalError, TierError, TierFullError, invariant
-from offload.plan.budget import Plan
+from offload.plan.budget import Home, Plan
 from offload.protocols import TileId
 
 MAX_RUNS_IN_FLIGHT = 2
@@ -282,7 +282,7 @@ class Machine:
             InternalError: If one does not hold.
         """
         for subgroup, phase in enumerate(self._phases):
-            slot, resident = self._slots.get(subgroup), self.plan.resident[subgroup]
+            slot, resident = self._slots.get(subgroup), self.plan.is_resident(subgroup)
             at_home = phase in (Phase.RESIDENT, Phase.BUSY) if resident else phase is not Phase.RESIDENT
             invariant(at_home, f"subgroup {subgroup} is {phase}, resident: {resident}")
             without = resident or phase is Phase.ABSENT
@@ -322,8 +322,8 @@ class Machine:
         self._adopt(plan)
 
     def _adopt(self, plan: Plan) -> None:
-        for resident in plan.resident[len(self._phases) :]:
-            self._phases.append(Phase.RESIDENT if resident else Phase.ABSENT)
+        for home in plan.homes[len(self._phases) :]:
+            self._phases.append(Phase.ABSENT if home is Home.STREAMED else Phase.RESIDENT)
         self._owners.extend([None] * (plan.staging_slots - len(self._owners)))
 
     def _to(self, subgroup: int, phase: Phase) -> None:
@@ -375,7 +375,7 @@ class Machine:
         for tile, record in event.records.items():
             subgroup = tile.subgroup
             invariant(
-                not self.plan.resident[subgroup], f"state of subgroup {subgroup} at home in memory is exchanged"
+                not self.plan.is_resident(subgroup), f"state of subgroup {subgroup} at home in memory is exchanged"
             )
             if subgroup in self._slots:
                 self._vacate(self._slots[subgroup])
@@ -441,7 +441,7 @@ class Machine:
         """Let the visit go on that waits for a subgroup's state, if one does."""
         if subgroup in self._pending:
             queue = self._queue_of(self._pending[subgroup])
-            (queue.resident if self.plan.resident[subgroup] else queue.streamed).append(subgroup)
+            (queue.resident if self.plan.is_resident(subgroup) else queue.streamed).append(subgroup)
 
     def _ran(self, run: Run) -> None:
         visit, subgroup = run.visit, run.visit.subgroup
@@ -463,7 +463,7 @@ class Machine:
 
     def _settle(self, subgroup: int, *, changed: bool) -> None:
         """Take in that a subgroup's state is whole in its memory and nothing works on it any more."""
-        if self.plan.resident[subgroup]:
+        if self.plan.is_resident(subgroup):
             self._to(subgroup, Phase.RESIDENT)
         elif changed or subgroup in self._dirty:
             self._dirty.pop(subgroup, None)
@@ -502,7 +502,7 @@ class Machine:
             self._device_of(operation.visit).runs -= 1
             subgroup = operation.visit.subgroup
             if operation.gpu_slot is None:
-                self._to(subgroup, Phase.RESIDENT if self.plan.resident[subgroup] else Phase.DIRTY)
+                self._to(subgroup, Phase.RESIDENT if self.plan.is_resident(subgroup) else Phase.DIRTY)
         self._break(error)
 
     def _break(self, error: Exception) -> None:

@@ -194,7 +194,7 @@ class Saver:
 
         for subgroup in () if save.empty else plan.layout.subgroups:
             number = subgroup.index
-            if plan.resident[number]:
+            if plan.is_resident(number):
                 items = unwritten(subgroup.tiles, versions[number], plan.at_home_on_gpu(number), home=True)
                 if items:
                     now.todo[number], now.left[number] = deque(items), len(items)

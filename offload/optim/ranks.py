@@ -44,7 +44,7 @@ def agree_on_save(weights: Mapping[str, torch.Tensor]) -> tuple[int, int, str, b
             if first.setdefault(name, (number, digest))[1] != digest:
                 raise CheckpointError(
                     f"ranks {first[name][0]} and {number} have different weights that are both called {name}: "
-                    "give every weight a name of its own, or save with `Engine.save` and its pieces"
+                    "give every weight a name of its own, or use `offload.Engine`, whose parameters know their places"
                 )
     return size, rank, found[0][0], rank > 0 and all(theirs == found[0][1] for _, theirs in found)
 

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
-from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.errors import CheckpointError, ConfigError
 from offload.optim import ranks
@@ -213,10 +212,6 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 path,
                 metadata={"optimizer": self.kind, "groups": to_json(self.param_groups)},
                 extra=content,
-                pieces=[
-                    Piece(0, parameter.numel(), tuple(parameter.shape), tuple(parameter.stride()))
-                    for parameter in self._weights.bound
-                ],
                 copy=copy,
                 on_done=on_done,
                 id=id,

@@ -64,7 +64,11 @@ class Weights:
         for parameter in wanted:
             check_parameter(parameter, known[parameter][0], self.place)
         _check_apart({parameter: known[parameter][0] for parameter in (*self.bound, *wanted)})
-        return tuple(Parameter(known[p][0], p.numel(), DTYPE_CODES[p.dtype], known[p][1]) for p in wanted)
+        return tuple(
+            Parameter(name, p.numel(), DTYPE_CODES[p.dtype], group, 0, p.numel(), tuple(p.shape), tuple(p.stride()))
+            for p in wanted
+            for name, group in (known[p],)
+        )
 
     def bind(self, parameter: torch.Tensor, name: str) -> Bound:
         """Tell the engine of the next parameter's weight; the record counts when it is in `bound`."""

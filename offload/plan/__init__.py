@@ -1,6 +1,6 @@
 """Deciding where state lives and in which order it is visited. Pure: no clock, no I/O, no threads."""
 
-from offload.plan.budget import Budgets, PathBudget, Plan, choose_subgroup_numel, make_plan
+from offload.plan.budget import Budgets, Home, PathBudget, Placement, Plan, choose_subgroup_numel, make_plan
 from offload.plan.cost import Estimate, estimate
 from offload.plan.order import visit_order
 from offload.plan.planner import choose_plan
@@ -10,8 +10,10 @@ __all__ = [
     "Budgets",
     "Estimate",
     "GpuRates",
+    "Home",
     "PathBudget",
     "PathRates",
+    "Placement",
     "Plan",
     "Rates",
     "choose_plan",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import cached_property
 
 from offload.config import format_bytes
@@ -55,6 +57,21 @@ def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, rule: Up
     if staging_bytes is not None and staging_bytes >= LEAST_SLOT_BYTES:  # else `make_plan` says that it is too little
         chosen = min(chosen, staging_bytes // (DEFAULT_STAGING_SLOTS * rule.item_bytes))
     return max(SECTOR_NUMEL, chosen // SECTOR_NUMEL * SECTOR_NUMEL)
+
+
+class Home(Enum):
+    """The tier that owns a subgroup's state between steps, fastest first; state at home in memory is resident."""
+
+    GPU = auto()
+    HOST = auto()
+    STREAMED = auto()
+
+
+class Placement(Enum):
+    """The device that runs a subgroup's update."""
+
+    CPU = auto()
+    GPU = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,32 +138,33 @@ class Plan:
 
     Attributes:
         layout: What is placed.
-        resident: For each subgroup, whether its home is memory of the host or the GPU (else it is streamed).
+        homes: For each subgroup, where its state is at home.
+        placements: For each subgroup, what updates it: the GPU whatever is at home there.
         staging_slots: Number of staging slots, each as large as the largest streamed subgroup.
         slot_bytes: Bytes of one staging slot.
         budgets: What the plan was made from.
-        gpu_home: For each subgroup, whether its home is GPU memory; empty for none.
-        on_gpu: For each subgroup, whether the GPU updates it, which it does for all that are at home there; empty
-            for none.
         gpu_slots: Number of staging slots on the GPU.
     """
 
     layout: Layout
-    resident: tuple[bool, ...]
+    homes: tuple[Home, ...]
+    placements: tuple[Placement, ...]
     staging_slots: int
     slot_bytes: int
     budgets: Budgets
-    gpu_home: tuple[bool, ...] = ()
-    on_gpu: tuple[bool, ...] = ()
     gpu_slots: int = 0
 
+    def is_resident(self, subgroup: int) -> bool:
+        """Return whether a subgroup's state is at home in memory, of the host or the GPU."""
+        return self.homes[subgroup] is not Home.STREAMED
+
     def at_home_on_gpu(self, subgroup: int) -> bool:
-        """Return whether a subgroup's state lives in GPU memory."""
-        return bool(self.gpu_home) and self.gpu_home[subgroup]
+        """Return whether a subgroup's state is at home in GPU memory."""
+        return self.homes[subgroup] is Home.GPU
 
     def updates_on_gpu(self, subgroup: int) -> bool:
         """Return whether the GPU updates a subgroup."""
-        return bool(self.on_gpu) and self.on_gpu[subgroup]
+        return self.placements[subgroup] is Placement.GPU
 
     @property
     def weights_on_gpu(self) -> bool:
@@ -156,13 +174,13 @@ class Plan:
     @property
     def uses_gpu(self) -> bool:
         """Whether a step needs a GPU."""
-        return self.weights_on_gpu or any(self.on_gpu)
+        return self.weights_on_gpu or Placement.GPU in self.placements
 
     @cached_property
     def gpu_slot_bytes(self) -> int:
         """Bytes of one staging slot on the GPU, as large as the largest subgroup that is not at home there."""
-        sizes = enumerate(self.layout.subgroup_bytes)
-        return max((nbytes for n, nbytes in sizes if not self.at_home_on_gpu(n)), default=0) if self.gpu_slots else 0
+        sizes = zip(self.homes, self.layout.subgroup_bytes, strict=True)
+        return max((nbytes for home, nbytes in sizes if home is not Home.GPU), default=0) if self.gpu_slots else 0
 
     @cached_property
     def weight_slot_bytes(self) -> int:
@@ -173,7 +191,8 @@ class Plan:
     @cached_property
     def bounce_bytes(self) -> int:
         """Bytes of host memory in which state at home on the GPU is read and replaced, a subgroup at a time."""
-        return max(itertools.compress(self.layout.subgroup_bytes, self.gpu_home), default=0)
+        sizes = zip(self.homes, self.layout.subgroup_bytes, strict=True)
+        return max((nbytes for home, nbytes in sizes if home is Home.GPU), default=0)
 
     @property
     def state_bytes(self) -> int:
@@ -181,19 +200,12 @@ class Plan:
         return self.layout.state_bytes
 
     @cached_property
-    def resident_bytes(self) -> int:
-        """Bytes of state at home in host memory."""
-        return sum(itertools.compress(self.layout.subgroup_bytes, self.resident)) - self.gpu_bytes
-
-    @cached_property
-    def gpu_bytes(self) -> int:
-        """Bytes of state at home in GPU memory."""
-        return sum(itertools.compress(self.layout.subgroup_bytes, self.gpu_home))
-
-    @property
-    def streamed_bytes(self) -> int:
-        """Bytes of state at home on the paths."""
-        return self.state_bytes - self.resident_bytes - self.gpu_bytes
+    def home_bytes(self) -> dict[Home, int]:
+        """Bytes of state at home in each tier."""
+        found = dict.fromkeys(Home, 0)
+        for home, nbytes in zip(self.homes, self.layout.subgroup_bytes, strict=True):
+            found[home] += nbytes
+        return found
 
     @property
     def staging_bytes(self) -> int:
@@ -209,7 +221,7 @@ class Plan:
         """
         live: Counter[int] = Counter()
         flying: Counter[int] = Counter()
-        streamed = (s for s in self.layout.subgroups if not self.resident[s.index])
+        streamed = (s for s in self.layout.subgroups if not self.is_resident(s.index))
         for sizes, alike in Counter(subgroup.tile_sizes for subgroup in streamed).items():
             for nbytes, count in sizes:
                 live[nbytes] += alike * count
@@ -249,7 +261,7 @@ class Plan:
         for a while is then seen to have recovered.
         """
         shares = self.budgets.shares(rates)
-        moved = self.streamed_bytes - self.staging_bytes
+        moved = self.home_bytes[Home.STREAMED] - self.staging_bytes
         if not self.budgets.follow_rates or moved <= 0:
             return shares
         least = min(MEASURABLE_BYTES / moved, 0.5 / len(shares))
@@ -282,19 +294,19 @@ class Plan:
     def host_bytes(self) -> int:
         """Host memory that the session will use, all told."""
         passing = WEIGHT_SLOTS * self.weight_slot_bytes + self.bounce_bytes
-        return self.resident_bytes + self.staging_bytes + self.budgets.gradient_bytes + passing + self.overhead_bytes
+        slots = self.staging_bytes + self.budgets.gradient_bytes
+        return self.home_bytes[Home.HOST] + slots + passing + self.overhead_bytes
 
     def __str__(self) -> str:
         subgroups = self.layout.subgroups
-        streamed = len(subgroups) - sum(self.resident)
-        count = sum(self.resident) - sum(self.gpu_home)
+        state = {home: format_bytes(nbytes) for home, nbytes in self.home_bytes.items()}
         largest = max((subgroup.numel for subgroup in subgroups), default=0)
         numel = sum(parameter.numel for parameter in self.layout.parameters)
         lines = [
             f"{numel:,} parameters, {format_bytes(self.state_bytes)} of optimizer state in "
             f"{len(subgroups)} subgroups of at most {largest:,} elements",
             *self._gpu_lines(),
-            f"  host memory  {format_bytes(self.resident_bytes):>10}  state of {count} subgroups at home there",
+            f"  host memory  {state[Home.HOST]:>10}  state of {self.homes.count(Home.HOST)} subgroups at home there",
         ]
         if self.staging_slots:
             lines.append(
@@ -318,7 +330,7 @@ class Plan:
         lines.append(f"               {format_bytes(self.host_bytes):>10}  in all")
         if self.staging_slots:
             lines.append(
-                f"  storage      {format_bytes(self.streamed_bytes):>10}  state of {streamed} "
+                f"  storage      {state[Home.STREAMED]:>10}  state of {self.homes.count(Home.STREAMED)} "
                 f"subgroups, {format_bytes(self.storage_bytes)} with headers and versions in flight"
             )
             for path, share in zip(self.budgets.paths, self.budgets.shares(), strict=True):
@@ -332,12 +344,13 @@ class Plan:
         return "\n".join(lines)
 
     def _gpu_lines(self) -> list[str]:
-        if not any(self.on_gpu):
+        if Placement.GPU not in self.placements:
             return []
-        home, copied = sum(self.gpu_home), sum(self.on_gpu) - sum(self.gpu_home)
+        home = self.homes.count(Home.GPU)
+        copied = self.placements.count(Placement.GPU) - home
         staging = format_bytes(self.gpu_slots * self.gpu_slot_bytes)
         return [
-            f"  GPU memory   {format_bytes(self.gpu_bytes):>10}  state of {home} subgroups at home there",
+            f"  GPU memory   {format_bytes(self.home_bytes[Home.GPU]):>10}  state of {home} subgroups at home there",
             f"               {staging:>10}  staging, {self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}; "
             f"{copied} of the other subgroups are updated on the GPU",
         ]
@@ -353,7 +366,7 @@ def make_plan(
     *,
     kept: Plan | None = None,
     staging_slots: int = DEFAULT_STAGING_SLOTS,
-    copied: Sequence[bool] = (),
+    placements: Iterable[Placement] = (),
 ) -> Plan:
     """Choose the home of every subgroup.
 
@@ -364,8 +377,8 @@ def make_plan(
         layout: What is to be placed.
         budgets: What each tier offers.
         staging_slots: Number of staging slots where `budgets.staging_bytes` does not say how much there may be.
-        copied: For each subgroup, whether the GPU is to update it where its home is elsewhere; empty for none. As
-            many staging slots on the GPU are planned as fit, up to `GPU_STAGING_SLOTS`.
+        placements: For each subgroup, what is to update it where its home is not the GPU; the CPU where they end. For
+            the GPU as many staging slots are planned as fit, up to `GPU_STAGING_SLOTS`.
         kept: A plan for the first subgroups of `layout`, whose homes stay as they are; its staging slots stay
             too, though they may have to be larger and there may be more.
 
@@ -373,22 +386,19 @@ def make_plan(
         InfeasiblePlanError: If the state does not fit into all tiers together, or staging memory not one subgroup
             (or not as many as `kept` has slots).
     """
-    resident = list(kept.resident) if kept else []
-    gpu_home = [kept.at_home_on_gpu(number) for number in range(len(resident))] if kept else []
-    left = budgets.host_bytes - (kept.resident_bytes if kept else 0)
-    left_on_gpu = budgets.gpu_bytes - (kept.gpu_bytes if kept else 0)
     sizes = layout.subgroup_bytes
-    for nbytes in sizes[len(resident) :]:
-        gpu_home.append(nbytes <= left_on_gpu)
-        resident.append(gpu_home[-1] or nbytes <= left)
-        if gpu_home[-1]:
-            left_on_gpu -= nbytes
-        elif resident[-1]:
-            left -= nbytes
-    on_gpu = [home or (bool(copied) and copied[number]) for number, home in enumerate(gpu_home)]
+    homes = [*kept.homes] if kept else []
+    gpu, host, stream = Home
+    left = {gpu: budgets.gpu_bytes, host: budgets.host_bytes, stream: math.inf}
+    for number, nbytes in enumerate(sizes):
+        if number == len(homes):
+            homes.append(gpu if nbytes <= left[gpu] else host if nbytes <= left[host] else stream)
+        left[homes[number]] -= nbytes
+    asked = itertools.chain(placements, itertools.repeat(Placement.CPU))
+    placed = [Placement.GPU if home is gpu else device for home, device in zip(homes, asked, strict=False)]
     gpu_slots = 0
-    if on_gpu != gpu_home:
-        largest = max(nbytes for n, nbytes in enumerate(sizes) if not gpu_home[n])
+    if placed.count(Placement.GPU) > homes.count(gpu):
+        largest = max(nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is not gpu)
         gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest)
         if gpu_slots < 1:
             raise InfeasiblePlanError(
@@ -397,12 +407,11 @@ def make_plan(
                 {"GPU staging": budgets.gpu_staging_bytes},
                 "raise gpu_memory or lower subgroup_numel",
             )
-    device = (tuple(gpu_home) if any(gpu_home) else (), tuple(on_gpu) if any(on_gpu) else (), gpu_slots)
-    streamed = [nbytes for nbytes, stays in zip(sizes, resident, strict=True) if not stays]
-    slot_bytes = max(streamed, default=0)
-    slot_bytes = max(slot_bytes, LEAST_SLOT_BYTES)
+    streamed = [nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is stream]
+    plan = Plan(layout, tuple(homes), tuple(placed), 0, 0, budgets, gpu_slots)
     if not streamed:
-        return _with_checkpoints(Plan(layout, tuple(resident), 0, 0, budgets, *device))
+        return _with_checkpoints(plan)
+    slot_bytes = max(*streamed, LEAST_SLOT_BYTES)
     offers = {
         **({"gpu_memory": budgets.gpu_bytes} if budgets.gpu_bytes else {}),
         "host_memory": budgets.host_bytes,
@@ -433,7 +442,7 @@ def make_plan(
                 {"staging_memory": budgets.staging_bytes},
                 "raise staging_memory or lower subgroup_numel",
             )
-    plan = Plan(layout, tuple(resident), min(slots, len(streamed)), slot_bytes, budgets, *device)
+    plan = replace(plan, staging_slots=min(slots, len(streamed)), slot_bytes=slot_bytes)
     # What is left at the end of each path may be too short for a slot.
     largest = max(plan.slot_counts) + SECTOR_BYTES
     needed = plan.storage_bytes + largest * (len(budgets.paths) - 1)

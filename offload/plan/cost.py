@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offload.plan.budget import Plan
+from offload.plan.budget import Home, Placement, Plan
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST, Rates
 
 BISECTIONS = 7
@@ -54,8 +54,8 @@ class Mix:
 
     Attributes:
         streamed: Parts of the streamed state, (updated on the CPU, updated on the GPU).
-        resident: Parts of the state at home in host memory, likewise.
-        home: State at home on the GPU.
+        host: Parts of the state at home in host memory, likewise.
+        gpu: State at home on the GPU.
         pushed_bytes: New weights of what the CPU updates, pushed to the GPU.
         slots: Staging slots in host memory.
         gpu_slots: Staging slots on the GPU.
@@ -63,8 +63,8 @@ class Mix:
     """
 
     streamed: tuple[Part, Part]
-    resident: tuple[Part, Part]
-    home: Part
+    host: tuple[Part, Part]
+    gpu: Part
     pushed_bytes: float
     slots: int
     gpu_slots: int
@@ -73,22 +73,19 @@ class Mix:
 
 def mix_of(plan: Plan) -> Mix:
     """Return what `estimate` needs to know of a plan."""
-    subgroups, sizes = plan.layout.subgroups, plan.layout.subgroup_bytes
-    kinds = {(home, gpu): [0, 0] for home in ("streamed", "resident", "gpu") for gpu in (False, True)}
-    for number, nbytes in enumerate(sizes):
-        home = "gpu" if plan.at_home_on_gpu(number) else "resident" if plan.resident[number] else "streamed"
-        kind = kinds[home, plan.updates_on_gpu(number)]
-        kind[0] += 1
-        kind[1] += nbytes
+    subgroups, kinds = plan.layout.subgroups, list(zip(plan.homes, plan.placements, strict=True))
+
+    def part(*kind: Home | Placement) -> Part:
+        sizes = [s.state_bytes for found, s in zip(kinds, subgroups, strict=True) if found == kind]
+        return Part(len(sizes), sum(sizes))
+
+    (_, gpu), host, streamed = ((part(home, Placement.CPU), part(home, Placement.GPU)) for home in Home)
     pushed_bytes = 0
     if plan.weights_on_gpu:
         pushed_bytes = sum(s.weight_bytes for s in subgroups if not plan.updates_on_gpu(s.index))
-    tiles = sum(subgroup.tile_count for subgroup in subgroups if not plan.resident[subgroup.index])
-    streamed, resident = ((Part(*kinds[home, False]), Part(*kinds[home, True])) for home in ("streamed", "resident"))
-    home_part = Part(*kinds["gpu", True])
-    count = streamed[0].count + streamed[1].count
-    mean_tiles = tiles / count if count else 0.0
-    return Mix(streamed, resident, home_part, pushed_bytes, plan.staging_slots, plan.gpu_slots, mean_tiles)
+    tiles = sum(s.tile_count for s in subgroups if not plan.is_resident(s.index))
+    mean_tiles = tiles / max(plan.homes.count(Home.STREAMED), 1)
+    return Mix(streamed, host, gpu, pushed_bytes, plan.staging_slots, plan.gpu_slots, mean_tiles)
 
 
 def estimate(plan: Plan, rates: Rates) -> Estimate:
@@ -121,7 +118,7 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     }
     traffic = {lane: (lanes[lane][0] * cost, lanes[lane][1]) for lane, cost in costs.items()}
     if rates.gpu is not None:  # while the CPU still works, the last copies out are not behind the step
-        copied = mix.streamed[1].nbytes + mix.resident[1].nbytes
+        copied = mix.streamed[1].nbytes + mix.host[1].nbytes
         traffic["d2h"] = copied * rates.gpu.memory_cost, copied / rates.gpu.d2h_bytes_per_s
     step_s, span_s = _step_s(mix, shares, rates, lanes, 1.0)
     if _mean_speed(rates, traffic, span_s) < 1:
@@ -169,15 +166,15 @@ def _moved(mix: Mix) -> tuple[int, float]:
 
 def _lanes(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, tuple[float, float]]:
     """Return each lane's bytes and seconds."""
-    on_cpu = mix.streamed[0].nbytes + mix.resident[0].nbytes
-    copied = mix.streamed[1].nbytes + mix.resident[1].nbytes
+    on_cpu = mix.streamed[0].nbytes + mix.host[0].nbytes
+    copied = mix.streamed[1].nbytes + mix.host[1].nbytes
     lanes = {"cpu": (float(on_cpu), on_cpu / rates.cpu_bytes_per_s)}
     if rates.gpu is not None:
-        updated, inward = copied + mix.home.nbytes, copied + mix.pushed_bytes
+        updated, inward = copied + mix.gpu.nbytes, copied + mix.pushed_bytes
         lanes["gpu"] = updated, updated / rates.gpu.update_bytes_per_s
         lanes["h2d"] = inward, inward / rates.gpu.h2d_bytes_per_s
         # The last ones are copied out behind the step.
-        count = mix.streamed[1].count + mix.resident[1].count
+        count = mix.streamed[1].count + mix.host[1].count
         outward = copied * max(0, count - mix.gpu_slots) / max(count, 1)
         lanes["d2h"] = outward, outward / rates.gpu.d2h_bytes_per_s
     moved, mean_bytes = _moved(mix)
@@ -204,7 +201,7 @@ def _step_s(
             1 / rates.gpu.update_bytes_per_s,
             1 / rates.gpu.d2h_bytes_per_s,
         )
-    on_cpu = mix.streamed[0].count + mix.resident[0].count
+    on_cpu = mix.streamed[0].count + mix.host[0].count
     push_s = mix.pushed_bytes / on_cpu * in_s if on_cpu else 0.0
     gpu_s = _gpu_s(mix, in_s, up_s, out_s, push_s, rates.reaction_s)
     moved, mean_bytes = _moved(mix)
@@ -230,8 +227,8 @@ def _step_s(
         # While resident subgroups last, one that comes back finds the device at work on one and others handed over.
         copy_s = mean_bytes * max(in_s, up_s, out_s)
         behind = (
-            (1 - on_gpu, (math.ceil(away_s / update_s) + 1) * update_s - away_s, update_s, mix.resident[0].nbytes),
-            (on_gpu, mix.gpu_slots * copy_s, copy_s, mix.resident[1].nbytes),
+            (1 - on_gpu, (math.ceil(away_s / update_s) + 1) * update_s - away_s, update_s, mix.host[0].nbytes),
+            (on_gpu, mix.gpu_slots * copy_s, copy_s, mix.host[1].nbytes),
         )
         hindrance_s = 0.0
         for part, wait_s, work_s, resident_bytes in behind:
@@ -254,12 +251,12 @@ def _gpu_s(mix: Mix, in_s: float, up_s: float, out_s: float, push_s: float, reac
 
     What passes through its slots is copied in, updated and copied out; the last copies out end behind the step.
     """
-    count = mix.resident[1].count + mix.streamed[1].count
-    total_s = mix.home.nbytes * up_s
-    pushes_s = push_s * (mix.resident[0].count + mix.streamed[0].count)
+    count = mix.host[1].count + mix.streamed[1].count
+    total_s = mix.gpu.nbytes * up_s
+    pushes_s = push_s * (mix.host[0].count + mix.streamed[0].count)
     if not count:
         return max(total_s, pushes_s)
-    mean_bytes = (mix.resident[1].nbytes + mix.streamed[1].nbytes) / count
+    mean_bytes = (mix.host[1].nbytes + mix.streamed[1].nbytes) / count
     in_s, up_s, out_s = mean_bytes * in_s, mean_bytes * up_s, mean_bytes * out_s
     again = max(0, count - mix.gpu_slots)  # that have to wait for a slot
     turns, rest = divmod(count - 1, mix.gpu_slots)

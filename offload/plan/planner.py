@@ -8,12 +8,12 @@ plan is never predicted to be slower than one of those.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Layout
-from offload.plan.budget import DEFAULT_STAGING_SLOTS, GPU_STAGING_SLOTS, Budgets, Plan, make_plan
+from offload.plan.budget import DEFAULT_STAGING_SLOTS, GPU_STAGING_SLOTS, Budgets, Home, Placement, Plan, make_plan
 from offload.plan.cost import Mix, Part, estimate_mix, mix_of
 from offload.plan.rates import Rates
 
@@ -34,8 +34,6 @@ EVERY_STRIDE = 64
 STRIDE = "stride:"
 """How a placement names the fixed stride of Deep Optimizer States (Middleware '24, arXiv 2410.21316): "stride:3"
 updates subgroups 2, 5, 8, ... on the GPU."""
-
-_Chosen = tuple[bool, ...]
 
 
 def choose_plan(
@@ -63,28 +61,28 @@ def choose_plan(
         raise ConfigError("rates.gpu", None, "is missing, and the plan is to use the GPU; measure it")
     plan = make_plan(layout, budgets, kept=kept)
     on_cpu = mix = mix_of(plan)
-    copied: _Chosen = ()
+    placements = plan.placements
     if placement == "auto":
         if rates.gpu is not None:
-            copied, mix = _cheapest(plan, on_cpu, rates)
+            placements, mix = _cheapest(plan, on_cpu, rates)
     elif placement != "cpu":
-        copied = _named(plan, placement)
-        mix = mix_of(make_plan(layout, budgets, kept=kept, copied=copied))
+        placements = _named(plan, placement)
+        mix = mix_of(make_plan(layout, budgets, kept=kept, placements=placements))
     slots = plan.staging_slots
     if budgets.staging_bytes is None and slots and kept is None:
         slots = _look_ahead(mix, plan.shares(rates), rates)
-        if placement == "auto" and any(copied) and slots != plan.staging_slots:
+        if placement == "auto" and placements != plan.placements and slots != plan.staging_slots:
             # With more slots ahead, more may be worth its way to the GPU and back.
-            copied, _ = _cheapest(plan, replace(on_cpu, slots=slots), rates)
-    if slots == plan.staging_slots and not any(copied):
+            placements, _ = _cheapest(plan, replace(on_cpu, slots=slots), rates)
+    if slots == plan.staging_slots and placements == plan.placements:
         return plan
     try:
-        return make_plan(layout, budgets, kept=kept, copied=copied, staging_slots=slots)
+        return make_plan(layout, budgets, kept=kept, placements=placements, staging_slots=slots)
     except InfeasiblePlanError:
         if slots <= plan.staging_slots:
             raise
         # The paths have no room for so many versions in flight.
-        return make_plan(layout, budgets, kept=kept, copied=copied)
+        return make_plan(layout, budgets, kept=kept, placements=placements)
 
 
 def _look_ahead(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
@@ -103,26 +101,27 @@ def _look_ahead(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
     return next((slots for slots, cost_s in costs.items() if cost_s <= enough), min(STAGING_SLOTS[0], streamed))
 
 
-def _named(plan: Plan, placement: str | float) -> _Chosen:
-    """Return what the GPU updates by a placement that names it."""
-    count = len(plan.layout.subgroups)
-    open_to = [number for number in range(count) if not plan.at_home_on_gpu(number)]
+def _named(plan: Plan, placement: str | float) -> tuple[Placement, ...]:
+    """Return what updates each subgroup by a placement that names it."""
+    count = len(plan.homes)
     if isinstance(placement, str) and placement.startswith(STRIDE):
         k = placement.removeprefix(STRIDE)
         if not k.isdecimal() or not int(k):
             raise ConfigError("placement", placement, 'give a stride of 1 or more, as in "stride:3"')
-        return _marked(count, range(int(k) - 1, count, int(k)))
+        return _placed(plan, range(int(k) - 1, count, int(k)))
     share = 1.0 if placement == "gpu" else placement
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ConfigError("placement", placement, 'use "auto", "cpu", "gpu", a share from 0 to 1, or "stride:<k>"')
-    return _marked(count, _spread(open_to, round(share * len(open_to))))
+    open_to = [number for number in range(count) if not plan.at_home_on_gpu(number)]
+    return _placed(plan, _spread(open_to, round(share * len(open_to))))
 
 
-def _marked(count: int, numbers: Sequence[int]) -> _Chosen:
-    marks = [False] * count
+def _placed(plan: Plan, numbers: Iterable[int]) -> tuple[Placement, ...]:
+    """Return a plan's placements, but for some subgroups that the GPU updates."""
+    placements = [*plan.placements]
     for number in numbers:
-        marks[number] = True
-    return tuple(marks)
+        placements[number] = Placement.GPU
+    return tuple(placements)
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:
@@ -131,29 +130,25 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
     return [number for i, number in enumerate(numbers) if (i + 1) * count // total > i * count // total]
 
 
-def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[_Chosen, Mix]:
-    """Return what the GPU should update, as the closed form sees it, and the mix that this makes of a plan."""
-    layout, count = plan.layout, len(plan.layout.subgroups)
-    kinds = [
-        [number for number in range(count) if plan.resident[number] and not plan.at_home_on_gpu(number)],
-        [number for number in range(count) if not plan.resident[number]],
-    ]
-    sizes = layout.subgroup_bytes
+def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Placement, ...], Mix]:
+    """Return what should update each subgroup, as the closed form sees it, and the mix that this makes of a plan."""
+    sizes, count = plan.layout.subgroup_bytes, len(plan.homes)
+    kinds = [[number for number in range(count) if plan.homes[number] is home] for home in (Home.HOST, Home.STREAMED)]
     largest = max((sizes[number] for kind in kinds for number in kind), default=0)
     slots = min(GPU_STAGING_SLOTS, plan.budgets.gpu_staging_bytes // largest) if largest else 0
     if not slots:
-        return (), mix
+        return plan.placements, mix
     shares = plan.shares(rates)
     base = replace(mix, gpu_slots=slots)
     of_kind = [[sizes[n] if n in members else 0 for n in range(count)] for members in map(frozenset, kinds)]
 
     def moved(parts: Sequence[tuple[int, float]]) -> Mix:
         """Return the mix with so many resident and streamed subgroups, and their bytes, on the GPU."""
-        on_cpu = base.resident[0].nbytes + base.streamed[0].nbytes
+        on_cpu = base.host[0].nbytes + base.streamed[0].nbytes
         left = 1 - sum(nbytes for _, nbytes in parts) / on_cpu
         return replace(
             base,
-            resident=_split(base.resident[0], *parts[0]),
+            host=_split(base.host[0], *parts[0]),
             streamed=_split(base.streamed[0], *parts[1]),
             pushed_bytes=base.pushed_bytes * left,
         )
@@ -162,7 +157,7 @@ def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[_Chosen, Mix]:
         return estimate_mix(mix, shares, rates).step_s
 
     def spread(counts: tuple[int, int]) -> Mix:
-        totals = (base.resident[0], base.streamed[0])
+        totals = (base.host[0], base.streamed[0])
         parts = [(n, total.nbytes * n / total.count if n else 0) for n, total in zip(counts, totals, strict=True)]
         return moved(parts)
 
@@ -190,8 +185,8 @@ def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[_Chosen, Mix]:
         choices.append((moved([(len(part), sum(part)) for part in picked]), range(k - 1, count, k)))
     found, chosen = min(choices, key=lambda choice: cost_s(choice[0]))
     if cost_s(base) <= (1 + WORTH_THE_GPU) * cost_s(found):
-        return (), mix
-    return _marked(count, [n for n in chosen if not plan.at_home_on_gpu(n)]), found
+        return plan.placements, mix
+    return _placed(plan, chosen), found
 
 
 def _split(part: Part, count: int, nbytes: float) -> tuple[Part, Part]:

@@ -157,7 +157,7 @@ class Checkpoints:
         self._thread.check_usable()
         in_place = None
         if isinstance(checkpoint, Checkpoint):
-            manifest = manifest_in_place(checkpoint, layout, restorer.names, restorer.pieces, rank, ranks)
+            manifest = manifest_in_place(checkpoint, layout, restorer.names, rank, ranks)
             in_place = None if manifest is None else partial(self._adopt, checkpoint, manifest, restorer, rank)
 
         def applied() -> None:
@@ -174,7 +174,7 @@ class Checkpoints:
             # Versions go on from there: no two of a tile have the same number.
             visits.version = max(visits.version, checkpoint.last_version)
             if in_place is not None:
-                copied = [number for number in copied if parts.plan.resident[number]]
+                copied = [number for number in copied if parts.plan.is_resident(number)]
                 in_place()
             checkpoint.lend(*buffers)
             return visits.begin(copied, restorer.restore, changes=True, overwrites=True)
@@ -208,7 +208,7 @@ class Checkpoints:
         # Others that lie there may be of later steps, which this session now takes another way.
         held = (record.step for records in adopted.held.values() for record in records.values())
         self._visits.version = max(self._visits.version, *held, 0)
-        streamed = [subgroup for subgroup in layout.subgroups if not parts.plan.resident[subgroup.index]]
+        streamed = [subgroup for subgroup in layout.subgroups if not parts.plan.is_resident(subgroup.index)]
         tiles = [tile for subgroup in streamed for tile, _, _ in subgroup.tiles]
         machine.handle(TakeUp(adopted.limits, adopted.held, {tile: adopted.records[tile] for tile in tiles}))
         # No slot is in use, and nothing is started that reads into one before this request has ended.

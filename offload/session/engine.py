@@ -24,7 +24,6 @@ import torch
 
 from offload import waits
 from offload.checkpoint.folder import open_folder
-from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import StateSource
 from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Snapshot
@@ -34,7 +33,7 @@ from offload.engine.timeline import Interval
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
 from offload.layout import Layout, Parameter, Segment
 from offload.measure import lane_totals
-from offload.plan import Plan, Rates
+from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, Mark
 from offload.rules import ADAMW, UpdateRule
 from offload.session.checkpoints import Checkpoints
@@ -124,13 +123,15 @@ class Engine:
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict.
 
-        Keys: `step`, `step_s`, `state_bytes`, `resident_bytes`, `streamed_bytes`, `resident_share`; with a GPU
-        `gpu_bytes`, `pinned_bytes` and `unpinned_bytes` (host memory that the GPU copies from and to, and what of it
-        the system does not let it reach by itself); for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`,
+        Keys: `step`, `step_s`, `state_bytes`, `resident_bytes` (at home in memory, of the host or the GPU),
+        `streamed_bytes`, `resident_share`; with a GPU `gpu_bytes` (resident there), `pinned_bytes` and
+        `unpinned_bytes` (host memory that the GPU copies from and to, and what of it the system does not let it reach
+        by itself); for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`,
         `h2d`, `d2h` with a GPU) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path
         `path/<number>/read_bytes`, `path/<number>/write_bytes` and `path/<number>/live_bytes` (what lies there now).
         """
         parts, plan = self._parts, self.plan
+        resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
         timeline = self.timeline()
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
         ends_s = [i.finished_s - self._step_started_s for i in timeline if i.lane in ("gpu", "h2d")]
@@ -138,12 +139,12 @@ class Engine:
             "step": self._visits.step_number,
             "step_s": max([self._step_s, *ends_s]),
             "state_bytes": plan.state_bytes,
-            "resident_bytes": plan.resident_bytes,
-            "streamed_bytes": plan.streamed_bytes,
-            "resident_share": plan.resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
+            "resident_bytes": resident_bytes,
+            "streamed_bytes": plan.home_bytes[Home.STREAMED],
+            "resident_share": resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
         }
         if parts.gpu is not None:
-            found["gpu_bytes"] = plan.gpu_bytes
+            found["gpu_bytes"] = plan.home_bytes[Home.GPU]
             found["pinned_bytes"] = parts.gpu.pinned.pinned_bytes
             found["unpinned_bytes"] = parts.gpu.pinned.unpinned_bytes
         totals = lane_totals(timeline)
@@ -407,7 +408,6 @@ class Engine:
         *,
         metadata: Mapping[str, Any] | None = None,
         extra: bytes | None = None,
-        pieces: Sequence[Piece] | None = None,
         copy: bool = False,
         on_done: Callable[[BaseException | None], None] | None = None,
         id: str | None = None,
@@ -425,7 +425,6 @@ class Engine:
             path: Folder of the checkpoint, or "s3://bucket/prefix"; made if it is not there.
             metadata: Anything that JSON can hold.
             extra: Anything else.
-            pieces: Which part of a whole parameter each parameter here is; None where they are whole.
             copy: Copy everything into the folder, so that the checkpoint needs nothing else.
             on_done: Called from a thread of its own when it has ended, with the error or None.
             id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
@@ -444,12 +443,10 @@ class Engine:
             if not copy and not self.config.checkpoints:
                 raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
             layout, steps = self.plan.layout, self._parts.tables.steps
-            wholes = pieces if pieces is not None else [Piece(0, p.numel) for p in layout.parameters]
             snapshot = Snapshot(
                 layout=Layout((), (), layout.rule) if replica else layout,
                 step=self._visits.step_number,
                 steps=() if replica else tuple(steps.tolist()),
-                pieces=() if replica else tuple(wholes),
                 metadata=metadata or {},
                 extra=extra,
                 id=id or uuid.uuid4().hex,
@@ -495,7 +492,6 @@ class Engine:
         checkpoint: StateSource,
         *,
         names: Mapping[str, str] | None = None,
-        pieces: Sequence[Piece] | None = None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -507,7 +503,6 @@ class Engine:
         Args:
             checkpoint: An open one, or a file of another format; may be closed afterwards.
             names: What a parameter here is called there, where that differs.
-            pieces: Which part of a whole parameter each parameter here is; None where they are whole.
             rank: This rank.
             ranks: Number of ranks.
 
@@ -518,7 +513,7 @@ class Engine:
         parts = self._parts
         with self._thread.turn():
             parameters = parts.plan.layout.parameters
-            restorer = Restorer(checkpoint, parameters, names or {}, pieces, parts.views, parts.tables, parts.gpu)
+            restorer = Restorer(checkpoint, parameters, names or {}, parts.views, parts.tables, parts.gpu)
             self._checkpoints.load(checkpoint, restorer, rank, ranks)
 
     def close(self) -> None:

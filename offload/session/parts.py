@@ -272,11 +272,10 @@ class Parts:
         before = self.plan
         if self.gpu is None:
             return make_plan(layout, budgets, kept=before)
-        kept = [*before.on_gpu] or [False] * len(before.layout.subgroups)
-        fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before)
-        copied = [fresh.updates_on_gpu(subgroup) for subgroup in range(len(layout.subgroups))]
+        fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before).placements
         # What is there stays where it is: memory for its gradients has been given out by that.
-        return make_plan(layout, budgets, kept=before, copied=[*kept, *copied[len(kept) :]])
+        placements = (*before.placements, *fresh[len(before.placements) :])
+        return make_plan(layout, budgets, kept=before, placements=placements)
 
     def adopt(self, plan: Plan) -> None:
         """Go on with a plan that `plan_with` made; on the engine thread, with nothing in flight.

@@ -338,7 +338,7 @@ class CheckedExecutor:
             place = self._places[operation.tile.subgroup].get(operation.tile)
             expected = (operation.buffer_offset, operation.record.location.nbytes)
             self._require(place == expected, "6, 7: a tile is not where the layout puts it")
-            self._require(not self._plan.resident[operation.tile.subgroup], "4: a transfer of resident state")
+            self._require(not self._plan.is_resident(operation.tile.subgroup), "4: a transfer of resident state")
             self._require(0 <= operation.slot < len(self._owners), "4: there is no such staging slot")
             self._flying_bytes += operation.record.location.nbytes
             self._require(self._flying_bytes <= self._plan.staging_bytes, "8: too many bytes in flight")
@@ -370,7 +370,7 @@ class CheckedExecutor:
             self._require(subgroup.gpu_slot == run.gpu_slot, "10: a visit in another's GPU slot")
             filled = run.fresh or run.visit.overwrites
             self._require(filled or subgroup.gpu_holds, "10: a visit before the newest state is on the GPU")
-        if self._plan.resident[run.visit.subgroup]:
+        if self._plan.is_resident(run.visit.subgroup):
             self._require(run.slot is None, "4: resident state in a staging slot")
         else:
             self._require(run.slot is not None and 0 <= run.slot < len(self._owners), "4: no staging slot")
@@ -400,14 +400,14 @@ class CheckedExecutor:
         known = {tile: known for named in self._kept.values() for tile, known in named.items()}
         for number, subgroup in enumerate(self._subgroups):
             layout = self._plan.layout.subgroups[number]
-            home = layout.tiles if self._plan.resident[number] else ()
+            home = layout.tiles if self._plan.is_resident(number) else ()
             for tile, _, _ in (*home, *layout.weight_tiles):
                 version, record = known.get(tile, (-1, None))
                 if record is not None and version == subgroup.version:
                     self._name(found, tile, record)
                 else:
                     found.unwritten[number].add(tile)
-            if self._plan.resident[number]:
+            if self._plan.is_resident(number):
                 continue
             if subgroup.stored_version == subgroup.version:
                 for tile, record in subgroup.stored.items():
@@ -425,9 +425,7 @@ class CheckedExecutor:
         self._require(not self._flying and not self._unended, "17: the plan grows while its memory is in use")
         self._require(self._save is None, "17: the plan grows during a save")
         self._require(plan.layout.subgroups[:count] == before.layout.subgroups, "17: subgroups are cut anew")
-        homes = [(plan.resident[n], plan.at_home_on_gpu(n)) for n in range(count)]
-        stay = homes == [(before.resident[n], before.at_home_on_gpu(n)) for n in range(count)]
-        self._require(stay, "17: a subgroup gets another home")
+        self._require(plan.homes[:count] == before.homes, "17: a subgroup gets another home")
         self._require(plan.staging_slots >= before.staging_slots, "17: a staging slot goes")
         self._adopt(plan)
 
@@ -614,7 +612,7 @@ class CheckedExecutor:
 
     def _issued_copy(self, copy: CopyIn | CopyOut) -> None:
         subgroup = self._subgroups[copy.subgroup]
-        resident = self._plan.resident[copy.subgroup]
+        resident = self._plan.is_resident(copy.subgroup)
         self._require(not self._plan.at_home_on_gpu(copy.subgroup), "10: a copy of state at home on the GPU")
         self._require(subgroup.run is None and subgroup.copy is None, "10: a copy amid a visit or another copy")
         self._require(not subgroup.reads and not subgroup.writes, "10: a copy amid transfers")

@@ -105,7 +105,7 @@ class SimData:
         self.resident = {
             subgroup.index: np.full(subgroup.state_bytes // FP32.item_bytes, RUBBISH, np.uint32)
             for subgroup in plan.layout.subgroups
-            if plan.resident[subgroup.index]
+            if plan.is_resident(subgroup.index)
         }
         gpu_words = plan.gpu_slot_bytes // FP32.item_bytes
         self.gpu = [np.full(gpu_words, RUBBISH, np.uint32) for _ in range(plan.gpu_slots)]

@@ -20,7 +20,6 @@ from offload import waits
 from offload.checkpoint import commit
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.folder import DirectoryFolder
-from offload.checkpoint.manifest import Piece
 from offload.checkpoint.reader import Checkpoint
 from offload.session import ending
 
@@ -36,8 +35,7 @@ class Shard:
         self.weight = torch.randn(WHOLE, generator=generator).bfloat16()[start:stop].clone()
         gradient = torch.randn(WHOLE, generator=generator).bfloat16()[start:stop].clone()
         self.gradient = gradient
-        self.pieces = [Piece(start, WHOLE)]
-        parameter = offload.Parameter("weight", stop - start, offload.DtypeCode.BFLOAT16, 0)
+        parameter = offload.Parameter("weight", stop - start, offload.DtypeCode.BFLOAT16, 0, start, WHOLE)
         self.engine = offload.Engine([parameter], offload.OffloadConfig(subgroup_numel=1024, **config))
         self.engine.bind_weight(0, self.weight.data_ptr())
         self.engine.bind_gradient(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
@@ -71,7 +69,7 @@ def test_pieces_of_a_parameter_are_read_by_any_number_of_ranks(tmp_path: Path) -
         rank.step()
     id = uuid.uuid4().hex
     for number, rank in enumerate(ranks):
-        rank.engine.save(tmp_path / "ck", pieces=rank.pieces, id=id, rank=number, ranks=2)
+        rank.engine.save(tmp_path / "ck", id=id, rank=number, ranks=2)
         assert number or not is_checkpoint(tmp_path / "ck"), "committed without all ranks"
     for rank in ranks:
         rank.engine.wait_checkpoint(60)
@@ -84,7 +82,7 @@ def test_pieces_of_a_parameter_are_read_by_any_number_of_ranks(tmp_path: Path) -
         with Checkpoint(tmp_path / "ck") as checkpoint:
             for rank in others:
                 rank.weight.zero_()
-                rank.engine.load(checkpoint, pieces=rank.pieces)
+                rank.engine.load(checkpoint)
         for rank in others:
             rank.step()
         assert all(torch.equal(left, right) for left, right in zip(joined(others), after, strict=True))
@@ -98,9 +96,7 @@ def test_without_all_ranks_there_is_no_checkpoint(tmp_path: Path, monkeypatch: p
     failed = threading.Event()
     for rank in ranks:
         rank.step()
-    ranks[0].engine.save(
-        tmp_path / "ck", pieces=ranks[0].pieces, id="a" * 32, rank=0, ranks=2, on_done=lambda error: failed.set()
-    )
+    ranks[0].engine.save(tmp_path / "ck", id="a" * 32, rank=0, ranks=2, on_done=lambda error: failed.set())
     with pytest.raises(offload.CheckpointError, match="other ranks"):
         ranks[0].engine.wait_checkpoint(60)
     assert failed.wait(60)
@@ -120,14 +116,14 @@ def two(tmp_path: Path) -> list[Shard]:
 
 
 def save(rank: int, ranks: list[Shard], folder: Path, id: str) -> None:
-    ranks[rank].engine.save(folder, pieces=ranks[rank].pieces, id=id, rank=rank, ranks=2)
+    ranks[rank].engine.save(folder, id=id, rank=rank, ranks=2)
 
 
 def assert_holds(folder: Path, expected: list[torch.Tensor]) -> None:
     (other,) = shards([0, WHOLE])
     with Checkpoint(folder) as checkpoint:
         other.weight.zero_()
-        other.engine.load(checkpoint, pieces=other.pieces)
+        other.engine.load(checkpoint)
     assert all(torch.equal(left, right) for left, right in zip(other.state(), expected, strict=True))
     other.engine.close()
 
@@ -290,7 +286,7 @@ def test_ctrl_c_is_a_way_out_of_waiting_for_another_rank(
 ) -> None:
     ranks = two(tmp_path)
     ranks[0].step()
-    ranks[0].engine.save(tmp_path / "old", pieces=ranks[0].pieces)
+    ranks[0].engine.save(tmp_path / "old")
     ranks[0].engine.wait_checkpoint(60)
     save(0, ranks, tmp_path / "ck", "a" * 32)
     monkeypatch.setattr(waits, "SETTLE_S", 0.05)
@@ -306,7 +302,7 @@ def test_ctrl_c_is_a_way_out_of_waiting_for_another_rank(
     with monkeypatch.context() as patch, Checkpoint(tmp_path / "old") as old:
         patch.setattr(waits, "wait_for", wait_for)
         calls = {
-            "load": lambda: engine.load(old, pieces=ranks[0].pieces),
+            "load": lambda: engine.load(old),
             "save": lambda: save(0, ranks, tmp_path / "next", "b" * 32),
         }
         with pytest.raises(KeyboardInterrupt):

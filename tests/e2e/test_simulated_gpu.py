@@ -34,6 +34,7 @@ from offload.engine import pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
 from offload.optim import routes
+from offload.plan import Home
 from offload.protocols import SEGMENT_DTYPE, DeviceLane
 from offload.session import setup
 from offload.sim import HazardError, SimulatedDevice
@@ -582,13 +583,24 @@ def test_what_is_free_after_backward_is_used(tmp_path: Path) -> None:
         assert optimizer.state_dict()["state"] == {}
         assert optimizer._late.opened is None
         train(optimizer, parameters, range(3))
-        assert optimizer.engine.plan.gpu_bytes == optimizer.engine.plan.state_bytes
+        assert optimizer.engine.plan.home_bytes[Home.GPU] == optimizer.engine.plan.state_bytes
         assert same(states(optimizer, parameters), on_cpu(range(3)))
     with OnDevice(
         parameters, device=SimulatedDevice(1 << 20), offload=config(tmp_path, gpu_memory="auto")
     ) as optimizer:
         assert "GPU" in str(optimizer.plan)  # before the first step: nobody knows what backward will take
-        assert optimizer.engine.plan.gpu_bytes == 0
+        assert optimizer.engine.plan.home_bytes[Home.GPU] == 0
+
+
+@pytest.mark.parametrize("gpu_memory", [10**6, 30_000], ids=["all", "some"])
+def test_state_at_home_on_the_gpu_is_resident(tmp_path: Path, gpu_memory: int) -> None:
+    settings = config(tmp_path, gpu_memory=gpu_memory, host_memory=0)
+    with OnDevice(weights(), device=SimulatedDevice(4 << 20), offload=settings) as optimizer:
+        found = optimizer.metrics()
+        assert 0 < found["gpu_bytes"] == found["resident_bytes"] <= gpu_memory
+        assert found["resident_bytes"] + found["streamed_bytes"] == found["state_bytes"]
+        assert found["resident_share"] == found["gpu_bytes"] / found["state_bytes"]
+        assert (found["resident_share"] == 1.0) == (gpu_memory == 10**6)
 
 
 @pytest.mark.parametrize("given", [1.0, 0.45, 0.15])
@@ -607,9 +619,9 @@ def test_auto_takes_less_where_the_gpu_gives_less(tmp_path: Path, given: float) 
     with OnDevice(parameters, device=device, offload=settings) as optimizer:
         train(optimizer, parameters, range(3))
         plan = optimizer.engine.plan
-        assert (plan.gpu_bytes == plan.state_bytes) == (given == 1.0)
-        assert plan.gpu_bytes <= given * needed
-        assert plan.gpu_bytes > 0
+        assert (plan.home_bytes[Home.GPU] == plan.state_bytes) == (given == 1.0)
+        assert plan.home_bytes[Home.GPU] <= given * needed
+        assert plan.home_bytes[Home.GPU] > 0
         assert same(states(optimizer, parameters), on_cpu(range(3)))
 
 
@@ -618,7 +630,7 @@ def test_auto_leaves_what_the_device_wants_left(tmp_path: Path) -> None:
     device.reserve_bytes = (1 << 20) - 80_000
     with OnDevice(parameters, device=device, offload=config(tmp_path, gpu_memory="auto")) as optimizer:
         train(optimizer, parameters, range(1))
-        assert 0 < optimizer.engine.plan.gpu_bytes <= 80_000 - 4 * 12_288
+        assert 0 < optimizer.engine.plan.home_bytes[Home.GPU] <= 80_000 - 4 * 12_288
         assert device.free_bytes() >= device.reserve_bytes - 2000  # sums of gradients
 
 

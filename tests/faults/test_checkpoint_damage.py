@@ -396,7 +396,8 @@ def test_a_manifest_that_names_no_rule_is_adam_s() -> None:
     head = f'{{"format": "offload-manifest", "version": 1, "crc32c": {crc32c_of(body)}, "nbytes": {len(body)}}}'
     content = head.encode() + b"\n" + body
     manifest = decode(content, "the manifest")
-    assert [(p.start, p.full_numel, p.shape) for p in manifest.pieces] == [(0, 1500, (3, 500)), (16, 600, None)]
+    places = [(p.start, p.unsharded_numel, p.shape) for p in manifest.layout.parameters]
+    assert places == [(0, 1500, (3, 500)), (16, 600, None)]
     assert str(manifest.stores[0].store) == "5183d2c2-9621-42cc-a3a9-45c4b6b2aa43"
     assert len(manifest.tiles) == 6
     assert manifest.layout.rule.name == "adam"

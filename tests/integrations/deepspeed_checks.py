@@ -280,6 +280,35 @@ def model_variants_equal_stock(folder: Path) -> None:
 
 
 @check
+def pieces_know_their_place(folder: Path) -> None:
+    """The ranks' pieces of a parameter are all of it, and each has the weights that its place says."""
+    import deepspeed
+    import torch
+    from deepspeed_runs import Case, training
+
+    for stage in (1, 2, 3):
+        with training(Case(stage, offload=paths(folder)), ours=True) as engine:
+            weights = dict(engine.module.named_parameters())
+            with deepspeed.zero.GatheredParameters(list(weights.values()), enabled=stage == 3):
+                wholes = {name: weight.detach().reshape(-1).clone() for name, weight in weights.items()}
+            shard = engine.optimizer.shard
+            found = []
+            for number, parameter in enumerate(shard.engine.plan.layout.parameters):
+                piece, start, stop = shard.pieces[number], parameter.start, parameter.start + parameter.numel
+                weight = shard.weights[piece.flat][piece.offset : piece.offset + piece.numel]
+                assert torch.equal(weight, wholes[parameter.name][start:stop]), f"{stage} {parameter.name}"
+                assert parameter.unsharded_numel == wholes[parameter.name].numel()
+                found.append((parameter.name, start, stop))
+            everyone: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(everyone, found)
+            ends = dict.fromkeys(wholes, 0)
+            for name, start, stop in sorted(piece for pieces in everyone for piece in pieces):
+                assert start == ends[name]
+                ends[name] = stop
+            assert ends == {name: whole.numel() for name, whole in wholes.items()}
+
+
+@check
 def zero_init_equals_stock(folder: Path) -> None:
     import deepspeed
     import torch

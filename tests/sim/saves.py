@@ -179,7 +179,7 @@ class Session:
             return False
         before.data.crash(self.rng)  # of what was never synced nothing is promised
         newest = max(committed)
-        streamed = [s for s in self.plan.layout.subgroups if not self.plan.resident[s.index]]
+        streamed = [s for s in self.plan.layout.subgroups if not self.plan.is_resident(s.index)]
         records = {tile: committed[newest][tile] for s in streamed for tile, _, _ in s.tiles}
         limits = {n: path.available_bytes for n, path in enumerate(self.plan.budgets.paths)}
         trial = deepcopy(self.machine.index)

@@ -15,7 +15,7 @@ from offload.engine.machine import Machine, update_visits
 from offload.engine.operations import Begin, Extend, Reshare, Run, Sweep, Visit
 from offload.errors import InfeasiblePlanError, InternalError, OffloadError
 from offload.layout import Layout, Parameter, build_layout, extend_layout
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, make_plan, visit_order
+from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Placement, Plan, Rates, make_plan, visit_order
 from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES
 from offload.sim import (
@@ -80,11 +80,11 @@ def tight_plan(rng: random.Random, layout: Layout) -> Plan:
     host_bytes = rng.choice((0, 0, 0, layout.state_bytes // 3, layout.state_bytes // 2, layout.state_bytes))
     staging_bytes = rng.choice((1, 1, 2, 2, 3, 3, 4, 5, 6)) * max(layout.max_subgroup_bytes, LEAST_SLOT_BYTES)
     shares = [rng.choice((0.1, 1.0, 1.0, 3.0)) for _ in range(paths)]
-    budgets, copied = Budgets(host_bytes, staging_bytes), []
+    budgets, placements = Budgets(host_bytes, staging_bytes), ()
     if rng.random() < 0.5:
         gpu_bytes = rng.choice((0, 0, layout.state_bytes // 4, layout.state_bytes))
         gpu_staging_bytes = rng.randrange(1, 5) * layout.max_subgroup_bytes
-        copied = [rng.random() < 0.5 for _ in layout.subgroups]
+        placements = random_placements(rng, len(layout.subgroups))
         budgets = Budgets(
             host_bytes,
             staging_bytes,
@@ -97,7 +97,7 @@ def tight_plan(rng: random.Random, layout: Layout) -> Plan:
         offers = [
             PathBudget(f"path{i}", limit, share) for i, (limit, share) in enumerate(zip(limits, shares, strict=True))
         ]
-        return make_plan(layout, replace(budgets, paths=tuple(offers)), copied=copied)
+        return make_plan(layout, replace(budgets, paths=tuple(offers)), placements=placements)
 
     roomy = plan([ROOMY_BYTES] * paths)
     if not roomy.staging_slots or rng.random() < 0.3:
@@ -105,6 +105,10 @@ def tight_plan(rng: random.Random, layout: Layout) -> Plan:
     demand = roomy.storage_bytes + (max(roomy.slot_counts) + SECTOR_BYTES) * (paths - 1)
     cuts = sorted(rng.randrange(demand + 1) for _ in range(paths - 1))
     return plan([stop - start for start, stop in zip([0, *cuts], [*cuts, demand], strict=True)])
+
+
+def random_placements(rng: random.Random, count: int) -> tuple[Placement, ...]:
+    return tuple(Placement.GPU if rng.random() < 0.5 else Placement.CPU for _ in range(count))
 
 
 def random_sweep(rng: random.Random, plan: Plan) -> tuple[Visit, ...]:
@@ -179,16 +183,16 @@ def make_changing_scenario(seed: int) -> Scenario:
         Parameter(f"added{i}", rng.randrange(1, 5000), rng.choice(dtypes), 0) for i in range(rng.randrange(1, 4))
     ]
     layout = extend_layout(plan.layout, added, 1024, 4096)
-    copied = [plan.updates_on_gpu(subgroup.index) for subgroup in plan.layout.subgroups]
-    copied += [plan.uses_gpu and rng.random() < 0.5 for _ in layout.subgroups[len(copied) :]]
+    more = len(layout.subgroups) - len(plan.homes) if plan.uses_gpu else 0
+    placements = plan.placements + random_placements(rng, more)
     # Room for what is added, on one of the paths.
-    room = 2 * sum(nbytes + SECTOR_BYTES for s in layout.subgroups[len(plan.resident) :] for _, _, nbytes in s.tiles)
+    room = 2 * sum(nbytes + SECTOR_BYTES for s in layout.subgroups[len(plan.homes) :] for _, _, nbytes in s.tiles)
     room += len(plan.budgets.paths) * (max(s.tile_numel for s in layout.subgroups) * 4 + SECTOR_BYTES)
     paths, chosen = list(plan.budgets.paths), rng.randrange(len(plan.budgets.paths))
     paths[chosen] = replace(paths[chosen], available_bytes=paths[chosen].available_bytes + room)
     wider = replace(plan, budgets=replace(plan.budgets, paths=tuple(paths)))
     try:
-        grown = make_plan(layout, wider.budgets, kept=wider, copied=copied)
+        grown = make_plan(layout, wider.budgets, kept=wider, placements=placements)
     except InfeasiblePlanError:
         return scenario
     if grown.uses_gpu != plan.uses_gpu or grown.gpu_slots < plan.gpu_slots:  # no rates; no memory for the first plan

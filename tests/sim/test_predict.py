@@ -11,7 +11,18 @@ import pytest
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.layout import Parameter, build_layout
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan, estimate, make_plan
+from offload.plan import (
+    Budgets,
+    GpuRates,
+    PathBudget,
+    PathRates,
+    Placement,
+    Plan,
+    Rates,
+    choose_plan,
+    estimate,
+    make_plan,
+)
 from offload.sim import predict
 
 GIB = 1 << 30
@@ -102,7 +113,8 @@ def on_gpu(subgroups: int, slots: int, copied: list[bool], gpu_home: int = 0, *,
     budgets = Budgets(
         layout.state_bytes, gpu_bytes=gpu_home * size, gpu_staging_bytes=slots * size, weights_on_gpu=weights
     )
-    return make_plan(layout, budgets, copied=copied)
+    placements = [Placement.GPU if gpu else Placement.CPU for gpu in copied]
+    return make_plan(layout, budgets, placements=placements)
 
 
 def test_one_gpu_slot_goes_in_turn():

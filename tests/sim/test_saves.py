@@ -82,7 +82,7 @@ def small_session(crash: int | None, host_bytes: int, seed: int = 0) -> saves.Se
 @pytest.mark.parametrize("resident", [0.0, 0.5, 1.0])
 def test_a_crash_at_every_event_leaves_a_whole_checkpoint(resident: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each event of steps and checkpoints: there is the last committed state afterwards, or the one on its way."""
-    monkeypatch.setattr(swarm, "random_sweep", lambda rng, plan: swarm.update_visits(plan, range(len(plan.resident))))
+    monkeypatch.setattr(swarm, "random_sweep", lambda rng, plan: swarm.update_visits(plan, range(len(plan.homes))))
     host_bytes = int(resident * build_layout(SMALL, 1024, 4096).state_bytes)
     whole = small_session(None, host_bytes).run(ACTIONS)
     assert whole.how == "done"

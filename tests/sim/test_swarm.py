@@ -15,7 +15,7 @@ from offload.engine.machine import Machine
 from offload.engine.operations import Extend
 from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
-from offload.plan import Budgets, PathBudget, PathRates, Plan, Rates, make_plan
+from offload.plan import Budgets, Home, PathBudget, PathRates, Plan, Rates, make_plan
 from offload.sim import CheckedExecutor, SimExecutor
 
 
@@ -30,7 +30,7 @@ def run_seeds(seeds: range, make: Callable[[int], swarm.Scenario] = swarm.make_s
             raise
         found[outcome.how] += 1
         found["grown"] += scenario.grown is not None and outcome.how == "done"
-        found["streamed"] += scenario.plan.staging_slots < len(scenario.plan.resident) - sum(scenario.plan.resident)
+        found["streamed"] += scenario.plan.staging_slots < scenario.plan.homes.count(Home.STREAMED)
     return found
 
 

@@ -29,6 +29,15 @@ parameter_lists = st.lists(
 ).map(lambda rows: [Parameter(f"p{i}", *row) for i, row in enumerate(rows)])
 
 
+def test_a_piece_knows_its_place_in_the_unsharded_parameter() -> None:
+    whole = Parameter("p", 10, DtypeCode.BFLOAT16, 0)
+    assert (whole.start, whole.unsharded_numel) == (0, 10)
+    assert Parameter("p", 0, DtypeCode.BFLOAT16, 0, 10, 10).unsharded_numel == 10
+    for start, unsharded_numel in ((1, 10), (-1, 20), (11, 20), (0, 9), (1, 0)):
+        with pytest.raises(ConfigError, match=r"p has 10 elements of"):
+            Parameter("p", 10, DtypeCode.BFLOAT16, 0, start, unsharded_numel)
+
+
 def test_one_small_parameter():
     layout = build_layout([Parameter("p", 1, DtypeCode.BFLOAT16, 0)], 1 << 20)
     (subgroup,) = layout.subgroups

@@ -28,7 +28,7 @@ from offload.engine.operations import (
 )
 from offload.errors import InternalError, TierError, TierFullError
 from offload.layout import Parameter, build_layout
-from offload.plan import Budgets, PathBudget, Plan, make_plan, visit_order
+from offload.plan import Budgets, Home, PathBudget, Placement, Plan, make_plan, visit_order
 from offload.protocols import SECTOR_BYTES
 
 SUBGROUP_BYTES = 3 * SECTOR_BYTES
@@ -40,7 +40,7 @@ def make(subgroups: int, slots: int, resident: int = 0, limits: tuple[int, ...] 
     layout = build_layout([Parameter("p", 1024 * subgroups, DtypeCode.BFLOAT16, 0)], 1024, SECTOR_BYTES)
     offers = tuple(PathBudget(f"path{i}", limit) for i, limit in enumerate(limits))
     plan = make_plan(layout, Budgets(resident * SUBGROUP_BYTES, slots * SUBGROUP_BYTES, offers))
-    assert sum(plan.resident) == resident
+    assert plan.homes.count(Home.HOST) == resident
     return machine_for(plan)
 
 
@@ -367,9 +367,10 @@ def test_steady_traffic_is_the_streamed_state_less_the_staging_memory(subgroups,
 # Visits on a GPU
 
 
-def make_gpu(copied: list[bool], *, gpu_slots: int = 1, resident: int | None = None, slots: int = 1) -> Machine:
+def make_gpu(on_gpu: list[bool], *, gpu_slots: int = 1, resident: int | None = None, slots: int = 1) -> Machine:
     """Return a machine over equal subgroups, of which the GPU updates those that are marked."""
-    count = len(copied)
+    count = len(on_gpu)
+    placements = [Placement.GPU if gpu else Placement.CPU for gpu in on_gpu]
     layout = build_layout([Parameter("p", 1024 * count, DtypeCode.BFLOAT16, 0)], 1024, SECTOR_BYTES)
     budgets = Budgets(
         (count if resident is None else resident) * SUBGROUP_BYTES,
@@ -378,7 +379,7 @@ def make_gpu(copied: list[bool], *, gpu_slots: int = 1, resident: int | None = N
         gpu_staging_bytes=gpu_slots * SUBGROUP_BYTES,
         weights_on_gpu=True,
     )
-    return machine_for(make_plan(layout, budgets, copied=copied))
+    return machine_for(make_plan(layout, budgets, placements=placements))
 
 
 def step(machine: Machine, number: int) -> Begin:
@@ -456,6 +457,6 @@ def test_gpu_slots_follow_the_plan_between_steps():
     machine.take_finished()
     plan = machine.plan
     budgets = replace(plan.budgets, gpu_staging_bytes=SUBGROUP_BYTES)
-    give(machine, Extend(make_plan(plan.layout, budgets, copied=plan.on_gpu)))
+    give(machine, Extend(make_plan(plan.layout, budgets, placements=plan.placements)))
     slots = [operation.gpu_slot for operation in finish(machine, give(machine, step(machine, 2)))]
     assert set(slots) == {0}, "one is left"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Parameter, build_layout, extend_layout
-from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan, visit_order
+from offload.plan import Budgets, Home, PathBudget, PathRates, Rates, make_plan, visit_order
 from offload.plan.budget import DEFAULT_STAGING_SLOTS
 from offload.protocols import SECTOR_BYTES
 
@@ -28,18 +28,18 @@ def paths(*limits: int) -> tuple[PathBudget, ...]:
 
 def test_state_that_fits_stays_in_host_memory():
     plan = make_plan(layout_of(5), Budgets(5 * SUBGROUP_BYTES))
-    assert plan.resident == (True,) * 5
-    assert plan.staging_slots == plan.staging_bytes == plan.storage_bytes == plan.streamed_bytes == 0
-    assert plan.resident_bytes == plan.state_bytes == 5 * SUBGROUP_BYTES
-    assert plan.host_bytes == plan.resident_bytes + plan.overhead_bytes
+    assert plan.homes == (Home.HOST,) * 5
+    assert plan.staging_slots == plan.staging_bytes == plan.storage_bytes == plan.home_bytes[Home.STREAMED] == 0
+    assert plan.home_bytes[Home.HOST] == plan.state_bytes == 5 * SUBGROUP_BYTES
+    assert plan.host_bytes == plan.home_bytes[Home.HOST] + plan.overhead_bytes
 
 
 def test_first_subgroups_stay_the_others_stream():
     plan = make_plan(layout_of(5), Budgets(2 * SUBGROUP_BYTES + 1, 2 * SUBGROUP_BYTES, paths(1 << 30), 100))
-    assert plan.resident == (True, True, False, False, False)
+    assert plan.homes == (Home.HOST,) * 2 + (Home.STREAMED,) * 3
     assert (plan.staging_slots, plan.slot_bytes) == (2, SUBGROUP_BYTES)
-    assert plan.resident_bytes + plan.streamed_bytes == plan.state_bytes
-    assert plan.host_bytes == plan.resident_bytes + plan.staging_bytes + 100 + plan.overhead_bytes
+    assert plan.home_bytes[Home.HOST] + plan.home_bytes[Home.STREAMED] == plan.state_bytes
+    assert plan.host_bytes == plan.home_bytes[Home.HOST] + plan.staging_bytes + 100 + plan.overhead_bytes
     # Nine live tiles of a sector each, and six more while two subgroups are flushed.
     assert plan.slot_counts == {SECTOR_BYTES: 15}
     assert plan.storage_bytes == 15 * 2 * SECTOR_BYTES
@@ -128,11 +128,13 @@ def test_plan_is_never_over_budget(numels, host_bytes, staging_bytes, limits):
         plan = make_plan(layout, Budgets(host_bytes, staging_bytes, paths(*limits)))
     except InfeasiblePlanError:
         return
-    assert plan.resident_bytes <= host_bytes
+    assert plan.home_bytes[Home.HOST] <= host_bytes
     assert plan.storage_bytes <= sum(limits)
     assert staging_bytes is None or plan.staging_bytes <= staging_bytes or not plan.staging_slots
     assert all(
-        subgroup.state_bytes <= plan.slot_bytes for subgroup in layout.subgroups if not plan.resident[subgroup.index]
+        subgroup.state_bytes <= plan.slot_bytes
+        for subgroup in layout.subgroups
+        if not plan.is_resident(subgroup.index)
     )
     assert str(plan)
 
@@ -143,9 +145,9 @@ def test_kept_homes_stay():
     before = make_plan(layout, budgets)
     longer = extend_layout(layout, [Parameter("more", 3000, DtypeCode.BFLOAT16, 0)], 1024)
     after = make_plan(longer, budgets, kept=before)
-    assert after.resident[:4] == before.resident
+    assert after.homes[:4] == before.homes
     assert after.staging_slots == before.staging_slots
-    assert not any(after.resident[4:]), "the budget was spent before"
+    assert set(after.homes[4:]) == {Home.STREAMED}, "the budget was spent before"
 
 
 def test_added_subgroups_do_not_take_staging_slots_away():

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Parameter, build_layout
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Rates, choose_plan, estimate, make_plan
+from offload.plan import (
+    Budgets,
+    GpuRates,
+    Home,
+    PathBudget,
+    PathRates,
+    Placement,
+    Rates,
+    choose_plan,
+    estimate,
+    make_plan,
+)
 
 GIB = 1 << 30
 
@@ -62,8 +73,8 @@ def test_no_budget_is_exceeded_and_no_fixed_choice_is_better(problem):
             choose_plan(layout, budgets, found, "cpu")
         return
     assert plan == choose_plan(layout, budgets, found), "not deterministic"
-    assert plan.resident_bytes <= budgets.host_bytes
-    assert plan.gpu_bytes <= budgets.gpu_bytes
+    assert plan.home_bytes[Home.HOST] <= budgets.host_bytes
+    assert plan.home_bytes[Home.GPU] <= budgets.gpu_bytes
     assert plan.gpu_slots * plan.gpu_slot_bytes <= budgets.gpu_staging_bytes
     assert budgets.staging_bytes is None or plan.staging_bytes <= budgets.staging_bytes
     assert plan.storage_bytes <= sum(path.available_bytes for path in budgets.paths)
@@ -85,16 +96,17 @@ def test_the_gpu_takes_what_the_cpu_cannot():
     budgets = Budgets(layout.state_bytes, gpu_staging_bytes=4 * SIZE)
     found = Rates(1e9, gpu=GpuRates(1e12, 1e9, 1e9))
     plan = choose_plan(layout, budgets, found)
-    assert sum(plan.on_gpu) in (49, 50, 51)
+    assert plan.placements.count(Placement.GPU) in (49, 50, 51)
     assert estimate(plan, found).step_s == pytest.approx(layout.state_bytes / 1e9 / 2, rel=0.05)
     # Neighbours alternate, so that both have something to do all the time.
-    assert all(any(plan.on_gpu[i : i + 3]) and not all(plan.on_gpu[i : i + 3]) for i in range(98))
+    assert all(set(plan.placements[i : i + 3]) == set(Placement) for i in range(98))
 
 
 def test_a_slow_link_leaves_everything_to_the_cpu():
     layout = even(20)
     budgets = Budgets(layout.state_bytes, gpu_staging_bytes=4 * SIZE)
-    assert not any(choose_plan(layout, budgets, Rates(1e9, gpu=GpuRates(1e12, 1e7, 1e7))).on_gpu)
+    plan = choose_plan(layout, budgets, Rates(1e9, gpu=GpuRates(1e12, 1e7, 1e7)))
+    assert set(plan.placements) == {Placement.CPU}
 
 
 def test_memory_that_is_shared_makes_the_copies_dearer():
@@ -112,9 +124,10 @@ def test_what_is_at_home_on_the_gpu_is_updated_there():
     layout = even(10)
     budgets = Budgets(layout.state_bytes, gpu_bytes=3 * SIZE, weights_on_gpu=True)
     plan = choose_plan(layout, budgets, Rates(1e9, gpu=GpuRates(1e12, 1e9, 1e9)))
-    assert plan.gpu_home == plan.on_gpu == (True,) * 3 + (False,) * 7
-    assert plan.gpu_bytes == 3 * SIZE
-    assert plan.resident_bytes == 7 * SIZE
+    assert plan.homes == (Home.GPU,) * 3 + (Home.HOST,) * 7
+    assert plan.placements == (Placement.GPU,) * 3 + (Placement.CPU,) * 7
+    assert plan.home_bytes[Home.GPU] == 3 * SIZE
+    assert plan.home_bytes[Home.HOST] == 7 * SIZE
     assert "3 subgroups at home" in str(plan)
 
 
