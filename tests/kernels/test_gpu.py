@@ -108,6 +108,12 @@ def kernel(request):
         yield Synchronous(device)
 
 
+@pytest.fixture(scope="module")
+def large_sizes(kernel):
+    """None in the interpreter, which runs one program after the other: four blocks show what fifty would."""
+    return () if kernel.kernel.device.type == "cpu" else (65_536, 65_537, 200_003)
+
+
 def test_one_table_of_everything(kernel):
     """Large segments among many tiny ones, some of them inactive, in every combination of dtypes and alignments."""
     flags = [*UPDATES, *OTHERS]
