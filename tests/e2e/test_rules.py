@@ -44,14 +44,20 @@ class PaperLion(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             (beta1, beta2), sign = group["betas"], -1 if group.get("maximize") else 1
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
                 update = (beta1 * momentum + (1 - beta1) * sign * p.grad).sign()
                 p.sub_(group["lr"] * (update + group["weight_decay"] * p))
                 momentum.mul_(beta2).add_(sign * p.grad, alpha=1 - beta2)
 
 
-THEIRS = {offload.Lion: PaperLion, offload.Adagrad: torch.optim.Adagrad, offload.SGD: torch.optim.SGD}
+THEIRS = {
+    offload.Lion: PaperLion,
+    offload.Adagrad: torch.optim.Adagrad,
+    offload.SGD: torch.optim.SGD,
+    offload.AdamW: torch.optim.AdamW,
+}
+"""What each optimizer is compared with: torch's own, or the paper."""
 
 
 def weights(*dtypes: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -161,11 +167,7 @@ def test_bits_are_the_same_on_a_device(
         assert_same(state_of(optimizer, parameters), wanted)
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [pair for pair in OPTIMIZERS.values() if pair[0] in THEIRS],
-    ids=[name for name, pair in OPTIMIZERS.items() if pair[0] in THEIRS],
-)
+@every_optimizer
 def test_near_torch_over_many_steps(kind: Any, settings: dict[str, Any]) -> None:
     """Two hundred steps; a sign may differ where the momentum is nearly 0, and then by one step of Lion."""
     ours, theirs = weights(torch.float32), weights(torch.float64)
@@ -266,15 +268,13 @@ def test_a_checkpoint_of_another_rule_is_refused(tmp_path: Path) -> None:
             assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
 
 
-@pytest.mark.parametrize("theirs", [torch.optim.SGD, torch.optim.Adagrad])
-def test_state_of_torchs_own_comes_in(theirs: Any) -> None:
-    settings = {"momentum": 0.9} if theirs is torch.optim.SGD else {}
-    kind = {torch.optim.SGD: offload.SGD, torch.optim.Adagrad: offload.Adagrad}[theirs]
+@every_optimizer
+def test_state_of_torchs_own_comes_in(kind: Any, settings: dict[str, Any]) -> None:
     parameters = weights(torch.float32)
-    other = theirs(parameters, lr=1e-2, **settings)
+    other = THEIRS[kind](parameters, **settings)
     train(other, parameters, 0, 3, clip=False)
     again = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
-    with kind(again, lr=1e-2, **settings) as optimizer:
+    with kind(again, **settings) as optimizer:
         optimizer.load_state_dict(other.state_dict())
         train(optimizer, again, 4, 2, clip=False)
         train(other, parameters, 4, 2, clip=False)
@@ -336,7 +336,7 @@ def test_a_state_dict_of_another_rule_is_refused(theirs: Any) -> None:
 
 def test_state_takes_the_bytes_that_the_rule_says() -> None:
     found = {}
-    for kind in (offload.AdamW, offload.Lion, offload.Adagrad, offload.SGD):
+    for kind in {kind for kind, _ in OPTIMIZERS.values()}:
         parameters = [torch.nn.Parameter(torch.zeros(1 << 16, dtype=torch.bfloat16))]
         with kind(parameters) as optimizer:
             found[kind.rule.name] = optimizer.metrics()["state_bytes"] / (1 << 16)

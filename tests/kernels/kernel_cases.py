@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ class Case:
             master=values(seed, numel, torch.float32, kind),
             state=[
                 # What a root is taken of is negative by mistake only.
-                state.abs() if kind == "plain" and tensor.name in ("exp_avg_sq", "sum") else state
+                state.abs() if kind == "plain" and tensor.name in never_negative(rule) else state
                 for number, tensor in enumerate(rule.state)
                 for state in [values(seed + 1 + number, numel, torch.float32, kind)]
             ],
@@ -170,6 +171,23 @@ def some_scalars(
         decoupled=bool(flags & SegmentFlag.DECOUPLED_DECAY),
         grad_scale=grad_scale,
     )
+
+
+@cache
+def never_negative(rule: UpdateRule) -> frozenset[str]:
+    """Return the tensors of state that no gradient makes negative, which is seen from a first update."""
+    states = [torch.zeros(2) for _ in rule.state]
+    gradient, row = torch.tensor([-1.0, 1.0]), unlike_scalars(rule)
+    reference.update(SegmentTensors(torch.zeros(2), states, gradient, None, SegmentFlag.ACTIVE, row, rule))
+    return frozenset(
+        tensor.name for tensor, state in zip(rule.state, states, strict=True) if bool((state >= 0).all())
+    )
+
+
+def unlike_scalars(rule: UpdateRule) -> Any:
+    """Return scalars of which no two are alike and none is 0 or 1, whatever the rule means by them."""
+    count = len(rule.scalars._fields)
+    return rule.scalars(*(float(np.float32(0.9 - 0.8 * number / count)) for number in range(count)))
 
 
 def table_of(cases: list[Case]) -> np.ndarray:

@@ -24,6 +24,11 @@ def kernel(request):
         yield kernel
 
 
+@pytest.fixture(scope="module")
+def large_sizes():
+    return 65_536, 65_537, 200_003
+
+
 def blocks_of(kernel, source: Placed, numel: int, destination: Placed | None = None) -> np.ndarray:
     blocks = torch.full((blocks_numel(numel) + 1,), -7.0, dtype=torch.float64, device=Placed.device)
     kernel.gradient_blocks(
@@ -59,8 +64,8 @@ def check(kernel, gradient: torch.Tensor, source_offset: int, copy: str, destina
 @pytest.mark.parametrize("copy", ["none", "same", "widen"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["plain", "wild"])
-def test_sizes(kernel, dtype, kind, copy):
-    for numel in (*SIZES, 65_536, 65_537, 200_003):
+def test_sizes(kernel, large_sizes, dtype, kind, copy):
+    for numel in (*SIZES, *large_sizes):
         check(kernel, values(numel, numel, dtype, kind), 0, copy, 0)
 
 

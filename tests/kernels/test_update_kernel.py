@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DTYPES, SIZES, WEIGHT_DTYPES, Case, Placed, same_bits, some_scalars, table_of
+from kernel_cases import DTYPES, SIZES, WEIGHT_DTYPES, Case, Placed, same_bits, some_scalars, table_of, unlike_scalars
 
 from offload.dtypes import DtypeCode
 from offload.errors import InternalError, SessionBrokenError
 from offload.kernels import CpuUpdateKernel, instruction_sets
 from offload.protocols import SegmentFlag
-from offload.rules import ADAGRAD, ADAMW, LION, RULES, SGD_MOMENTUM, segment_dtype
+from offload.rules import ADAMW, RULES, segment_dtype
 
 ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
 LOAD, ZERO = SegmentFlag.LOAD_MASTER, SegmentFlag.ZERO_STATE
@@ -66,12 +66,18 @@ def test_flags(kernel, flags, weight_decay):
     )
 
 
-@pytest.mark.parametrize("rule", [LION, ADAGRAD, SGD_MOMENTUM], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [rule for rule in RULES.values() if rule is not ADAMW], ids=lambda rule: rule.name)
 def test_every_rule(kernel, rule):
+    """With its defaults, of which many are 0, and with scalars that cannot be taken for each other."""
     kinds = itertools.product((1, 63, 4097), ("plain", "wild"), DTYPES, WEIGHT_DTYPES)
     cases = [
         Case.make(numel, seed=i, kind=kind, gradient_dtype=g, weight_dtype=w, flags=UPDATES[4 * (i % 2)], rule=rule)
         for i, (numel, kind, g, w) in enumerate(kinds)
+    ]
+    scalars = unlike_scalars(rule)
+    cases += [
+        Case.make(333, kind=kind, gradient_dtype=g, weight_dtype=w, flags=flags, scalars=scalars, rule=rule)
+        for kind, g, w, flags in itertools.product(("plain", "wild"), DTYPES, (torch.bfloat16, None), UPDATES[::4])
     ]
     run_and_check(kernel, cases + [Case.make(333, flags=flags, rule=rule) for flags in (*UPDATES, *OTHERS)])
 

@@ -1,0 +1,24 @@
+"""Which tests of the kernels take over a second in Triton's interpreter, and in no other kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+# Faster ones of test_gpu.py show the same: `test_one_table_of_everything` all alignments and kinds of segments, sizes
+# from 4095 on several blocks, `test_every_sixteen_bit_value_accumulates` every 16-bit value, and ties between two.
+SLOW = (
+    "test_accumulation[interpreter-wild-dtype0",
+    "test_accumulation[interpreter-wild-dtype1",
+    "test_any_alignment[interpreter",
+    "test_any_table[interpreter",
+    "test_every_sixteen_bit_gradient_and_weight[interpreter",
+    "test_rounding_of_the_weight[interpreter",
+    "test_sizes[interpreter-12345",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.name.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
