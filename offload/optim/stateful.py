@@ -147,7 +147,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 strict=True,
             )
         )
-        self._late.open()
+        if state_dict["state"]:  # else the GPU's part is still left until backward has shown what it leaves free
+            self._late.open()
         entries = {}
         for key, entry in state_dict["state"].items():
             bound = self._weights.bound.get(by_id[key]) if key in by_id else None
@@ -158,7 +159,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if not says_nothing(entry):
                 entries[bound] = self._state.checked(f"state_dict {key}", entry, bound.parameter)
         with self._lock:
-            self._state.replace_all(entries)
+            if self._late.opened is not None:
+                self._state.replace_all(entries)
             for group, values in zip(self.param_groups, saved, strict=True):
                 group.update({name: deepcopy(values[name]) for name in values if name not in NOT_LOADED})
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -581,6 +581,7 @@ def test_what_is_free_after_backward_is_used(tmp_path: Path) -> None:
         parameters, device=SimulatedDevice(1 << 20), offload=config(tmp_path, gpu_memory="auto")
     ) as optimizer:
         assert optimizer.state_dict()["state"] == {}
+        optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does with every optimizer
         assert optimizer._late.opened is None
         train(optimizer, parameters, range(3))
         assert optimizer.engine.plan.home_bytes[Home.GPU] == optimizer.engine.plan.state_bytes

@@ -1,0 +1,237 @@
+"""Switching it on and off: the one place where transformers is patched."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+
+import offload
+from offload import CheckpointError, ConfigError, OffloadConfig
+
+log = logging.getLogger("offload")
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
+    "offload_adamw": (offload.AdamW, ("betas", "eps")),
+    "offload_adam": (offload.Adam, ("betas", "eps")),
+    "offload_lion": (offload.Lion, ("betas",)),
+    "offload_adagrad": (offload.Adagrad, ()),
+    "offload_sgd": (offload.SGD, ()),
+}
+"""What can be given as `optim`: the class, and which training arguments it takes beside learning rate and decay."""
+
+FOLDER = "optimizer"
+"""The optimizer's folder in a Trainer's checkpoint."""
+
+POINTER = "offload_checkpoint"
+"""The key under which `optimizer.pt` has the name of that folder."""
+
+
+_undo: contextlib.ExitStack | None = None
+
+
+def enable(config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> None:
+    """Let a `Trainer` be given `optim="offload_adamw"`, or another name of `OPTIMIZERS`.
+
+    Args:
+        config: Tiers and budgets of the optimizers that Trainers make from now on: a mapping of the fields of
+            `OffloadConfig`, or a JSON file of one. Where it has no `checkpoints_kept`, `save_total_limit` says it.
+
+    Raises:
+        ConfigError: The config cannot be used, or transformers is not there or lacks what is relied on.
+        OSError: The file cannot be read.
+    """
+    global _undo
+    if isinstance(config, str | os.PathLike):
+        with open(config) as file:
+            settings = OffloadConfig.from_dict(json.load(file))
+    else:
+        settings = config if isinstance(config, OffloadConfig) else OffloadConfig.from_dict(config or {})
+    try:
+        trainer = import_module("transformers.trainer").Trainer
+        names = import_module("transformers.training_args").OptimizerNames
+    except ImportError as error:
+        raise ConfigError("transformers", f"cannot be imported: {error}", "pip install transformers") from error
+    disable()
+    wrappers: dict[str, Callable[[Any], Any]] = {
+        "get_optimizer_cls_and_kwargs": lambda original: staticmethod(functools.partial(_choose, original, settings)),
+        "create_optimizer": lambda original: functools.partialmethod(_create, original),
+        # These have no public name, and no callback stands in their place.
+        "_save_optimizer_and_scheduler": lambda original: functools.partialmethod(_save, original),
+        "_load_optimizer_and_scheduler": lambda original: functools.partialmethod(_load, original),
+    }
+    gone = [name for name in wrappers if not hasattr(trainer, name)]
+    if gone:
+        allowed = f"use a release whose Trainer has {', '.join(gone)}"
+        raise ConfigError("transformers", import_module("transformers").__version__, allowed)
+    with contextlib.ExitStack() as undo:
+        _replace(undo, names, "_missing_", classmethod(functools.partial(_name, names._missing_)))
+        for name, wrapper in wrappers.items():
+            _replace(undo, trainer, name, wrapper(getattr(trainer, name)))
+        _undo = undo.pop_all()
+
+
+def disable() -> None:
+    """Undo `enable`; optimizers that were made stay as they are. Idempotent."""
+    global _undo
+    if _undo is not None:
+        _undo.close()
+    _undo = None
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
+def _name(original: Callable[[Any], Any], kind: Any, value: Any) -> Any:
+    """Stand in for `OptimizerNames._missing_`, which is asked for names that it does not have."""
+    if value not in OPTIMIZERS:
+        return original(value)
+    member = str.__new__(kind, value)
+    member._name_, member._value_ = value.upper(), value
+    return member
+
+
+def _choose(
+    original: Callable[..., Any], settings: OffloadConfig, args: Any, model: torch.nn.Module | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Stand in for `Trainer.get_optimizer_cls_and_kwargs`."""
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in OPTIMIZERS:
+        return cast("tuple[Any, dict[str, Any]]", original(args, model))
+    if getattr(args, "deepspeed", None):
+        allowed = 'leave it out, and give DeepSpeed\'s config a "multi_tier_offload" object'
+        raise ConfigError("optim", name, allowed)
+    kind, taken = OPTIMIZERS[name]
+    given = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    if settings.checkpoints_kept is None:
+        settings = replace(settings, checkpoints_kept=_most(args) or 0)
+    return _named(kind, model), {
+        "lr": args.learning_rate,
+        "offload": settings,
+        **{key: given[key] for key in taken},
+    }
+
+
+def _most(args: Any) -> int | None:
+    """Return how many checkpoints there are at a time, the next one included; None for any number."""
+    limit = args.save_total_limit
+    if limit is None or limit <= 0:
+        return None
+    return int(max(limit, 2 if args.load_best_model_at_end else 1)) + 1  # an old one goes when the new one is whole
+
+
+def _named(kind: type[torch.optim.Optimizer], model: torch.nn.Module | None) -> type[torch.optim.Optimizer]:
+    """Return an optimizer that tells a model's parameters by their names, as checkpoints do."""
+    names = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+
+    class Named(kind):  # type: ignore[misc, valid-type]
+        def __init__(self, params: Iterable[Any], *arguments: Any, **options: Any) -> None:
+            groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
+            if all(id(parameter) in names for group in groups for parameter in group["params"]):
+                groups = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
+            super().__init__(groups, *arguments, **options)
+
+    Named.__name__ = Named.__qualname__ = kind.__name__
+    return Named
+
+
+def _ours(trainer: Any) -> Any:
+    """Return the trainer's optimizer, out of Accelerate's wrapper; None if it is not one of ours, or is sharded."""
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    ours = isinstance(optimizer, tuple(kind for kind, _ in OPTIMIZERS.values()))
+    sharded = getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False)
+    return optimizer if ours and not sharded else None
+
+
+def _create(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Stand in for `Trainer.create_optimizer`: from then on clipping is done in the update itself."""
+    optimizer = original(trainer, *arguments, **options)
+    ours, accelerator = _ours(trainer), trainer.accelerator
+    if ours is not None and "clip_grad_norm_" not in vars(accelerator):
+        clip = accelerator.clip_grad_norm_
+
+        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            updated = {id(parameter) for group in ours.param_groups for parameter in group["params"]}
+            others = any(p.grad is not None and id(p) not in updated for p in parameters)
+            if others or float(norm_type) != 2 or accelerator.scaler is not None:  # which changes gradients itself
+                return clip(parameters, max_norm, norm_type)
+            return ours.clip_grad_norm_(max_norm)
+
+        accelerator.clip_grad_norm_ = clip_grad_norm_
+    return optimizer
+
+
+class _Pointer:
+    """Stands in for an optimizer while a Trainer writes or reads `optimizer.pt`."""
+
+    def __init__(self, take: Callable[[dict[str, Any]], None]) -> None:
+        self._take = take
+
+    def state_dict(self) -> dict[str, Any]:
+        return {POINTER: FOLDER}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._take(state_dict)
+
+
+def _with(trainer: Any, pointer: _Pointer, original: Callable[..., Any], folder: Any) -> None:
+    optimizer, trainer.optimizer = trainer.optimizer, pointer
+    try:
+        original(trainer, folder)
+    finally:
+        trainer.optimizer = optimizer
+
+
+def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
+    """Stand in for `Trainer._save_optimizer_and_scheduler`.
+
+    It waits for the commit, as the Trainer deletes an older checkpoint next: a kill at any time leaves a whole one.
+    """
+    ours = _ours(trainer)
+    if ours is None:
+        original(trainer, output_dir)
+        return
+    saved: list[str] = vars(trainer).setdefault("_offload_saved", [])
+    for folder in [folder for folder in saved if not os.path.isdir(folder)]:  # the Trainer has deleted it
+        saved.remove(folder)
+        with contextlib.suppress(CheckpointError):  # it was released in its turn
+            ours.release_checkpoint(folder)
+    most, folder = _most(trainer.args), os.path.join(output_dir, FOLDER)
+    copy = most is None or ours.engine.config.checkpoints < most
+    ours.save_checkpoint(folder, copy=copy)
+    ours.wait_checkpoint()
+    if not copy:
+        saved.append(folder)
+    _with(trainer, _Pointer(ours.load_state_dict), original, output_dir)
+
+
+def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) -> None:
+    """Stand in for `Trainer._load_optimizer_and_scheduler`."""
+    ours = _ours(trainer)
+    if ours is None or checkpoint is None:
+        original(trainer, checkpoint)
+        return
+
+    def take(state_dict: dict[str, Any]) -> None:
+        if POINTER not in state_dict:  # of torch's, or of a Trainer that did not know us
+            ours.load_state_dict(state_dict)
+            return
+        folder = os.path.join(checkpoint, state_dict[POINTER])
+        ours.load_checkpoint(folder)
+        vars(trainer).setdefault("_offload_saved", []).append(folder)
+
+    _with(trainer, _Pointer(take), original, checkpoint)

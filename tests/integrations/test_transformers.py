@@ -1,0 +1,155 @@
+"""Hugging Face's Trainer with our optimizers: like torch's, killed and resumed, with old checkpoints deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+
+import offload
+import offload.integrations.transformers as offload_transformers
+
+PROGRAM = Path(__file__).with_name("trainer_runs.py")
+
+
+def start(folder: Path, optim: str, steps: int, *rest: str, **environment: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(folder), optim, str(steps), *rest],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def outcome(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, out + errors
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def run(folder: Path, optim: str, steps: int, *rest: str) -> dict[str, Any]:
+    return outcome(start(folder, optim, steps, *rest))
+
+
+@pytest.mark.slow
+def test_a_trainer_trains_as_with_torchs_optimizer(tmp_path: Path) -> None:
+    stock, ours = run(tmp_path / "stock", "adamw_torch", 6), run(tmp_path / "ours", "offload_adamw", 6)
+    assert ours["optimizer"].endswith("transformers.trainer.AdamW")
+    for name in ("losses", "norms"):
+        assert ours[name] == pytest.approx(stock[name], rel=1e-5)
+    assert len(set(ours["losses"])) == 6
+    assert not [*tmp_path.glob("ours/path/*/nothing")]
+    for number in (2, 4, 6):
+        folder = tmp_path / "ours" / f"checkpoint-{number}"
+        assert (folder / "optimizer" / "COMMIT").exists()
+        assert (folder / "optimizer.pt").stat().st_size < 4096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["null", "1", "2"])
+def test_a_killed_trainer_resumes_exactly(tmp_path: Path, limit: str) -> None:
+    """With checkpoints that stay on the paths, where the number of them is limited, and with copies."""
+    rest = f"save_total_limit={limit}"
+    whole = run(tmp_path / "whole", "offload_adamw", 8, rest)
+    killed = start(tmp_path / "killed", "offload_adamw", 8, rest, "kill=7")
+    killed.communicate(timeout=240)
+    assert killed.returncode == -signal.SIGKILL
+    folders = sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*"))
+    kept = ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert folders == kept[-json.loads(limit) if limit != "null" else 0 :]
+    resumed = run(tmp_path / "killed", "offload_adamw", 8, rest, "resume")
+    assert resumed["weights"] == whole["weights"]
+    assert resumed["losses"][-2:] == whole["losses"][-2:]
+    if limit != "null":
+        there = sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*"))
+        assert there == ["checkpoint-6", "checkpoint-8"][-int(limit) :]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_torchs_is_gone_on_from(tmp_path: Path) -> None:
+    start(tmp_path, "adamw_torch", 6, "kill=5").communicate(timeout=240)
+    whole = run(tmp_path / "whole", "adamw_torch", 6)
+    resumed = run(tmp_path, "offload_adamw", 6, "resume")
+    assert resumed["losses"][-2:] == pytest.approx(whole["losses"][-2:], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_save_and_resume_together(tmp_path: Path) -> None:
+    def ranks(folder: str, *rest: str) -> list[subprocess.Popen[str]]:
+        shared = port()
+        return [
+            start(
+                tmp_path / folder,
+                "offload_adamw",
+                6,
+                "save_total_limit=1",
+                *rest,
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE="2",
+                LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=shared,
+            )
+            for rank in range(2)
+        ]
+
+    whole = [outcome(rank) for rank in ranks("whole")]
+    assert whole[0]["weights"] == whole[1]["weights"]
+    assert [path.name for path in (tmp_path / "whole").glob("checkpoint-*")] == ["checkpoint-6"]
+    for rank in ranks("killed", "kill=5"):
+        rank.communicate(timeout=240)
+    resumed = [outcome(rank) for rank in ranks("killed", "resume")]
+    assert {rank["weights"] for rank in resumed} == {whole[0]["weights"]}
+
+
+def port() -> str:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def test_names_are_known_while_it_is_on(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="offload_adamw is not a valid OptimizerNames"):
+        TrainingArguments(output_dir=str(tmp_path), optim="offload_adamw", use_cpu=True)
+    try:
+        offload_transformers.enable()
+        offload_transformers.enable({"host_memory": "1GiB"})  # the last one counts
+        args = TrainingArguments(output_dir=str(tmp_path), optim="offload_lion", use_cpu=True)
+        assert args.optim == "offload_lion"
+        assert args.to_dict()["optim"] == "offload_lion"
+        with pytest.raises(ValueError, match="not a valid"):
+            OptimizerNames("offload_muon")
+    finally:
+        offload_transformers.disable()
+    offload_transformers.disable()
+    with pytest.raises(ValueError, match="is not a valid"):
+        OptimizerNames("offload_lion")
+
+
+def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"host_mem": 1}')
+    with pytest.raises(offload.ConfigError, match="host_mem"):
+        offload_transformers.enable(file)
+    with pytest.raises(offload.ConfigError, match="host_mem"):
+        offload_transformers.enable({"host_mem": 1})
+    with pytest.raises(ValueError, match="is not a valid"):
+        OptimizerNames("offload_adamw")

@@ -1,0 +1,97 @@
+"""Trains a small model in Hugging Face's `Trainer`; run as a program by `test_transformers.py`.
+
+    python trainer_runs.py FOLDER OPTIM STEPS [resume] [kill=N] [key=value of TrainingArguments ...]
+
+Prints one line of JSON: losses, gradient norms and a digest of the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import offload.integrations.transformers as offload_transformers
+
+SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random tokens, the same for everybody."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Kill(TrainerCallback):
+    """Kills the process when a step has ended, as an operator or a machine might."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes))
+
+
+def main(folder: str, optim: str, steps: int, *rest: str) -> None:
+    options = dict(each.split("=") for each in rest if "=" in each)
+    kill = int(options.pop("kill", 0))
+    path = Path(folder) / "path"
+    path.mkdir(exist_ok=True)
+    offload_transformers.enable({**SETTINGS, "paths": [path]})
+    args = TrainingArguments(
+        output_dir=folder,
+        optim=optim,
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=1,
+        **{name: json.loads(value) for name, value in options.items()},
+    )
+    trained = model()
+    callbacks = [Kill(kill)] if kill else None
+    trainer = Trainer(model=trained, args=args, train_dataset=Tokens(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint="resume" in rest or None)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trained.parameters())).hexdigest()
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    print(
+        json.dumps(
+            {
+                "losses": [entry["loss"] for entry in history],
+                "norms": [entry["grad_norm"] for entry in history],
+                "weights": digest,
+                "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+                "rank": trainer.args.process_index,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
