@@ -35,6 +35,9 @@ POINTER = "offload_checkpoint"
 """The key under which `optimizer.pt` has the name of that folder."""
 
 
+LOGGED = "step_s", "predicted_step_s", "resident_share"
+"""Metrics that go where a Trainer logs its loss."""
+
 _undo: contextlib.ExitStack | None = None
 
 
@@ -64,6 +67,7 @@ def enable(config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | 
     wrappers: dict[str, Callable[[Any], Any]] = {
         "get_optimizer_cls_and_kwargs": lambda original: staticmethod(functools.partial(_choose, original, settings)),
         "create_optimizer": lambda original: functools.partialmethod(_create, original),
+        "log": lambda original: functools.partialmethod(_log, original),
         # These have no public name, and no callback stands in their place.
         "_save_optimizer_and_scheduler": lambda original: functools.partialmethod(_save, original),
         "_load_optimizer_and_scheduler": lambda original: functools.partialmethod(_load, original),
@@ -173,6 +177,15 @@ def _create(trainer: Any, original: Callable[..., Any], *arguments: Any, **optio
 
         accelerator.clip_grad_norm_ = clip_grad_norm_
     return optimizer
+
+
+def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+    """Stand in for `Trainer.log`: what a step took goes where the loss goes."""
+    ours = _ours(trainer) if "loss" in logs else None
+    if ours is not None:
+        found = ours.metrics()
+        logs = {**logs, **{f"offload_{name}": found[name] for name in LOGGED}}
+    original(trainer, logs, *arguments, **options)
 
 
 class _Pointer:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from offload.cli.record import LAST_STEPS, Interval
 from offload.cli.values import format_seconds
 from offload.config import format_bytes
+from offload.engine.timeline import lane_order, tracks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,6 @@ _LANE_COLOURS = {
     "h2d": "#72b7b2",
     "d2h": "#9d755d",
 }
-_LANE_ORDER = tuple(_LANE_COLOURS)
 _LANE_TITLES = {"cpu": "CPU update", "gpu": "GPU update", "h2d": "host to GPU", "d2h": "GPU to host"}
 _SHADES = (0.55, 0.95)
 _TEXT_COLOURS = ("black", "white")
@@ -179,19 +179,6 @@ def _draw_lane(
             )
 
 
-def tracks(intervals: Sequence[Interval]) -> list[int]:
-    """Return for each interval, in order of their start, the first track that is free by then."""
-    free_from_s: list[float] = []
-    tracks = []
-    for _, _, began_s, ended_s, _ in intervals:
-        track = next((index for index, free_s in enumerate(free_from_s) if free_s <= began_s), len(free_from_s))
-        if track == len(free_from_s):
-            free_from_s.append(ended_s)
-        free_from_s[track] = ended_s
-        tracks.append(track)
-    return tracks
-
-
 def _lane_figures(intervals: Sequence[Interval], span_s: float) -> str:
     """Return a lane's bytes, its rate while busy, and the share of the step that it was busy for."""
     busy_s = 0.0
@@ -202,13 +189,6 @@ def _lane_figures(intervals: Sequence[Interval], span_s: float) -> str:
     nbytes = sum(interval[4] for interval in intervals)
     moved = f"{format_bytes(nbytes)} at {format_bytes(nbytes / busy_s)}/s" if nbytes and busy_s else ""
     return "\n".join(part for part in (moved, f"busy {busy_s / span_s:.0%}") if part)
-
-
-def lane_order(lane: str) -> tuple[int, int, str]:
-    """Return what lanes are sorted by."""
-    kind, _, index = lane.partition(":")
-    order = _LANE_ORDER.index(kind) if kind in _LANE_ORDER else len(_LANE_ORDER)
-    return order, int(index) if index.isdecimal() else 0, lane
 
 
 def _lane_title(lane: str) -> str:

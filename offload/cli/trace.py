@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from offload.cli.record import TIMELINE_NAME, Interval, to_json, write_text
+from offload.engine.timeline import trace
 from offload.errors import ConfigError
 
 
@@ -65,52 +65,3 @@ def _read(folder: Path) -> tuple[int, list[str], list[Interval]]:
         raise ConfigError("RUN", str(folder), allowed) from cause
     except (ValueError, TypeError, KeyError) as cause:
         raise ConfigError("RUN", str(folder), f"its {TIMELINE_NAME} is damaged: {cause!r}") from cause
-
-
-def trace(timeline: Sequence[Interval], paths: Sequence[str], *, step: int) -> dict[str, Any]:
-    """Return a timeline in the Trace Event Format: a thread for each lane, and more where its operations overlap.
-
-    Args:
-        timeline: Operations as (lane, label, started_s, finished_s, nbytes).
-        paths: What the path numbers in the lanes' names stand for.
-        step: Number of the step.
-
-    Source: "Trace Event Format", the Chromium project.
-    """
-    from offload.cli.report import lane_order, tracks
-
-    start_s = min((interval[2] for interval in timeline), default=0.0)
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"offload, step {step}"}}
-    ]
-    threads = 0
-    for lane in sorted({interval[0] for interval in timeline}, key=lane_order):
-        intervals = sorted((interval for interval in timeline if interval[0] == lane), key=lambda item: item[2:4])
-        used = tracks(intervals)
-        number = lane.partition(":")[2]
-        where = f" ({paths[int(number)]})" if number.isdecimal() and int(number) < len(paths) else ""
-        for track in range(max(used) + 1):
-            events.append(
-                {
-                    "ph": "M",
-                    "name": "thread_name",
-                    "pid": 1,
-                    "tid": threads + track,
-                    "args": {"name": f"{lane}{where}"},
-                }
-            )
-        for (_, label, began_s, ended_s, nbytes), track in zip(intervals, used, strict=True):
-            events.append(
-                {
-                    "ph": "X",
-                    "name": label,
-                    "cat": lane,
-                    "pid": 1,
-                    "tid": threads + track,
-                    "ts": (began_s - start_s) * 1e6,
-                    "dur": (ended_s - began_s) * 1e6,
-                    "args": {"bytes": nbytes},
-                }
-            )
-        threads += max(used) + 1
-    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,8 +1,12 @@
-"""What a lane did, and when."""
+"""What a lane did, and when; and that as a trace that other programs show."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+LANES = ("cpu", "gpu", "read", "write", "h2d", "d2h")
+"""The order in which lanes are shown."""
 
 
 class Interval(NamedTuple):
@@ -25,3 +29,73 @@ class Interval(NamedTuple):
     finished_s: float
     nbytes: int
     due_s: float | None = None
+
+
+def lane_order(lane: str) -> tuple[int, int, str]:
+    """Return what lanes are sorted by."""
+    kind, _, index = lane.partition(":")
+    order = LANES.index(kind) if kind in LANES else len(LANES)
+    return order, int(index) if index.isdecimal() else 0, lane
+
+
+def tracks(intervals: Sequence[Sequence[Any]]) -> list[int]:
+    """Return for each interval, in order of their start, the first track that is free by then."""
+    free_from_s: list[float] = []
+    tracks = []
+    for began_s, ended_s in (interval[2:4] for interval in intervals):
+        track = next((index for index, free_s in enumerate(free_from_s) if free_s <= began_s), len(free_from_s))
+        if track == len(free_from_s):
+            free_from_s.append(ended_s)
+        free_from_s[track] = ended_s
+        tracks.append(track)
+    return tracks
+
+
+def trace(timeline: Sequence[Sequence[Any]], paths: Sequence[str], *, step: int) -> dict[str, Any]:
+    """Return a timeline in the Trace Event Format: a thread for each lane, and more where its operations overlap.
+
+    Args:
+        timeline: Intervals, or their first five values.
+        paths: What the path numbers in the lanes' names stand for.
+        step: Number of the step.
+
+    Source: "Trace Event Format", the Chromium project.
+    """
+    start_s = min((interval[2] for interval in timeline), default=0.0)
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": f"offload, step {step}"}}
+    ]
+    threads = 0
+    for lane in sorted({interval[0] for interval in timeline}, key=lane_order):
+        intervals = sorted(
+            (interval for interval in timeline if interval[0] == lane), key=lambda item: (item[2], item[3])
+        )
+        used = tracks(intervals)
+        number = lane.partition(":")[2]
+        where = f" ({paths[int(number)]})" if number.isdecimal() and int(number) < len(paths) else ""
+        for track in range(max(used) + 1):
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": 1,
+                    "tid": threads + track,
+                    "args": {"name": f"{lane}{where}"},
+                }
+            )
+        for interval, track in zip(intervals, used, strict=True):
+            _, label, began_s, ended_s, nbytes = interval[:5]
+            events.append(
+                {
+                    "ph": "X",
+                    "name": label,
+                    "cat": lane,
+                    "pid": 1,
+                    "tid": threads + track,
+                    "ts": (began_s - start_s) * 1e6,
+                    "dur": (ended_s - began_s) * 1e6,
+                    "args": {"bytes": nbytes},
+                }
+            )
+        threads += max(used) + 1
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
-from offload.optim.groups import Group
+from offload.optim.groups import Group, TorchOptions
 from offload.optim.optimizer import OffloadedOptimizer
 from offload.rules import ADAM, ADAMW
 
@@ -28,11 +28,12 @@ class OffloadedAdam(OffloadedOptimizer):
         maximize: bool = False,
         amsgrad: bool = False,
         offload: OffloadConfig | Mapping[str, Any] | None = None,
+        **options: Unpack[TorchOptions],
     ) -> None:
         if amsgrad:
             raise ConfigError("amsgrad", amsgrad, "use false: the engine keeps two moments, not three")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, offload)
+        super().__init__(params, defaults, offload, options)
 
     def _check_saved_group(self, group: Group) -> None:
         super()._check_saved_group(group)
@@ -57,6 +58,7 @@ class AdamW(OffloadedAdam):
         maximize: Maximize instead of minimize.
         amsgrad: Not supported; only False.
         offload: Where state may live; None for host memory.
+        options: `foreach`, `fused`, `capturable`, `differentiable`, as torch has them; the last two only False.
 
     Raises:
         ConfigError: If an argument or parameter cannot be used; raised before any file is touched.
@@ -76,8 +78,11 @@ class AdamW(OffloadedAdam):
         maximize: bool = False,
         amsgrad: bool = False,
         offload: OffloadConfig | Mapping[str, Any] | None = None,
+        **options: Unpack[TorchOptions],
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, maximize=maximize, amsgrad=amsgrad, offload=offload)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, maximize=maximize, amsgrad=amsgrad, offload=offload, **options
+        )
 
 
 class Adam(OffloadedAdam):

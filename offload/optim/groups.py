@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -20,6 +20,33 @@ HYPERPARAMETER_DEPTH = 4
 """How deeply a hyperparameter may be nested to be kept in a checkpoint."""
 
 Group = Mapping[str, Any]
+
+
+class TorchOptions(TypedDict, total=False):
+    """How torch's own optimizers are told to run: taken where it changes nothing here, which is any way but True for
+    the last two.
+    """
+
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
+
+def check_options(kind: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that would not be followed.
+
+    Raises:
+        ConfigError: A CUDA graph or autograd is to hold the step.
+        TypeError: There is no such argument.
+    """
+    for name, value in options.items():
+        if name not in TorchOptions.__annotations__:
+            raise TypeError(f"{kind}.__init__() got an unexpected keyword argument {name!r}")
+        if value and name == "capturable":
+            raise ConfigError(name, value, "use false: a CUDA graph cannot hold a step that moves state")
+        if value and name == "differentiable":
+            raise ConfigError(name, value, "use false: autograd does not see the update")
 
 
 def names(groups: Sequence[Group]) -> list[tuple[torch.Tensor, str, int]]:

@@ -7,20 +7,24 @@ for these, `StateView` what is read and written from outside. None of them knows
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, overload
 
 import torch
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the whole compiler at once
 
 from offload.config import OffloadConfig
-from offload.engine.timeline import Interval
+from offload.engine.timeline import Interval, trace
 from offload.errors import ConfigError, invariant
 from offload.layout import Parameter
 from offload.optim import ranks
-from offload.optim.groups import names
+from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.late import LateEngine
 from offload.optim.routes import choose_route
 from offload.optim.scaling import Scaling
@@ -35,8 +39,13 @@ class OffloadedOptimizer(StatefulOptimizer):
     """What this package's optimizers share; use one of these."""
 
     def __init__(
-        self, params: Iterable[Any], defaults: dict[str, Any], offload: OffloadConfig | Mapping[str, Any] | None
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        offload: OffloadConfig | Mapping[str, Any] | None,
+        options: TorchOptions,
     ) -> None:
+        check_options(self.kind, options)
         if isinstance(offload, Mapping):
             offload = OffloadConfig.from_dict(offload)
         if offload is not None and not isinstance(offload, OffloadConfig):
@@ -54,6 +63,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._scaling = Scaling()
         self._route = choose_route(late, self._weights, self._scaling, world)
         self._forecast = Forecast()
+        self._writers: list[Callable[[Mapping[str, float]], None]] = []
         if late.device is None or config.gpu_memory != "auto":
             self._open(late.config)
         else:
@@ -143,6 +153,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Forget gradients that have left the GPU: those that arrive next are the first; for `offload.GradScaler`."""
         self._route.forget()
 
+    @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, as torch documents it; those that have left, too."""
         self._scaling.forget()
@@ -163,6 +174,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Return the squared norm of all gradients, without factors."""
         return self.engine.gradient_norm_sq([bound.position for bound in self._bind_gradients()])
 
+    @_disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Clip the L2 norm of all gradients in the update itself.
@@ -194,6 +206,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._scaling.clip_to(max_norm, norm, self._route.notes())
             return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
+    @_disable_dynamo
     def unscale(self, scale: float) -> bool:
         """Have the next step divide gradients by `scale`, and leave them as they are; for `offload.GradScaler`.
 
@@ -217,6 +230,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters that have a gradient.
@@ -241,7 +255,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]
         active = self._bind_gradients()
-        scale, clip = self._scaling.loss_scale, self._scaling.clip
+        scale, clip, started_s = self._scaling.loss_scale, self._scaling.clip, time.monotonic()
         try:
             self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
         finally:
@@ -249,6 +263,10 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._scaling.forget()
             self._route.forget()
             self._weights.written(active)
+        self._forecast.watch(self.engine.plan, self.engine.rates, time.monotonic() - started_s)
+        metrics = self.metrics() if self._writers else {}
+        for write in self._writers:
+            write(metrics)
 
     # Figures and the end
 
@@ -275,6 +293,50 @@ class OffloadedOptimizer(StatefulOptimizer):
     def timeline(self) -> list[Interval]:
         """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes)."""
         return self.engine.timeline()
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what every lane did in the last step and since, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+        Args:
+            path: The file; one that is there is replaced.
+        """
+        paths = [place.path for place in self.engine.config.path_configs]
+        found = trace(self.timeline(), paths, step=int(self.engine.metrics()["step"]))
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(found, file)
+
+    def log_to(self, writer: Any, *, every: int = 1, prefix: str = "offload/") -> None:
+        """Log `metrics` after each step from now on; a writer that raises ends the step, which has been taken then.
+
+        Args:
+            writer: TensorBoard's `SummaryWriter` (anything with `add_scalar(name, value, step)`), a W&B run (anything
+                with `log(values, step=step)`), or a function of values and step.
+            every: Steps between two entries.
+            prefix: Before each name.
+
+        Raises:
+            ConfigError: `writer` is none of these, or `every` is below 1.
+        """
+        if every < 1:
+            raise ConfigError("every", every, "log every step, or less often")
+        add_scalar, log = getattr(writer, "add_scalar", None), getattr(writer, "log", None)
+        if not any(map(callable, (add_scalar, log, writer))):
+            raise ConfigError("writer", type(writer).__name__, "give a SummaryWriter, a W&B run, or a function")
+
+        def write(metrics: Mapping[str, float]) -> None:
+            step = int(metrics["step"])
+            if step % every:
+                return
+            values = {f"{prefix}{name}": value for name, value in metrics.items()}
+            if callable(add_scalar):
+                for name, value in values.items():
+                    add_scalar(name, value, step)
+            elif callable(log):
+                log(values, step=step)
+            else:
+                writer(values, step)
+
+        self._writers.append(write)
 
     def close(self) -> None:
         """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten."""

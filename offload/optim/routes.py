@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import ConfigError
@@ -247,6 +248,7 @@ class _ArrivalHook:
         self._route = weakref.ref(route)
         self._bound = weakref.ref(bound)
 
+    @_disable_dynamo
     def __call__(self, parameter: torch.Tensor) -> None:
         route, bound = self._route(), self._bound()
         if route is not None and bound is not None:

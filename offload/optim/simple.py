@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
+from offload.optim.groups import TorchOptions
 from offload.optim.optimizer import OffloadedOptimizer
 from offload.rules import ADAGRAD, LION, SGD_MOMENTUM, number
 
@@ -26,6 +27,7 @@ class Lion(OffloadedOptimizer):
         weight_decay: Decoupled decay; three to ten times AdamW's.
         maximize: Maximize instead of minimize.
         offload: Where state may live; None for host memory.
+        options: As for `AdamW`.
 
     Raises:
         ConfigError: If an argument or parameter cannot be used; raised before any file is touched.
@@ -43,9 +45,10 @@ class Lion(OffloadedOptimizer):
         *,
         maximize: bool = False,
         offload: Offload = None,
+        **options: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
-            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}, offload
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}, offload, options
         )
 
 
@@ -61,6 +64,7 @@ class Adagrad(OffloadedOptimizer):
         eps: Added to the root of the sum of squares.
         maximize: Maximize instead of minimize.
         offload: Where state may live; None for host memory.
+        options: As for `AdamW`.
 
     Raises:
         ConfigError: If an argument or parameter cannot be used; raised before any file is touched.
@@ -80,13 +84,14 @@ class Adagrad(OffloadedOptimizer):
         *,
         maximize: bool = False,
         offload: Offload = None,
+        **options: Unpack[TorchOptions],
     ) -> None:
         if number(initial_accumulator_value) != 0:
             raise ConfigError(
                 "initial_accumulator_value", initial_accumulator_value, "use 0: state starts from zeros"
             )
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps, "maximize": maximize}
-        super().__init__(params, defaults, offload)
+        super().__init__(params, defaults, offload, options)
 
 
 class SGD(OffloadedOptimizer):
@@ -102,6 +107,7 @@ class SGD(OffloadedOptimizer):
         nesterov: Nesterov's momentum.
         maximize: Maximize instead of minimize.
         offload: Where state may live; None for host memory.
+        options: As for `AdamW`.
 
     Raises:
         ConfigError: If an argument or parameter cannot be used; raised before any file is touched.
@@ -121,6 +127,7 @@ class SGD(OffloadedOptimizer):
         *,
         maximize: bool = False,
         offload: Offload = None,
+        **options: Unpack[TorchOptions],
     ) -> None:
         numbers = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(params, {**numbers, "nesterov": nesterov, "maximize": maximize}, offload)
+        super().__init__(params, {**numbers, "nesterov": nesterov, "maximize": maximize}, offload, options)

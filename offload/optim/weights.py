@@ -17,6 +17,7 @@ from offload.kernels.reference import DTYPE_CODES
 from offload.layout import Parameter
 from offload.optim.groups import Group, names
 from offload.optim.late import LateEngine
+from offload.optim.ranks import world
 from offload.optim.slots import GradientSlot
 
 log = logging.getLogger("offload")
@@ -103,10 +104,13 @@ class Weights:
             self._late.engine.bind_weight(bound.position, now[0])
             self._late.engine.reload_master(bound.position)
             bound.left = now
-            changed.append(bound.name)
+            # What a master has beyond its weight's 16 bits is lost; a float32 weight is its own master.
+            if parameter.dtype is not torch.float32 and self._late.engine.step_count(bound.position):
+                changed.append(bound.name)
         if changed and not self._told_changed:
             self._told_changed = True
-            log.warning(
+            log.log(
+                logging.WARNING if world()[1] == 0 else logging.INFO,
                 "%d weights (%s, ...) were changed outside the optimizer; their masters are read anew from them, "
                 "their moments stay (said once)",
                 len(changed),

@@ -117,7 +117,7 @@ def _named(plan: Plan, placement: str | float) -> tuple[Placement, ...]:
 
 
 def _placed(plan: Plan, numbers: Iterable[int]) -> tuple[Placement, ...]:
-    """Return a plan's placements, but for some subgroups that the GPU updates."""
+    """Return a plan's placements, with the GPU for some more subgroups."""
     placements = [*plan.placements]
     for number in numbers:
         placements[number] = Placement.GPU

@@ -126,9 +126,10 @@ class Engine:
         Keys: `step`, `step_s`, `state_bytes`, `resident_bytes` (at home in memory, of the host or the GPU),
         `streamed_bytes`, `resident_share`; with a GPU `gpu_bytes` (resident there), `pinned_bytes` and
         `unpinned_bytes` (host memory that the GPU copies from and to, and what of it the system does not let it reach
-        by itself); for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`,
-        `h2d`, `d2h` with a GPU) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path
-        `path/<number>/read_bytes`, `path/<number>/write_bytes` and `path/<number>/live_bytes` (what lies there now).
+        by itself); for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`, `h2d`, `d2h` with a GPU)
+        `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`,
+        `path/<number>/write_bytes`, `path/<number>/live_bytes` (what lies there now) and
+        `path/<number>/written_bytes` (since the session began, checkpoints included: what wears a drive).
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
@@ -147,7 +148,7 @@ class Engine:
             found["gpu_bytes"] = plan.home_bytes[Home.GPU]
             found["pinned_bytes"] = parts.gpu.pinned.pinned_bytes
             found["unpinned_bytes"] = parts.gpu.pinned.unpinned_bytes
-        totals = lane_totals(timeline)
+        totals, written = lane_totals(timeline), self._visits.all_written_bytes()
         for lane in ("cpu", "gpu", "h2d", "d2h") if parts.gpu is not None else ("cpu",):
             found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
         for path, live_bytes in enumerate(parts.machine.index.live_bytes()):
@@ -156,6 +157,7 @@ class Engine:
                 found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
                 found[f"path/{path}/{verb}_bytes"] = found[f"lane/{lane}/bytes"]
             found[f"path/{path}/live_bytes"] = live_bytes
+            found[f"path/{path}/written_bytes"] = written[str(path)]
         return found
 
     def _position(self, parameter: int | str) -> int:
@@ -519,7 +521,7 @@ class Engine:
     def close(self) -> None:
         """Finish what is in flight, a checkpoint included, and free everything; idempotent.
 
-        The session's files are deleted, but for those that kept checkpoints refer to. Other ranks have half a minute
+        The session's files are deleted, except those that kept checkpoints refer to. Other ranks have half a minute
         to do their part of a checkpoint, and seconds if an exception is on its way. After the session has failed, or
         when another call was interrupted, this returns within seconds: what hangs is left, which is logged, and put
         away when the device answers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -41,6 +42,8 @@ class Visits:
         """The newest version of any tile; no two of a tile have the same number."""
         self.step_number = 0
         """Steps that have ended."""
+        self.written_bytes: Counter[str] = Counter()
+        """Bytes that went to each path, by its number, before the last step: what wears a drive."""
         self._sweeps = 0
         self._seen: list[Rates] = []
 
@@ -75,6 +78,15 @@ class Visits:
                     take(segment, tensors)
 
         return visit
+
+    def all_written_bytes(self) -> Counter[str]:
+        """Return bytes that went to each path, by its number, since the session began."""
+        written = self.written_bytes.copy()
+        for interval in list(self._parts.executor.timeline):
+            verb, _, path = interval.lane.partition(":")
+            if verb in ("write", "save"):
+                written[path] += interval.nbytes
+        return written
 
     # On the engine thread
 
@@ -119,6 +131,7 @@ class Visits:
             seen = self._seen or [parts.rates]
             self._seen = [*seen[1 - HISTORY :], observe(parts.rates, parts.executor.timeline)]
             parts.rates = typical(self._seen)
+        self.written_bytes = self.all_written_bytes()
         parts.executor.timeline = []
         if parts.plan.budgets.follow_rates:
             parts.machine.handle(Reshare(parts.plan.shares(parts.rates)))

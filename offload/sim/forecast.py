@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 from offload.config import format_bytes
 from offload.plan.budget import Plan
@@ -10,6 +11,11 @@ from offload.plan.cost import estimate
 from offload.plan.rates import Rates
 from offload.sim.explanation import Explanation
 from offload.sim.predict import Prediction, predict
+
+log = logging.getLogger("offload")
+
+FAR, FAR_S = 5.0, 5.0
+"""A step is late that takes so many times what was expected, and so many seconds more."""
 
 DRIFT = 0.1
 """How far a step may drift from its simulation, by the closed form, before it is simulated anew."""
@@ -20,6 +26,7 @@ class Forecast:
 
     def __init__(self) -> None:
         self._made: tuple[Plan, Rates, float, Prediction] | None = None
+        self._late = 0
 
     def simulated(self, plan: Plan, rates: Rates) -> Prediction:
         """Return the simulator's prediction of a step."""
@@ -35,6 +42,23 @@ class Forecast:
             if abs(closed_s - then_s) <= DRIFT * then_s:
                 return carry_on(prediction, then, rates, closed_s / then_s if then_s else 1.0)
         return self.simulated(plan, rates)
+
+    def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
+        """Say that a step has taken far longer than expected: the first time, the second, the fourth, and so on.
+
+        Args:
+            plan: What lives where.
+            rates: What was known before the step.
+            step_s: What it took.
+        """
+        if step_s <= FAR_S:
+            return
+        expected_s = estimate(plan, rates).step_s
+        if step_s > max(FAR * expected_s, expected_s + FAR_S):
+            self._late += 1
+            if self._late.bit_count() == 1:
+                text = "the step took %.1f s, and %.1f s were expected: optimizer.explain() says which lane was late"
+                log.warning(text, step_s, expected_s)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,35 @@
+"""Data parallel training, every rank with all of the state on a path: torchrun --nproc_per_node 2 ddp.py [FOLDER]."""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+
+import offload
+
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+rank = dist.get_rank()
+device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+folder = [sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()]
+dist.broadcast_object_list(folder)
+
+torch.manual_seed(0)  # the same weights on all ranks
+model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1)).to(device)
+config = offload.OffloadConfig(host_memory="1MiB", paths=folder, subgroup_numel=65536)
+optimizer = offload.AdamW(model.named_parameters(), lr=1e-3, offload=config)
+trained = torch.nn.parallel.DistributedDataParallel(model)
+
+torch.manual_seed(rank)  # other data on each
+for _ in range(10):
+    inputs = torch.randn(64, 256, device=device)
+    loss = (trained(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+optimizer.save_checkpoint(f"{folder[0]}/checkpoint")  # all ranks together
+optimizer.wait_checkpoint()
+optimizer.close()
+print(f"rank {rank}: loss {loss.item():.3f}")
+dist.destroy_process_group()

@@ -1,0 +1,51 @@
+"""The examples in docs/examples/ run, are short, and train."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "docs" / "examples").glob("*.py"))
+RANKS = {"ddp.py": 2, "deepspeed_zero3.py": 1}
+MOST_LINES = 60
+
+
+def run(example: Path, folder: Path) -> str:
+    ranks = RANKS.get(example.name, 0)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(example), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs(example: Path, tmp_path: Path) -> None:
+    for package in re.findall(r"^(?:import|from) (\w+)", example.read_text(), re.MULTILINE):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    assert "loss" in run(example, tmp_path)
+    if example.stem == "hugging_face":
+        assert (tmp_path / "run" / "checkpoint-20" / "optimizer" / "COMMIT").exists()
+        assert "'train_loss'" in run(example, tmp_path)  # which resumes
+
+
+def test_examples_are_short_and_named_in_the_docs() -> None:
+    assert len(EXAMPLES) >= 5
+    page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+    for example in EXAMPLES:
+        assert len(example.read_text().splitlines()) <= MOST_LINES, example.name
+        assert f"](examples/{example.name})" in page
