@@ -144,7 +144,8 @@ def _named(kind: type[torch.optim.Optimizer], model: torch.nn.Module | None) -> 
     class Named(kind):  # type: ignore[misc, valid-type]
         def __init__(self, params: Iterable[Any], *arguments: Any, **options: Any) -> None:
             groups = [group if isinstance(group, dict) else {"params": [group]} for group in params]
-            if all(id(parameter) in names for group in groups for parameter in group["params"]):
+            # All groups or none have names for torch, and an empty one has none.
+            if all(group["params"] and all(id(p) in names for p in group["params"]) for group in groups):
                 groups = [{**group, "params": [(names[id(p)], p) for p in group["params"]]} for group in groups]
             super().__init__(groups, *arguments, **options)
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 import offload
@@ -142,6 +143,22 @@ def test_names_are_known_while_it_is_on(tmp_path: Path) -> None:
     offload_transformers.disable()
     with pytest.raises(ValueError, match="is not a valid"):
         OptimizerNames("offload_lion")
+
+
+def test_parameters_have_the_models_names_and_a_group_may_be_empty(tmp_path: Path) -> None:
+    """As where adapters alone are trained: none of their weights is without decay."""
+    model = torch.nn.Linear(4, 4)
+    try:
+        offload_transformers.enable()
+        args = TrainingArguments(output_dir=str(tmp_path), optim="offload_adamw", use_cpu=True)
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    finally:
+        offload_transformers.disable()
+    assert options["lr"] == args.learning_rate
+    with kind([{"params": [model.weight]}, {"params": [model.bias]}], **options) as optimizer:
+        assert [p.name for p in optimizer.engine.plan.layout.parameters] == ["weight", "bias"]
+    with kind([{"params": [*model.parameters()]}, {"params": []}], **options) as optimizer:
+        assert len(optimizer.param_groups) == 2
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
