@@ -79,6 +79,7 @@ def test_square_root_is_correctly_rounded():
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.slow
 def test_close_to_torch_over_many_steps(native, decoupled, maximize):
     """Only last bits differ: after 200 steps no fp32 weight is further away than 2e-6 of the way it has come,
     give or take one part in 10^6 of its own size."""

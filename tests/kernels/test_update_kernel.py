@@ -202,6 +202,7 @@ def test_unread_fields_may_be_null(kernel):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.slow
 def test_threads_change_nothing(threads):
     """Large segments among thousands of tiny ones, some of them inactive, cut into many pieces."""
     flags = [*UPDATES, SegmentFlag(0), LOAD, ZERO]

@@ -73,6 +73,7 @@ def test_a_prediction_is_carried_on_to_rates_nearby() -> None:
         assert carried.busy_s[lane] == pytest.approx(busy_s, rel=0.15), lane  # shares follow rates, tile by tile
 
 
+@pytest.mark.slow
 def test_an_optimizer_and_an_engine_explain_their_last_step(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.zeros(200_000, dtype=torch.bfloat16))
     config = offload.OffloadConfig(host_memory=0, paths=[tmp_path], subgroup_numel=1 << 14)

@@ -94,6 +94,7 @@ def test_what_makes_no_sense_is_refused():
         predict(plan, Rates(1.0, (PathRates(1.0, 1.0),)), steps=0)
 
 
+@pytest.mark.slow
 def test_largest_model_in_full_detail():
     """A quarter of a 70B model: 25 thousand tiles of 8 MiB."""
     layout = build_layout([Parameter("p", 17_500_000_000, DtypeCode.BFLOAT16, 0)], 100_000_000)

@@ -252,6 +252,7 @@ def test_a_planted_bug_is_found(wrong: type[Machine]) -> None:
     pytest.fail("nobody noticed")
 
 
+@pytest.mark.slow
 def test_a_seed_is_a_run() -> None:
     for seed in range(20):
         first, second = saves.run_seed(seed), saves.run_seed(seed)

@@ -42,6 +42,7 @@ def test_a_shape_that_cannot_be_is_refused_by_name(target: int, fixed: dict[str,
 
 
 @pytest.mark.parametrize("shape", [Shape(1, 32), Shape(3, 144), Shape(2, 256)])
+@pytest.mark.slow
 def test_the_size_is_that_of_the_model(shape: Shape) -> None:
     model = build_model(shape, seq=16, dtype=torch.float32, device="cpu", seed=0)
     assert shape.numel == sum(parameter.numel() for parameter in model.parameters())

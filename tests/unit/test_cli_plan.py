@@ -49,6 +49,7 @@ def test_state_on_one_path_takes_what_its_writes_take(rates, capsys):
     assert "days" not in found["paths"][0]
 
 
+@pytest.mark.slow
 def test_ranks_share_the_node_and_the_model(rates, capsys):
     one = plan_json(capsys, "--params", "8e9", "--rates", rates, "--placement", "cpu")
     four = plan_json(capsys, "--params", "8e9", "--rates", rates, "--placement", "cpu", "--ranks", "4")
@@ -102,6 +103,7 @@ def test_the_gpu_takes_its_part(rates, capsys):
     assert home["step_s"] == pytest.approx(home["rank"]["state_bytes"] / (1000 * GB))
 
 
+@pytest.mark.slow
 def test_advice_is_what_planning_again_says():
     rates = Rates(40e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 50e9, 50e9), 300e9)
     answer = ask(Question(params=8 * GB, rates=rates, weights_on_gpu=True))
@@ -129,6 +131,7 @@ def test_tables_for_people(rates, capsys):
         assert words in printed
 
 
+@pytest.mark.slow
 def test_a_sweep_with_a_picture(rates, capsys, tmp_path):
     picture = tmp_path / "sweep.png"
     arguments = ["--params", "1e9", "--rates", rates, "--out", str(picture)]

@@ -62,6 +62,7 @@ def test_reading_stops_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert text.files == 2
 
 
+@pytest.mark.slow
 def test_the_default_is_the_standard_library_the_same_every_time() -> None:
     text = load_text(None, min_bytes=1_000_000)
     assert torch.equal(text.values, load_text(None, min_bytes=1).values)

@@ -161,6 +161,7 @@ def test_quiet_says_nothing(train: Callable[..., int], capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses(train: Callable[..., int], tmp_path: Path) -> None:
     def losses(seed: str, name: str) -> list[float]:
         torch.rand(3)

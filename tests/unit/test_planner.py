@@ -64,6 +64,7 @@ def problems(draw):
 
 @settings(max_examples=150)
 @given(problems())
+@pytest.mark.slow
 def test_no_budget_is_exceeded_and_no_fixed_choice_is_better(problem):
     layout, budgets, found = problem
     try:
@@ -200,6 +201,7 @@ def test_no_more_slots_than_the_paths_have_room_for():
 
 
 @pytest.mark.parametrize("memory_bytes_per_s", [float("inf"), 300e9])
+@pytest.mark.slow
 def test_ten_thousand_subgroups_are_few_evaluations(memory_bytes_per_s, monkeypatch):
     """The time is the benchmark's to show; what it depends on is how often the cost is taken."""
     from offload.plan import planner
