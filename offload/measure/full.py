@@ -335,8 +335,8 @@ class _PathProbe:
         self.tier = open_tier(path, uuid.uuid4(), queue, extent_bytes=min(needed, 64 << 20))
         stack.callback(self.tier.close)
         self.tier.register_memory(self._arena.address, self._arena.nbytes)
+        room = self.tier.free_bytes()  # before slots are written: these are written again
         tune_depth(self.tier, queue, self._arena.address, self._arena.nbytes)
-        room = self.tier.free_bytes()
         largest = min(
             MAX_TILE_BYTES, self._affordable_bytes(), room // (4 * PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES
         )

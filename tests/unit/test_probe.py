@@ -65,6 +65,15 @@ def test_every_tile_is_written_before_it_is_read_however_long_one_takes(
 
 
 @pytest.mark.slow
+def test_what_the_search_for_a_depth_has_written_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*arguments: Any, **settings: Any) -> Any:
+        return open_tier(*arguments, **settings, max_bytes=10 << 20)
+
+    monkeypatch.setattr(full, "open_tier", opened)
+    assert probe(tmp_path, seconds=0.1).rates.paths
+
+
+@pytest.mark.slow
 def test_a_probe_measures_everything_and_leaves_nothing(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
