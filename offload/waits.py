@@ -9,6 +9,7 @@ Not done here: deciding how long a wait is worth while.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -90,16 +91,26 @@ class _Completions(Protocol):
         """See `offload.protocols.Queue.wait`."""
 
 
-def completions(queue: _Completions, what: Callable[[], str], timeout_s: float | None = None) -> list[Any]:
-    """Return what has arrived on a queue, at least one completion; nothing only after `timeout_s`."""
-    found: list[Any] = []
+def completions(
+    queue: _Completions, what: Callable[[], str], timeout_s: float | None = None, found: list[Any] | None = None
+) -> list[Any]:
+    """Return what has arrived on a queue, at least one completion; nothing only after `timeout_s`.
+
+    Args:
+        queue: Which.
+        what: Names what is waited for, for the log.
+        timeout_s: How long to wait; None for as long as it takes.
+        found: Is returned, with what it holds already; an interrupt leaves in it what has arrived.
+    """
+    into = [] if found is None else found
 
     def arrived(pause_s: float) -> bool:
-        found.extend(queue.wait(min(pause_s, SLICE_S)))
-        return bool(found)
+        # One call, as a Ctrl-C is raised when the wait is over: what it has taken from the queue would be lost.
+        into.extend(itertools.chain.from_iterable(map(queue.wait, (min(pause_s, SLICE_S),))))
+        return bool(into)
 
     wait_for(arrived, what, timeout_s)
-    return found
+    return into
 
 
 class Latch:

@@ -34,6 +34,7 @@ class Flights(Generic[T]):
         self._queue = queue
         self._what = what
         self._stall_s = stall_s
+        self._arrived: list[tuple[int, int, int, float, float, int]] = []
         self._ops = 0
 
     def run(
@@ -45,7 +46,7 @@ class Flights(Generic[T]):
             take: Returns the next operation, or None if there is none, or none before others have ended.
             start: Starts it under an id; an `OffloadError` says that it was not started.
         """
-        gave_up = False
+        gave_up, patience_s = False, self._stall_s
         try:
             while not gave_up:
                 while (item := take()) is not None:
@@ -59,18 +60,27 @@ class Flights(Generic[T]):
                 if not self.out:
                     return
                 # Out of `out` first, all of them: whoever iterates may stop at any.
-                landed = self._landed()
-                gave_up = not landed
-                yield from landed
+                landed = self._landed(patience_s)
+                gave_up = landed is None
+                yield from landed or ()
+        except (OffloadError, GeneratorExit):
+            raise
+        except BaseException:  # an interrupt, at any line: what is in `out` may not have been started
+            patience_s = waits.SETTLE_S
+            raise
         finally:
             while self.out and not gave_up:
-                gave_up = not self._landed()
+                gave_up = self._landed(patience_s) is None
 
     def oldest(self) -> str:
         """Name the operation that was started first of those in flight."""
         return self._what(next(iter(self.out.values())))
 
-    def _landed(self) -> list[tuple[Completion, T]]:
-        """Return what has ended; nothing only after `stall_s`."""
-        records = waits.completions(self._queue, self.oldest, self._stall_s)
-        return [(Completion(*record), self.out.pop(record[0])) for record in records]
+    def _landed(self, patience_s: float | None) -> list[tuple[Completion, T]] | None:
+        """Return what has ended since it was last asked; None if nothing ends for `patience_s`."""
+        if not waits.completions(self._queue, self.oldest, patience_s, self._arrived):
+            return None
+        # Those that are not in `out` were taken out of it before an interrupt.
+        landed = [(Completion(*record), self.out.pop(record[0])) for record in self._arrived if record[0] in self.out]
+        self._arrived.clear()
+        return landed

@@ -335,8 +335,8 @@ class _PathProbe:
         self.tier = open_tier(path, uuid.uuid4(), queue, extent_bytes=min(needed, 64 << 20))
         stack.callback(self.tier.close)
         self.tier.register_memory(self._arena.address, self._arena.nbytes)
+        room = self.tier.free_bytes()  # before slots are written: these are written again
         tune_depth(self.tier, queue, self._arena.address, self._arena.nbytes)
-        room = self.tier.free_bytes()
         largest = min(
             MAX_TILE_BYTES, self._affordable_bytes(), room // (4 * PATH_SLOTS) // SECTOR_BYTES * SECTOR_BYTES
         )
@@ -349,14 +349,14 @@ class _PathProbe:
             self._regions.append(Slots(self.tier, size, index, offset))
             offset += 2 * PATH_SLOTS * slot_bytes(size)
         for region in self._regions:
-            drive(queue, [self._load("write", region, PATH_SLOTS, fills=True)])
+            drive(queue, [region.load("write", range(PATH_SLOTS), self._arena.address)])
 
     def _affordable_bytes(self) -> int:
         """Return the largest tile of which a slow path moves a run's worth in the time for a run."""
         gauge = Slots(self.tier, GAUGE_BYTES, len(LADDER_BYTES) + 1)
         if self.tier.free_bytes() < 2 * PATH_SLOTS * slot_bytes(GAUGE_BYTES):
             return MAX_TILE_BYTES  # hardly any room: that decides
-        rate = lane_rates(drive(self._queue, [self._load("write", gauge, PATH_DEPTH, fills=True)]))["write"]
+        rate = lane_rates(drive(self._queue, [gauge.load("write", range(PATH_DEPTH), self._arena.address)]))["write"]
         tile_bytes = int(rate * self._run_s / (2 * PATH_DEPTH)) // SECTOR_BYTES * SECTOR_BYTES
         return max(LADDER_BYTES[1], tile_bytes)
 
@@ -367,9 +367,9 @@ class _PathProbe:
         yield f"{self._path}: reads and writes", self._mixed
         yield f"{self._path}: beside the update", self._beside
 
-    def _load(self, verb: str, region: Slots, count: int, *, fills: bool = False) -> Load:
-        """Return reads of the first half of a region's slots, or writes of the second; or the first half's first."""
-        half = int(verb == "write" and not fills)
+    def _load(self, verb: str, region: Slots, count: int) -> Load:
+        """Return reads of the first half of a region's slots, or writes of the second."""
+        half = int(verb == "write")
         slots = range(half * PATH_SLOTS, (half + 1) * PATH_SLOTS)
         return region.load(verb, slots, self._arena.address + half * PATH_DEPTH * MAX_TILE_BYTES, PATH_DEPTH, count)
 

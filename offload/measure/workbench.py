@@ -93,7 +93,8 @@ class Slots:
             slots: Which to use in turn; those that are read have been written.
             address: Memory for `depth` tiles.
             depth: Transfers in flight at once; None for all slots.
-            count: Transfers in all; None for one of each slot.
+            count: Transfers in all; None for as many as there are slots. Each slot has one only with the depth None:
+                else a place that is faster takes its slots anew before a slower one has taken all of its.
         """
         depth, nbytes = depth or len(slots), self.tile_bytes
         call = self.tier.read if verb == "read" else self.tier.write

@@ -61,9 +61,14 @@ class Checkpoints:
             released_before(folder)  # a COMMIT there that is not ours is not replaced
         folder.prepare()
         needs_buffers = any(s.weight_tiles for s in snapshot.layout.subgroups) or parts.plan.uses_gpu
+        overtaken = False
 
         def begin() -> None:
+            nonlocal overtaken
             machine = parts.machine
+            overtaken = parts.saves.pending is not None
+            if overtaken:
+                return
             pump(machine, parts.executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
             if machine.broken is not None:
                 raise machine.broken
@@ -87,6 +92,8 @@ class Checkpoints:
                 raise error
 
         self._request(folder.path, begin)
+        if overtaken:  # by a signal handler's, begun since the last one was waited for
+            self.save(folder, snapshot, on_done)
 
     def _make_ready(self, folder: str, *, only_foreign: bool) -> None:
         """Have all state be somewhere, and none of it in another session's store, which a checkpoint cannot name.

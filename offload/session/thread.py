@@ -126,12 +126,13 @@ class EngineThread:
             BaseException: What the request ended with.
         """
         request = _Request(begin, applied)
+        interrupted = self._next  # what is about to be handed over, if a signal handler asks for this
         try:
             self.requester = threading.get_ident()  # from here on a signal handler's close waits for the answer
             self.check_usable()
             self._exchange(request)
         finally:
-            self.requester = None
+            self.requester, self._next = None, interrupted
             if self.afterwards is not None:
                 self.afterwards()
 

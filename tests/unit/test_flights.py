@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
+from offload import waits
 from offload._native import CompletionQueue
 from offload.engine.flights import Flights
 from offload.errors import TierError
@@ -89,3 +94,43 @@ def test_what_never_ends_is_given_up_and_remembered(stop: Callable[[object], Non
     assert list(run) == []
     assert {"b", "c"} <= set(lane.flights.out.values())
     assert lane.flights.oldest() == "lane of b"
+
+
+def test_what_arrives_with_an_interrupt_is_not_waited_for_again() -> None:
+    lane, main = Lane(stall_s=10.0), threading.get_ident()
+
+    def interrupt() -> None:
+        while sys._current_frames()[main].f_code.co_name != "arrived":
+            time.sleep(0)
+        # What is raised for it is raised when the wait is over, which what arrives ends.
+        signal.pthread_kill(main, signal.SIGUSR1)
+        lane.end("a", "b", "c")
+
+    interrupting = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            list(lane.flights.run(lane.take, lane.start))
+    finally:
+        interrupting.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert not lane.flights.out
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_what_an_interrupt_kept_from_starting_is_not_waited_for_for_ever(
+    is_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits, "SETTLE_S", 0.01)
+    lane = Lane()
+
+    def start(op: int, item: str) -> None:
+        if is_started or item != "b":
+            lane.ends_at_once(op, item)
+        if item == "b":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(lane.flights.run(lane.take, start))
+    assert list(lane.flights.out.values()) == ([] if is_started else ["b"])

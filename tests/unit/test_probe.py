@@ -19,9 +19,9 @@ from offload._native import CompletionQueue
 from offload.engine.gpu import GpuLanes
 from offload.engine.timeline import Interval
 from offload.errors import ConfigError, TierError
-from offload.measure import RatesFile, full_probe
+from offload.measure import RatesFile, full, full_probe
 from offload.measure.drive import Load, bytes_per_s, drive
-from offload.measure.full import ROUNDS, fit_latency, memory_cost, summarise, thread_counts
+from offload.measure.full import LADDER_BYTES, PATH_SLOTS, ROUNDS, fit_latency, memory_cost, summarise, thread_counts
 from offload.measure.gpu import GpuProbe
 from offload.plan import PathRates, Rates
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST
@@ -34,6 +34,43 @@ GB = 1e9
 
 def probe(*paths: Path, **arguments: Any) -> RatesFile:
     return full_probe([str(path) for path in paths], **{"seconds": 0.5, "numel": 1 << 17, "threads": 2, **arguments})
+
+
+@pytest.mark.slow
+def test_every_tile_is_written_before_it_is_read_however_long_one_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[Any] = []
+
+    def opened(*arguments: Any, **settings: Any) -> Any:
+        tier = open_tier(*arguments, **settings)
+        plain = tier.write
+
+        def write(request: Any) -> None:
+            if request.nbytes == LADDER_BYTES[0] and len(held) < PATH_SLOTS:
+                held.append(request)
+                if len(held) == 1:
+                    return  # the first does not end before the others have begun
+            plain(request)
+            if len(held) == PATH_SLOTS:
+                plain(held[0])
+                held.append(None)
+
+        tier.write = write
+        return tier
+
+    monkeypatch.setattr(full, "open_tier", opened)
+    probe(tmp_path, seconds=0.1)
+    assert held[-1] is None
+
+
+@pytest.mark.slow
+def test_what_the_search_for_a_depth_has_written_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*arguments: Any, **settings: Any) -> Any:
+        return open_tier(*arguments, **settings, max_bytes=10 << 20)
+
+    monkeypatch.setattr(full, "open_tier", opened)
+    assert probe(tmp_path, seconds=0.1).rates.paths
 
 
 @pytest.mark.slow
