@@ -13,6 +13,7 @@ Not here: which tier anything lives in (`offload.plan`) or where in memory or on
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -60,9 +61,18 @@ class Parameter:
     def __post_init__(self) -> None:
         if not (self.start or self.unsharded_numel):
             object.__setattr__(self, "unsharded_numel", self.numel)
-        if not 0 <= self.start <= self.unsharded_numel - self.numel:
-            allowed = f"{self.name} has {self.numel} elements of {self.unsharded_numel}: give a place that holds them"
-            raise ConfigError("start", self.start, allowed)
+        whole = self.unsharded_numel
+        for field in ("numel", "start", "unsharded_numel"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{field} of {self.name}", value, "give an integer >= 0")
+        if self.start + self.numel > whole:
+            allowed = f"give a place that holds its {self.numel} elements, and the unsharded_numel (here {whole})"
+            raise ConfigError(f"start of {self.name}", self.start, allowed)
+        if self.shape is not None and math.prod(self.shape) != whole:
+            raise ConfigError(f"shape of {self.name}", self.shape, f"give one of {whole} elements")
+        if self.stride is not None and (self.shape is None or len(self.stride) != len(self.shape)):
+            raise ConfigError(f"stride of {self.name}", self.stride, f"give one for each dimension of {self.shape}")
 
 
 @dataclass(frozen=True, slots=True)

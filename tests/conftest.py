@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from s3_server import CREDENTIALS, UNSET, FaultProxy, S3Server
+
+# Parts of benchmarks that tests use, too; last, as one benchmark is called as the package is that it measures.
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 if not torch.cuda.is_available():  # read when Triton is first imported, which DeepSpeed's tests may do
     os.environ.setdefault("TRITON_INTERPRET", "1")

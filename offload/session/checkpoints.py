@@ -44,39 +44,46 @@ class Checkpoints:
 
     # Writing one
 
-    def save(self, folder: Folder, snapshot: Snapshot, on_done: OnDone) -> None:
+    def save(self, folder: Folder, describe: Callable[[], Snapshot], on_done: OnDone) -> None:
         """Hand over a checkpoint, in the caller's turn; see `Engine.save`.
 
         Args:
             folder: Where it goes.
-            snapshot: What it says; of no parameters if rank 0 saves them for this rank.
+            describe: Returns what it says now; of no parameters if rank 0 saves them for this rank.
             on_done: Called when it has ended.
         """
         parts = self._parts
         self.wait_for_pending()
         self._thread.check_usable()
-        parts.saves.begin(snapshot.id, snapshot.ranks)
-        self._make_ready(folder.path, only_foreign=not snapshot.layout.parameters)
-        if snapshot.rank == 0:
+        first = describe()
+        parts.saves.begin(first.id, first.ranks)
+        is_replica = not first.layout.parameters
+        layout, index = parts.plan.layout, parts.machine.index
+        # Another session's store is none that a checkpoint can name.
+        foreign = [s.index for s in layout.subgroups if any(index.is_foreign(tile) for tile, _, _ in s.tiles)]
+        if unmade := sorted({*foreign, *(() if is_replica else self._unmade())}):
+            visitor = self._visits.visitor(nothing, changes=True)
+            self._request(folder.path, partial(self._visits.begin, unmade, visitor, changes=True))
+        if first.rank == 0:
             released_before(folder)  # a COMMIT there that is not ours is not replaced
         folder.prepare()
-        needs_buffers = any(s.weight_tiles for s in snapshot.layout.subgroups) or parts.plan.uses_gpu
         overtaken = False
 
         def begin() -> None:
             nonlocal overtaken
             machine = parts.machine
-            overtaken = parts.saves.pending is not None
+            overtaken = parts.saves.pending is not None or (not is_replica and bool(self._unmade()))
             if overtaken:
                 return
             pump(machine, parts.executor, lambda m: m.broken is not None or Phase.BUSY not in m.phases)
             if machine.broken is not None:
                 raise machine.broken
+            snapshot = describe()
             try:
                 pending = parts.saves.open(
                     folder,
                     snapshot,
-                    needs_buffers=needs_buffers,
+                    needs_buffers=any(s.weight_tiles for s in snapshot.layout.subgroups) or parts.plan.uses_gpu,
                     io_backend=parts.config.io_backend,
                     on_done=on_done,
                 )
@@ -92,26 +99,14 @@ class Checkpoints:
                 raise error
 
         self._request(folder.path, begin)
-        if overtaken:  # by a signal handler's, begun since the last one was waited for
-            self.save(folder, snapshot, on_done)
+        if overtaken:  # by what a signal handler has asked for
+            self.save(folder, describe, on_done)
 
-    def _make_ready(self, folder: str, *, only_foreign: bool) -> None:
-        """Have all state be somewhere, and none of it in another session's store, which a checkpoint cannot name.
-
-        Args:
-            folder: Where the checkpoint goes.
-            only_foreign: Whether state that is still to be taken from the weights may stay so.
-        """
+    def _unmade(self) -> list[int]:
+        """Return subgroups whose state is nowhere yet, as it is still to be taken from the weights."""
         machine, tables = self._parts.machine, self._parts.tables
-        unmade = [
-            subgroup.index
-            for subgroup in self._parts.plan.layout.subgroups
-            if (not only_foreign and (machine.is_fresh(subgroup.index) or tables.needs_reload(subgroup.index)))
-            or any(machine.index.is_foreign(tile) for tile, _, _ in subgroup.tiles)
-        ]
-        if unmade:
-            visitor = self._visits.visitor(nothing, changes=True)
-            self._request(folder, partial(self._visits.begin, unmade, visitor, changes=True))
+        subgroups = range(len(self._parts.plan.layout.subgroups))
+        return [number for number in subgroups if machine.is_fresh(number) or tables.needs_reload(number)]
 
     def _request(self, folder: str, begin: Callable[[], Sweep | None]) -> None:
         """Have the engine thread do a part of a save; tell its failure from the session's.

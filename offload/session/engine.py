@@ -181,11 +181,12 @@ class Engine:
         """
         parts, thread = self._parts, self._thread
         with thread.turn():
-            plan = parts.plan_with(tuple(parameters))
+            before, plan = parts.plan, parts.plan_with(tuple(parameters))
 
             def extend() -> None:
                 thread.settle()
-                parts.adopt(plan)
+                # A signal handler may have added others since.
+                parts.adopt(plan if parts.plan is before else parts.plan_with(tuple(parameters)))
 
             self._checkpoints.wait_for_pending()
             thread.request(extend)
@@ -439,24 +440,27 @@ class Engine:
                 error is the cause; training may go on.
             SessionBrokenError: The session cannot be used, or broke while state was made ready to be saved.
         """
-        folder = open_folder(path)
+        folder, id = open_folder(path), id or uuid.uuid4().hex
         copy = copy or not self.config.paths
-        with self._thread.turn():
-            if not copy and not self.config.checkpoints:
-                raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
-            layout, steps = self.plan.layout, self._parts.tables.steps
-            snapshot = Snapshot(
+
+        def describe() -> Snapshot:
+            layout = self.plan.layout
+            return Snapshot(
                 layout=Layout((), (), layout.rule) if replica else layout,
                 step=self._visits.step_number,
-                steps=() if replica else tuple(steps.tolist()),
+                steps=() if replica else tuple(self._parts.tables.steps.tolist()),
                 metadata=metadata or {},
                 extra=extra,
-                id=id or uuid.uuid4().hex,
+                id=id,
                 rank=rank,
                 ranks=ranks,
                 copy=copy,
             )
-            self._checkpoints.save(folder, snapshot, on_done)
+
+        with self._thread.turn():
+            if not copy and not self.config.checkpoints:
+                raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
+            self._checkpoints.save(folder, describe, on_done)
 
     def release(self, path: str | os.PathLike[str]) -> None:
         """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 import offload
+from offload.checkpoint.reader import Checkpoint, Range
+from offload.dtypes import DtypeCode
 from offload.session.checkpoints import Checkpoints
+from offload.session.engine import Engine
 from offload.session.thread import EngineThread
 
 
@@ -64,3 +67,60 @@ def test_a_signal_handler_saves_at_any_line_of_a_request(tmp_path: Path, asked: 
             resumed.load_checkpoint(tmp_path / folder)
             found = resumed.state_for(resumed.param_groups[0]["params"][0])
             assert torch.equal(found["exp_avg"], expected)
+
+
+@pytest.mark.parametrize("line", range(1, 15))
+@pytest.mark.parametrize("asked", [EngineThread._exchange, Checkpoints.save])
+def test_a_signal_handler_steps_and_adds_while_a_checkpoint_begins(tmp_path: Path, asked: Any, line: int) -> None:
+    """The checkpoint is of before or of after: step counts and state agree, and the new group has both or neither."""
+    parameter, optimizer = make(tmp_path)
+    added = torch.nn.Parameter(torch.ones(3000).bfloat16())
+
+    def step() -> None:
+        parameter.grad = torch.ones(5000).bfloat16()
+        optimizer.step()
+
+    def handler() -> None:
+        sys.settrace(None)
+        step()
+        optimizer.add_param_group({"params": [added]})
+
+    with optimizer:
+        step()
+        sys.settrace(at_line(asked.__code__, line, handler))
+        try:
+            optimizer.save_checkpoint(tmp_path / "checkpoint")
+        finally:
+            sys.settrace(None)
+        optimizer.wait_checkpoint()
+    with Checkpoint(tmp_path / "checkpoint") as checkpoint:
+        name = checkpoint.names[0]
+        found = torch.empty(5000)
+        checkpoint.read([Range(name, "exp_avg", 0, found)])
+        assert found.unique().tolist() == pytest.approx([0.1 if checkpoint.step_of(name) == 1 else 0.19])
+        assert checkpoint.step_of(name) == checkpoint.step
+        for other in checkpoint.names[1:]:
+            checkpoint.read([Range(other, "exp_avg", 0, torch.empty(3000))])
+            assert checkpoint.step_of(other) == 0
+
+
+@pytest.mark.parametrize("line", range(1, 9))
+@pytest.mark.parametrize("asked", [EngineThread.request, EngineThread._exchange, Engine.add])
+def test_a_signal_handler_adds_while_others_are_added(tmp_path: Path, asked: Any, line: int) -> None:
+    config = offload.OffloadConfig(host_memory=0, paths=[tmp_path], subgroup_numel=2048)
+    sizes = {"first": 5000, "handler": 3000, "asked": 4000}
+    told = []
+    with offload.Engine([offload.Parameter("first", 5000, DtypeCode.BFLOAT16, 0)], config) as engine:
+
+        def handler() -> None:
+            sys.settrace(None)
+            engine.add([offload.Parameter("handler", 3000, DtypeCode.BFLOAT16, 0)])
+            told.append(True)
+
+        sys.settrace(at_line(asked.__code__, line, handler))
+        try:
+            engine.add([offload.Parameter("asked", 4000, DtypeCode.BFLOAT16, 0)])
+        finally:
+            sys.settrace(None)
+        there = {parameter.name: parameter.numel for parameter in engine.plan.layout.parameters}
+        assert there == {name: numel for name, numel in sizes.items() if name != "handler" or told}
