@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 train: $(VENV)/.ready
 	$(BIN)/offload train $(ARGS)
 
-# What a change breaks first, in a minute or two on two cores: without DeepSpeed, processes, slow tests.
+# What a change breaks first, in a minute and a half on two cores: without DeepSpeed, processes, slow tests.
 # One thread each for torch's own operations: those of several workers wait for each other by spinning.
 check: $(VENV)/.core lint
 	OMP_NUM_THREADS=1 $(PYTEST) -q -m "not slow and not full and not gpu" tests/unit tests/sim tests/kernels $(ARGS)

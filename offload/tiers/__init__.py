@@ -14,7 +14,6 @@ from offload.tiers.common import SLOT_HEADER_BYTES, slot_bytes, tier_error
 from offload.tiers.directories import check_directories, free_bytes
 from offload.tiers.existing import ExistingStore
 from offload.tiers.file import DEFAULT_EXTENT_BYTES, IO_BACKENDS, FileTier, choose_io_backend
-from offload.tiers.memory import MemoryTier
 from offload.tiers.objects import ObjectClient, RetryPolicy, S3Client
 from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
@@ -30,7 +29,6 @@ __all__ = [
     "ExistingRemoteStore",
     "ExistingStore",
     "FileTier",
-    "MemoryTier",
     "ObjectClient",
     "RemoteTier",
     "RetryPolicy",

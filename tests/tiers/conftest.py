@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 from _throttled import ThrottledTier
 from faulty import FaultyTier
+from memory_tier import MemoryTier
 from s3_server import BUCKET
 from tier_harness import KINDS, Build, Harness, need_io_uring
 
 from offload._native import CompletionQueue
 from offload.protocols import Tier
-from offload.tiers import AsyncFileTier, FileTier, MemoryTier, RemoteTier
+from offload.tiers import AsyncFileTier, FileTier, RemoteTier
 
 
 @pytest.fixture

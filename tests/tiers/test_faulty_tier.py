@@ -7,12 +7,13 @@ import uuid
 
 import pytest
 from faulty import Fault, FaultKind, FaultyTier
+from memory_tier import MemoryTier
 from tier_harness import Harness
 
 from offload._native import CompletionQueue
 from offload.errors import InternalError
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, TileId
-from offload.tiers import MemoryTier, slot_bytes
+from offload.tiers import slot_bytes
 
 TARGET = 4 << 20
 

@@ -19,23 +19,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from memory_tier import MemoryTier
 from tier_harness import FILE_KINDS, Build, Harness, need_io_uring
 
 import offload
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, TierError, TierFullError
 from offload.protocols import ERROR_HEADER, ERROR_SHORT, MAX_DEPTH, TileId
-from offload.tiers import (
-    FileTier,
-    MemoryTier,
-    file_system,
-    free_bytes,
-    identity,
-    lock_holder,
-    open_tier,
-    slot_bytes,
-    tier_error,
-)
+from offload.tiers import FileTier, file_system, free_bytes, identity, lock_holder, open_tier, slot_bytes, tier_error
 from offload.tiers.places import UNLIMITED_BYTES
 
 TARGET = 4 << 20

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from _throttled import ThrottledTier
 from faulty import FaultyTier
+from memory_tier import MemoryTier
 
 from offload._native import CompletionQueue, IoUring
 from offload.engine.memory import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
-from offload.tiers import SLOT_HEADER_BYTES, AsyncFileTier, FileTier, MemoryTier, RemoteTier, slot_bytes
+from offload.tiers import SLOT_HEADER_BYTES, AsyncFileTier, FileTier, RemoteTier, slot_bytes
 
 ARENA_BYTES = 8 << 20
 TILE = TileId(1, 2, 3)

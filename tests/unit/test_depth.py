@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from memory_tier import MemoryTier
 
 import offload
 from offload._native import CompletionQueue
@@ -17,7 +18,7 @@ from offload.engine.memory import Arena
 from offload.errors import ConfigError
 from offload.measure import choose_depth, tune_depth
 from offload.measure.depth import DEPTHS, TILE_BYTES, TILES, goes_on_rising
-from offload.tiers import MemoryTier, open_tier, supports_direct
+from offload.tiers import open_tier, supports_direct
 
 ENOUGH = 2 * TILES * TILE_BYTES[0]
 

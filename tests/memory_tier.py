@@ -1,4 +1,4 @@
-"""A path of slots in memory: the simulator's storage, and the smallest thing that is a tier."""
+"""A path of slots in memory: the smallest thing that is a tier, for tests."""
 
 from __future__ import annotations
 
