@@ -43,9 +43,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         params: Iterable[Any],
         defaults: dict[str, Any],
         offload: OffloadConfig | Mapping[str, Any] | None,
-        options: TorchOptions,
+        options: TorchOptions | None = None,
     ) -> None:
-        check_options(self.kind, options)
+        check_options(self.kind, options or {})
         if isinstance(offload, Mapping):
             offload = OffloadConfig.from_dict(offload)
         if offload is not None and not isinstance(offload, OffloadConfig):

@@ -42,6 +42,8 @@ from offload.session.setup import choose_turns
 from offload.tiers import FileTier, Turns, identity, turns
 from offload.tiers.turns import lock_file
 
+HERE = Path(__file__).parent
+
 LONG_S = 60.0
 PATIENT = {"holders": 1, "turn_bytes": 4096, "report_after_s": LONG_S}
 
@@ -74,7 +76,7 @@ class Session:
 # Each child runs one of these with its arguments, answers by lines, and waits for lines.
 CHILD_HEAD = """
 import os, sys
-sys.path[:0] = {folders!r}
+sys.path += {folders!r}
 from test_path_lock import *
 
 def say(what=""):
@@ -89,7 +91,7 @@ class Child:
     """A process running a piece of code."""
 
     def __init__(self, code: str, *arguments: object) -> None:
-        head = CHILD_HEAD.format(folders=[str(folder) for folder in Path(__file__).parents[:2]])
+        head = CHILD_HEAD.format(folders=[str(HERE), str(HERE.parent), str(HERE.parents[1] / "bench")])
         self.process = subprocess.Popen(
             [sys.executable, "-c", head + code, *map(str, arguments)],
             stdin=subprocess.PIPE,
