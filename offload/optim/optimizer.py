@@ -63,7 +63,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._scaling = Scaling()
         self._route = choose_route(late, self._weights, self._scaling, world)
         self._forecast = Forecast()
-        self._writers: list[Callable[[Mapping[str, float]], None]] = []
+        self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         if late.device is None or config.gpu_memory != "auto":
             self._open(late.config)
         else:
@@ -264,9 +264,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._route.forget()
             self._weights.written(active)
         self._forecast.watch(self.engine.plan, self.engine.rates, time.monotonic() - started_s)
-        metrics = self.metrics() if self._writers else {}
-        for write in self._writers:
-            write(metrics)
+        step = self.engine.step_number
+        due = [write for every, write in self._writers if step % every == 0]
+        metrics = self.metrics() if due else {}
+        for write in due:
+            write(metrics, step)
 
     # Figures and the end
 
@@ -301,7 +303,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             path: The file; one that is there is replaced.
         """
         paths = [place.path for place in self.engine.config.path_configs]
-        found = trace(self.timeline(), paths, step=int(self.engine.metrics()["step"]))
+        found = trace(self.timeline(), paths, step=self.engine.step_number)
         with open(path, "w", encoding="utf-8") as file:
             json.dump(found, file)
 
@@ -323,10 +325,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         if not any(map(callable, (add_scalar, log, writer))):
             raise ConfigError("writer", type(writer).__name__, "give a SummaryWriter, a W&B run, or a function")
 
-        def write(metrics: Mapping[str, float]) -> None:
-            step = int(metrics["step"])
-            if step % every:
-                return
+        def write(metrics: Mapping[str, float], step: int) -> None:
             values = {f"{prefix}{name}": value for name, value in metrics.items()}
             if callable(add_scalar):
                 for name, value in values.items():
@@ -336,7 +335,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             else:
                 writer(values, step)
 
-        self._writers.append(write)
+        self._writers.append((every, write))
 
     def close(self) -> None:
         """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten."""

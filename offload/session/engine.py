@@ -111,6 +111,11 @@ class Engine:
         """Why the session cannot be used any more, or None."""
         return self._thread.broken
 
+    @property
+    def step_number(self) -> int:
+        """How many steps the state has had; a checkpoint brings its own."""
+        return self._visits.step_number
+
     def step_count(self, parameter: int | str) -> int:
         """Return the number of updates that a parameter has had."""
         return int(self._parts.tables.steps[self._position(parameter)])
@@ -137,7 +142,7 @@ class Engine:
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
         ends_s = [i.finished_s - self._step_started_s for i in timeline if i.lane in ("gpu", "h2d")]
         found: dict[str, float] = {
-            "step": self._visits.step_number,
+            "step": self.step_number,
             "step_s": max([self._step_s, *ends_s]),
             "state_bytes": plan.state_bytes,
             "resident_bytes": resident_bytes,

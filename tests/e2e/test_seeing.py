@@ -64,6 +64,7 @@ def test_metrics_go_to_loggers_after_every_step_or_less_often(tmp_path: Path) ->
             4,
             {f"offload/{name}": pytest.approx(v, nan_ok=True) for name, v in optimizer.metrics().items()},
         )
+        assert board.scalars["offload/step"][-1] == (optimizer.engine.step_number, 4)
         for writer, every in ((object(), 1), (board, 0)):
             with pytest.raises(offload.ConfigError):
                 optimizer.log_to(writer, every=every)
