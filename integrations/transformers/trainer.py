@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -16,8 +15,6 @@ import torch
 
 import offload
 from offload import CheckpointError, ConfigError, OffloadConfig
-
-log = logging.getLogger("offload")
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "offload_adamw": (offload.AdamW, ("betas", "eps")),
@@ -33,7 +30,6 @@ FOLDER = "optimizer"
 
 POINTER = "offload_checkpoint"
 """The key under which `optimizer.pt` has the name of that folder."""
-
 
 LOGGED = "step_s", "predicted_step_s", "resident_share"
 """Metrics that go where a Trainer logs its loss."""
@@ -164,11 +160,14 @@ def _ours(trainer: Any) -> Any:
 def _create(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Stand in for `Trainer.create_optimizer`: from then on clipping is done in the update itself."""
     optimizer = original(trainer, *arguments, **options)
-    ours, accelerator = _ours(trainer), trainer.accelerator
-    if ours is not None and "clip_grad_norm_" not in vars(accelerator):
+    accelerator = trainer.accelerator
+    if _ours(trainer) is not None and "clip_grad_norm_" not in vars(accelerator):
         clip = accelerator.clip_grad_norm_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+            ours = _ours(trainer)  # the one that it has now: a second `train` may have made another
+            if ours is None:
+                return clip(parameters, max_norm, norm_type)
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             updated = {id(parameter) for group in ours.param_groups for parameter in group["params"]}
             others = any(p.grad is not None and id(p) not in updated for p in parameters)
@@ -192,22 +191,24 @@ def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *ar
 class _Pointer:
     """Stands in for an optimizer while a Trainer writes or reads `optimizer.pt`."""
 
-    def __init__(self, take: Callable[[dict[str, Any]], None]) -> None:
-        self._take = take
+    loaded: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {POINTER: FOLDER}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._take(state_dict)
+        self.loaded = state_dict
 
 
-def _with(trainer: Any, pointer: _Pointer, original: Callable[..., Any], folder: Any) -> None:
-    optimizer, trainer.optimizer = trainer.optimizer, pointer
+def _pointing(trainer: Any, original: Callable[..., Any], folder: str) -> _Pointer:
+    """Have the Trainer's own method work on a pointer in place of the optimizer; return it."""
+    optimizer, pointer = trainer.optimizer, _Pointer()
+    trainer.optimizer = pointer
     try:
         original(trainer, folder)
     finally:
         trainer.optimizer = optimizer
+    return pointer
 
 
 def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
@@ -230,7 +231,7 @@ def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
     ours.wait_checkpoint()
     if not copy:
         saved.append(folder)
-    _with(trainer, _Pointer(ours.load_state_dict), original, output_dir)
+    _pointing(trainer, original, output_dir)
 
 
 def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) -> None:
@@ -240,12 +241,10 @@ def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) ->
         original(trainer, checkpoint)
         return
 
-    def take(state_dict: dict[str, Any]) -> None:
-        if POINTER not in state_dict:  # of torch's, or of a Trainer that did not know us
-            ours.load_state_dict(state_dict)
-            return
-        folder = os.path.join(checkpoint, state_dict[POINTER])
+    loaded = _pointing(trainer, original, checkpoint).loaded
+    if loaded is not None and POINTER in loaded:
+        folder = os.path.join(checkpoint, loaded[POINTER])
         ours.load_checkpoint(folder)
         vars(trainer).setdefault("_offload_saved", []).append(folder)
-
-    _with(trainer, _Pointer(take), original, checkpoint)
+    elif loaded is not None:  # of torch's, or of a Trainer that did not know us
+        ours.load_state_dict(loaded)

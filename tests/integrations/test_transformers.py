@@ -161,6 +161,29 @@ def test_parameters_have_the_models_names_and_a_group_may_be_empty(tmp_path: Pat
         assert len(optimizer.param_groups) == 2
 
 
+def test_clipping_is_by_the_optimizer_that_a_trainer_has_now(tmp_path: Path) -> None:
+    """A second `train` may make another one, which the accelerator, patched for the first, has to find."""
+    model = torch.nn.Linear(4, 4)
+    try:
+        offload_transformers.enable()
+        args = TrainingArguments(output_dir=str(tmp_path), optim="offload_adamw", use_cpu=True, report_to=[])
+        trainer = Trainer(model=model, args=args)
+        first = trainer.create_optimizer()
+        first.close()
+        trainer.optimizer = None
+        second = trainer.create_optimizer()
+    finally:
+        offload_transformers.disable()
+    with second:
+        model(torch.ones(2, 4)).sum().backward()
+        norm = trainer.accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        assert second is not first
+        assert second.metrics()["gradient_norm"] == norm > 0
+        trainer.optimizer = torch.optim.SGD(model.parameters())
+        assert trainer.accelerator.clip_grad_norm_(model.parameters(), 0.5) == pytest.approx(norm)
+        assert model.weight.grad.norm() <= 0.5  # torch's own changes gradients
+
+
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"host_mem": 1}')
