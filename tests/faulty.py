@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import errno
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -83,16 +83,24 @@ class FaultyTier:
         self._held: dict[int, tuple[Operation, TileRequest | None]] = {}
         self._closed = False
 
+    def _begin(self, verb: Operation, request: TileRequest, plain: Callable[[TileRequest], None]) -> Fault | None:
+        """Do an operation that is to have no fault, and hold one that is to wait; return the fault of any other."""
+        self._check_open(verb)
+        check_request(request)
+        fault = self._due(verb, request.tile)
+        if fault is None:
+            plain(request)
+        elif fault.kind is FaultKind.DELAY:
+            self._held[request.op] = (verb, request)
+            return None
+        return fault
+
     def read(self, request: TileRequest) -> None:
         """Read as the inner tier does, or fail as told."""
-        self._check_open("read")
-        check_request(request)
-        fault = self._due("read", request.tile)
+        fault = self._begin("read", request, self._read)
         if fault is None:
-            self._read(request)
-        elif fault.kind is FaultKind.DELAY:
-            self._held[request.op] = ("read", request)
-        elif fault.kind is FaultKind.CORRUPT:
+            return
+        if fault.kind is FaultKind.CORRUPT:
             self._read_damage(request)
         elif fault.kind is FaultKind.MISDIRECTED:
             self.inner.read(dataclasses.replace(request, tile=_another(request.tile)))
@@ -101,14 +109,10 @@ class FaultyTier:
 
     def write(self, request: TileRequest) -> None:
         """Write as the inner tier does, or fail as told."""
-        self._check_open("write")
-        check_request(request)
-        fault = self._due("write", request.tile)
+        fault = self._begin("write", request, self._write)
         if fault is None:
-            self._write(request)
-        elif fault.kind is FaultKind.DELAY:
-            self._held[request.op] = ("write", request)
-        elif fault.kind is FaultKind.CORRUPT:
+            return
+        if fault.kind is FaultKind.CORRUPT:
             self._write(request)
             self._damaged[request.offset] = None
         elif fault.kind is FaultKind.TORN:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,20 +26,26 @@ def make(path: Path) -> tuple[torch.nn.Parameter, offload.AdamW]:
     return parameter, offload.AdamW([parameter], lr=1e-2, offload=config)
 
 
-def at_line(code: CodeType, number: int, handler: Any) -> Any:
-    """Return a trace function that calls a handler before the n-th line of a function runs, once."""
-    left = [number]
+@contextlib.contextmanager
+def handled(asked: Any, line: int, handler: Callable[[], None]) -> Iterator[None]:
+    """Call a handler before the n-th line of a function runs, once, as a signal might."""
+    left = line
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code is not code:
+        nonlocal left
+        if frame.f_code is not asked.__code__:
             return None
-        if event == "line":
-            left[0] -= 1
-            if left[0] == 0:
-                handler()
+        left -= event == "line"
+        if event == "line" and left == 0:
+            sys.settrace(None)
+            handler()
         return trace
 
-    return trace
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 @pytest.mark.parametrize("line", range(1, 9))
@@ -47,18 +55,14 @@ def test_a_signal_handler_saves_at_any_line_of_a_request(tmp_path: Path, asked: 
     saved = []
 
     def handler() -> None:
-        sys.settrace(None)
         optimizer.save_checkpoint(tmp_path / "handler")
         saved.append(True)
 
     with optimizer:
         parameter.grad = torch.ones(5000).bfloat16()
         optimizer.step()
-        sys.settrace(at_line(asked.__code__, line, handler))
-        try:
+        with handled(asked, line, handler):
             optimizer.save_checkpoint(tmp_path / "asked")
-        finally:
-            sys.settrace(None)
         optimizer.wait_checkpoint()
         expected = optimizer.state_for(parameter)["exp_avg"]
     for folder in ["asked", "handler"][: 1 + len(saved)]:
@@ -81,17 +85,13 @@ def test_a_signal_handler_steps_and_adds_while_a_checkpoint_begins(tmp_path: Pat
         optimizer.step()
 
     def handler() -> None:
-        sys.settrace(None)
         step()
         optimizer.add_param_group({"params": [added]})
 
     with optimizer:
         step()
-        sys.settrace(at_line(asked.__code__, line, handler))
-        try:
+        with handled(asked, line, handler):
             optimizer.save_checkpoint(tmp_path / "checkpoint")
-        finally:
-            sys.settrace(None)
         optimizer.wait_checkpoint()
     with Checkpoint(tmp_path / "checkpoint") as checkpoint:
         name = checkpoint.names[0]
@@ -113,14 +113,10 @@ def test_a_signal_handler_adds_while_others_are_added(tmp_path: Path, asked: Any
     with offload.Engine([offload.Parameter("first", 5000, DtypeCode.BFLOAT16, 0)], config) as engine:
 
         def handler() -> None:
-            sys.settrace(None)
             engine.add([offload.Parameter("handler", 3000, DtypeCode.BFLOAT16, 0)])
             told.append(True)
 
-        sys.settrace(at_line(asked.__code__, line, handler))
-        try:
+        with handled(asked, line, handler):
             engine.add([offload.Parameter("asked", 4000, DtypeCode.BFLOAT16, 0)])
-        finally:
-            sys.settrace(None)
         there = {parameter.name: parameter.numel for parameter in engine.plan.layout.parameters}
         assert there == {name: numel for name, numel in sizes.items() if name != "handler" or told}
