@@ -12,14 +12,14 @@ folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
 accelerator = Accelerator(gradient_accumulation_steps=2)
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1))
-config = offload.OffloadConfig(host_memory="1MiB", paths=[folder], subgroup_numel=65536)
+config = offload.OffloadConfig(host_memory=0, staging_memory="1MiB", paths=[folder], subgroup_numel=16384)
 optimizer = offload.AdamW(model.named_parameters(), lr=1e-3, offload=config)
 model, wrapped = accelerator.prepare(model, optimizer)
 
 for _ in range(20):
     with accelerator.accumulate(model):
         inputs = torch.randn(64, 256, device=accelerator.device)
-        loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        loss = (model(inputs) - inputs[:, :1]).square().mean()
         accelerator.backward(loss)
         if accelerator.sync_gradients:
             optimizer.clip_grad_norm_(1.0)  # ours has it, the wrapper has not

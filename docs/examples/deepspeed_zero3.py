@@ -16,14 +16,14 @@ config = {
     "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    "multi_tier_offload": {"host_memory": "1MiB", "paths": [folder], "subgroup_numel": 65536},
+    "multi_tier_offload": {"host_memory": 0, "staging_memory": "1MiB", "paths": [folder], "subgroup_numel": 16384},
 }
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1))
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 for _ in range(10):
     inputs = torch.randn(8, 256, dtype=torch.bfloat16, device=engine.device)
-    loss = (engine(inputs) - inputs.sum(1, keepdim=True)).float().square().mean()
+    loss = (engine(inputs) - inputs[:, :1]).float().square().mean()
     engine.backward(loss)
     engine.step()
 print(f"loss {loss.item():.3f}")

@@ -10,7 +10,7 @@ from transformers.trainer_utils import get_last_checkpoint
 import offload.integrations.transformers as offload_transformers
 
 folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
-offload_transformers.enable({"host_memory": "1MiB", "paths": [folder]})
+offload_transformers.enable({"host_memory": 0, "staging_memory": "1MiB", "paths": [folder], "subgroup_numel": 8192})
 
 torch.manual_seed(0)
 sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -10,13 +10,13 @@ import offload
 folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1)).bfloat16()
-config = offload.OffloadConfig(host_memory="1MiB", paths=[folder], subgroup_numel=65536)
+config = offload.OffloadConfig(host_memory=0, staging_memory="1MiB", paths=[folder], subgroup_numel=16384)
 
 with offload.AdamW(model.named_parameters(), lr=1e-3, offload=config) as optimizer:
     print(optimizer.plan)  # what lives where, and what a step should take
     for step in range(20):
         inputs = torch.randn(64, 256).bfloat16()
-        loss = (model(inputs) - inputs.sum(1, keepdim=True)).float().square().mean()
+        loss = (model(inputs) - inputs[:, :1]).float().square().mean()
         loss.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
