@@ -1,4 +1,4 @@
-"""A program: what checkpoints take of host memory, phase by phase, as JSON; `test_memory.py` runs and judges it.
+"""A program: what checkpoints take of host memory, phase by phase, as JSON; `test_checkpoint_memory.py` runs and judges it.
 
 A process of its own, because what earlier sessions of a process have left to the allocator would hide what this one
 takes. A small session goes first, so that code and threads that stay are there.
@@ -45,7 +45,8 @@ class Run:
         self.base_bytes = used_bytes("VmRSS")
         path = tempfile.mkdtemp(dir=folder)
         self.optimizer = offload.AdamW(self.weights, offload={"paths": [path], **settings})
-        self.found: dict[str, Any] = {"plan": self.optimizer.plan.plan.host_bytes, "phases": {}}
+        plan = self.optimizer.plan.plan
+        self.found: dict[str, Any] = {"plan": plan.host_bytes, "buffers": plan.checkpoint_buffer_bytes, "phases": {}}
 
     def phase(self, name: str, work: Callable[[], Any]) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew

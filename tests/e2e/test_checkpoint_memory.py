@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 from offload._native import IoUring
 
 PROGRAM = Path(__file__).with_name("checkpoint_memory.py")
-NOISE_BYTES = 12 << 20
-"""What interpreter, torch and allocator take besides: half of a subgroup's state there."""
+NOISE_BYTES = 4 << 20
+"""What interpreter, torch and allocator take besides: a sixth of a subgroup's state there."""
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "threads": ("bfloat16", {"host_memory": 0, "io_backend": "threads"}),
@@ -40,13 +41,15 @@ def test_checkpoints_keep_to_the_plan(kind: str, tmp_path: Path) -> None:
         dtype,
         json.dumps({**settings, "staging_memory": "50MiB"}),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # What is freed goes back at once: else the allocator keeps up to half of the program's own gradients, as it likes.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     for which, session in json.loads(done.stdout.splitlines()[-1]).items():
-        planned = session["plan"]
-        for phase, used in session["phases"].items():
-            said = f"{which}, {phase}: {used['peak'] >> 20} MiB, planned {planned >> 20}"
-            assert used["peak"] <= planned + NOISE_BYTES, said
-        steps = session["phases"].get("steps")
-        for phase, used in session["phases"].items() if steps else ():
-            assert used["after"] <= steps["after"] + NOISE_BYTES, f"{which}: {phase} keeps memory"
+        phases = session["phases"]
+        # Gradients of a weight each are gone with their step here; the plan counts them all.
+        between = phases["steps"]["after"] if "steps" in phases else session["plan"]
+        for phase, used in phases.items():
+            most = min(session["plan"], between + session["buffers"])
+            assert used["peak"] <= most + NOISE_BYTES, f"{which}, {phase}: {used['peak']} bytes of {most}"
+            assert used["after"] <= between + NOISE_BYTES, f"{which}: {phase} keeps memory"
