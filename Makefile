@@ -20,10 +20,12 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 train: $(VENV)/.ready
 	$(BIN)/offload train $(ARGS)
 
-# What a change breaks first, in a minute and a half on two cores: without DeepSpeed, processes, slow tests.
 # One thread each for torch's own operations: those of several workers wait for each other by spinning.
+check test test-full: export OMP_NUM_THREADS := 1
+
+# What a change breaks first, in a minute and a half on two cores: without DeepSpeed, processes, slow tests.
 check: $(VENV)/.core lint
-	OMP_NUM_THREADS=1 $(PYTEST) -q -m "not slow and not full and not gpu" tests/unit tests/sim tests/kernels $(ARGS)
+	$(PYTEST) -q -m "not slow and not full and not gpu" tests/unit tests/sim tests/kernels $(ARGS)
 
 test: $(VENV)/.ready lint
 	$(PYTEST) -m "not full and not gpu" $(ARGS)

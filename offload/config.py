@@ -50,15 +50,6 @@ def parse_bytes(field: str, value: object) -> int:
     return nbytes
 
 
-def format_bytes(count: float) -> str:
-    """Return a size for people, in binary units: 1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathConfig:
     """One place in a storage tier.

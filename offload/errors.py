@@ -20,6 +20,8 @@ import errno as _errno
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
+from offload.units import format_bytes
+
 T = TypeVar("T")
 
 MAX_SHOWN = 300
@@ -72,8 +74,12 @@ class InfeasiblePlanError(PlanError):
     def __init__(self, what: str, needed_bytes: int, available_bytes: dict[str, int], advice: str) -> None:
         self.needed_bytes = needed_bytes
         self.available_bytes = dict(available_bytes)
-        offers = ", ".join(f"{name}: {count} bytes" for name, count in available_bytes.items()) or "nothing"
-        super().__init__(f"{what} needs {needed_bytes} bytes but there is {offers}; {advice}")
+        offers = ", ".join(f"{name}: {_exactly(count)}" for name, count in available_bytes.items()) or "nothing"
+        super().__init__(f"{what} needs {_exactly(needed_bytes)} but there is {offers}; {advice}")
+
+
+def _exactly(nbytes: int) -> str:
+    return f"{format_bytes(nbytes)} ({nbytes} bytes)"
 
 
 class TierError(OffloadError):

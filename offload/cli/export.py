@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from typing import Any
+
+from offload.errors import ConfigError
 
 FORMATS = ("safetensors", "distributed")
 
@@ -22,6 +25,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a checkpoint")
     parser.add_argument("target", metavar="TARGET", help="file (safetensors) or new folder (distributed) to write")
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="(default: %(default)s)")
+    parser.add_argument("--replace", action="store_true", help="replace a file that is there")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -33,10 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status: 0.
 
     Raises:
+        ConfigError: The target is there already.
         CheckpointError: The checkpoint cannot be read, or the target not written.
     """
     from offload.checkpoint.exchange import export_distributed, export_safetensors
 
+    target = arguments.target
+    is_free = not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target))
+    if not is_free and not arguments.replace:
+        raise ConfigError("TARGET", target, "it is there already; give --replace to have it replaced")
     started_s = said_s = time.monotonic()
 
     def progress(done: int, whole: int) -> None:

@@ -6,8 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from offload.config import format_bytes
 from offload.errors import ConfigError
+from offload.units import format_bytes
 
 
 def add_parser(commands: Any) -> None:

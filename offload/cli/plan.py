@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import bisect
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offload.cli.node import GPU, GRADIENT_BYTES, UNKNOWN, Node, Use, check_fits, shares, use_of
+from offload.cli.progress import Progress
 from offload.cli.record import to_json
-from offload.cli.values import format_seconds, parse_count
-from offload.config import format_bytes, parse_bytes
-from offload.errors import ConfigError, InfeasiblePlanError, OffloadError
+from offload.cli.values import parse_count
+from offload.config import parse_bytes
+from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
 from offload.rules import RULES
+from offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from offload.plan import Estimate, Plan, Rates
+    from offload.layout import Layout
+    from offload.plan import Budgets, Estimate, Plan, Rates
     from offload.sim import Prediction
 
 DAY_S = 86400.0
-GRADIENT_BYTES = 2
 FLOPS_PER_WEIGHT = {"forward": 2, "backward": 4}
 """For each token; backward also repeats the forward pass where activations are recomputed. Attention's own products
 are left out; equation 3 of Narayanan et al. (SC '21, arXiv 2104.04473) gives their share."""
@@ -28,14 +34,17 @@ are left out; equation 3 of Narayanan et al. (SC '21, arXiv 2104.04473) gives th
 HELP_HOST = 0.25
 """Part by which host memory is raised to see what that would bring."""
 
+_MACHINES = Path(__file__).parents[1] / "measure" / "machines"  # importing them would load native code
+
 _EPILOG = """\
 examples:
   offload plan --params 70e9 --ranks 4 --rates h100-node --host-memory 100GiB
   offload plan --config config.json --rates node.json --host-memory 64GiB --gpu-memory 10GiB --tokens 8192
   offload plan --params 7e9 --rates node.json --host-memory 0 --sweep host_memory=0,16GiB,32GiB,64GiB --out sweep.png
 
---rates takes a file that `offload probe` wrote, or the name of a machine that ships with the package. Its rates are
-those of a node; --ranks processes share its CPU, its memory and its paths, and have a GPU each.
+--rates takes a file that `offload probe` wrote, or the name of a machine that ships with the package: {machines}.
+Its rates are those of a node; --ranks processes share its CPU, its memory and its paths, and have a GPU each. Weights
+and gradients of two bytes are counted with the state, each rank's part of them, as in ZeRO-3.
 """
 
 
@@ -45,7 +54,7 @@ def add_parser(commands: Any) -> None:
         "plan",
         help="predict an iteration: where state lives, how long a step takes, what bounds it",
         description="Predict an iteration for a model size, rates and budgets, and say where time and memory go.",
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(machines=", ".join(sorted(file.stem for file in _MACHINES.glob("*.json")))),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_mutually_exclusive_group(required=True)
@@ -66,7 +75,7 @@ def add_parser(commands: Any) -> None:
         "--staging-memory", metavar="SIZE", help="that streamed state passes through (default: chosen)"
     )
     sizes.add_argument(
-        "--paths", metavar="N", type=int, help="use only the first N paths of the rates (default: all)"
+        "--path-count", metavar="N", type=int, help="use only the first N paths of the rates (default: all)"
     )
     sizes.add_argument("--path-bytes", metavar="SIZE", help="what each path offers to a rank (default: no limit)")
     sizes.add_argument("--subgroup-numel", metavar="N", help="most elements of a subgroup (default: chosen)")
@@ -77,6 +86,9 @@ def add_parser(commands: Any) -> None:
         help='updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)',
     )
     parser.add_argument("--weights-on", choices=("cpu", "gpu"), help="where they lie (default: gpu, if there is one)")
+    node = parser.add_argument_group("the node, where it is another than that of the rates")
+    node.add_argument("--node-memory", metavar="SIZE", help="host memory that all ranks have together")
+    node.add_argument("--gpus", metavar="N", type=int, help="number of GPUs")
     work = parser.add_argument_group("the rest of the iteration")
     work.add_argument(
         "--tokens", metavar="N", help="tokens of each rank in an iteration: predicts forward and backward"
@@ -103,6 +115,7 @@ class Question:
         recompute: Whether backward repeats the forward pass.
         tokens: Tokens of one rank in an iteration; None to predict the step alone.
         rule: Name of the update rule.
+        node: What the node has.
     """
 
     params: int
@@ -119,6 +132,7 @@ class Question:
     tokens: int | None = None
     recompute: bool = False
     rule: str = "adam"
+    node: Node = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +143,7 @@ class Answer:
         question: What was asked.
         rates: One rank's part of the node's.
         plan: Its plan.
+        use: What it takes of its node.
         estimate: The plan's cost in closed form, with the bound.
         step_s: Seconds of a step: the simulator's where it was run, else the closed form's.
         prediction: The simulated step, or None.
@@ -139,6 +154,7 @@ class Answer:
     question: Question
     rates: Rates
     plan: Plan
+    use: Use
     estimate: Estimate
     step_s: float
     prediction: Prediction | None
@@ -157,29 +173,28 @@ class Answer:
         return [self.question.ranks * lanes.get(f"write:{n}", 0) for n in range(len(self.rates.paths))]
 
 
-def ask(question: Question, *, simulate: bool = True) -> Answer:
-    """Plan and predict.
-
-    Raises:
-        ConfigError: If a value makes no sense.
-        InfeasiblePlanError: If the state does not fit.
-    """
+@functools.lru_cache(maxsize=4)
+def _layout(numel: int, subgroup_numel: int, rule: str) -> Layout:
+    """Return the layout of one rank's part of a model; advice asks about one again and again."""
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, build_layout
-    from offload.plan import Budgets, PathBudget, choose_plan, choose_subgroup_numel, estimate
-    from offload.sim import predict
 
-    rates = question.rates.shared_by(question.ranks)
+    return build_layout([Parameter("model", numel, DtypeCode.BFLOAT16, 0)], subgroup_numel, rule=RULES[rule])
+
+
+def _budgets(question: Question) -> tuple[Layout, Budgets]:
+    """Return one rank's layout, and what each tier offers for it."""
+    from offload.plan import Budgets, PathBudget, choose_subgroup_numel
+
     numel = math.ceil(question.params / question.ranks)
     subgroup_numel = question.subgroup_numel or choose_subgroup_numel(
         numel, question.staging_memory, RULES[question.rule]
     )
-    model = Parameter("model", numel, DtypeCode.BFLOAT16, 0)
-    layout = build_layout([model], subgroup_numel, rule=RULES[question.rule])
+    layout, rates = _layout(numel, subgroup_numel, question.rule), question.rates
     staging = question.gpu_staging
     if staging is None:
         staging = 4 * layout.max_subgroup_bytes if rates.gpu is not None else 0
-    budgets = Budgets(
+    return layout, Budgets(
         host_bytes=question.host_memory,
         staging_bytes=question.staging_memory,
         paths=tuple(PathBudget(f"path {n}", question.path_bytes) for n in range(len(rates.paths))),
@@ -189,15 +204,63 @@ def ask(question: Question, *, simulate: bool = True) -> Answer:
         gpu_staging_bytes=staging,
         weights_on_gpu=question.weights_on_gpu,
     )
+
+
+def _rates(question: Question) -> Rates:
+    """Return what one rank has of the node's rates.
+
+    Raises:
+        ConfigError: There are more ranks than GPUs, and each is to have one.
+    """
+    rates, gpus = question.rates.shared_by(question.ranks), question.node.gpus
+    if rates.gpu is None or gpus is None or question.ranks <= gpus:
+        return rates
+    if question.weights_on_gpu or question.gpu_memory or question.placement not in ("auto", "cpu"):
+        allowed = f"the node has {gpus} GPUs, one for each rank; give --gpus for another node"
+        raise ConfigError("--ranks", question.ranks, allowed)
+    return replace(rates, gpu=None)
+
+
+def _plan(question: Question, rates: Rates) -> Plan:
+    """Return one rank's plan, at its part of the rates."""
+    from offload.plan import choose_plan
+
+    layout, budgets = _budgets(question)
     plan = choose_plan(layout, budgets, rates, question.placement)
     if question.weights_on_gpu:  # gradients of what the GPU updates stay there
         on_cpu = sum(s.numel for s in layout.subgroups if not plan.updates_on_gpu(s.index))
         plan = replace(plan, budgets=replace(budgets, gradient_bytes=GRADIENT_BYTES * on_cpu))
+    return plan
+
+
+def ask(
+    question: Question,
+    *,
+    simulate: bool = True,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Answer:
+    """Plan and predict.
+
+    Args:
+        question: What is to be predicted.
+        simulate: Whether to run the simulator, or be content with the closed form.
+        report: Told how far the simulator is.
+
+    Raises:
+        ConfigError: If a value makes no sense, or there are more ranks than GPUs.
+        InfeasiblePlanError: If the state does not fit, or all ranks take more than the node has.
+    """
+    from offload.plan import estimate
+    from offload.sim import predict
+
+    rates = _rates(question)
+    plan = _plan(question, rates)
+    check_fits(question.node, question.ranks, plan, rates)
     cost = estimate(plan, rates)
-    prediction = predict(plan, rates, steps=2) if simulate else None
+    prediction = predict(plan, rates, steps=2, timeline=False, report=report) if simulate else None
     forward_s, backward_s = _forward_backward_s(question, rates, plan)
     step_s = prediction.step_s if prediction else cost.step_s
-    return Answer(question, rates, plan, cost, step_s, prediction, forward_s, backward_s)
+    return Answer(question, rates, plan, use_of(plan), cost, step_s, prediction, forward_s, backward_s)
 
 
 def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[float | None, float | None]:
@@ -217,9 +280,30 @@ def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[f
 # What would help
 
 
+def least(question: Question) -> Use | None:
+    """Return what a rank takes with the least `host_memory` that works, or None if none does."""
+    from offload.plan import make_plan
+
+    layout, budgets = _budgets(question)
+    ends = [0, *itertools.accumulate(layout.subgroup_bytes)]
+
+    def works(resident: int) -> bool:
+        try:
+            make_plan(layout, replace(budgets, host_bytes=ends[resident]))
+        except InfeasiblePlanError:
+            return False
+        return True
+
+    few = bisect.bisect_left(range(len(ends)), True, key=works)
+    if few == len(ends):
+        return None
+    rates = _rates(question)
+    return use_of(_plan(replace(question, host_memory=ends[few]), rates))
+
+
 def advice(answer: Answer) -> list[tuple[str, float]]:
     """Return what would make the iteration shorter, and by how many seconds, most first; by the closed form."""
-    now_s = ask(answer.question, simulate=False).step_s
+    now_s = answer.estimate.step_s
     found = []
     for what, question in _changes(answer):
         try:
@@ -234,21 +318,23 @@ def advice(answer: Answer) -> list[tuple[str, float]]:
 def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
     from offload.plan import Home
 
-    question, rates = answer.question, answer.question.rates
+    question, rates, use = answer.question, answer.question.rates, answer.use
+    host_room = (question.node.memory_bytes or 1 << 60) // question.ranks - use.host_bytes
     if rates.paths:
         best = max(rates.paths, key=lambda path: min(path.read_bytes_per_s, path.write_bytes_per_s))
         what = "a second path like this one" if len(rates.paths) == 1 else "one more path like the fastest"
         yield what, replace(question, rates=replace(rates, paths=(*rates.paths, best)))
     if streamed_bytes := answer.plan.home_bytes[Home.STREAMED]:
-        more = min(streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)))
+        more = min(streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)), host_room)
         yield f"host budget +{format_bytes(more)} a rank", replace(question, host_memory=question.host_memory + more)
-    if rates.gpu is not None and answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
-        more = min(answer.plan.state_bytes, 10 << 30)
+    gpu = rates.gpu if answer.rates.gpu is not None else None  # it has one
+    if gpu is not None and answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
+        more = min(answer.plan.state_bytes, 10 << 30, (gpu.memory_bytes or 1 << 60) - use.gpu_bytes)
         yield f"GPU budget +{format_bytes(more)} a rank", replace(question, gpu_memory=question.gpu_memory + more)
         faster = replace(
-            rates.gpu,
-            h2d_bytes_per_s=2 * rates.gpu.h2d_bytes_per_s,
-            d2h_bytes_per_s=2 * rates.gpu.d2h_bytes_per_s,
+            gpu,
+            h2d_bytes_per_s=2 * gpu.h2d_bytes_per_s,
+            d2h_bytes_per_s=2 * gpu.d2h_bytes_per_s,
         )
         yield "a link to the GPU twice as fast", replace(question, rates=replace(rates, gpu=faster))
     cpu = replace(rates, cpu_bytes_per_s=2 * rates.cpu_bytes_per_s, memory_bytes_per_s=2 * rates.memory_bytes_per_s)
@@ -262,16 +348,16 @@ def _gpu_share(question: Question, value: str) -> Question:
     return replace(question, placement=_placement(value))
 
 
-def _paths(question: Question, value: str) -> Question:
+def _path_count(question: Question, value: str) -> Question:
     if not value.isdecimal():
-        raise ConfigError("--sweep paths", value, "give numbers of paths")
+        raise ConfigError("--sweep path_count", value, "give numbers of paths")
     return replace(question, rates=_first_paths(question.rates, int(value)))
 
 
 _SWEEPS: Mapping[str, Callable[[Question, str], Question]] = {
     "host_memory": lambda question, value: replace(question, host_memory=parse_bytes("--sweep host_memory", value)),
     "gpu_memory": lambda question, value: replace(question, gpu_memory=parse_bytes("--sweep gpu_memory", value)),
-    "paths": _paths,
+    "path_count": _path_count,
     "subgroup_numel": lambda question, value: replace(
         question, subgroup_numel=parse_count("--sweep subgroup_numel", value)
     ),
@@ -287,7 +373,7 @@ def sweep(question: Question, name: str, values: Sequence[str]) -> list[dict[str
         row: dict[str, Any] = {name: value}
         try:
             answer = ask(_SWEEPS[name](question, value))
-        except InfeasiblePlanError as error:
+        except (ConfigError, PlanError) as error:
             row["error"] = str(error)
         else:
             row |= {
@@ -351,7 +437,15 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.out is not None:
         raise ConfigError("--out", arguments.out, "a picture is drawn of a --sweep")
-    answer = ask(question)
+    progress = Progress(0, title="plan", quiet=arguments.json, unit="visit", after_s=1.0)
+    try:
+        answer = ask(question, report=lambda done, total: progress.show(done, total, "simulated"))
+    except InfeasiblePlanError as error:
+        if GPU in error.available_bytes:
+            raise
+        raise PlanError(f"{error}; {_say_least(question)}") from error
+    finally:
+        progress.close()
     wear = _wear(answer, arguments)
     found = advice(answer)
     if arguments.json:
@@ -361,6 +455,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _say_least(question: Question) -> str:
+    use, memory_bytes = least(question), question.node.memory_bytes
+    if use is None:
+        return "no host_memory would be enough"
+    words = f"at the least a rank takes {format_bytes(use.host_bytes)} of host memory ({shares(use.host)})"
+    if memory_bytes is not None and question.ranks * use.host_bytes > memory_bytes:
+        words += f", more than the {format_bytes(memory_bytes / question.ranks)} that this node has for each"
+    return words
+
+
 def _question(arguments: argparse.Namespace) -> Question:
     from offload.measure import find_rates
 
@@ -368,11 +472,18 @@ def _question(arguments: argparse.Namespace) -> Question:
         raise ConfigError("--ranks", arguments.ranks, "give at least 1")
     if arguments.flops is not None and not 0 < arguments.flops < math.inf:
         raise ConfigError("--flops", arguments.flops, "give operations per second, greater than 0")
-    rates = find_rates(arguments.rates).rates
+    file = find_rates(arguments.rates)
+    rates, node = file.rates, Node.of(file)
+    if arguments.node_memory is not None:
+        node = replace(node, memory_bytes=parse_bytes("--node-memory", arguments.node_memory))
+    if arguments.gpus is not None:
+        if arguments.gpus < 1:
+            raise ConfigError("--gpus", arguments.gpus, "give at least 1")
+        node = replace(node, gpus=arguments.gpus)
     if arguments.flops is not None:
         rates = replace(rates, compute_flops_per_s=arguments.flops)
-    if arguments.paths is not None:
-        rates = _first_paths(rates, arguments.paths)
+    if arguments.path_count is not None:
+        rates = _first_paths(rates, arguments.path_count)
     params = parse_count("--params", arguments.params) if arguments.params else _params_of(arguments.config)
     weights_on = arguments.weights_on or ("gpu" if rates.gpu is not None else "cpu")
     values = {
@@ -393,6 +504,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         weights_on_gpu=weights_on == "gpu",
         recompute=arguments.recompute,
         rule=arguments.rule,
+        node=node,
         **values,
         **counts,
     )
@@ -407,7 +519,7 @@ def _placement(value: str) -> str | float:
 
 def _first_paths(rates: Rates, count: int) -> Rates:
     if not 0 <= count <= len(rates.paths):
-        raise ConfigError("--paths", count, f"the rates know {len(rates.paths)} paths")
+        raise ConfigError("--path-count", count, f"the rates know {len(rates.paths)} paths")
     return replace(rates, paths=rates.paths[:count])
 
 
@@ -490,6 +602,13 @@ def _as_dict(
             "gradient_bytes": plan.budgets.gradient_bytes,
             "path_shares": list(plan.shares(answer.rates)) if plan.home_bytes[Home.STREAMED] else [],
             "gpu_update_share": _share_on_gpu(plan),
+            "host_memory_bytes": dict(answer.use.host),
+            "gpu_memory_bytes": dict(answer.use.gpu),
+        },
+        "node": {
+            "memory_bytes": answer.question.node.memory_bytes,
+            "gpus": answer.question.node.gpus,
+            "used_bytes": answer.question.ranks * answer.use.host_bytes,
         },
         "forward_s": answer.forward_s,
         "backward_s": answer.backward_s,
@@ -512,7 +631,7 @@ def _as_dict(
 def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequence[tuple[str, float]]) -> str:
     plan, cost, ranks = answer.plan, answer.estimate, answer.question.ranks
     lines = [f"{answer.question.params:,} parameters on {ranks} rank{'s' if ranks > 1 else ''}; each has:", str(plan)]
-    lines.append("")
+    lines += ["", *_node_lines(answer), ""]
     if answer.forward_s is None:
         reason = "give --tokens" if answer.question.tokens is None else "the rates know no FLOP/s; give --flops"
         lines.append(f"forward and backward: unknown ({reason})")
@@ -523,7 +642,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
     gap = answer.step_s / cost.bound_s - 1 if cost.bound_s else 0.0
     lines.append(
         f"step {format_seconds(answer.step_s)}; {cost.bound_by} alone needs {format_seconds(cost.bound_s)} "
-        f"(the step takes {gap:.1%} more)"
+        f"(the step takes {f'{gap:.1%}' if gap >= 0.0005 else 'nothing'} more)"
     )
     if answer.forward_s is not None:
         lines.append(f"iteration {format_seconds(answer.iteration_s)}")
@@ -538,6 +657,24 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
         lines += ["", "what would help (by the closed form):"]
         lines += [f"  {what}: -{format_seconds(saved_s)}" for what, saved_s in found]
     return "\n".join(lines)
+
+
+def _node_lines(answer: Answer) -> list[str]:
+    """Return what all ranks take of their node, and the least that they could."""
+    question, use = answer.question, answer.use
+    memory_bytes = question.node.memory_bytes
+    of_node = "" if memory_bytes is None else f" of the node's {format_bytes(memory_bytes)}"
+    taken = f"{format_bytes(question.ranks * use.host_bytes)}{of_node}"
+    lines = [f"host memory: all ranks take {taken}, each {shares(use.host)}"]
+    if use.gpu:
+        size = question.rates.gpu.memory_bytes if question.rates.gpu is not None else 0
+        of_gpu = f" of {format_bytes(size)}" if size else ""
+        lines.append(f"GPU: {format_bytes(use.gpu_bytes)}{of_gpu}, {shares(use.gpu)}; activations come on top")
+    fewest = least(question)
+    if fewest is not None and fewest.host_bytes < use.host_bytes:
+        most = max(fewest.host, key=lambda what: fewest.host[what])
+        lines.append(f"it would also work, slower, with {format_bytes(fewest.host_bytes)} a rank, most of it {most}")
+    return lines
 
 
 def _sweep_table(rows: Sequence[Mapping[str, Any]], name: str) -> str:

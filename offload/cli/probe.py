@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from offload.cli.progress import Progress
 from offload.cli.record import to_json
-from offload.cli.values import format_seconds
-from offload.config import format_bytes
 from offload.errors import ConfigError
+from offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from offload.measure import Measurement, RatesFile

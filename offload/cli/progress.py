@@ -21,19 +21,21 @@ class Progress:
         title: What is running.
         quiet: Show nothing.
         unit: What is counted.
+        after_s: Seconds before anything is shown.
     """
 
-    def __init__(self, total: int, *, title: str, quiet: bool, unit: str = "step") -> None:
+    def __init__(self, total: int, *, title: str, quiet: bool, unit: str = "step", after_s: float = 0.0) -> None:
         self._title = title
         self._quiet = quiet
         self._unit = unit
-        self._next_line_s = time.monotonic()
+        self._after_s = after_s
+        self._next_line_s = time.monotonic() + after_s
         self._bar: Any = None
         if sys.stderr.isatty() and not quiet:
             with contextlib.suppress(ImportError):  # lines will do
                 from tqdm import tqdm
 
-                self._bar = tqdm(total=total, desc=title, unit=unit, dynamic_ncols=True)
+                self._bar = tqdm(total=total, desc=title, unit=unit, dynamic_ncols=True, delay=after_s)
 
     def show(self, done: int, total: int, details: str) -> None:
         """Show that so many units are done."""
@@ -45,7 +47,7 @@ class Progress:
             self._bar.update(done - self._bar.n)
             return
         now_s = time.monotonic()
-        if now_s >= self._next_line_s or done == total:
+        if now_s >= self._next_line_s or (done == total and not self._after_s):
             self._next_line_s = now_s + _SECONDS_PER_LINE
             print(f"{self._title}: {self._unit} {done}/{total}, {details}", file=sys.stderr, flush=True)
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.record import LAST_STEPS, Interval
-from offload.cli.values import format_seconds
-from offload.config import format_bytes
 from offload.engine.timeline import lane_order, tracks
+from offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

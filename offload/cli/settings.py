@@ -68,7 +68,7 @@ class TrainSettings:
             raise ConfigError("--compare-in-memory", True, "compare runs from the start: leave --resume out")
         values = vars(arguments) | {
             "params": parse_count("--params", arguments.params),
-            "paths": tuple(arguments.path or ()),
+            "paths": tuple(arguments.paths or ()),
         }
         readers = {"host_memory": parse_bytes, "staging_memory": parse_bytes, "subgroup_numel": parse_count}
         for name, read in readers.items():
@@ -88,7 +88,7 @@ class TrainSettings:
 _EPILOG = """\
 examples:
   offload train                                 a 25M-parameter model for a few minutes, state mostly on disk
-  offload train --params 1B --path /mnt/nvme0/offload --path /mnt/nvme1/offload --host-memory 4GiB
+  offload train --params 1B --paths /mnt/nvme0/offload /mnt/nvme1/offload --host-memory 4GiB
   offload train --save ck --save-every 20       keep a checkpoint; after a crash go on with --resume ck --save ck
   offload train --steps 20 --compare-in-memory  check that offloading does not change a single bit
 
@@ -158,10 +158,11 @@ def add_parser(commands: Any) -> None:
 
     offloading = parser.add_argument_group("offloading")
     offloading.add_argument(
-        "--path",
+        "--paths",
         metavar="DIR",
-        action="append",
-        help="where streamed state is stored; repeat for several disks (default: OUTPUT/state)",
+        nargs="+",
+        action="extend",
+        help="where streamed state is stored, one for each disk (default: OUTPUT/state)",
     )
     offloading.add_argument(
         "--host-memory",

@@ -37,9 +37,9 @@ from offload.cli.record import (
 from offload.cli.report import draw_lanes, draw_losses, table
 from offload.cli.settings import TrainSettings
 from offload.cli.text import VOCABULARY, Batches, Text, load_text
-from offload.config import format_bytes
 from offload.engine.memory import available_bytes
 from offload.errors import ConfigError, OffloadError
+from offload.units import format_bytes
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _EXTRA = ("transformers", "matplotlib", "tqdm")
@@ -58,6 +58,8 @@ def run(settings: TrainSettings) -> int:
     _check_device(settings.device)
     shape = choose_shape(settings.params, layers=settings.layers, hidden=settings.hidden)
     _check_memory(settings, shape)
+    if settings.resume is not None and not is_checkpoint(settings.resume):
+        raise ConfigError("--resume", settings.resume, "there is no checkpoint in this folder")
     text = load_text(settings.data, min_bytes=settings.seq + 1)
     say = _Speaker(settings)
     with _run_folder(settings) as (folder, paths), _reproducible(settings.threads):

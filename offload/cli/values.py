@@ -1,4 +1,4 @@
-"""How the command reads counts and writes durations; for bytes, see `offload.config`."""
+"""How the command reads counts; for bytes, see `offload.config`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,3 @@ def parse_count(field: str, value: str) -> int:
     if not (math.isfinite(number) and number >= 1):
         raise ConfigError(field, value, "give a count of at least 1, such as 25000000, 25e6, 25M or 1.5B")
     return round(number)
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration in the unit that suits it."""
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s"

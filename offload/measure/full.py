@@ -20,7 +20,6 @@ from functools import partial
 import numpy as np
 
 from offload._native import CompletionQueue
-from offload.config import format_bytes
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.timeline import Interval
 from offload.errors import ConfigError
@@ -37,6 +36,7 @@ from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import SECTOR_BYTES
 from offload.rules import ADAMW
 from offload.tiers import check_directories, open_tier, slot_bytes
+from offload.units import format_bytes
 
 ROUNDS = (3, 15)
 """Fewest and most rounds; in between, as many as there is time for."""

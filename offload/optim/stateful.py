@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import tempfile
 import threading
@@ -24,6 +25,8 @@ from offload.optim.state import StateView, says_nothing
 from offload.optim.weights import Bound, Weights
 from offload.rules import UpdateRule
 from offload.session.engine import Engine
+
+_log = logging.getLogger("offload")
 
 
 class StatefulOptimizer(torch.optim.Optimizer):
@@ -205,6 +208,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
             buffer = io.BytesIO()
             torch.save(extra, buffer)
             content = buffer.getvalue()
+            buffer.seek(0)
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+            if unsafe:
+                _log.warning("extra holds %s: load_checkpoint will need weights_only=False", ", ".join(unsafe))
         with self._lock:
             self._state.check()
             self._late.open()

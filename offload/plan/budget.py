@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
 
-from offload.config import format_bytes
 from offload.errors import InfeasiblePlanError
 from offload.layout import SECTOR_NUMEL, Layout
 from offload.plan.rates import Rates
 from offload.protocols import SECTOR_BYTES
 from offload.rules import ADAMW, MASTER, UpdateRule
+from offload.units import format_bytes
 
 DEFAULT_STAGING_SLOTS = 4
 """One fetching, one updating, one flushing, and one to spare so that none waits for another."""
@@ -464,7 +464,8 @@ def _with_checkpoints(plan: Plan) -> Plan:
         if budgets.leftover_bytes:
             offers["stores of ended sessions"] = budgets.leftover_bytes
         raise InfeasiblePlanError(
-            f"storage ({plan.storage_bytes} bytes for state and versions in flight, {plan.checkpoint_bytes} for "
+            f"storage ({format_bytes(plan.storage_bytes)} for state and versions in flight, "
+            f"{format_bytes(plan.checkpoint_bytes)} for "
             f"{_checkpoints(budgets.checkpoints)} being written)",
             plan.storage_bytes + plan.checkpoint_bytes,
             offers,

@@ -55,6 +55,7 @@ def choose_plan(
         InfeasiblePlanError: If the state does not fit, or the GPU's staging memory does not hold one subgroup that
             `placement` sends there.
     """
+    _check_placement(placement)
     if len(rates.paths) != len(budgets.paths):
         raise ConfigError("rates.paths", len(rates.paths), f"give one entry for each of {len(budgets.paths)} paths")
     if (budgets.gpu_bytes or budgets.weights_on_gpu or placement not in ("auto", "cpu", 0)) and rates.gpu is None:
@@ -104,16 +105,23 @@ def _look_ahead(mix: Mix, shares: tuple[float, ...], rates: Rates) -> int:
 def _named(plan: Plan, placement: str | float) -> tuple[Placement, ...]:
     """Return what updates each subgroup by a placement that names it."""
     count = len(plan.homes)
+    if isinstance(placement, str) and placement != "gpu":
+        k = int(placement.removeprefix(STRIDE))
+        return _placed(plan, range(k - 1, count, k))
+    share = 1.0 if isinstance(placement, str) else placement
+    open_to = [number for number in range(count) if not plan.at_home_on_gpu(number)]
+    return _placed(plan, _spread(open_to, round(share * len(open_to))))
+
+
+def _check_placement(placement: str | float) -> None:
     if isinstance(placement, str) and placement.startswith(STRIDE):
         k = placement.removeprefix(STRIDE)
         if not k.isdecimal() or not int(k):
             raise ConfigError("placement", placement, 'give a stride of 1 or more, as in "stride:3"')
-        return _placed(plan, range(int(k) - 1, count, int(k)))
-    share = 1.0 if placement == "gpu" else placement
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        return
+    is_share = isinstance(placement, int | float) and not isinstance(placement, bool) and 0 <= placement <= 1
+    if not is_share and placement not in ("auto", "cpu", "gpu"):
         raise ConfigError("placement", placement, 'use "auto", "cpu", "gpu", a share from 0 to 1, or "stride:<k>"')
-    open_to = [number for number in range(count) if not plan.at_home_on_gpu(number)]
-    return _placed(plan, _spread(open_to, round(share * len(open_to))))
 
 
 def _placed(plan: Plan, numbers: Iterable[int]) -> tuple[Placement, ...]:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offload.config import format_bytes
 from offload.plan.budget import Plan
 from offload.plan.rates import Rates
 from offload.sim.predict import Prediction, predict
+from offload.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 
-from offload.config import format_bytes
 from offload.plan.budget import Plan
 from offload.plan.cost import estimate
 from offload.plan.rates import Rates
 from offload.sim.explanation import Explanation
 from offload.sim.predict import Prediction, predict
+from offload.units import format_bytes
 
 log = logging.getLogger("offload")
 

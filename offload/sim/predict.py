@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.config import format_bytes
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Machine, update_visits
@@ -15,6 +15,7 @@ from offload.plan.budget import Plan
 from offload.plan.order import visit_order
 from offload.plan.rates import Rates
 from offload.sim.executor import SimExecutor
+from offload.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Prediction:
         busy_s: Seconds that each lane works, by its name ("cpu", "read:0", "write:1", ...).
         lane_bytes: Bytes that each lane moves or updates.
         bound_by: The lane that works longest.
-        timeline: Every operation, by the moment it was given to its lane; the step begins at 0 seconds.
+        timeline: Every operation, by the moment it was given to its lane; the step begins at 0 seconds. Empty where
+            none was asked for.
     """
 
     step_s: float
@@ -36,15 +38,22 @@ class Prediction:
     timeline: tuple[Interval, ...]
 
     def __str__(self) -> str:
-        lines = [f"a step takes {self.step_s:.3g} s, bound by {self.bound_by}"]
+        lines = [f"a step takes {format_seconds(self.step_s)}, bound by {self.bound_by}"]
         for lane, busy_s in self.busy_s.items():
             share = busy_s / self.step_s if self.step_s else 0.0
             size = format_bytes(self.lane_bytes[lane])
-            lines.append(f"  {lane:<10} {size:>10} in {busy_s:.3g} s, busy {share:.0%} of the time")
+            lines.append(f"  {lane:<10} {size:>10} in {format_seconds(busy_s)}, busy {share:.0%} of the time")
         return "\n".join(lines)
 
 
-def predict(plan: Plan, rates: Rates, steps: int = 3) -> Prediction:
+def predict(
+    plan: Plan,
+    rates: Rates,
+    steps: int = 3,
+    *,
+    timeline: bool = True,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Prediction:
     """Simulate steps that update everything, back to back, and return the last.
 
     The first step finds fresh state and fetches nothing; the second meets the state where it will stay.
@@ -52,7 +61,9 @@ def predict(plan: Plan, rates: Rates, steps: int = 3) -> Prediction:
     Args:
         plan: What to predict.
         rates: Speed of every lane; one entry for each path of the plan.
-        steps: Steps to simulate; at least 2 for a steady state. Costs about 5 us for each tile of each step.
+        steps: Steps to simulate; at least 2 for a steady state. Costs about 10 us for each tile of each step.
+        timeline: Whether the prediction has a timeline.
+        report: Told how many visits of how many have been simulated.
 
     Raises:
         ConfigError: If `rates` has not one entry for each path, or `steps` is less than 1.
@@ -67,21 +78,26 @@ def predict(plan: Plan, rates: Rates, steps: int = 3) -> Prediction:
     machine = Machine(plan, index)
     executor = SimExecutor(plan, rates)
     everything = range(len(plan.layout.subgroups))
+
+    def has_finished(machine: Machine) -> bool:
+        report((number - 1) * len(everything) + len(machine.moved), steps * len(everything))
+        return machine.finished is not None
+
     for number in range(1, steps + 1):
-        executor.record_timeline = number == steps
+        executor.record_timeline = timeline and number == steps
         begun_s, busy_before, bytes_before = executor.now_s, executor.busy_s, executor.lane_bytes
         visits = update_visits(plan, visit_order(everything, machine.slots))
         executor.inject(Begin(Sweep(number, number, visits)))
-        pump(machine, executor, lambda machine: machine.finished is not None)
+        pump(machine, executor, has_finished)
         invariant(machine.broken is None, f"the simulated step broke: {machine.broken}")
         machine.take_finished()
         step_s = executor.now_s - begun_s + rates.reaction_s  # whoever waits for it hears of it
         pump(machine, executor, lambda machine: machine.in_flight == 0)  # what ends behind forward and backward
     busy_s = {lane: seconds - busy_before[lane] for lane, seconds in executor.busy_s.items()}
     lane_bytes = {lane: count - bytes_before[lane] for lane, count in executor.lane_bytes.items()}
-    timeline = tuple(
+    intervals = tuple(
         interval._replace(started_s=interval.started_s - begun_s, finished_s=interval.finished_s - begun_s)
         for interval in executor.timeline
     )
     bound_by = max(busy_s, key=lambda lane: busy_s[lane])
-    return Prediction(step_s, busy_s, lane_bytes, bound_by, timeline)
+    return Prediction(step_s, busy_s, lane_bytes, bound_by, intervals)

@@ -1,4 +1,4 @@
-"""A program: what checkpoints take of host memory, phase by phase, as JSON; `test_checkpoint_memory.py` runs and judges it.
+"""A program: what checkpoints take of host memory, by phase, as JSON; `test_checkpoint_memory.py` judges it.
 
 A process of its own, because what earlier sessions of a process have left to the allocator would hide what this one
 takes. A small session goes first, so that code and threads that stay are there.

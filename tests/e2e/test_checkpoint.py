@@ -102,6 +102,20 @@ def test_resume_is_exact_whatever_the_tiers(
             assert same(other.state(), later)
 
 
+def test_what_a_load_will_refuse_is_told_when_it_is_saved(
+    tmp_path: Path, paths: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(torch.bfloat16, **PLACES["half"](paths)) as run:
+        run.train(1)
+        run.optimizer.save_checkpoint(tmp_path / "ck", extra={"rng": torch.get_rng_state(), "step": 3})
+        run.optimizer.wait_checkpoint()
+        assert not caplog.records
+        run.optimizer.save_checkpoint(tmp_path / "ck", extra={"folder": tmp_path})
+        run.optimizer.wait_checkpoint()
+        assert "extra holds pathlib.PosixPath: load_checkpoint will need weights_only=False" in caplog.text
+        assert run.optimizer.load_checkpoint(tmp_path / "ck", weights_only=False) == {"folder": tmp_path}
+
+
 def test_a_checkpoint_of_state_that_was_never_updated(tmp_path: Path, paths: list[Path]) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         with Run(dtype, **PLACES["half"](paths)) as run:

@@ -55,6 +55,9 @@ def test_out_and_in_again(tmp_path: Path, format: str, dtype: torch.dtype) -> No
     target.parent.mkdir()
     assert cli.main(["export", str(tmp_path / "ck"), str(target), "--format", format, "--quiet"]) == 0
     assert [entry.name for entry in target.parent.iterdir()] == ["state"]
+    again = ["export", str(tmp_path / "ck"), str(target), "--format", format, "--quiet"]
+    assert cli.main(again) == 2  # what is there is not replaced in silence
+    assert cli.main([*again, "--replace"]) == 0
     other = model(seed=5, dtype=dtype)
     with ours(other) as optimizer:
         optimizer.import_state(target)

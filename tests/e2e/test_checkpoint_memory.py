@@ -41,7 +41,7 @@ def test_checkpoints_keep_to_the_plan(kind: str, tmp_path: Path) -> None:
         dtype,
         json.dumps({**settings, "staging_memory": "50MiB"}),
     ]
-    # What is freed goes back at once: else the allocator keeps up to half of the program's own gradients, as it likes.
+    # What is freed goes back at once; else the allocator keeps what it likes of the program's own gradients.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ def test_two_paths_share_the_traffic_and_nothing_is_left_on_them(tmp_path: Path)
     paths = [tmp_path / "disk0", tmp_path / "disk1"]
     for path in paths:
         path.mkdir()
-    options = [option for path in paths for option in ("--path", str(path))]
+    options = ["--paths", *map(str, paths)]
     # So many subgroups that each step moves tiles of both, whatever their rates.
     done = _train(tmp_path / "run", *options, "--accumulate", "2", "--subgroup-numel", "4k")
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def test_two_paths_share_the_traffic_and_nothing_is_left_on_them(tmp_path: Path)
 
 @pytest.mark.slow
 def test_an_unusable_path_is_one_line(tmp_path: Path) -> None:
-    done = _train(tmp_path / "run", "--path", str(tmp_path / "nowhere"))
+    done = _train(tmp_path / "run", "--paths", str(tmp_path / "nowhere"))
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "nowhere" in done.stderr

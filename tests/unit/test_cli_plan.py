@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offload import cli
-from offload.cli.plan import Question, advice, ask
+from offload.cli.node import Node
+from offload.cli.plan import Question, advice, ask, least
+from offload.errors import InfeasiblePlanError
 from offload.plan import GpuRates, PathRates, Rates
 
 GB, GIB = 10**9, 1 << 30
@@ -140,12 +143,12 @@ def test_a_sweep_with_a_picture(rates, capsys, tmp_path):
     assert steps == sorted(steps, reverse=True)
     assert found["rows"][-1]["bound_by"] != "write:0"
     assert picture.stat().st_size > 1000
-    for sweep in ("paths=0,1", "subgroup_numel=1M,16M", "gpu_share=0,0.5,1", "ranks=1,4", "gpu_memory=0,1GiB"):
+    for sweep in ("path_count=0,1", "subgroup_numel=1M,16M", "gpu_share=0,0.5,1", "ranks=1,4", "gpu_memory=0,1GiB"):
         assert cli.main(["plan", "--params", "1e9", "--rates", rates, "--sweep", sweep]) == 0
         printed = capsys.readouterr().out
         assert all(value in printed for value in sweep.partition("=")[2].split(","))
     # Without a path nothing holds the state: a row that says so, not an end.
-    cli.main(["plan", "--params", "1e9", "--rates", rates, "--sweep", "paths=0,1"])
+    cli.main(["plan", "--params", "1e9", "--rates", rates, "--sweep", "path_count=0,1"])
     assert "optimizer state needs" in capsys.readouterr().out
 
 
@@ -177,9 +180,9 @@ def test_the_size_of_a_hugging_face_model(rates, capsys, tmp_path, config):
         (["--params", "many"], "--params"),
         (["--params", "1e9", "--ranks", "0"], "--ranks"),
         (["--params", "1e9", "--host-memory", "lots"], "--host-memory"),
-        (["--params", "1e9", "--paths", "2"], "the rates know 1 paths"),
-        (["--params", "1e9", "--paths", "0"], "the optimizer state needs 12"),
-        (["--params", "1e9", "--path-bytes", "1GB"], "path 0: 1000000000 bytes"),
+        (["--params", "1e9", "--path-count", "2"], "the rates know 1 paths"),
+        (["--params", "1e9", "--path-count", "0"], "the optimizer state needs 11.2 GiB (12"),
+        (["--params", "1e9", "--path-bytes", "1GB"], "path 0: 953.7 MiB (1000000000 bytes)"),
         (["--params", "1e9", "--placement", "fast"], "placement"),
         (["--params", "1e9", "--tokens", "0"], "--tokens"),
         (["--params", "1e9", "--flops", "-1"], "--flops"),
@@ -189,7 +192,7 @@ def test_the_size_of_a_hugging_face_model(rates, capsys, tmp_path, config):
         (["--params", "1e9", "--steps-per-day", "0"], "--steps-per-day"),
         (["--params", "1e9", "--endurance", "forever"], "--endurance"),
         (["--params", "1e9", "--sweep", "colour=red"], "--sweep"),
-        (["--params", "1e9", "--sweep", "paths"], "--sweep"),
+        (["--params", "1e9", "--sweep", "path_count"], "--sweep"),
         (["--params", "1e9", "--out", "x.png"], "--out"),
         (["--config", "missing.json"], "cannot be read"),
     ],
@@ -205,7 +208,7 @@ def test_bad_input_is_one_line(rates, capsys, arguments, message):
 @pytest.mark.parametrize("file", ["/nowhere/sweep.png", "sweep.unknown"])
 def test_a_picture_that_cannot_be_written_costs_no_table(rates, capsys, tmp_path, monkeypatch, file):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["plan", "--rates", rates, "--params", "1e8", "--sweep", "paths=1", "--out", file]) == 2
+    assert cli.main(["plan", "--rates", rates, "--params", "1e8", "--sweep", "path_count=1", "--out", file]) == 2
     printed = capsys.readouterr()
     assert "bound by" in printed.out
     assert "--out" in printed.err
@@ -249,3 +252,119 @@ def test_a_config_that_is_none(rates, capsys, tmp_path):
 def test_an_unknown_machine_names_those_that_are_known(capsys):
     assert cli.main(["plan", "--rates", "abacus", "--params", "1e9"]) == 2
     assert "abacus" in capsys.readouterr().err
+
+
+NODE = {"machine": {"memory_bytes": 64 * GIB, "gpu": "2 x A, 1 x B"}}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> str:
+    """A file of rates that says what the node has: 64 GiB, three GPUs of 8 GiB."""
+    gpu = RATES["gpu"] | {"memory_bytes": 8 * GIB}
+    file = tmp_path / "whole.json"
+    file.write_text(json.dumps({"format": 1, "rates": RATES | {"gpu": gpu}, **NODE}))
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        # 4e9 parameters: 44.7 GiB of state, 7.45 GiB of gradients, which three ranks share.
+        ("--params 4e9 --ranks 4", ["--ranks", "the node has 3 GPUs", "--gpus"]),
+        (
+            "--params 16e9 --ranks 3 --host-memory 15GiB --weights-on cpu --placement cpu",
+            [
+                "the host memory of 3 ranks",
+                "9.9 GiB weights",
+                "lower --host-memory",
+                "the least",
+                "9.9 GiB gradients",
+            ],
+        ),
+        (
+            "--params 30e9 --ranks 3 --weights-on cpu --placement cpu",
+            ["the least a rank takes", "18.6 GiB gradients", "more than the 21.3 GiB that this node has for each"],
+        ),
+        ("--params 16e9 --ranks 3", ["a rank's GPU memory (9.9 GiB weights", "the GPU: 8.0 GiB"]),
+        ("--params 4e9 --ranks 3 --gpu-memory 6GiB", ["a rank's GPU memory", "6.0 GiB state"]),
+        (
+            "--params 1e10 --path-count 0 --host-memory 1GiB --weights-on cpu",
+            ["the optimizer state needs", "the least a rank takes", "111.8 GiB state", "more than the 64.0 GiB"],
+        ),
+        ("--params 1e9 --path-bytes 1GB", ["path 0", "the least a rank takes", "GiB state"]),
+        ("--params 1e9 --gpus 0", ["--gpus"]),
+        ("--params 1e9 --node-memory much", ["--node-memory"]),
+    ],
+)
+def test_a_node_that_cannot_hold_it(node, capsys, arguments, messages):
+    assert cli.main(["plan", "--rates", node, *arguments.split()]) == 2
+    printed = capsys.readouterr()
+    assert all(message in printed.err for message in messages), printed.err
+    assert printed.err.count("\n") == 1
+    assert not printed.out
+
+
+def test_what_all_ranks_take_of_their_node(node, capsys):
+    arguments = ["--params", "2e9", "--rates", node, "--ranks", "2", "--host-memory", "5GiB", "--placement", "cpu"]
+    found = plan_json(capsys, *arguments)
+    host, gpu = found["rank"]["host_memory_bytes"], found["rank"]["gpu_memory_bytes"]
+    assert gpu["weights"] == 2 * GB
+    assert host["gradients"] == pytest.approx(2 * GB, rel=1e-5)  # with padding
+    assert host["state"] == pytest.approx(5 * GIB, rel=0.05)
+    assert gpu["gradients"] == gpu["state"] == gpu["staging"] == 0
+    assert found["node"] == {"memory_bytes": 64 * GIB, "gpus": 3, "used_bytes": 2 * sum(host.values())}
+    assert cli.main(["plan", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "of the node's 64.0 GiB, each " in printed
+    assert "GPU: 1.9 GiB of 8.0 GiB, 1.9 GiB weights; activations come on top" in printed
+    assert "it would also work, slower, with 2." in printed
+    assert "most of it gradients" in printed
+    # Weights in host memory count there.
+    host = plan_json(capsys, *arguments, "--weights-on", "cpu")["rank"]["host_memory_bytes"]
+    assert host["weights"] == 2 * GB
+
+
+def test_another_node_than_that_of_the_rates(node, capsys):
+    few = ["--params", "4e9", "--rates", node, "--ranks", "4"]
+    assert plan_json(capsys, *few, "--gpus", "4")["node"]["gpus"] == 4
+    assert plan_json(capsys, *few, "--weights-on", "cpu")["rank"]["gpu_update_share"] == 0  # none for the fourth
+    much = ["--params", "16e9", "--rates", node, "--ranks", "3", "--host-memory", "15GiB", "--weights-on", "cpu"]
+    assert plan_json(capsys, *much, "--node-memory", "128GiB")["node"]["memory_bytes"] == 128 * GIB
+
+
+def test_the_least_budget_is_the_least_that_works(node):
+    rates = Rates(40e9, (PathRates(6e9, 4e9),))
+    question = Question(params=GB, rates=rates, path_bytes=9 * GB, placement="cpu")
+    use = least(question)
+    assert use is not None
+    state = use.host["state"]
+    assert ask(replace(question, host_memory=state), simulate=False).use == use
+    with pytest.raises(InfeasiblePlanError):
+        ask(replace(question, host_memory=int(0.9 * state)), simulate=False)
+    assert least(replace(question, staging_memory=4096, subgroup_numel=1 << 20)) is not None  # all of it in memory
+
+
+def test_advice_gives_no_more_than_the_node_has():
+    rates = Rates(40e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 50e9, 50e9, memory_bytes=4 * GIB), 300e9)
+    question = Question(params=GB, rates=rates, weights_on_gpu=True, node=Node(4 * GIB, 1))
+    found = dict(advice(ask(question, simulate=False)))
+    room = [line for line in found if line.startswith("host budget")]
+    assert len(room) == 1
+    assert float(room[0].split("+")[1].split()[0]) < 2.0
+    tight = advice(ask(replace(question, node=Node(int(2.8 * GIB), 1)), simulate=False))
+    assert all("host budget" not in what or "MiB" in what for what, _ in tight)
+
+
+def test_machines_are_named_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    printed = capsys.readouterr().out
+    assert "h100-node-nvme-pfs" in printed
+    assert "a100-node" in printed
+
+
+def test_a_long_plan_says_how_far_it_is(rates, capsys, monkeypatch):
+    clock = iter(range(10**9))
+    monkeypatch.setattr("offload.cli.progress.time.monotonic", lambda: float(next(clock)))  # a second a call
+    assert cli.main(["plan", "--params", "1e9", "--rates", rates]) == 0
+    assert "plan: visit " in capsys.readouterr().err

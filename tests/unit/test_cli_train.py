@@ -123,7 +123,7 @@ def test_options_reach_the_engine(train: Callable[..., int], tmp_path: Path, sta
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
     options = ["--host-memory", "1MiB", "--staging-memory", "4096", "--subgroup-numel", "2k", "--threads", "1"]
     options += ["--rates", "node.json"]
-    assert train("--path", paths[0], "--path", paths[1], *options) == 0
+    assert train("--paths", paths[0], paths[1], *options) == 0
     config = standin.made[0].config
     assert [path.path for path in config.paths] == paths
     assert config.rates == "node.json"
@@ -354,3 +354,10 @@ def test_the_command_starts_before_torch_is_loaded() -> None:
     # Otherwise --help takes seconds, and the policy that `main` sets for torch's threads comes too late.
     check = "import sys, offload.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=120, check=False).returncode == 0
+
+
+def test_nothing_is_left_where_there_is_no_checkpoint_to_resume(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "--resume", str(tmp_path / "nowhere")]) == 2
+    assert "there is no checkpoint in this folder" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

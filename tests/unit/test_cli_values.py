@@ -1,7 +1,8 @@
 import pytest
 
-from offload.cli.values import format_seconds, parse_count
+from offload.cli.values import parse_count
 from offload.errors import ConfigError
+from offload.units import format_seconds
 
 
 @pytest.mark.parametrize(

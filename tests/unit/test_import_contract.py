@@ -23,6 +23,7 @@ ROWS: list[tuple[str, ...]] = [
     ("rules",),
     ("protocols",),
     ("errors", "waits", "dtypes"),
+    ("units",),
 ]
 LEVEL = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 SIBLINGS = {

@@ -1,0 +1,117 @@
+"""What a node has, and what all ranks of a plan take of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offload.errors import InfeasiblePlanError
+from offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from offload.measure import RatesFile
+    from offload.plan import Plan, Rates
+
+WEIGHT_BYTES = GRADIENT_BYTES = 2
+"""Of each parameter: 16-bit training."""
+
+GPU = "the GPU"
+"""How an error names what is short."""
+
+_COUNTED = re.compile(r"(\d+) x ")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a machine has; None where it is not known.
+
+    Attributes:
+        memory_bytes: Host memory.
+        gpus: Number of GPUs.
+    """
+
+    memory_bytes: int | None = None
+    gpus: int | None = None
+
+    @classmethod
+    def of(cls, file: RatesFile) -> Node:
+        """Return what a file of rates says of its machine."""
+        nbytes, gpu = file.machine.get("memory_bytes"), file.machine.get("gpu")
+        gpus = sum(int(count) for count in _COUNTED.findall(gpu)) if isinstance(gpu, str) else None
+        return cls(nbytes if isinstance(nbytes, int) else None, gpus)
+
+
+UNKNOWN = Node()
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What each rank of a plan takes, by what for; activations and the rest of the process come on top.
+
+    Attributes:
+        host: Bytes of host memory.
+        gpu: Bytes of its GPU's memory; empty without one.
+    """
+
+    host: Mapping[str, int]
+    gpu: Mapping[str, int]
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of a rank."""
+        return sum(self.host.values())
+
+    @property
+    def gpu_bytes(self) -> int:
+        """GPU memory of a rank."""
+        return sum(self.gpu.values())
+
+
+def use_of(plan: Plan) -> Use:
+    """Return what a rank takes whose part of the model is that of its state, as in ZeRO-3."""
+    from offload.plan import Home
+
+    numel = sum(parameter.numel for parameter in plan.layout.parameters)
+    weights, gradients = WEIGHT_BYTES * numel, plan.budgets.gradient_bytes
+    state = plan.home_bytes[Home.HOST]
+    host = {"state": state, "gradients": gradients, "buffers and tables": plan.host_bytes - state - gradients}
+    if not plan.weights_on_gpu:
+        return Use({"weights": weights, **host}, {})
+    gpu = {
+        "weights": weights,
+        "gradients": max(0, GRADIENT_BYTES * numel - gradients),  # padding may have been counted
+        "state": plan.home_bytes[Home.GPU],
+        "staging": plan.gpu_slots * plan.gpu_slot_bytes,
+    }
+    return Use(host, gpu)
+
+
+def check_fits(node: Node, ranks: int, plan: Plan, rates: Rates) -> None:
+    """Refuse a plan that takes more memory than the node has.
+
+    Raises:
+        InfeasiblePlanError: It takes more memory than there is, of the host for all ranks or of each rank's GPU.
+    """
+    use = use_of(plan)
+    if node.memory_bytes is not None and ranks * use.host_bytes > node.memory_bytes:
+        raise InfeasiblePlanError(
+            f"the host memory of {ranks} rank{'s' if ranks > 1 else ''} (each {shares(use.host)})",
+            ranks * use.host_bytes,
+            {"the node": node.memory_bytes},
+            "lower --host-memory, or give --node-memory for another node",
+        )
+    if use.gpu and rates.gpu is not None and 0 < rates.gpu.memory_bytes < use.gpu_bytes:
+        raise InfeasiblePlanError(
+            f"a rank's GPU memory ({shares(use.gpu)})",
+            use.gpu_bytes,
+            {GPU: rates.gpu.memory_bytes},
+            "lower --gpu-memory, use more ranks on more GPUs, or keep weights in host memory with --weights-on cpu",
+        )
+
+
+def shares(parts: Mapping[str, int]) -> str:
+    """Return what something is made of, as words: what is most first."""
+    most_first = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in most_first if nbytes)
