@@ -16,7 +16,8 @@ import torch
 
 from offload import ConfigError, Engine, OffloadConfig, SessionBrokenError
 from offload.integrations.deepspeed import stream
-from offload.integrations.deepspeed.shard import STATE, FlatState, Piece, Shard, group_scalars
+from offload.integrations.deepspeed.pieces import Piece
+from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
 
 log = logging.getLogger("offload")
 
@@ -27,26 +28,50 @@ STEPS = "offload_steps"
 _T = TypeVar("_T")
 
 
+CORES_BESIDE_A_GPU = 2
+"""Of each rank's: for the threads that drive its GPU."""
+
 NODES = Path("/sys/devices/system/node")
 """Where Linux lists NUMA nodes."""
 
 
-def make_shard(pieces: Sequence[Piece], weights: Sequence[torch.Tensor], config: OffloadConfig, group: Any) -> Shard:
+def find_device(weights: Sequence[torch.Tensor]) -> torch.device | None:
+    """Return the GPU that a rank's weights are on; None for the CPU.
+
+    Raises:
+        ConfigError: They are on something else.
+    """
+    place = weights[0].device
+    if place.type == "cpu":
+        return None
+    if place.type != "cuda":
+        raise ConfigError("accelerator", place.type, "use the CPU, or a CUDA or ROCm device")
+    return place
+
+
+def make_shard(
+    pieces: Sequence[Piece],
+    weights: Sequence[torch.Tensor],
+    config: OffloadConfig,
+    group: Any,
+    gradient_dtype: torch.dtype,
+) -> Shard:
     """Make one rank's shard, with directories of its own and its part of the cores and NUMA nodes that ranks share.
 
     Collective over `group`.
     """
     if torch.distributed.get_world_size(group) == 1:
-        return Shard(pieces, weights, config)
+        return Shard(pieces, weights, config, find_device(weights), gradient_dtype)
     mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
     everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, mine, group=group)
     sharing, before = everyone.count(mine), everyone[: torch.distributed.get_rank(group)].count(mine)
     config = config.for_rank(torch.distributed.get_rank())
     if config.threads is None:
-        config = dataclasses.replace(config, threads=max(1, len(mine[1]) // sharing))
+        beside = CORES_BESIDE_A_GPU if weights[0].device.type != "cpu" else 0
+        config = dataclasses.replace(config, threads=max(1, len(mine[1]) // sharing - beside))
     with _on_cores(cores_of_rank(before, sharing, set(mine[1]), NODES)):
-        return Shard(pieces, weights, config)
+        return Shard(pieces, weights, config, find_device(weights), gradient_dtype)
 
 
 def cores_of_rank(number: int, ranks: int, cores: set[int], nodes: Path) -> set[int]:

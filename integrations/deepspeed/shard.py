@@ -1,59 +1,37 @@
 """`Shard`: one rank's optimizer state, as DeepSpeed's optimizers see it.
 
 DeepSpeed keeps a rank's part of the model as flat tensors, each a row of *pieces* (this rank's run of one parameter).
-The shard hands pieces to `offload.Engine` as parameters, lets gradients land in one flat buffer in the dtype that
-they come in, remembers which pieces have one, and updates all of them in one step.
+The shard hands pieces to `offload.Engine` as parameters, takes in their gradients (`gradients.py` has where to),
+remembers which pieces have one, and updates all of them in one step.
 
 Invariants:
   * a piece takes part in a step if and only if a gradient has arrived since the last one;
-  * the first gradient of a window (what lies between two steps) replaces what is in the buffer, later ones are added;
-  * padding that DeepSpeed adds to a flat tensor has no state here and reads as zero;
-  * the buffers of gradients are read after a wait for the copies that fill them.
+  * the first gradient of a window (what lies between two steps) replaces what is there, later ones are added;
+  * padding that DeepSpeed adds to a flat tensor has no state here and reads as zero.
 
 Not here: reductions, gathering of weights, loss scale (DeepSpeed's).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import mmap
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from offload import ConfigError, DtypeCode, Engine, GroupScalars, OffloadConfig, Parameter
-from offload.integrations.deepspeed.transfers import Transfers
+from offload.integrations.deepspeed.gradients import DeviceGradients, HostGradients
+from offload.integrations.deepspeed.pieces import Piece
 
 STATE = ("master", "exp_avg", "exp_avg_sq")
 
 BATCH_NUMEL = 1 << 26
 """Elements that are copied into the engine at a time."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """This rank's run of one parameter.
-
-    Attributes:
-        name: The parameter's name in the model.
-        flat: Index of the flat tensor that it lies in.
-        offset: Where it begins there, in elements.
-        numel: Its elements; 0 where this rank has only padding.
-        group: Index of the optimizer's parameter group.
-        start: Where it begins in the parameter.
-        unsharded_numel: The parameter's elements; 0 where the piece is all of it.
-    """
-
-    name: str
-    flat: int
-    offset: int
-    numel: int
-    group: int
-    start: int = 0
-    unsharded_numel: int = 0
 
 
 @dataclass
@@ -78,20 +56,26 @@ class Shard:
 
     Args:
         pieces: All of them; names are unique.
-        weights: The flat tensors of weights, on any device; the engine writes to them, or to host copies of those
-            that are not on the CPU (`weights` afterwards; `push_weights` copies them over).
+        weights: The flat tensors of weights, all on the CPU or all on `device`; the engine writes to them.
         config: Tiers and budgets of this rank.
+        device: The GPU that weights are on.
+        gradient_dtype: In which gradients are summed; None for that of the weights.
+
+    Attributes:
+        gradients: Those of the window (what lies between two steps).
     """
 
-    def __init__(self, pieces: Sequence[Piece], weights: Sequence[torch.Tensor], config: OffloadConfig) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        weights: Sequence[torch.Tensor],
+        config: OffloadConfig,
+        device: torch.device | None = None,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
         self.pieces = tuple(pieces)
         self.index = {piece.name: number for number, piece in enumerate(self.pieces)}
-        self.transfers = Transfers()
-        self._targets = list(weights)
-        self.weights = [self.transfers.buffer(w) if self.transfers.is_far(w) else w for w in weights]
-        self._fetch_weights(self.pieces)
-        self.gradients: list[torch.Tensor] = []
-        """Flat buffers on the CPU, one for each flat tensor of weights; set by whoever made the shard."""
+        self.weights = list(weights)
         self._arrived: dict[int, None] = {}
         self._open = False
         parameters = [
@@ -99,20 +83,22 @@ class Shard:
             for p in self.pieces
         ]
         self._scratch = next((path.path for path in config.path_configs if "://" not in path.path), None)
-        self.engine = Engine(parameters, config)
+        if device is not None:
+            config = dataclasses.replace(
+                config,
+                keep_grads=False,
+                gradient_dtype="float32" if gradient_dtype is torch.float32 else "parameter",
+                # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
+                gpu_memory=0 if config.gpu_memory == "auto" else config.gpu_memory,
+            )
+        self.engine = Engine(parameters, config, device=device)
+        self.gradients: HostGradients | DeviceGradients
+        if device is None:
+            self.gradients = HostGradients(self.pieces, self.engine)
+        else:
+            dtypes = [gradient_dtype or weight.dtype for weight in weights]
+            self.gradients = DeviceGradients(self.pieces, self.engine, weights[0].device, dtypes)
         self._bind_weights()
-
-    def _fetch_weights(self, pieces: Iterable[Piece]) -> None:
-        """Take host copies of weights from where DeepSpeed has them."""
-        for piece in pieces:
-            weight, target = self.weights[piece.flat], self._targets[piece.flat]
-            if weight is not target:
-                weight.narrow(0, piece.offset, piece.numel).copy_(target.narrow(0, piece.offset, piece.numel))
-
-    def push_weights(self, flat: int) -> None:
-        """Start copying a flat tensor's weights to where DeepSpeed has them; `close_window` waits for them."""
-        if self.weights[flat] is not self._targets[flat]:
-            self.transfers.start(self._targets[flat], self.weights[flat])
 
     def _bind_weights(self) -> None:
         for number, piece in enumerate(self.pieces):
@@ -122,14 +108,9 @@ class Shard:
     # Gradients
 
     def gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
-        """Return where a piece's gradient lies (a view), complete; its first `numel` elements if that is given."""
-        self.transfers.wait()
-        return self._slot(number, numel)
-
-    def _slot(self, number: int, numel: int | None = None) -> torch.Tensor:
-        """Return what `gradient` does, to which copies may still be under way."""
-        piece = self.pieces[number]
-        return self.gradients[piece.flat].narrow(0, piece.offset, piece.numel if numel is None else numel)
+        """Return a piece's gradient, complete, to be read; its first `numel` elements if that is given."""
+        found: torch.Tensor = self.gradients.read(number, numel, arrived=number in self._arrived)
+        return found
 
     def accumulate(self, number: int, gradient: torch.Tensor, *, final: bool) -> None:
         """Take in a reduced gradient of one piece.
@@ -137,64 +118,46 @@ class Shard:
         Args:
             number: Which piece.
             gradient: Flat, on any device.
-            final: Whether no more is expected before the step, so that its norm can be gathered while it is in cache.
+            final: Whether no more is expected before the step.
         """
         self._open_window()
-        slot = self._slot(number, gradient.numel())
-        first, far = number not in self._arrived, self.transfers.is_far(gradient)
-        if far:
-            if not first:  # a sum on the CPU would be slow
-                self.transfers.wait()  # what is there may have come on another stream
-                gradient = slot.to(gradient.device, copy=True).add_(gradient.to(slot.dtype))
-            self.transfers.start(slot, gradient)
-        elif first:
-            slot.copy_(gradient)
-        else:
-            slot.add_(gradient.to(slot.dtype))
-        self.touch(number, gathered=final and not far)  # a norm is gathered from what has arrived
+        self.gradients.take(number, gradient, first=number not in self._arrived, final=final)
+        self._arrived[number] = None
 
     def sum_of(self, number: int) -> torch.Tensor:
         """Return where a piece's gradients of this window are summed up (a view), for someone who adds one."""
         self._open_window()
-        slot = self.gradient(number)
-        if number not in self._arrived:
-            slot.zero_()
+        slot: torch.Tensor = self.gradients.lend(number, None, arrived=number in self._arrived)
         self.touch(number)
         return slot
 
     def touch(self, number: int, *, gathered: bool = False) -> None:
         """Note that a piece has a gradient, or that the one it has was changed in place."""
-        self._open_window()
-        slot = self._slot(number)
+        self._open_window(number)
         self._arrived[number] = None
-        if gathered:
-            self.engine.gradient_arrived(number, slot.data_ptr(), DtypeCode.of(slot.dtype))
-        else:
-            self.engine.bind_gradient(number, slot.data_ptr(), DtypeCode.of(slot.dtype))
+        self.gradients.touch(number, gathered=gathered)
 
-    def _open_window(self) -> None:
+    def _open_window(self, lent: int | None = None) -> None:
         if not self._open:
             self._open = True
             self._arrived.clear()
+            self.gradients.begin(lent)
 
     def close_window(self) -> None:
         """The gradients have been used or thrown away; they stay readable until the next ones arrive."""
-        # What is thrown away could arrive after what comes next. And ZeRO-3 gathers weights on a stream that waits
-        # for no other, so new ones have to be there.
-        self.transfers.wait()
+        self.gradients.settle()  # what is thrown away could arrive after what comes next
         self._open = False
 
     def lend_gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
-        """Return where a piece's gradient lies, as `gradient` does, to someone who may write to it.
+        """Return a piece's gradient, as `gradient` does, to someone who may write to it.
 
         A piece without a gradient in this window (or, between windows, in the last one) reads as zero.
         """
-        slot = self.gradient(number, numel)
-        if number not in self._arrived:
-            slot.zero_()  # it was that of an earlier step
-        elif self._open:
+        arrived = number in self._arrived
+        lent: torch.Tensor = self.gradients.lend(number, numel, arrived=arrived)
+        if arrived and self._open:
             self.touch(number)  # the norm that was gathered may not be its own for long
-        return slot
+        return lent
 
     @property
     def active(self) -> list[int]:
@@ -203,30 +166,27 @@ class Shard:
 
     def norms(self) -> dict[str, float]:
         """Return the L2 norm of each gradient by name; not finite if and only if an element is not."""
-        self.transfers.wait()
-        return {self.pieces[number].name: math.sqrt(self.engine.gradient_norm_sq([number])) for number in self.active}
+        self.gradients.settle()
+        active = self.active
+        norms = zip(active, self.engine.gradient_norms_sq(active), strict=True)
+        return {self.pieces[number].name: math.sqrt(norm_sq) for number, norm_sq in norms}
 
     def is_finite(self) -> bool:
         """Return whether all elements of all gradients are finite."""
-        self.transfers.wait()
+        self.gradients.settle()
         return math.isfinite(self.engine.gradient_norm_sq(self.active))
 
     # Work
 
     def step(self, groups: Sequence[GroupScalars], factor: float) -> None:
         """Update every piece that has a gradient, whose elements are first multiplied by `factor`."""
-        self.transfers.wait()
-        active = self.active
-        # Host copies go back whole, and somebody (a checkpoint that was loaded) may have changed the other weights.
-        # Those in fp32 are the masters themselves.
-        others = [self.pieces[number] for number in set(range(len(self.pieces))).difference(active)]
-        self._fetch_weights(piece for piece in others if self.weights[piece.flat].dtype != torch.float32)
+        self.gradients.settle()
         self._bind_weights()
-        self.engine.step(groups, clip=factor, active=active)
+        self.engine.step(groups, clip=factor, active=self.active)
+        self.engine.wait_weights()  # ZeRO-3 gathers them on a stream that waits for no other
 
     def reload_masters(self) -> None:
         """Take the masters from the weights; the moments stay."""
-        self._fetch_weights(self.pieces)
         self._bind_weights()
         for number in range(len(self.pieces)):
             self.engine.reload_master(number)

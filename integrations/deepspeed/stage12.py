@@ -2,7 +2,7 @@
 
 DeepSpeed has one flat tensor for each parameter group here and builds it in its constructor, so the masters that it
 makes are let go right after. From then on the flat "fp32" tensor is this rank's part of the weights themselves: the
-copies that `step()` makes from it then change nothing (on a CPU), or carry the new weights over (elsewhere).
+copies that `step()` makes from it then change nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import set_full_hp_grad
 
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
-from offload.integrations.deepspeed.shard import FlatState, Piece
+from offload.integrations.deepspeed.gradients import HostGradients
+from offload.integrations.deepspeed.pieces import Piece
+from offload.integrations.deepspeed.shard import FlatState
 
 
 class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ignore[misc]
@@ -46,11 +48,11 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             flat.data = torch.empty(0, dtype=torch.float32, device="cpu")
         buffers = self.param_buffer_of_bit16_for_cpu_offload_groups
         buffers.clear()
-        self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group)
+        dtype = self.gradient_accumulation_dtype
+        self.shard = make_shard(pieces, weights, self._offload_config, self.dp_process_group, dtype)
         buffers.extend(self.shard.weights)
-        self.shard.gradients = [
-            self.shard.transfers.buffer(weight, self.gradient_accumulation_dtype) for weight in weights
-        ]
+        if isinstance(gradients := self.shard.gradients, HostGradients):
+            gradients.buffers = [gradients.transfers.buffer(weight, dtype) for weight in weights]
         self._sums: dict[int, torch.Tensor] = {}
         self._take_back()
 
@@ -89,7 +91,7 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
             return None
         target: torch.Tensor
         weight = self.parallel_partitioned_bit16_groups[group_idx][partition_id]
-        if self.shard.transfers.is_far(weight):
+        if self.shard.gradients.is_far(weight):
             if param_id not in self._sums:
                 dtype = self.gradient_accumulation_dtype
                 self._sums[param_id] = torch.zeros(int(num_elements), dtype=dtype, device=weight.device)

@@ -14,7 +14,8 @@ import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from offload.integrations.deepspeed.common import STEPS, OffloadedOptimizer, make_shard
-from offload.integrations.deepspeed.shard import Piece
+from offload.integrations.deepspeed.gradients import HostGradients
+from offload.integrations.deepspeed.pieces import Piece
 
 FP32_FLAT_GROUPS = "fp32_flat_groups"
 
@@ -22,14 +23,20 @@ FP32_FLAT_GROUPS = "fp32_flat_groups"
 class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """DeepSpeed's ZeRO-3 optimizer over an `offload.Engine`; see `OffloadedOptimizer`."""
 
+    grad_partitions_flat_buffer: torch.Tensor
+
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        numels = self.fp16_partitioned_groups_flat_numel
-        starts = itertools.accumulate(numels, initial=0)
-        self.shard.gradients = [
-            self.grad_partitions_flat_buffer.narrow(0, start, numel)
-            for start, numel in zip(starts, numels, strict=False)
-        ]
+        if isinstance(gradients := self.shard.gradients, HostGradients):
+            numels = self.fp16_partitioned_groups_flat_numel
+            starts = itertools.accumulate(numels, initial=0)
+            gradients.buffers = [
+                self.grad_partitions_flat_buffer.narrow(0, start, numel)
+                for start, numel in zip(starts, numels, strict=False)
+            ]
+        else:  # the engine has memory of its own for them
+            self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition.clear()
+            self.grad_partitions_flat_buffer = self.grad_partitions_flat_buffer.new_empty(0)
 
     # State
 
@@ -56,7 +63,11 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             self.fp32_partitioned_groups_flat.append(placeholder)
         self._flats = self.fp32_partitioned_groups_flat
         self.shard = make_shard(
-            pieces, self.fp16_partitioned_groups_flat, self._offload_config, self.dp_process_group
+            pieces,
+            self.fp16_partitioned_groups_flat,
+            self._offload_config,
+            self.dp_process_group,
+            self.gradient_accumulation_dtype,
         )
         for param_group in self.optimizer.param_groups:
             param_group["params"] = []
@@ -116,7 +127,6 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             self._update_all()
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        self.shard.push_weights(sub_group_id)
         self._unflatten_partitioned_parameters(sub_group_id)
 
     # Checkpoints

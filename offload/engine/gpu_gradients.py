@@ -171,6 +171,13 @@ class GpuGradients:
         device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
         device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
 
+    def replace(self, position: int) -> None:
+        """Drop what arrived of one parameter: the caller has another gradient for it."""
+        found = self.positions[position]
+        if found.arrivals:
+            self.finish_additions()
+            found.arrivals, found.kept, found.mark, found.added = 0, 0, None, False
+
     def finish_additions(self) -> None:
         """Wait for gradients on their way to be added in host memory, and add them."""
         while self._passing:

@@ -191,14 +191,31 @@ class Gradients:
         self._tables.gradient_dtypes[position] = dtype
         if not gathered:
             self._gathered[position] = DtypeCode.NONE
+            if self.on_gpu is not None:
+                self.on_gpu.replace(position)
 
     def forget(self) -> None:
         """See `Engine.forget_gradients`."""
         if self.on_gpu is not None:
             self.on_gpu.forget()
 
+    def settle(self) -> None:
+        """See `Engine.settle_gradients`."""
+        if self.on_gpu is not None:
+            self.on_gpu.settle()
+
     def norm_sq(self, positions: Sequence[int]) -> float:
         """See `Engine.gradient_norm_sq`."""
+        chosen = self._all_gathered(positions)
+        return norm_sq_at(self._blocks_at[chosen], self._block_counts[chosen])
+
+    def norms_sq(self, positions: Sequence[int]) -> list[float]:
+        """See `Engine.gradient_norms_sq`."""
+        chosen = self._all_gathered(positions)
+        return [norm_sq_at(self._blocks_at[[n]], self._block_counts[[n]]) for n in chosen.tolist()]
+
+    def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Bring the block sums of some gradients up to date."""
         tables, chosen = self._tables, np.array(positions, np.int64)
         if self.on_gpu is not None:
             for position in chosen[self._gathered[chosen] == DtypeCode.NONE].tolist():
@@ -209,7 +226,7 @@ class Gradients:
             for position in chosen[~self._are_as_gathered(chosen)].tolist():
                 address, dtype = int(tables.gradients[position]), DtypeCode(tables.gradient_dtypes[position])
                 self._gather(position, address, dtype, address, dtype)
-        return norm_sq_at(self._blocks_at[chosen], self._block_counts[chosen])
+        return chosen
 
     def _gather(self, position: int, address: int, dtype: DtypeCode, kept: int, kept_dtype: DtypeCode) -> None:
         numel = self._parameters[position].numel

@@ -21,7 +21,7 @@ from offload.optim.late import LateEngine
 from offload.optim.scaling import Note, Scaling
 from offload.optim.slots import GradientSlot
 from offload.optim.weights import Bound, Weights
-from offload.protocols import DeviceLane, Mark
+from offload.protocols import Mark
 
 MAX_IN_TRANSIT_BYTES = 1 << 30
 """Gradients on a GPU that are held while they leave it; for more of them, backward waits on the GPU."""
@@ -181,7 +181,7 @@ class Departing(Route):
 
     def _depart(self, bound: Bound, gradient: torch.Tensor) -> None:
         """Let a gradient leave the GPU, or at least `.grad`."""
-        parameter, engine, device = bound.parameter, self._engine, self._late.device
+        parameter, engine = bound.parameter, self._engine
         if bound in self._left:
             self._scaling.added(bound)
         storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
@@ -203,11 +203,10 @@ class Departing(Route):
         if mark is not None:
             self._in_transit.append((mark, gradient))  # its memory is free when the copy has been made
             self._in_transit_bytes += gradient.nbytes
-        while self._in_transit_bytes > MAX_IN_TRANSIT_BYTES and device is not None:
+        while self._in_transit_bytes > MAX_IN_TRANSIT_BYTES:
             first, oldest = self._in_transit.popleft()
             self._in_transit_bytes -= oldest.nbytes
-            device.follow(DeviceLane.CALLER, first)  # whatever backward does next, with that memory too
-            device.give_up(oldest)
+            engine.hand_back(oldest, first)  # whatever backward does next, with that memory too
         if bound not in self._left:
             self._left[bound] = gradient if engine.keeps_gradient(bound.position) else None
 
@@ -224,12 +223,9 @@ class Departing(Route):
 
     def forget(self) -> None:
         """See `Route.forget`."""
-        device = self._late.device
-        if self._left and device is not None:
-            self._engine.forget_gradients()  # the caller's stream comes behind whatever reads them
-            for gradient in (*self._left.values(), *(gradient for _, gradient in self._in_transit)):
-                if gradient is not None:
-                    device.give_up(gradient)
+        if self._left:
+            kept = [gradient for gradient in self._left.values() if gradient is not None]
+            self._engine.forget_gradients([*kept, *(gradient for _, gradient in self._in_transit)])
         self.release()
 
     def release(self) -> None:

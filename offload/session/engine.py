@@ -34,7 +34,7 @@ from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAb
 from offload.layout import Layout, Parameter, Segment
 from offload.measure import lane_totals
 from offload.plan import Home, Plan, Rates
-from offload.protocols import Device, Mark
+from offload.protocols import Device, DeviceLane, Mark
 from offload.rules import ADAMW, UpdateRule
 from offload.session.checkpoints import Checkpoints
 from offload.session.ending import Ending
@@ -54,8 +54,8 @@ class Engine:
         parameters: Name, size, weight dtype and group of each parameter.
         config: Tiers and budgets.
         gradient_slots: Whether the engine provides memory for gradients (`gradient_slot`).
-        device: The GPU that holds weights and gradients; `bind_*` then take device addresses. The engine allocates
-            the host memory that it needs and closes the device. None for the CPU.
+        device: The GPU that holds weights and gradients, as torch calls it or as a `Device`, which the engine closes;
+            `bind_*` then take device addresses. The engine allocates the host memory that it needs. None for the CPU.
         rule: What is kept for each parameter, and how a step changes it.
 
     Raises:
@@ -70,10 +70,15 @@ class Engine:
         config: OffloadConfig | None = None,
         *,
         gradient_slots: bool = False,
-        device: Device | None = None,
+        device: Device | torch.device | None = None,
         rule: UpdateRule = ADAMW,
     ) -> None:
         self.config = config or OffloadConfig()
+        if isinstance(device, torch.device):
+            from offload.engine.cuda import CudaDevice
+
+            device = CudaDevice(device)
+        self._device = device
         try:
             self._parts = parts = Parts(self.config, gradient_slots, device, rule)
             self._thread = thread = EngineThread(parts)
@@ -234,10 +239,38 @@ class Engine:
         """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
         return self._parts.gradients.stays(self._position(parameter))
 
-    def forget_gradients(self) -> None:
-        """Forget all gradients that arrived on a GPU: those that arrive next are the first."""
+    def settle_gradients(self) -> None:
+        """Wait until gradients that have arrived on a GPU are where the step reads them: slots, or where they lie."""
+        self._thread.check_usable()
+        self._parts.gradients.settle()
+
+    def hand_back(self, gradient: torch.Tensor, mark: Mark) -> None:
+        """Let the caller's stream wait until a gradient on a GPU has been read: its memory may be used again then.
+
+        Args:
+            gradient: Has arrived; the caller drops it.
+            mark: What `gradient_arrived` returned.
+        """
+        if self._device is not None:
+            self._device.follow(DeviceLane.CALLER, mark)
+            self._device.give_up(gradient)
+
+    def forget_gradients(self, dropped: Iterable[torch.Tensor] = ()) -> None:
+        """Forget all gradients that arrived on a GPU: those that arrive next are the first.
+
+        Args:
+            dropped: Gradients of which `keeps_gradient` is true, and which the caller drops now.
+        """
         if self._thread.is_usable:
-            self._parts.gradients.forget()
+            self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
+            for gradient in dropped:
+                if self._device is not None:
+                    self._device.give_up(gradient)
+
+    def wait_weights(self) -> None:
+        """Wait until the weights on a GPU are those of the last step, whoever reads them on whatever stream."""
+        if self._device is not None:
+            self._device.mark(DeviceLane.CALLER, timed=False).wait()
 
     def bind_gradient(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
         """Say where a parameter's gradient lies for the next norm and step.
@@ -261,6 +294,11 @@ class Engine:
         """
         self._thread.check_usable()
         return self._parts.gradients.norm_sq([self._position(parameter) for parameter in parameters])
+
+    def gradient_norms_sq(self, parameters: Iterable[int | str]) -> list[float]:
+        """Return the squared L2 norm of each of the bound gradients; see `gradient_norm_sq`."""
+        self._thread.check_usable()
+        return self._parts.gradients.norms_sq([self._position(parameter) for parameter in parameters])
 
     def step(
         self,

@@ -1,8 +1,9 @@
 """Checks of the DeepSpeed backend that run inside worker processes: many in one start, each in every rank.
 
 Run by `test_deepspeed.py` as `python deepspeed_checks.py FOLDER CHECK...` with RANK and WORLD_SIZE set; writes what
-became of each check to `FOLDER/results-<rank>.json`. With LATE_TRANSFERS set, weights and gradients count as those of
-another device, whose copies end as late as they may.
+became of each check to `FOLDER/results-<rank>.json`. With LATE_TRANSFERS set, gradients count as those of another
+device, whose copies end as late as they may. With PLACEMENT set, weights and gradients count as those of a simulated
+GPU, on which so much is updated.
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ def check(function: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def paths(folder: Path) -> dict[str, Any]:
-    """Return settings that keep all state in files below `folder`."""
-    return {"host_memory": 0, "paths": [str(folder)]}
+    """Return settings that keep all state in files below `folder`, and where it is updated."""
+    found: dict[str, Any] = {"host_memory": 0, "paths": [str(folder)]}
+    placement = os.environ.get("PLACEMENT", "auto")
+    if placement != "auto":  # a word that the Hugging Face Trainer wants to replace
+        found["placement"] = float(placement) if placement[0].isdigit() else placement
+    return found
 
 
 MATRIX = list(itertools.product((1, 2, 3), ("bf16", "fp16", "fp32"), (1, 3), (0.0, 0.3)))
@@ -292,6 +297,7 @@ def pieces_know_their_place(folder: Path) -> None:
             with deepspeed.zero.GatheredParameters(list(weights.values()), enabled=stage == 3):
                 wholes = {name: weight.detach().reshape(-1).clone() for name, weight in weights.items()}
             shard = engine.optimizer.shard
+            assert engine.optimizer.plan.weights_on_gpu == ("PLACEMENT" in os.environ)
             found = []
             for number, parameter in enumerate(shard.engine.plan.layout.parameters):
                 piece, start, stop = shard.pieces[number], parameter.start, parameter.start + parameter.numel
@@ -916,11 +922,13 @@ def run(folder: Path, names: list[str]) -> None:
     import torch
     from deepspeed_runs import get_accelerator
 
-    from offload.integrations.deepspeed import shard
-    from offload.sim import LateTransfers
+    from offload.integrations.deepspeed import common, gradients
+    from offload.sim import LateTransfers, SimulatedDevice
 
     if "LATE_TRANSFERS" in os.environ:
-        shard.Transfers = LateTransfers  # type: ignore[misc, assignment]
+        gradients.Transfers = LateTransfers  # type: ignore[misc, assignment]
+    if "PLACEMENT" in os.environ and get_accelerator().device_name() == "cpu":
+        common.find_device = lambda weights: SimulatedDevice(lazy=True)
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     deepspeed.init_distributed(

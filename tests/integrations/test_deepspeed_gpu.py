@@ -15,21 +15,25 @@ from test_deepspeed import start
 NAME = "alone_given_gradients"
 
 
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def accelerator(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and (os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()):
+CUDA = [pytest.param(f"cuda, {placement}", marks=pytest.mark.gpu) for placement in ("auto", "cpu", "0.5", "gpu")]
+
+
+@pytest.fixture(scope="module", params=["cpu", *CUDA])
+def variables(request: pytest.FixtureRequest) -> dict[str, str]:
+    accelerator, _, placement = request.param.partition(", ")
+    if accelerator == "cuda" and (os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()):
         pytest.skip("torch sees no CUDA device, or TRITON_INTERPRET is set")
-    return str(request.param)
+    return {"DS_ACCELERATOR": accelerator, **({"PLACEMENT": placement} if placement else {})}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_every_stage_has_the_bits_of_the_cpu(accelerator: str, tmp_path: Path) -> None:
+def test_every_stage_has_the_bits_of_the_cpu(variables: dict[str, str], tmp_path: Path) -> None:
     """Against what stock DeepSpeed computes on the CPU with the reference's arithmetic."""
     wanted, mine = tmp_path / "stock", tmp_path / "ours"
-    for folder, variables in ((wanted, {"GIVEN": "stock"}), (mine, {"GIVEN": "ours", "DS_ACCELERATOR": accelerator})):
+    for folder, given in ((wanted, {"GIVEN": "stock"}), (mine, {"GIVEN": "ours", **variables})):
         folder.mkdir()
-        assert start(1, folder, (NAME,), **variables) == {NAME: "ok"}
+        assert start(1, folder, (NAME,), **given) == {NAME: "ok"}
     expected, found = torch.load(wanted / "given.pt"), torch.load(mine / "given.pt")
     assert found.keys() == expected.keys()
     for case, tensors in expected.items():

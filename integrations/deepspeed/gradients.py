@@ -1,0 +1,180 @@
+"""Where a shard's gradients lie between their reduction and the step, and who waits for them.
+
+`HostGradients`: in flat buffers in host memory, which DeepSpeed or a stage makes; gradients that come from a GPU are
+copied there. `DeviceGradients`: where the engine of weights on a GPU wants them: in host memory for what the CPU
+updates, on the GPU for the rest.
+
+Invariants:
+  * what is handed out is complete: all copies and sums that it depends on have ended;
+  * DeepSpeed uses the memory of a reduced gradient again once it has been taken, on the stream that was current then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offload import DtypeCode, Engine
+from offload.integrations.deepspeed.pieces import Piece
+from offload.integrations.deepspeed.transfers import Transfers
+
+
+class HostGradients:
+    """In flat buffers on the CPU.
+
+    Args:
+        pieces: All of them.
+        engine: Is told of gradients.
+
+    Attributes:
+        buffers: One for each flat tensor of weights; set by whoever made the shard.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], engine: Engine) -> None:
+        self.transfers = Transfers()
+        self.buffers: list[torch.Tensor] = []
+        self._pieces = pieces
+        self._engine = engine
+
+    def is_far(self, tensor: torch.Tensor) -> bool:
+        """Return whether gradients that lie with a tensor have to be copied."""
+        return bool(self.transfers.is_far(tensor))
+
+    def _slot(self, number: int, numel: int | None = None) -> torch.Tensor:
+        """Return where a piece's gradient lies, to which copies may still be under way."""
+        piece = self._pieces[number]
+        slot: torch.Tensor = self.buffers[piece.flat].narrow(0, piece.offset, piece.numel if numel is None else numel)
+        return slot
+
+    def begin(self, kept: int | None) -> None:
+        """A new window begins: what is here is of the one before."""
+
+    def take(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
+        """Take in a reduced gradient of a piece, flat: the first of its window, or one to be added.
+
+        Args:
+            number: Which piece.
+            gradient: On any device.
+            first: Whether it replaces what is there.
+            final: Whether no more is expected, so that its norm can be gathered while it is in cache.
+        """
+        slot, far = self._slot(number, gradient.numel()), self.is_far(gradient)
+        if far:
+            if not first:  # a sum on the CPU would be slow
+                self.transfers.wait()  # what is there may have come on another stream
+                gradient = slot.to(gradient.device, copy=True).add_(gradient.to(slot.dtype))
+            self.transfers.start(slot, gradient)
+        elif first:
+            slot.copy_(gradient)
+        else:
+            slot.add_(gradient.to(slot.dtype))
+        self.touch(number, gathered=final and not far)  # a norm is gathered from what has arrived
+
+    def touch(self, number: int, *, gathered: bool = False) -> None:
+        """Note that a piece's gradient lies here, and may have been changed."""
+        slot = self._slot(number)
+        if gathered:
+            self._engine.gradient_arrived(number, slot.data_ptr(), DtypeCode.of(slot.dtype))
+        else:
+            self._engine.bind_gradient(number, slot.data_ptr(), DtypeCode.of(slot.dtype))
+
+    def read(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
+        """Return a piece's gradient, complete."""
+        self.settle()
+        return self._slot(number, numel)
+
+    def lend(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
+        """Return a piece's gradient, zeros if none has `arrived`, to someone who writes to it and then touches it."""
+        slot = self.read(number, numel, arrived=arrived)
+        return slot if arrived else slot.zero_()  # it was that of an earlier step
+
+    def settle(self) -> None:
+        """Wait for all copies."""
+        self.transfers.wait()
+
+
+class DeviceGradients:
+    """Where the engine of weights on a GPU has them.
+
+    Args:
+        pieces: All of them.
+        engine: Of weights on a GPU.
+        place: The GPU.
+        dtypes: In which gradients are summed, for each flat tensor of weights.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        engine: Engine,
+        place: torch.device,
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        self._pieces = pieces
+        self._engine = engine
+        self._place = place
+        self._dtypes = dtypes
+        self._kept: dict[int, torch.Tensor] = {}
+        """First gradients of pieces that the GPU updates: it reads them there, and adds to them, until the step."""
+        self._lent: dict[int, torch.Tensor] = {}
+        """Gradients on the GPU that somebody may have written to, and padding behind them."""
+
+    def is_far(self, tensor: torch.Tensor) -> bool:
+        """Return True: no gradient is added to where the engine has it."""
+        return True
+
+    def begin(self, kept: int | None) -> None:
+        """A new window begins: forget all gradients but that of the piece `kept`, which was lent before."""
+        lent = [gradient for number, gradient in self._lent.items() if number != kept]
+        self._engine.forget_gradients((*self._kept.values(), *lent))
+        self._kept.clear()
+        self._lent = {number: gradient for number, gradient in self._lent.items() if number == kept}
+
+    def take(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
+        """See `HostGradients.take`."""
+        gradient = gradient.to(self._dtypes[self._pieces[number].flat])
+        if first:
+            self._lent.pop(number, None)
+        elif number in self._lent:
+            self._lent[number][: gradient.numel()].add_(gradient)
+            self.touch(number)
+            return
+        stays = first and self._engine.keeps_gradient(number)
+        if stays:
+            gradient = self._kept[number] = gradient.clone()
+        mark = self._engine.gradient_arrived(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
+        if mark is not None and not stays:
+            self._engine.hand_back(gradient, mark)
+
+    def touch(self, number: int, *, gathered: bool = False) -> None:
+        """See `HostGradients.touch`: it is what was lent that counts from now on."""
+        lent = self._lent[number]
+        self._engine.bind_gradient(number, lent.data_ptr(), DtypeCode.of(lent.dtype))
+
+    def read(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
+        """See `HostGradients.read`; on the GPU or in host memory, wherever it is."""
+        piece = self._pieces[number]
+        found = self._lent.get(number)
+        if found is None and arrived:
+            self._engine.settle_gradients()
+            found = self._kept[number] if number in self._kept else self._engine.gradient_slot(number)
+        wanted = piece.numel if numel is None else numel
+        if found is None or found.numel() < wanted:
+            whole = torch.zeros(wanted, dtype=self._dtypes[piece.flat], device=self._place)
+            if found is not None:
+                whole[: found.numel()] = found
+            found = whole
+        return found[:wanted]
+
+    def lend(self, number: int, numel: int | None, *, arrived: bool) -> torch.Tensor:
+        """See `HostGradients.lend`."""
+        if not arrived:
+            self._lent.pop(number, None)
+        found = self.read(number, numel, arrived=arrived)
+        if number not in self._lent or self._lent[number].numel() < found.numel():
+            self._lent[number] = found.to(self._place)
+        return self._lent[number][: found.numel()]
+
+    def settle(self) -> None:
+        """Nothing: lanes of the GPU are ordered among themselves."""
