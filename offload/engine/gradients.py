@@ -22,6 +22,9 @@ from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter
 from offload.plan import Plan
 from offload.protocols import NORM_BLOCK_NUMEL, Mark
 
+BROUGHT_AHEAD = 4
+"""Visits on the CPU whose gradients are fetched from a GPU before they begin: as many as there are weight slots."""
+
 
 @dataclass(frozen=True, slots=True)
 class GradientSlots:
@@ -57,7 +60,8 @@ class GradientSlots:
 class Gradients:
     """The gradients of one session.
 
-    `bring` belongs to the engine thread, all else to the caller's or to that of backward, between requests.
+    `begin_step` and `bring` belong to the engine thread, all else to the caller's or to that of backward, between
+    requests.
 
     Args:
         slots: How its slots are made.
@@ -97,6 +101,8 @@ class Gradients:
         self._gathered: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._wide: dict[int, torch.Tensor] = {}
+        self._to_bring: dict[int, tuple[Visit, list[Mark], list[tuple[int, int, int]]]] = {}
+        self._ahead: set[int] = set()  # visits that have not begun, and whose gradients are on their way
 
     # Memory
 
@@ -259,8 +265,8 @@ class Gradients:
 
     # In a step
 
-    def bring(self, plan: Plan, visits: Sequence[Visit]) -> bool:
-        """Fetch the gradients that the CPU will use in a step, and make each run wait for its own.
+    def begin_step(self, plan: Plan, visits: Sequence[Visit]) -> bool:
+        """Find out what each visit of a step needs, and fetch the gradients that the CPU will use first.
 
         Returns:
             Whether `used_bytes` has grown by that.
@@ -271,9 +277,12 @@ class Gradients:
         wide = len(self._wide)
         gpu.forget_inputs()
         gradients.finish_additions()
+        self._to_bring.clear()
+        self._ahead.clear()
         self.addresses = addresses = self._slot_addresses.copy()
         for visit in visits:
-            copies, marks = [], []
+            copies: list[tuple[int, int, int]] = []
+            marks: list[Mark] = []
             for segment in plan.layout.subgroups[visit.subgroup].segments:
                 position = segment.parameter
                 if not tables.is_active(position) or not segment.numel:
@@ -289,8 +298,31 @@ class Gradients:
                     start, nbytes = segment.start * item, segment.numel * item
                     source = int(tables.gradients[position]) + start
                     copies.append((int(addresses[position]) + start, source, nbytes))
-            gpu.bring(visit, marks, copies)
+            self._to_bring[visit.subgroup] = visit, marks, copies
+        self._bring_ahead(gpu)
         return len(self._wide) > wide
+
+    def bring(self, subgroup: int) -> None:
+        """Fetch the gradients of a visit that begins, and of those after it; make each run wait for its own.
+
+        Not all at the step's begin: enqueueing a copy takes time in which no update starts, and what else leaves the
+        GPU would wait behind all of them.
+        """
+        if self._gpu is None:
+            return
+        if subgroup in self._to_bring:
+            self._gpu.bring(*self._to_bring.pop(subgroup))
+        self._ahead.discard(subgroup)
+        self._bring_ahead(self._gpu)
+
+    def _bring_ahead(self, gpu: GpuLanes) -> None:
+        """Have gradients of `BROUGHT_AHEAD` visits on their way that have not begun."""
+        while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:
+            subgroup = next(iter(self._to_bring))
+            visit, marks, copies = self._to_bring.pop(subgroup)
+            gpu.bring(visit, marks, copies)
+            if copies:
+                self._ahead.add(subgroup)
 
     def _wide_slot(self, position: int) -> torch.Tensor:
         """Return the second slot of a parameter: for the fp32 gradient of a 16-bit weight."""

@@ -108,12 +108,17 @@ class Visits:
         self._learn()
         visits = update_visits(parts.plan, visit_order(subgroups, parts.machine.slots))
         try:
-            if parts.gradients.bring(parts.plan, visits):
+            if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)
         except OffloadError as error:  # the GPU has failed
             parts.machine.handle(Stop(error))
             raise (parts.machine.broken or error) from None
-        return self._sweep(visits, lambda run: parts.views.update_table(run, parts.gradients.addresses), changes=True)
+
+        def update(run: Run) -> npt.NDArray[Any] | None:
+            parts.gradients.bring(run.visit.subgroup)
+            return parts.views.update_table(run, parts.gradients.addresses)
+
+        return self._sweep(visits, update, changes=True)
 
     def _sweep(
         self, visits: tuple[Visit, ...], visitor: Callable[[Run], npt.NDArray[Any] | None], changes: bool

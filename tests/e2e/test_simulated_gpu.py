@@ -33,6 +33,7 @@ from offload.dtypes import DtypeCode
 from offload.engine import pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
+from offload.engine.gradients import BROUGHT_AHEAD
 from offload.optim import routes
 from offload.plan import Home
 from offload.protocols import SEGMENT_DTYPE, DeviceLane
@@ -1081,3 +1082,32 @@ def test_weights_that_lie_elsewhere_are_refused() -> None:
         with pytest.raises(offload.ConfigError, match="all weights on cpu"):
             optimizer.add_param_group({"params": [elsewhere]})
         train(optimizer, [p for group in optimizer.param_groups for p in group["params"]], range(1))
+
+
+def test_updates_begin_before_all_gradients_have_been_sent_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the CPU updates first does not wait until copies for the last are enqueued."""
+    weights = [torch.nn.Parameter(torch.zeros(1024, dtype=torch.bfloat16)) for _ in range(24)]
+    device = SimulatedDevice(lazy=True)
+    config = offload.OffloadConfig(host_memory="1MiB", placement="cpu", subgroup_numel=1024, threads=1)
+    with OnDevice(weights, device=device, offload=config) as optimizer:
+        assert len(optimizer.plan.plan.homes) == 24
+        torch.autograd.backward(weights, [torch.ones_like(weight) for weight in weights])
+        optimizer.step()  # in which masters are taken from the weights, too
+        torch.autograd.backward(weights, [torch.ones_like(weight) for weight in weights])
+        done: list[str] = []
+        kernel, copy = optimizer.engine._parts.kernel, device.copy
+
+        def submit(op: int, table: Any, plain: Any = kernel.submit) -> None:
+            done.append("run")
+            plain(op, table)
+
+        def noted(lane: DeviceLane, *where: int) -> None:
+            done.extend(["gradient"] * (lane is DeviceLane.D2H))
+            copy(lane, *where)
+
+        monkeypatch.setattr(kernel, "submit", submit)
+        monkeypatch.setattr(device, "copy", noted)
+        optimizer.step()
+    assert done.count("run") == done.count("gradient") == 24
+    ahead = [done[: place + 1].count("gradient") - done[:place].count("run") for place in range(len(done))]
+    assert max(ahead) <= BROUGHT_AHEAD + 2  # the runs in flight have begun
