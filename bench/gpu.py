@@ -26,7 +26,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from _gpu_runs import (
     run,
     simulated_adamw,
 )
+from _needs import NATIVE, TORCHAO, Need, require
 from kernel import Buffers
 
 import offload
@@ -621,10 +622,17 @@ def parsed() -> argparse.Namespace:
     return args
 
 
+def needs(contender: str) -> Sequence[Need]:
+    """Return what has to be installed for a contender of section d."""
+    return NATIVE if "deepspeed" in contender else (TORCHAO,) if contender == "torchao" else ()
+
+
 def main() -> None:
     """Run the sections that were asked for and add them to the report."""
     args = parsed()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    if device is not None and "d" in (args.section or SECTIONS):
+        require(args, {name: needs(name) for name in args.contenders})
     surroundings = described(args.simulated)
     results: dict[str, Found] = {}
     if args.json is not None and args.json.exists():

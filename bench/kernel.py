@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from _common import Target, arguments, cores, environment, huge_tensors, interleaved, report, speedup
+from _needs import NATIVE, require
 
 from offload.kernels import CpuUpdateKernel, StreamVariant, reference, scalars
 from offload.kernels.reference import SegmentTensors, segment_table
@@ -129,6 +130,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--threads", type=int, default=cores(), help="worker threads, for every contender")
     args = parser.parse_args()
+    missing = require(args, {"deepspeed": NATIVE})
     described = environment()
     numel, rounds = (1 << 16, 2) if args.smoke else (48_000_000, 21)
     torch.set_num_threads(args.threads)
@@ -144,7 +146,7 @@ def main() -> None:
         "torch_foreach": torch_contender(buffers, foreach=True),
         "deepspeed": "left out of the smoke run: its native part takes a minute to build"
         if args.smoke
-        else deepspeed_contender(buffers),
+        else missing.get("deepspeed") or deepspeed_contender(buffers),
     }
     functions: dict[str, Callable[[], object]] = {
         f"{name}/{part}": function

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from _common import ROOT, Target, arguments, environment, interleaved, report, run_sections
+from _needs import FIO, MOTO, require
 from _throttled import ThrottledTier
 
 import offload
@@ -548,6 +549,8 @@ def picture(file: Path, results: dict[str, Any]) -> None:
 
 def main() -> None:
     args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
+    needs = {"single": [FIO], "remote": [MOTO]}
+    require(args, {section: needs.get(section, []) for section in args.sections})
     described = environment()
     results, targets = run_sections(args, SECTIONS, args.smoke)
     checksum = results.get("sum", {}).get("1", {}).get("checksum", "none of the chosen sections computes")

@@ -35,6 +35,7 @@ from unittest import mock
 
 import torch
 from _common import Target, arguments, cores, environment, progress, report, run_sections
+from _needs import require
 from paths import MB, Throttles
 
 from offload import Engine, OffloadConfig
@@ -435,6 +436,7 @@ def _without_directories(probed: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
+    require(args, {})
     described = environment()
     results, targets = run_sections(args, SECTIONS, SMOKE if args.smoke else FULL)
     checksum = results.get("predictions", {}).get("checksum", "none of the chosen sections computes")

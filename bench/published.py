@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from _common import Target, arguments, environment, progress, report
+from _needs import require
 from _schedules import (
     STATE_BYTES,
     Drive,
@@ -794,6 +795,7 @@ def main() -> None:
     parser.add_argument("--fit", type=Path, default=TABLES, metavar="DIR", help="tables to fit on (default: ours)")
     parser.add_argument("--evaluate", type=Path, metavar="DIR", help="tables to predict, any subset of them")
     args = parser.parse_args()
+    require(args, {})
     described = environment()
     try:
         run(args, described)

@@ -32,6 +32,7 @@ from typing import Any
 from unittest import mock
 
 from _common import Target, arguments, environment, progress, report, run_sections
+from _needs import require
 from _throttled import SharedLanes, ThrottledTier
 from paths import MB, Throttles
 from planner import Configuration, Model, Session, Size
@@ -294,6 +295,7 @@ def picture(file: Path, results: dict[str, Any]) -> None:
 
 def main() -> None:
     args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
+    require(args, {})
     described = environment()
     results, targets = run_sections(args, SECTIONS, args.smoke)
     if args.picture:

@@ -1,6 +1,9 @@
-"""Writes docs/configuration.md from the config classes; a test holds that it is what they say.
+"""Writes what the pages in docs/ and the README take from code, reports and settings; a test holds that it is there.
 
-python docs/generate.py
+    make docs, or: python docs/generate.py
+
+Whole pages: configuration.md (config classes), api.md (docstrings, `reference.py`). Marked parts of others: measured
+figures (reports, `figures.py`), and the versions that tests run.
 """
 
 from __future__ import annotations
@@ -8,11 +11,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import figures
+import reference
 
 from offload.config import OffloadConfig, PathConfig
 
-TARGET = Path(__file__).parent / "configuration.md"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 
 HEAD = """# Configuration
 
@@ -53,10 +62,85 @@ def table(config: type) -> str:
     return "\n".join(lines)
 
 
-def page() -> str:
-    """Return the whole page."""
+def configuration() -> str:
+    """Return the page of all settings."""
     return f"{HEAD}\n## OffloadConfig\n\n{table(OffloadConfig)}\n\n## Entries of `paths`\n\n{table(PathConfig)}\n"
 
 
+def allowed() -> dict[str, str]:
+    """Return the versions that pyproject.toml allows, by package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    found = {"python": project["requires-python"]}
+    for requirement in [*project["dependencies"], *(each for extra in extras.values() for each in extra)]:
+        named = re.match(r"([\w-]+)(?:\[[^]]*\])?\s*([^;]*)", requirement)
+        assert named is not None
+        found[named[1]] = named[2].strip()
+    return found
+
+
+def pinned(package: str) -> str | None:
+    """Return the version that `make` installs, if it names one."""
+    found = re.search(rf"^\w+ := {package}==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return found[1] if found else None
+
+
+FRAMEWORKS = {"torch": "torch", "deepspeed": "DeepSpeed", "transformers": "transformers", "accelerate": "Accelerate"}
+"""Packages whose versions the page of the installation shows."""
+
+
+def versions(page: Path) -> str:
+    """Return the table of versions.
+
+    Where `make` takes whatever release is there, the page keeps the one that it names as long as the release that is
+    installed here has the same major version: a minor release changes no page, a major one does.
+    """
+    lines = ["| | allowed | tests run with |", "|---|---|---|"]
+    tried = re.search(r"^VERSIONS = \((.*)\)$", (ROOT / "tests" / "wheels.py").read_text(), re.MULTILINE)
+    assert tried is not None
+    wheels = ", ".join(re.findall(r'"([\d.]+)"', tried[1]))
+    lines.append(f"| Python | {allowed()['python']} | 3.11; wheels also with the others of {wheels} that are here |")
+    for package, name in FRAMEWORKS.items():
+        with_it = pinned(package)
+        if with_it is None:
+            before = re.search(rf"^\| {name} \| [^|]* \| ([\d.]+) \|$", page.read_text(), re.MULTILINE)
+            try:
+                now = version(package).partition("+")[0]
+            except PackageNotFoundError:
+                now = before[1] if before else "not installed"
+            same = before is not None and before[1].split(".")[0] == now.split(".")[0]
+            with_it = before[1] if before and same else now
+        lines.append(f"| {name} | {allowed()[package]} | {with_it} |")
+    return "\n".join(lines)
+
+
+PAGES = {DOCS / "configuration.md": configuration, DOCS / "api.md": reference.page}
+PARTS = {
+    ROOT / "README.md": {"trainings": figures.trainings, "measured": figures.measured},
+    DOCS / "benchmarks.md": {"benchmarks": figures.benchmarks},
+    DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published},
+    DOCS / "checkpoints.md": {"stalls": figures.stalled},
+    DOCS / "install.md": {"versions": versions},
+}
+
+
+def expected() -> dict[Path, str]:
+    """Return every page that has generated parts, as it has to be."""
+    found = {page: make() for page, make in PAGES.items()}
+    for page, parts in PARTS.items():
+        text = page.read_text()
+        for name, make in parts.items():
+            begin, end = f"<!-- begin {name}: written by docs/generate.py -->\n", f"<!-- end {name} -->\n"
+            if text.count(begin) != 1 or text.count(end) != 1:
+                raise LookupError(f"{page.name} has no part {name}, which begins with {begin.strip()}")
+            before, rest = text.split(begin)
+            text = f"{before}{begin}{make(page)}\n{end}{rest.split(end)[1]}"
+        found[page] = text
+    return found
+
+
 if __name__ == "__main__":
-    TARGET.write_text(page())
+    for file, content in expected().items():
+        if not file.exists() or file.read_text() != content:
+            file.write_text(content)
+            print(f"wrote {file.relative_to(ROOT)}")

@@ -1,6 +1,6 @@
 """`offload bench`: compares what an iteration takes, ours beside the alternatives.
 
-The benchmark itself is `bench/iteration.py`, a plain script like all benchmarks; this finds it and runs it.
+The benchmark itself is `bench/iteration.py` of a source checkout, a plain script like all benchmarks; this runs it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from offload.errors import ConfigError
+from offload.errors import OffloadError
 
 
 def add_parser(commands: Any) -> None:
@@ -20,23 +21,23 @@ def add_parser(commands: Any) -> None:
         "bench",
         add_help=False,
         prefix_chars="\0",  # options are the script's, --help included
-        help="compare iteration times with torch's AdamW and DeepSpeed's offloading",
+        help="compare iteration times with torch's AdamW and DeepSpeed's offloading (in a source checkout)",
     )
     parser.add_argument("options", nargs="*")
 
 
-def script() -> Path:
-    """Return where `bench/iteration.py` lies: in the checkout, or installed with the package.
+def script(package: Path) -> Path:
+    """Return where `bench/iteration.py` lies beside a package's folder.
 
     Raises:
-        ConfigError: It is in neither place.
+        OffloadError: The package is not that of a source checkout.
     """
-    package = Path(__file__).resolve().parent.parent
-    for folder in (package.parent / "bench", package / "bench"):
-        if (folder / "iteration.py").exists():
-            return folder / "iteration.py"
-    raise ConfigError(
-        "bench/iteration.py", "not found", f"install offload with its benchmarks, or run it beside {package}"
+    root = package.parent
+    if (root / "CMakeLists.txt").is_file() and (root / "bench" / "iteration.py").is_file():
+        return root / "bench" / "iteration.py"
+    raise OffloadError(
+        f"benchmarks come with a source checkout, not with the package in {package}: clone the repository that it "
+        f"was built from, or unpack its source archive, offload-{version('offload')}.tar.gz; then run `make bench`"
     )
 
 
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         Its exit status.
 
     Raises:
-        ConfigError: The benchmark is not installed.
+        OffloadError: There are no benchmarks here.
     """
-    return subprocess.run([sys.executable, str(script()), *arguments.options], check=False).returncode
+    file = script(Path(__file__).resolve().parent.parent)
+    return subprocess.run([sys.executable, str(file), *arguments.options], check=False).returncode

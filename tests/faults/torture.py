@@ -42,6 +42,9 @@ from offload.checkpoint.manifest import decode, manifest_name
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+from _common import environment
+
 SIZES = (40_000, 7, 3000, 25_000)
 MISMATCH = 3
 
@@ -354,8 +357,9 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     run = torture if arguments.ranks == 1 else torture_ranks
+    described = environment()
     figures = run(arguments.kills, arguments.seed, arguments.steps, quiet=False)
-    text = json.dumps({"command": " ".join(sys.argv), "results": figures}, indent=2)
+    text = json.dumps({"environment": described, "results": figures}, indent=2)
     print(text)
     if arguments.json:
         Path(arguments.json).write_text(text + "\n")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import importlib
+import json
 import re
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
+
+import offload
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,13 +33,79 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_configuration_page_is_generated() -> None:
-    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
-    assert generate.TARGET.read_text() == generate.page(), "run python docs/generate.py"
+@pytest.fixture
+def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    return importlib.import_module("generate")
+
+
+def test_generated_pages_and_parts_are_what_is_generated(generate: ModuleType) -> None:
+    stale = [page.name for page, text in generate.expected().items() if page.read_text() != text]
+    assert not stale, "run make docs"
+
+
+def test_a_figure_is_that_of_the_newest_report_of_its_kind(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = generate.figures
+    monkeypatch.setattr(figures, "REPORTS", tmp_path)
+
+    def report(name: str, value: float, **measured: object) -> None:
+        document = {"environment": measured, "targets": [{"name": "speed", "value": value}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+
+    report("2026-01-01-paths", 9.0, commit="0123456789", date="2026-01-01T00:00:00Z")
+    report("2026-01-02-paths", 2.66, commit="abcdef0123", date="2026-01-02T00:00:00Z", uncommitted_changes=True)
+    report("2026-01-03-other-paths", 5.0)
+    page = generate.DOCS / "page.md"
+    one = figures.Figure(("paths",), figures.target("speed"), "times")
+    assert str(one) == "2.7"
+    linked = "[paths](../bench/reports/2026-01-02-paths.json)"
+    assert figures.Row("fast", ("{} times",), (one,)).line(page) == f"| fast | 2.7 times | {linked} |"
+    assert figures.source("paths", page) == f"{linked} (2026-01-02, at abcdef0, with uncommitted changes)"
+    assert figures.source("other-paths", page).endswith("(2026-01-03, commit not recorded)")
+    assert str(figures.Figure(("other-paths", "paths"), figures.target("speed"), "times")) == "2.7 to 5"
+    with pytest.raises(LookupError, match="no report of kernel"):
+        figures.newest("kernel")
+
+
+def test_parts_that_a_page_has_lost_are_missed(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "PARTS", {ROOT / "LICENSE": {"versions": generate.versions}})
+    with pytest.raises(LookupError, match="LICENSE has no part versions"):
+        generate.expected()
+
+
+def test_versions_that_tests_run_with_are_allowed(generate: ModuleType) -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    for package, name in generate.FRAMEWORKS.items():
+        (shown,) = re.findall(rf"^\| {name} \| [^|]* \| ([\d.]+) \|$", page, re.MULTILINE)
+        assert SpecifierSet(generate.allowed()[package]).contains(shown), package
+        with contextlib.suppress(PackageNotFoundError):
+            assert SpecifierSet(generate.allowed()[package]).contains(version(package)), package
+
+
+@pytest.mark.parametrize(
+    ("doc", "shown"),
+    [
+        ("Do it.", "Do it."),
+        (
+            "Do it.\n\nArgs:\n    a: One\n        more.\n    **b: Two.",
+            "Do it.\n\n*Args*\n\n* `a`: One\n  more.\n* `**b`: Two.",
+        ),
+        ("Ask.\n\nReturns:\n    This: that\n    and more.", "Ask.\n\n*Returns*\n\nThis: that\nand more."),
+        ("Show.\n\n        code: kept\n\n    Done.", "Show.\n\n    code: kept\n\nDone."),
+    ],
+)
+def test_docstrings_become_markdown(generate: ModuleType, doc: str, shown: str) -> None:
+    assert generate.reference.markdown(doc) == shown
+
+
+def test_every_public_name_is_in_the_reference(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = generate.reference.page()
+    assert [name for name in offload.__all__ if name not in page] == []
+    monkeypatch.setattr(offload, "__all__", [*offload.__all__, "brand_new"])
+    with pytest.raises(LookupError, match="brand_new"):
+        generate.reference.page()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,0 +1,481 @@
+"""Which measured figures the pages show: for each, the report it is read from and how it is written.
+
+A page shows a figure only through this table, so that it is what the newest report of its kind says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORTS = ROOT / "bench" / "reports"
+
+Report = dict[str, Any]
+Find = Callable[[Report], Sequence[float]]
+
+
+def dated(kind: str, ending: str) -> list[Path]:
+    """Return all files of a kind, the newest last; they are called <date>-<kind>.<ending>."""
+    named = re.compile(rf"\d{{4}}-\d\d-\d\d-{re.escape(kind)}\.{ending}")
+    return [path for path in sorted(REPORTS.iterdir()) if named.fullmatch(path.name)]
+
+
+def newest(kind: str) -> Path:
+    """Return the newest report of a kind."""
+    found = dated(kind, "json")
+    if not found:
+        raise LookupError(f"no report of {kind} in {REPORTS}")
+    return found[-1]
+
+
+def read(kind: str) -> Report:
+    """Return what the newest report of a kind says."""
+    return dict(json.loads(newest(kind).read_text()))
+
+
+def link(file: Path, text: str, page: Path) -> str:
+    """Return a link from a page to a report."""
+    up = "../" * len(page.parent.relative_to(ROOT).parts)
+    return f"[{text}]({up}bench/reports/{file.name})"
+
+
+def source(kind: str, page: Path) -> str:
+    """Return a link to a report, with the commit that was measured and the day."""
+    file = newest(kind)
+    measured = read(kind).get("environment") or {}
+    day = (measured.get("date") or file.name)[:10]
+    commit = measured.get("commit")
+    at = f"at {commit[:7]}" if commit else "commit not recorded"
+    changed = ", with uncommitted changes" if measured.get("uncommitted_changes") else ""
+    return f"{link(file, kind, page)} ({day}, {at}{changed})"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number, or the range of several.
+
+    Attributes:
+        kinds: Reports that it is read from; of several it is the range.
+        find: Reads it from one.
+        form: How it is written: a format, "%" for a share in percent, "%0" for whole percent, or "times" for a ratio
+            with two significant digits (three below 2).
+    """
+
+    kinds: tuple[str, ...]
+    find: Find
+    form: str
+
+    def __str__(self) -> str:
+        values = [value for kind in self.kinds for value in self.find(read(kind))]
+        low, high = self.written(min(values)), self.written(max(values))
+        unit = "%" if low.endswith("%") else ""
+        return low if low == high else f"{low.removesuffix(unit)} to {high}"
+
+    def written(self, value: float) -> str:
+        """Return one value in the figure's form."""
+        if self.form == "times":
+            return f"{value:.2f}".rstrip("0").rstrip(".") if value < 2 else f"{value:.2g}"
+        return f"{value:.{self.form[1:] or 1}%}" if self.form.startswith("%") else f"{value:{self.form}}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table.
+
+    Attributes:
+        text: What the figures are of.
+        cells: Each a text in which every "{}" is the next figure.
+        figures: In the order of the cells.
+    """
+
+    text: str
+    cells: tuple[str, ...]
+    figures: tuple[Figure, ...]
+
+    def line(self, page: Path | None = None) -> str:
+        """Return the row, for a page with the names of its reports behind."""
+        figures = iter(self.figures)
+        cells = [re.sub(r"\{\}", lambda _: str(next(figures)), cell) for cell in self.cells]
+        if page is not None:
+            cells.append(", ".join(link(newest(kind), kind, page) for kind in self.kinds()))
+        return f"| {' | '.join((self.text, *cells))} |"
+
+    def kinds(self) -> list[str]:
+        """Return the reports that are read, each once."""
+        return list(dict.fromkeys(kind for figure in self.figures for kind in figure.kinds))
+
+
+def target(*names: str) -> Find:
+    """Read targets by their names."""
+    return lambda report: [{each["name"]: each["value"] for each in report["targets"]}[name] for name in names]
+
+
+# Trainings side by side: two benchmarks run them
+
+SIDE_BY_SIDE = ("deepspeed", "iteration")
+
+
+def against(ours: str, theirs: str, exposed: bool = True) -> tuple[Figure, ...]:
+    """Return the figures of two contenders: iterations, exposed step, memory."""
+    name = f"{ours}, against {theirs}: "
+    found = [Figure(SIDE_BY_SIDE, target(name + "iterations, times as fast"), "times")]
+    if exposed:
+        found.append(Figure(SIDE_BY_SIDE, target(name + "exposed step, times shorter"), "times"))
+    return (*found, Figure(SIDE_BY_SIDE, target(name + "peak memory over theirs"), ".2f"))
+
+
+def exposed_in_memory(report: Report) -> list[float]:
+    rows = report["results"]["memory"]["128 tokens"]
+    theirs, ours = rows["DeepSpeed, CPU offload"], rows["ours in DeepSpeed, all in memory"]
+    return [theirs["exposed_s"] / max(1e-3, ours["exposed_s"])]
+
+
+IN_MEMORY = against("ours in DeepSpeed, all in memory", "DeepSpeed, CPU offload", exposed=False)
+THREE = ("{} times as fast", "{} times shorter", "{}")
+TRAININGS = (
+    Row(
+        "DeepSpeed ZeRO-3, NVMe offload at the same memory",
+        THREE,
+        against("ours in DeepSpeed, memory as NVMe offload", "DeepSpeed, NVMe offload"),
+    ),
+    Row(
+        "the same pipelined, its best setting here, at the same memory",
+        THREE,
+        against("ours in DeepSpeed, memory as NVMe offload, pipelined", "DeepSpeed, NVMe offload, pipelined"),
+    ),
+    Row(
+        "the same, ours with nothing resident",
+        THREE,
+        against("ours in DeepSpeed, nothing resident", "DeepSpeed, NVMe offload, pipelined"),
+    ),
+    Row(
+        "DeepSpeed ZeRO-3, CPU offload, ours with all state in memory",
+        THREE,
+        (IN_MEMORY[0], Figure(SIDE_BY_SIDE, exposed_in_memory, "times"), IN_MEMORY[1]),
+    ),
+    Row(
+        "`torch.optim.AdamW(fused=True)` in memory, without DeepSpeed",
+        ("{} times as fast", "-", "{}"),
+        against("ours, all in memory", "torch AdamW, fused", exposed=False),
+    ),
+)
+
+
+def trainings(page: Path) -> str:
+    """Return the table of trainings beside the alternatives."""
+    (numel,) = {read(kind)["results"]["model"]["numel"] for kind in SIDE_BY_SIDE}
+    head = "2 cores, one disk; ours beside | iteration | exposed step | peak memory, of theirs"
+    lines = [
+        f"| {numel / 1e6:.0f}M parameters, {head} |",
+        "|---|---|---|---|",
+        *(row.line() for row in TRAININGS),
+        "",
+        "Ranges are of two runs: " + " and ".join(source(kind, page) for kind in SIDE_BY_SIDE) + ".",
+    ]
+    return "\n".join(lines)
+
+
+# All other figures of the README
+
+
+def over_fio(checksum: str) -> Find:
+    def find(report: Report) -> list[float]:
+        rates = {name: rate for name, rate in report["results"]["single"].items() if "CPU-s" not in name}
+        fio = max(rate for name, rate in rates.items() if name.startswith("fio"))
+        return [max(rate for name, rate in rates.items() if name.endswith(f", {checksum}")) / fio]
+
+    return find
+
+
+def beyond_the_plan(report: Report) -> list[float]:
+    runs = report["results"]["offload"].values()
+    return [(run["used_bytes"] - run["planned_bytes"]) / (1 << 20) for run in runs]
+
+
+def predicted_once(throttled: bool) -> Find:
+    def find(report: Report) -> list[float]:
+        runs = report["results"]["predictions"]["configurations"].items()
+        return [max(abs(run["error"]) for name, run in runs if ("400" in name) == throttled)]
+
+    return find
+
+
+def stalls(report: Report) -> list[float]:
+    return [found["stall"] for found in report["results"].values()]
+
+
+def one(kind: str, *names: str, form: str = ".2f") -> tuple[Figure, ...]:
+    """Return a figure for each target of a report."""
+    return tuple(Figure((kind,), target(name), form) for name in names)
+
+
+EXPOSED = tuple(f"exposed step over (1 - A/S) of the I/O, A/S = {share}" for share in (0.1, 0.5, 0.8))
+MEASURED = (
+    Row(
+        "update and all passes around it, of what memory allows", ("{}",), one("kernel", "whole job, share of stream")
+    ),
+    Row(
+        "the same beside torch's fused AdamW, DeepSpeed's CPU Adam, torch's foreach",
+        ("{}, {}, {} times as fast",),
+        one(
+            "kernel",
+            *(f"whole job, times {n}" for n in ("torch fused", "DeepSpeed CPU Adam", "torch foreach")),
+            form=".1f",
+        ),
+    ),
+    Row(
+        "one path, reads and writes mixed, beside fio (without and with checksums)",
+        ("{} and {} times",),
+        (
+            Figure(("paths",), over_fio("no checksum"), ".2f"),
+            Figure(("paths",), over_fio("checksum"), ".2f"),
+        ),
+    ),
+    Row(
+        "two equal paths beside one; paths of 3:2:1, of their sum (emulated rates)",
+        ("{} times; {}",),
+        one("paths", "two equal paths over one (emulated)", "paths of 3:2:1 over their sum (emulated)"),
+    ),
+    Row(
+        "step over parameters (30-fold) and over resident share: distance from a straight line (emulated rate)",
+        ("{}, {}",),
+        one(
+            "scaling",
+            "step over parameters: distance from a straight line",
+            "step over resident share: distance from a straight line",
+            form=".3f",
+        ),
+    ),
+    Row(
+        "bytes moved in a step, over the least possible",
+        ("{}",),
+        (
+            Figure(
+                ("paths",),
+                target(
+                    "bytes read in a step over the least possible", "bytes write in a step over the least possible"
+                ),
+                ".2f",
+            ),
+        ),
+    ),
+    Row(
+        "exposed step over its theoretical minimum, with 10, 50 and 80% of the state staged (emulated rate)",
+        ("{}, {}, {}",),
+        one("paths", *EXPOSED),
+    ),
+    Row(
+        "peak host memory beyond what the plan says, at 109M parameters",
+        ("{} MiB",),
+        (Figure(("memory",), beyond_the_plan, ".0f"),),
+    ),
+    Row(
+        "a step, beside what was predicted just before it (16 configurations: residency, paths, slots, threads)",
+        ("within {}",),
+        one("planner", "the same, predicted before each step", form="%"),
+    ),
+    Row(
+        "the same, by the rates that the step itself showed",
+        ("within {}",),
+        one("planner", "the same, by the rates that the step itself showed", form="%"),
+    ),
+    Row(
+        "the same, predicted once after five steps: throttled paths; those bound by the disk or the CPU",
+        ("within {}; {}",),
+        (
+            Figure(("planner",), predicted_once(True), "%"),
+            Figure(("planner",), predicted_once(False), "%0"),
+        ),
+    ),
+    Row(
+        "the planner's choice beside the best of all that were run (one disk; two unequal paths)",
+        ("{}, {} times",),
+        one(
+            "planner",
+            "the planner's choice over the best of all, disk",
+            "the planner's choice over the best of all, 400+133",
+        ),
+    ),
+    Row(
+        "training stalls for a checkpoint, of an iteration, at 0, 50 and 100% of the state in memory (aim: 0.05)",
+        ("{}, {}, {}",),
+        one(
+            "checkpoint", *(f"stall beyond the floor over an iteration, {share}% resident" for share in (0, 50, 100))
+        ),
+    ),
+    Row(
+        "bytes that a checkpoint writes, over those that lie in memory",
+        ("{}",),
+        (
+            Figure(
+                ("checkpoint",),
+                target(*(f"bytes written over bytes in memory, {share}% resident" for share in (0, 50, 100))),
+                ".2f",
+            ),
+        ),
+    ),
+    # The program ends with an error where a checkpoint is lost or mixed: its report is that none was.
+    Row(
+        "processes killed at random moments, also while saving and resuming: checkpoints lost or mixed",
+        ("0 of {}",),
+        (Figure(("torture",), lambda report: [report["results"]["kills"]], "d"),),
+    ),
+    Row(
+        "the same with two ranks, of which one is killed",
+        ("0 of {}",),
+        (Figure(("torture-ranks",), lambda report: [report["results"]["kills"]], "d"),),
+    ),
+)
+
+
+def sources(rows: Sequence[Row], page: Path) -> str:
+    """Return what each report of some rows is of."""
+    kinds = dict.fromkeys(kind for row in rows for kind in row.kinds())
+    return ("Reports: " if len(kinds) > 1 else "Report: ") + ", ".join(source(kind, page) for kind in kinds) + "."
+
+
+def measured(page: Path) -> str:
+    """Return the table of what the engine does."""
+    lines = ["| figure | measured | report |", "|---|---|---|", *(row.line(page) for row in MEASURED)]
+    return "\n".join([*lines, "", sources(MEASURED, page)])
+
+
+# docs/published.md
+
+
+def errors(table: str, what: str, of: Callable[[list[float]], float]) -> Find:
+    """Read one number from the errors, in percent, of the rows that a fit had not seen."""
+
+    def find(report: Report) -> list[float]:
+        rows = report["results"]["held_out"][table]
+        return [of([abs(row["errors_percent"][what]) for row in rows if row["errors_percent"].get(what) is not None])]
+
+    return find
+
+
+def worst_of_sweep(report: Report) -> list[float]:
+    tables = [name for name in report["results"]["held_out"] if name.startswith("sweep")]
+    return [max(errors(table, "update_s", max)(report)[0] for table in tables)]
+
+
+def speedups(paths: bool) -> Find:
+    return lambda report: [
+        each["speedup"] for each in report["results"]["ours"] if each["what"].startswith("paths") == paths
+    ]
+
+
+ITERATIONS = "iterations, each model by itself"
+PATHS = "paths, each model by itself"
+PUBLISHED = (
+    Row(
+        "stride sweep, 28 rows: each row, each model, each stride left out in turn",
+        ("RMS {}, {}, {}; worst {}%",),
+        (
+            *one(
+                "published",
+                *(f"sweep, each {each} by itself: RMS error" for each in ("row", "model", "stride")),
+                form="%",
+            ),
+            Figure(("published",), worst_of_sweep, ".1f"),
+        ),
+    ),
+    Row(
+        "two paths and NVMe alone, 52B and 70B: each model from the other",
+        ("worst {}%",),
+        (Figure(("published",), errors(PATHS, "update_s", max), ".1f"),),
+    ),
+    Row(
+        "updates at a static share of 0.8, from the stride sweep",
+        ("worst {}%",),
+        (Figure(("published",), errors("iterations at a static share, from the sweep", "update_s", max), ".1f"),),
+    ),
+    Row(
+        "107 other A100 rows, 7B from 13B and back: update; iteration; the worst update",
+        ("median {}%; median {}%; {}%",),
+        (
+            Figure(("published",), errors(ITERATIONS, "update_s", statistics.median), ".1f"),
+            Figure(("published",), errors(ITERATIONS, "iter_s", statistics.median), ".1f"),
+            Figure(("published",), errors(ITERATIONS, "update_s", max), ".0f"),
+        ),
+    ),
+    Row(
+        "backward passes that write gradients to NVMe, 52B and 70B",
+        ("worst {}%",),
+        (Figure(("published",), errors(PATHS, "bwd_s", max), ".0f"),),
+    ),
+)
+OURS = (
+    Row(
+        "updates on CPU and GPU: the best stride measured",
+        ("{} times as fast",),
+        (Figure(("published",), speedups(False), ".2f"),),
+    ),
+    Row("two paths: MLP-Offload", ("{} times as fast",), (Figure(("published",), speedups(True), ".2f"),)),
+)
+
+
+def published(page: Path) -> str:
+    """Return how well published machines are predicted."""
+    head = ["| update times, on nodes with 4 H100 or 4 A100 | error of rows left out |", "|---|---|"]
+    return "\n".join([*head, *(row.line() for row in PUBLISHED), "", sources(PUBLISHED, page)])
+
+
+def ours_published(page: Path) -> str:
+    """Return what our planner is predicted to do on published machines."""
+    del page
+    head = ["| our planner's step, at the same rates and staging memory, beside | predicted |", "|---|---|"]
+    return "\n".join([*head, *(row.line() for row in OURS)])
+
+
+# docs/checkpoints.md
+
+
+def stalled(page: Path) -> str:
+    """Return what a checkpoint costs an iteration."""
+    lines = [
+        "| state in memory | an iteration takes | longer by | of an iteration (aim: 0.05) | of that the hand-over |",
+        "|---|---|---|---|---|",
+    ]
+    for share, found in read("checkpoint")["results"].items():
+        iteration_s, stall = found["iteration_s"], found["stall"]
+        lines.append(
+            f"| {found['resident_bytes'] / 1e9:.1f} GB, {share} | {iteration_s:.2f} s | {stall * iteration_s:.3f} s "
+            f"| {stall:.2f} | {1e3 * found['stall_parts']['handover'] * iteration_s:.1f} ms |"
+        )
+    return "\n".join([*lines, "", f"Report: {source('checkpoint', page)}."])
+
+
+# docs/benchmarks.md: command, question, full run, reports
+
+BENCHMARKS = (
+    ("`offload bench`, `make bench` (`bench/iteration.py`)", "what does an iteration take, beside torch's AdamW and DeepSpeed?", "under 10 min", ("iteration",)),
+    ("`python bench/deepspeed.py`", "ZeRO-3 with our backend beside stock, at two batch sizes: time, exposed step, memory", "13 min", ("deepspeed",)),
+    ("`python bench/scaling.py`", "how does a step scale with parameters, memory, paths, look-ahead, subgroups, ranks?", "4 min", ("scaling", "scaling-published")),
+    ("`python bench/kernel.py`", "how fast is the update beside torch's, DeepSpeed's, and the memory it runs on?", "2 min", ("kernel",)),
+    ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
+    ("`python bench/paths.py`", "one path against fio, several against their sum, a path that slows down, overlap, S3", "10 min", ("paths",)),
+    ("`python bench/lock.py`", "do processes that share a path move more when they take turns?", "1 min", ("lock",)),
+    ("`python bench/planner.py`", "is a step what was predicted, and the plan the best there is?", "10 min", ("planner",)),
+    ("`python bench/published.py`", "does the simulator predict what others measured, on machines we do not have?", "2 min", ("published",)),
+    ("`python bench/gpu.py`", "on a GPU: rates, kernels bit by bit, updates at every GPU share, iterations beside other offloaders, memory", "", ("gpu",)),
+    ("`python bench/checkpoint.py`", "how long does training stall for a checkpoint, and what does it write?", "5 min", ("checkpoint",)),
+    ("`python tests/faults/torture.py --kills 200`", "is a checkpoint ever lost or half there, whenever the process is killed?", "30 min", ("torture",)),
+    ("`python tests/faults/torture.py --ranks 2 --kills 200`", "the same with two ranks, of which one is killed: does the other one end, or say what it waits for?", "15 min", ("torture-ranks",)),
+    ("`python tests/faults/histories.py --histories 2000`", "is a checkpoint lost, or does it hold what was not saved, when folders are moved, copied, linked, mounted, released and sessions killed?", "1 h", ()),
+)  # fmt: skip
+
+
+def benchmarks(page: Path) -> str:
+    """Return the index of all benchmarks, with the newest report of each."""
+    lines = ["| command | question | full run | last full report |", "|---|---|---|---|"]
+    for command, question, minutes, kinds in BENCHMARKS:
+        links = [source(kind, page) for kind in kinds]
+        links += [link(drawn, "picture", page) for kind in kinds for drawn in dated(kind, "png")[-1:]]
+        lines.append(f"| {command} | {question} | {minutes} | {', '.join(links) or 'exit status'} |")
+    return "\n".join(lines)

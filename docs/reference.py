@@ -1,0 +1,194 @@
+"""The API reference, from the docstrings of public names; `docs/generate.py` writes it."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+from importlib import import_module
+from typing import Any
+
+import offload
+import offload.integrations
+
+HEAD = """# API reference
+
+Written by `python docs/generate.py` from docstrings; change those. All settings are in
+[configuration.md](configuration.md), the DeepSpeed object is in [deepspeed.md](deepspeed.md).
+"""
+
+SECTIONS = {
+    "Optimizers": ("AdamW", "Adam", "Lion", "Adagrad", "SGD"),
+    "Loss scaling": ("GradScaler",),
+    "Settings": ("OffloadConfig",),
+    "What a step did": ("explain", "Explanation"),
+    "The engine without an optimizer": ("Engine", "Parameter", "GroupScalars", "DtypeCode"),
+}
+"""Names by section; errors follow from their tree."""
+
+
+def markdown(doc: str) -> str:
+    """Return a docstring of Google's form as Markdown."""
+    lines: list[str] = []
+    section = ""
+    for line in inspect.cleandoc(doc).splitlines():
+        begins = re.fullmatch(r"(Args|Attributes|Returns|Yields|Raises):", line)
+        item = re.fullmatch(r"    (\*{0,2}[\w.]+(?:, [\w.]+)*): (.*)", line)
+        if begins:
+            section = begins[1]
+            lines += [f"*{section}*", ""]
+        elif section and line and not line.startswith("    "):
+            section = ""
+            lines.append(line)
+        elif section in ("Args", "Attributes", "Raises") and item:
+            lines.append(f"* `{item[1]}`: {item[2]}")
+        elif section and line:
+            lines.append(line.strip() if section in ("Returns", "Yields") else f"  {line.strip()}")
+        else:
+            lines.append(line)
+    return "\n".join(lines).strip()
+
+
+class Source:
+    """Text that stands in a signature as it is."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def written(value: Any) -> str:
+    """Return a callable's parameters as one would write them."""
+    try:
+        signature = inspect.signature(value)
+    except ValueError:  # an exception without an __init__ of its own
+        return "(message)"
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        if name in ("self", "cls"):
+            continue
+        default, annotation = parameter.default, parameter.annotation
+        if isinstance(default, str):
+            default = Source(f'"{default}"')
+        elif " at 0x" in repr(default):
+            default = Source("...")
+        if isinstance(annotation, str):
+            annotation = Source(annotation)
+        parameters.append(parameter.replace(default=default, annotation=annotation))
+    returned = signature.return_annotation
+    if inspect.isclass(value) or returned == "None":
+        returned = signature.empty
+    elif isinstance(returned, str):
+        returned = Source(returned)
+    return str(signature.replace(parameters=parameters, return_annotation=returned))
+
+
+def fenced(text: str) -> str:
+    """Return code as a block; a long signature has a parameter a line."""
+    if len(text) > 100 and "(" in text:
+        name, rest = text.split("(", 1)
+        inside, after = _closing(rest)
+        text = f"{name}(\n" + "".join(f"    {part},\n" for part in _split(inside)) + f"){after}"
+    return f"```\n{text}\n```"
+
+
+def _closing(rest: str) -> tuple[str, str]:
+    depth = 1
+    for index, letter in enumerate(rest):
+        depth += (letter in "([") - (letter in ")]")
+        if depth == 0:
+            return rest[:index], rest[index + 1 :]
+    return rest, ""
+
+
+def _split(inside: str) -> list[str]:
+    parts, depth = [""], 0
+    for letter in inside:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+def members(value: type) -> dict[str, Any]:
+    """Return the documented methods and properties that a class has from this package, in the source's order."""
+    found: dict[str, Any] = {}
+    for owner in value.__mro__:
+        if owner.__module__.startswith("offload"):
+            for name, member in vars(owner).items():
+                function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+                if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
+                    found.setdefault(name, member)
+    return found
+
+
+def entry(name: str, value: Any, level: str, doc: str | None = None) -> str:
+    """Return the entry of a function, method, property or class."""
+    doc = value.__doc__ if doc is None else doc
+    if isinstance(value, property):
+        return f"{level} `{name}`\n\nA property. {markdown(doc or '')}"
+    function = getattr(value, "__func__", value)
+    return f"{level} `{name.rpartition('.')[2]}`\n\n{fenced(name + written(function))}\n\n{markdown(doc or '')}"
+
+
+def classes(names: tuple[str, ...], shared: set[str] | None = None) -> list[str]:
+    """Return the entries of public names, with their methods but for those that are shown once for several."""
+    lines = []
+    for name in names:
+        value = getattr(offload, name)
+        doc = value.__doc__ or ""
+        if value is offload.OffloadConfig:  # its attributes are a page of their own
+            doc = doc.split("Attributes:")[0]
+        lines.append(entry(f"offload.{name}", value, "###", doc))
+        if inspect.isclass(value):
+            for method, member in members(value).items():
+                if shared is None or method not in shared:
+                    lines.append(entry(method, member, "####"))
+    return lines
+
+
+def errors() -> list[str]:
+    """Return the entries of all errors, in the order of their tree."""
+    tree = inspect.cleandoc(import_module("offload.errors").__doc__ or "").split("\n\n", 1)[1]
+    lines = [f"```\n{tree}\n```"]
+    for name in re.findall(r"\w*Error", tree):
+        value = getattr(offload, name)
+        if "__init__" in vars(value):
+            lines.append(entry(f"offload.{name}", value, "###"))
+    return lines
+
+
+def integrations() -> list[str]:
+    """Return the entries of every integration's public names."""
+    lines = []
+    for found in pkgutil.iter_modules(offload.integrations.__path__):
+        module = import_module(f"offload.integrations.{found.name}")
+        lines += [f"### offload.integrations.{found.name}", markdown(module.__doc__ or "")]
+        lines += [entry(f"{found.name}.{name}", getattr(module, name), "####") for name in module.__all__]
+    return lines
+
+
+def page() -> str:
+    """Return the whole page."""
+    optimizers = SECTIONS["Optimizers"]
+    shared = members(getattr(offload, optimizers[0]))
+    parts = [HEAD.rstrip()]
+    for section, names in SECTIONS.items():
+        parts.append(f"## {section}")
+        if names is optimizers:
+            parts += classes(names, set(shared))
+            parts.append("### What every optimizer has")
+            parts.append("They are `torch.optim.Optimizer`s; this is what they have besides, or do differently.")
+            parts += [entry(name, member, "####") for name, member in shared.items()]
+        else:
+            parts += classes(names)
+    parts += ["## Errors", *errors(), "## Integrations", *integrations()]
+    named = {name for names in SECTIONS.values() for name in names}
+    missing = [n for n in offload.__all__ if n not in named and not n.endswith("Error")]
+    if missing:
+        raise LookupError(f"names without a section in docs/reference.py: {missing}")
+    return "\n\n".join(parts) + "\n"
