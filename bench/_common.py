@@ -50,7 +50,11 @@ def arguments(
         picture: Whether it can draw its results.
         sections: Parts that can be run alone.
     """
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=os.environ.get("OFFLOAD_PROG"),  # how a command that runs this script is called
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does it still run?")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     parser.add_argument(

@@ -6,6 +6,7 @@ The benchmark itself is `bench/iteration.py` of a source checkout, a plain scrip
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -51,4 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
         OffloadError: There are no benchmarks here.
     """
     file = script(Path(__file__).resolve().parent.parent)
-    return subprocess.run([sys.executable, str(file), *arguments.options], check=False).returncode
+    command = [sys.executable, str(file), *arguments.options]
+    environment = {**os.environ, "OFFLOAD_PROG": "offload bench"}  # for its usage line
+    return subprocess.run(command, check=False, env=environment).returncode
