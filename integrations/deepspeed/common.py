@@ -41,7 +41,7 @@ def find_device(weights: Sequence[torch.Tensor]) -> torch.device | None:
     Raises:
         ConfigError: They are on something else.
     """
-    place = weights[0].device
+    place = next((weight.device for weight in weights), torch.device("cpu"))
     if place.type == "cpu":
         return None
     if place.type != "cuda":
@@ -68,7 +68,7 @@ def make_shard(
     sharing, before = everyone.count(mine), everyone[: torch.distributed.get_rank(group)].count(mine)
     config = config.for_rank(torch.distributed.get_rank())
     if config.threads is None:
-        beside = CORES_BESIDE_A_GPU if weights[0].device.type != "cpu" else 0
+        beside = CORES_BESIDE_A_GPU if find_device(weights) is not None else 0
         config = dataclasses.replace(config, threads=max(1, len(mine[1]) // sharing - beside))
     with _on_cores(cores_of_rank(before, sharing, set(mine[1]), NODES)):
         return Shard(pieces, weights, config, find_device(weights), gradient_dtype)

@@ -171,10 +171,12 @@ class DeviceGradients:
         """See `HostGradients.lend`."""
         if not arrived:
             self._lent.pop(number, None)
-        found = self.read(number, numel, arrived=arrived)
-        if number not in self._lent or self._lent[number].numel() < found.numel():
+        own = self._pieces[number].numel
+        wanted = own if numel is None else numel
+        found = self.read(number, max(own, wanted), arrived=arrived)
+        if number not in self._lent or self._lent[number].numel() < wanted:
             self._lent[number] = found.to(self._place)
-        return self._lent[number][: found.numel()]
+        return self._lent[number][:wanted]
 
     def settle(self) -> None:
         """Nothing: lanes of the GPU are ordered among themselves."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -192,6 +193,53 @@ def test_a_shard_on_a_gpu_has_the_bits_of_one_on_the_cpu(
     assert far.engine.plan.weights_on_gpu
     updated = [far.engine.plan.updates_on_gpu(number) for number in range(len(far.engine.plan.homes))]
     assert {"cpu": not any(updated), "gpu": all(updated)}.get(placement, any(updated) and not all(updated))
+    for place, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert a == b, place
+    near.close()
+    far.close()
+
+
+def random_life(shard: Shard, seed: int, dtype: torch.dtype) -> list[Any]:
+    """Do with a shard whatever DeepSpeed and its users may do, in any order."""
+    chosen, found = random.Random(seed), []
+    for _ in range(5):
+        for _ in range(chosen.randint(1, 6)):
+            number, act = chosen.randint(0, 1), chosen.random()
+            numel = shard.pieces[number].numel
+            values = drawn(numel, chosen.randint(0, 999)).to(dtype)
+            wanted = chosen.choice([None, numel, numel - 8, numel + 8 * number])  # nothing but padding is behind b
+            if act < 0.6:
+                buffer = values.clone()
+                shard.accumulate(number, buffer, final=chosen.random() < 0.3)
+                buffer.fill_(math.nan)
+            elif act < 0.7:
+                shard.lend_gradient(number)[:numel] = values
+                shard.touch(number)
+            elif act < 0.8:
+                found.append(shard.lend_gradient(number, wanted).float().tolist())
+            elif act < 0.9:
+                found += [shard.norms(), shard.is_finite()]
+            elif number in shard.active:
+                found.append(shard.gradient(number, wanted).float().tolist())
+        found += [shard.norms(), shard.active]
+        if chosen.random() < 0.8:
+            shard.step(GROUPS, chosen.choice([1.0, 0.25]))
+        if chosen.random() < 0.15 and dtype == torch.bfloat16:
+            shard.weights[0][:100] = 1.0
+            shard.reload_masters()
+        shard.close_window()
+        found.append(shard.weights[0].float().tolist()[:8000])
+    state = shard.export()[0]
+    return [*found, state.master.tolist(), state.exp_avg.tolist(), state.exp_avg_sq.tolist()]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_whatever_is_done_with_a_shard_has_the_same_bits_on_a_gpu(seed: int) -> None:
+    chosen = random.Random(seed)
+    dtype, sums = chosen.choice([torch.bfloat16, torch.float32]), chosen.choice([None, torch.float32])
+    placement, how = chosen.choice([*PLACEMENTS, 0.25]), chosen.choice(list(DEVICES.values()))
+    near, far = on_device(placement, dtype, sums), on_device(placement, dtype, sums, **how)
+    expected, found = random_life(near, seed, dtype), random_life(far, seed, dtype)
     for place, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert a == b, place
     near.close()
