@@ -309,6 +309,20 @@ def test_a_resumed_session_does_not_take_later_state_for_its_own(tmp_path: Path,
                 assert all(torch.equal(found[name], state[name]) for name in state)
 
 
+def test_what_is_kept_is_named_oldest_first_also_after_a_resume(tmp_path: Path, path: Path) -> None:
+    with Run(path, keep=2) as run:
+        assert run.optimizer.engine.kept_checkpoints == ()
+        for number in range(3):
+            run.train().save(tmp_path / f"ck-{number}")
+        run.optimizer.save_checkpoint(tmp_path / "copy", copy=True)
+        run.optimizer.wait_checkpoint()
+        kept = (str(tmp_path / "ck-1"), str(tmp_path / "ck-2"))
+        assert run.optimizer.engine.kept_checkpoints == kept
+    with Run(path, keep=2) as run:
+        run.optimizer.load_checkpoint(tmp_path / "ck-2")
+        assert run.optimizer.engine.kept_checkpoints == kept
+
+
 def test_a_released_name_frees_what_is_there_and_not_what_was_moved(tmp_path: Path, path: Path) -> None:
     with Run(path) as run:
         run.train().save(tmp_path / "ck")
