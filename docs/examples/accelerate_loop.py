@@ -1,5 +1,6 @@
-"""Accelerate with the optimizer state on disk: accelerate launch accelerate_loop.py [FOLDER], or plain python."""
+"""Accelerate with the optimizer state on disk: accelerate launch accelerate_loop.py [FOLDER]; again, it resumes."""
 
+import os
 import sys
 import tempfile
 
@@ -7,6 +8,7 @@ import torch
 from accelerate import Accelerator
 
 import offload
+from offload.integrations.accelerate import enable
 
 folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
 accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -14,7 +16,10 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1))
 config = offload.OffloadConfig(host_memory=0, staging_memory="1MiB", paths=[folder], subgroup_numel=16384)
 optimizer = offload.AdamW(model.named_parameters(), lr=1e-3, offload=config)
-model, wrapped = accelerator.prepare(model, optimizer)
+model, optimizer = accelerator.prepare(model, optimizer)
+optimizer = enable(accelerator, optimizer)  # from now on it has the methods of ours, too
+if os.path.exists(f"{folder}/checkpoint"):
+    accelerator.load_state(f"{folder}/checkpoint")
 
 for _ in range(20):
     with accelerator.accumulate(model):
@@ -22,10 +27,9 @@ for _ in range(20):
         loss = (model(inputs) - inputs[:, :1]).square().mean()
         accelerator.backward(loss)
         if accelerator.sync_gradients:
-            optimizer.clip_grad_norm_(1.0)  # ours has it, the wrapper has not
-        wrapped.step()
-        wrapped.zero_grad()
-optimizer.save_checkpoint(f"{folder}/checkpoint")  # in place of save_state, which would take all state into memory
-optimizer.wait_checkpoint()
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)  # in the update itself
+        optimizer.step()
+        optimizer.zero_grad()
+accelerator.save_state(f"{folder}/checkpoint")  # the state stays on the path
 print(f"{optimizer.metrics()['step']:.0f} steps, loss {loss.item():.3f}")
 optimizer.close()

@@ -14,7 +14,9 @@ from typing import Any, cast
 import torch
 
 import offload
-from offload import CheckpointError, ConfigError, OffloadConfig
+from offload import ConfigError, OffloadConfig
+from offload.integrations import shared
+from offload.integrations.shared import POINTER
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "offload_adamw": (offload.AdamW, ("betas", "eps")),
@@ -27,12 +29,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
 
 FOLDER = "optimizer"
 """The optimizer's folder in a Trainer's checkpoint."""
-
-POINTER = "offload_checkpoint"
-"""The key under which `optimizer.pt` has the name of that folder."""
-
-LOGGED = "step_s", "predicted_step_s", "resident_share"
-"""Metrics that go where a Trainer logs its loss."""
 
 _undo: contextlib.ExitStack | None = None
 
@@ -151,10 +147,8 @@ def _named(kind: type[torch.optim.Optimizer], model: torch.nn.Module | None) -> 
 
 def _ours(trainer: Any) -> Any:
     """Return the trainer's optimizer, out of Accelerate's wrapper; None if it is not one of ours, or is sharded."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    ours = isinstance(optimizer, tuple(kind for kind, _ in OPTIMIZERS.values()))
     sharded = getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False)
-    return optimizer if ours and not sharded else None
+    return None if sharded else shared.ours(trainer.optimizer)
 
 
 def _create(trainer: Any, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -169,9 +163,8 @@ def _create(trainer: Any, original: Callable[..., Any], *arguments: Any, **optio
             if ours is None:
                 return clip(parameters, max_norm, norm_type)
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            updated = {id(parameter) for group in ours.param_groups for parameter in group["params"]}
-            others = any(p.grad is not None and id(p) not in updated for p in parameters)
-            if others or float(norm_type) != 2 or accelerator.scaler is not None:  # which changes gradients itself
+            alone = shared.updates_all(ours, parameters)
+            if not alone or float(norm_type) != 2 or accelerator.scaler is not None:  # which changes gradients itself
                 return clip(parameters, max_norm, norm_type)
             return ours.clip_grad_norm_(max_norm)
 
@@ -183,8 +176,7 @@ def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *ar
     """Stand in for `Trainer.log`: what a step took goes where the loss goes."""
     ours = _ours(trainer) if "loss" in logs else None
     if ours is not None:
-        found = ours.metrics()
-        logs = {**logs, **{f"offload_{name}": found[name] for name in LOGGED}}
+        logs = {**logs, **shared.logged(ours)}
     original(trainer, logs, *arguments, **options)
 
 
@@ -223,8 +215,7 @@ def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
     saved: list[str] = vars(trainer).setdefault("_offload_saved", [])
     for folder in [folder for folder in saved if not os.path.isdir(folder)]:  # the Trainer has deleted it
         saved.remove(folder)
-        with contextlib.suppress(CheckpointError):  # it was released in its turn
-            ours.release_checkpoint(folder)
+        shared.release(ours, folder)
     most, folder = _most(trainer.args), os.path.join(output_dir, FOLDER)
     copy = most is None or ours.engine.config.checkpoints < most
     ours.save_checkpoint(folder, copy=copy)

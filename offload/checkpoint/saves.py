@@ -180,6 +180,8 @@ class Saves:
         """Where the last checkpoint is that was committed or loaded."""
         self.kept: list[Kept] = []
         """What is kept, oldest first."""
+        self._newer: list[Kept] = []
+        """What was saved after the checkpoint that was loaded; it goes when another one is saved to its folder."""
         self.stores = [(_absolute(path), store) for path, store in stores]
         """Path and store of each path number; foreign ones, which are only read, come after the session's own."""
         self._paths = len(stores)
@@ -332,6 +334,7 @@ class Saves:
                 released = [kept.number for kept in gone if kept.number is not None]
                 known = sorted([*pending.job.confirmed, *self.kept], key=lambda kept: kept.number or 0)
                 self.kept = [kept for kept in known if kept not in gone]
+                self._newer = [kept for kept in self._newer if kept not in gone]
                 settled = [*pending.job.confirmed, *gone]
                 self._doubtful = [kept for kept in self._doubtful if kept not in settled]
                 if not pending.snapshot.copy:
@@ -413,7 +416,7 @@ class Saves:
             extra=None if extra is None else (extra_name(snapshot.id, snapshot.rank), len(extra), crc32c_of(extra)),
         )
         # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
-        older = list(self.kept)
+        older = [*self.kept, *(kept for kept in self._newer if kept.folder == pending.folder.path)]
         keep = len(older) + 1 if snapshot.copy else self._keep
         paths = (
             [path for path, _ in self.stores[: self._paths] if not path.startswith("s3://")]
@@ -559,8 +562,9 @@ class Saves:
             self._numbers += 1
             adopted.held[self._numbers] = {tile: record for one in found for tile, record in one.records.items()}
             stores = tuple((ref.path, ref.store) for ref in found[0].manifest.stores if ref.path is not None)
-            if id != checkpoint.id and found[0].step <= manifest.step and ours.issuperset(stores):
-                self.kept.append(Kept(found[0].folder, id, found[0].manifest.rank, stores, self._numbers))
+            if id != checkpoint.id and ours.issuperset(stores):
+                kept = Kept(found[0].folder, id, found[0].manifest.rank, stores, self._numbers)
+                (self.kept if found[0].step <= manifest.step else self._newer).append(kept)
         number = next((n for n, id in zip(adopted.held, by_id, strict=True) if id == checkpoint.id), None)
         stores = tuple((ref.path, ref.store) for ref in manifest.stores if ref.path is not None)
         self.kept.append(Kept(checkpoint.path, checkpoint.id, manifest.rank, stores, number, owned.taken))

@@ -505,6 +505,14 @@ class Engine:
                 raise ConfigError("checkpoints_kept", 0, "keep at least 1, or save with copy=True")
             self._checkpoints.save(folder, describe, on_done)
 
+    @property
+    def kept_checkpoints(self) -> tuple[str, ...]:
+        """Folders of the checkpoints whose state stays on the paths, oldest first; copies are not among them.
+
+        Where there are `OffloadConfig.checkpoints_kept` of them, the next one without `copy` displaces the oldest.
+        """
+        return tuple(kept.folder for kept in self._parts.saves.kept)
+
     def release(self, path: str | os.PathLike[str]) -> None:
         """Release a checkpoint that this session keeps: it is none from then on, and its slots are free.
 

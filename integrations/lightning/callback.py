@@ -1,0 +1,174 @@
+"""The callback, and what it has the strategy and the precision plugin of its own Trainer do in another way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from offload import CheckpointError, ConfigError
+from offload.integrations.shared import POINTER, logged, ours, release, save
+
+try:
+    Callback: Any = import_module("lightning.pytorch").Callback
+except ImportError:
+    try:
+        Callback = import_module("pytorch_lightning").Callback
+    except ImportError as error:
+        raise ConfigError("lightning", f"cannot be imported: {error}", "pip install lightning") from error
+url_to_fs = import_module("fsspec.core").url_to_fs  # Lightning reads and writes checkpoints by it
+
+SUFFIX = ".offload-"
+"""What comes between a checkpoint's name and a number in the name of the folder beside it."""
+
+
+class OffloadCallback(Callback):  # type: ignore[misc]
+    """Has a `Trainer` keep the state of its optimizer out of its checkpoints, and clip in the update.
+
+    `x.ckpt` names the folder `x.ckpt.offload-N` beside it, which is committed before `x.ckpt` is written and deleted
+    with it. To that end some methods of the Trainer's strategy and precision plugin, these two objects, are replaced.
+    """
+
+    def __init__(self) -> None:
+        self._named: dict[str, str] = {}
+        """The folder that a checkpoint of this process names, by the checkpoint's path."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """See Lightning; before the optimizer is made."""
+        if stage != "fit":
+            return
+        strategy, precision = trainer.strategy, trainer.precision_plugin
+        if strategy.restore_checkpoint_after_setup:  # it shards, and has checkpoints of its own
+            allowed = "use one device, or DDP; for DeepSpeed see offload.integrations.deepspeed"
+            raise ConfigError("strategy", type(strategy).__name__, allowed)
+        # By functions of the class: doing this again, as a second `fit` does, changes nothing.
+        strategy.optimizer_state = partial(_state, strategy)
+        strategy.load_optimizer_state_dict = partial(self._load, trainer)
+        strategy.save_checkpoint = partial(self._save, strategy)
+        strategy.remove_checkpoint = partial(self._remove, strategy)
+        strategy.teardown = partial(_teardown, strategy)
+        precision.clip_grad_by_norm = partial(_clip, precision)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """See Lightning; the optimizers have been made."""
+        found = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+        if len(found) != 1 or ours(trainer.optimizers[0]) is None:
+            allowed = "have configure_optimizers return one of offload's, such as offload.AdamW, and no other"
+            raise ConfigError("optimizers", ", ".join(found) or "none", allowed)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        """See Lightning."""
+        every = trainer.log_every_n_steps
+        if trainer.loggers and every and trainer.global_step and trainer.global_step % every == 0:
+            pl_module.log_dict(logged(ours(trainer.optimizers[0])), on_step=True, on_epoch=False, batch_size=1)
+
+    def _save(self, strategy: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Stand in for `Strategy.save_checkpoint`, on all ranks.
+
+        A checkpoint of that name stays whole until the new one takes its place: the folder that it names is another.
+        """
+        write = partial(type(strategy).save_checkpoint, strategy, checkpoint, filepath, storage_options)
+        states = checkpoint.get("optimizer_states")
+        if states != [{POINTER: None}]:  # of weights alone
+            write()
+            return
+        path = _absolute(filepath)
+        folder = strategy.broadcast(self._free(path) if strategy.is_global_zero else None)
+        save(ours(strategy.optimizers[0]), folder)
+        checkpoint["optimizer_states"] = [{POINTER: os.path.basename(folder)}]
+        write()
+        self._named[path] = folder
+        strategy.barrier()
+        _delete(strategy, path, but=folder)
+
+    def _free(self, path: str) -> str:
+        """Return a folder beside a checkpoint that the checkpoint, as it is now, does not name."""
+        if path in self._named:
+            taken = {self._named[path]}
+        else:  # what is there may be of another run, unless there is no checkpoint: then nothing names it
+            taken = set(_beside(path)) if url_to_fs(path)[0].exists(path) else set()
+        return next(folder for n in range(len(taken) + 1) if (folder := f"{path}{SUFFIX}{n}") not in taken)
+
+    def _load(self, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Stand in for `Strategy.load_optimizer_state_dict`."""
+        optimizer, states = ours(trainer.optimizers[0]), checkpoint["optimizer_states"]
+        if len(states) != 1:
+            raise ConfigError(
+                "ckpt_path", trainer.ckpt_path, f"it has {len(states)} optimizers; go on from one with 1"
+            )
+        if POINTER not in states[0]:  # of Lightning's own
+            optimizer.load_state_dict(states[0])
+            return
+        path = _absolute(trainer.ckpt_path)
+        path = path if "://" in path else os.path.realpath(path)  # `save_last="link"`
+        folder = os.path.join(os.path.dirname(path), states[0][POINTER])
+        try:
+            optimizer.load_checkpoint(folder)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the optimizer's state of {path} cannot be loaded: {error}. It belongs into {folder}: copy that "
+                "folder with the checkpoint, or load the weights alone, with LightningModule.load_from_checkpoint"
+            ) from error
+        self._named[path] = folder
+
+    def _remove(self, strategy: Any, filepath: Any) -> None:
+        """Stand in for `Strategy.remove_checkpoint`, on all ranks."""
+        path = _absolute(filepath)
+        type(strategy).remove_checkpoint(strategy, filepath)
+        self._named.pop(path, None)
+        _delete(strategy, path)
+
+
+def _state(strategy: Any, optimizer: Any) -> dict[str, Any]:
+    """Stand in for `Strategy.optimizer_state`; `_save` fills the name in."""
+    return {POINTER: None} if ours(optimizer) is not None else type(strategy).optimizer_state(strategy, optimizer)
+
+
+def _teardown(strategy: Any) -> None:
+    """Stand in for `Strategy.teardown`, which reads all state of all optimizers to move it to host memory."""
+    optimizers, strategy.optimizers = strategy.optimizers, []
+    try:
+        type(strategy).teardown(strategy)
+    finally:
+        strategy.optimizers = optimizers
+
+
+def _clip(precision: Any, optimizer: Any, clip_val: float) -> None:
+    """Stand in for `Precision.clip_grad_by_norm`."""
+    found = ours(optimizer)
+    if found is None or getattr(precision, "scaler", None) is not None:  # which changes gradients itself
+        type(precision).clip_grad_by_norm(precision, optimizer, clip_val)
+    elif clip_val > 0:
+        found.clip_grad_norm_(clip_val)
+
+
+def _absolute(path: Any) -> str:
+    name = str(path)
+    if "://" not in name:
+        return os.path.abspath(name)
+    if not name.startswith("s3://"):
+        raise ConfigError("filepath", name, "a directory, or s3://bucket/prefix, has the optimizer's state beside it")
+    return name
+
+
+def _beside(path: str) -> list[str]:
+    """Return the folders of a checkpoint."""
+    parent, name = os.path.split(path)
+    files, place = url_to_fs(parent)
+    with contextlib.suppress(FileNotFoundError):
+        names = sorted(os.path.basename(found.rstrip("/")) for found in files.ls(place, detail=False, refresh=True))
+        return [f"{parent}/{found}" for found in names if found.startswith(name + SUFFIX)]
+    return []
+
+
+def _delete(strategy: Any, path: str, but: str | None = None) -> None:
+    """Delete the folders of a checkpoint, on all ranks; first what they hold on the paths is released."""
+    folders = [folder for folder in _beside(path) if folder != but] if strategy.is_global_zero else []
+    for folder in strategy.broadcast(folders):
+        release(ours(strategy.optimizers[0]), folder)
+        if strategy.is_global_zero:
+            files, place = url_to_fs(folder)
+            files.rm(place, recursive=True)

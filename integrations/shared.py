@@ -1,0 +1,69 @@
+"""What the integrations with trainers share: which optimizers are ours, and how they are saved and logged."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import offload
+from offload import OffloadError
+
+KINDS: tuple[type[torch.optim.Optimizer], ...] = (
+    offload.AdamW,
+    offload.Adam,
+    offload.Lion,
+    offload.Adagrad,
+    offload.SGD,
+)
+
+POINTER = "offload_checkpoint"
+"""The key under which a framework's own file has the name of the folder with the optimizer's state."""
+
+LOGGED = "step_s", "predicted_step_s", "resident_share"
+"""Metrics that go where a framework logs its loss."""
+
+_log = logging.getLogger("offload")
+
+
+def ours(optimizer: Any) -> Any:
+    """Return an optimizer of ours, out of a framework's wrapper if it is in one; None for any other optimizer."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    return optimizer if isinstance(optimizer, KINDS) else None
+
+
+def updates_all(optimizer: Any, parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether the optimizer updates each of the parameters that has a gradient."""
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return all(p.grad is None or id(p) in updated for p in parameters)
+
+
+def logged(optimizer: Any) -> dict[str, float]:
+    """Return what is logged of the last step."""
+    metrics = optimizer.metrics()
+    return {f"offload_{name}": metrics[name] for name in LOGGED}
+
+
+def save(optimizer: Any, folder: str) -> None:
+    """Save to a folder that the framework will delete, or keep, as it likes; return when the checkpoint is committed.
+
+    The state stays on the paths as long as no kept checkpoint has to be released for that: only the framework knows
+    which ones are still wanted. Otherwise the checkpoint is a copy.
+    """
+    name = folder if "://" in folder else os.path.realpath(folder)
+    kept = [known for known in optimizer.engine.kept_checkpoints if known != name]
+    copy = len(kept) >= optimizer.engine.config.checkpoints
+    if copy and kept:
+        _log.info("%s gets a copy of the state: checkpoints_kept are kept already: %s", folder, ", ".join(kept))
+    optimizer.save_checkpoint(folder, copy=copy)
+    optimizer.wait_checkpoint()
+
+
+def release(optimizer: Any, folder: str) -> None:
+    """Give back what a checkpoint that is deleted holds on the paths, if it holds anything there."""
+    with contextlib.suppress(OffloadError):  # it is a copy, or has been released, or the session has ended
+        optimizer.release_checkpoint(folder)

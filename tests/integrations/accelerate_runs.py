@@ -1,0 +1,65 @@
+"""Trains a small model with Accelerate; run as a program by `test_accelerate.py`.
+
+    python accelerate_runs.py FOLDER STEPS [resume] [kill=N] [kept=N] [limit=N]
+
+Saves every second step. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+import offload
+from offload.integrations.accelerate import enable
+
+SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
+
+
+def main(folder: str, steps: int, *rest: str) -> None:
+    options = {name: json.loads(value) for name, _, value in (each.partition("=") for each in rest) if value}
+    naming = {"automatic_checkpoint_naming": True, "total_limit": options.get("limit")}
+    accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(folder, **naming))
+    path = Path(folder) / "path"
+    path.mkdir(exist_ok=True, parents=True)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Dropout(0.1), torch.nn.Linear(256, 1))
+    config = {**SETTINGS, "paths": [path], "checkpoints_kept": options.get("kept")}
+    ours = offload.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1, offload=config)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(ours, 0.9)
+    model, optimizer, schedule = accelerator.prepare(model, ours, schedule)
+    optimizer = enable(accelerator, optimizer)
+    torch.manual_seed(accelerator.process_index)
+    if "resume" in rest:
+        accelerator.load_state()
+        accelerator.project_configuration.iteration = int(optimizer.metrics()["step"]) // 2
+    losses, norms = [], []
+    for step in range(int(optimizer.metrics()["step"]), steps):
+        if step == options.get("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = model(torch.randn(4, 32)).square().mean()
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step % 2 == 1:
+            accelerator.save_state()
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    kept = [Path(name).parent.name for name in optimizer.engine.kept_checkpoints]
+    rate = optimizer.param_groups[0]["lr"]
+    print(json.dumps({"losses": losses, "norms": norms, "weights": digest, "lr": rate, "kept": kept}), flush=True)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,189 @@
+"""Accelerate with our optimizers: killed and resumed, with old checkpoints deleted; what a prepared one can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate_runs import SETTINGS
+
+import offload
+from offload.integrations.accelerate import enable
+
+PROGRAM = Path(__file__).with_name("accelerate_runs.py")
+
+
+def run(folder: Path, steps: int, *rest: str, ranks: int = 1) -> list[dict[str, Any]] | None:
+    """Return what each rank says, None if it was killed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(PROGRAM), str(folder), str(steps), *rest],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    if any(option.startswith("kill=") for option in rest):
+        assert done.returncode == (-signal.SIGKILL if ranks == 1 else 1), done.stderr
+        return None
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.parent.parent.name for path in (folder / "checkpoints").glob("*/optimizer_state/COMMIT"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rest", "left", "kept"),
+    [(["limit=2", "kept=3"], [2, 3], [2, 3]), (["kept=1"], [0, 1, 2, 3], [0]), (["limit=1", "kept=0"], [3], [])],
+    ids=["in-place", "unlimited", "copies"],
+)
+def test_a_killed_loop_resumes_exactly(tmp_path: Path, rest: list[str], left: list[int], kept: list[int]) -> None:
+    whole = run(tmp_path / "whole", 8, *rest)
+    assert whole is not None
+    assert whole[0]["kept"] == [f"checkpoint_{number}" for number in kept]
+    assert checkpoints(tmp_path / "whole") == [f"checkpoint_{number}" for number in left]
+    run(tmp_path / "killed", 8, "kill=7", *rest)
+    resumed = run(tmp_path / "killed", 8, "resume", *rest)
+    assert resumed is not None
+    for name in ("losses", "norms"):
+        assert resumed[0][name] == whole[0][name][-2:]
+    for name in ("weights", "lr"):
+        assert resumed[0][name] == whole[0][name]
+    assert checkpoints(tmp_path / "killed") == checkpoints(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_ranks_save_and_resume_together(tmp_path: Path) -> None:
+    rest = ["limit=1", "kept=2"]
+    whole = run(tmp_path / "whole", 6, *rest, ranks=2)
+    run(tmp_path / "killed", 6, "kill=5", *rest, ranks=2)
+    resumed = run(tmp_path / "killed", 6, "resume", *rest, ranks=2)
+    assert whole is not None
+    assert resumed is not None
+    assert len(whole) == len(resumed) == 2
+    assert {rank["weights"] for rank in resumed} == {whole[0]["weights"]}
+    assert checkpoints(tmp_path / "killed") == ["checkpoint_2"]
+
+
+# In this process
+
+
+@pytest.fixture
+def optimizer(tmp_path: Path) -> Iterator[offload.AdamW]:
+    """Of `model()`, trained for a step."""
+    parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 4096)), torch.nn.Parameter(torch.ones(8))]
+    with offload.AdamW(parameters, lr=0.1, offload={**SETTINGS, "paths": [tmp_path]}) as made:
+        yield made
+
+
+def set_gradients(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    parameters: list[torch.nn.Parameter] = optimizer.param_groups[0]["params"]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return parameters
+
+
+def test_a_prepared_optimizer_has_what_ours_has(optimizer: offload.AdamW, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(optimizer)
+    assert not hasattr(prepared, "metrics")
+    assert enable(accelerator, prepared) is prepared
+    assert enable(accelerator, prepared) is prepared  # changes nothing
+    parameters = set_gradients(optimizer)
+    norm = accelerator.clip_grad_norm_(parameters, 0.5)
+    assert norm == pytest.approx(4104**0.5)
+    assert parameters[1].grad is not None
+    assert parameters[1].grad.tolist() == [1.0] * 8  # it is done in the update
+    prepared.step()
+    assert prepared.metrics()["gradient_norm"] == norm
+    assert str(prepared.plan) == str(optimizer.plan)
+    assert str(prepared.explain()) == str(optimizer.explain())
+    assert prepared.state_for(parameters[1])["exp_avg"].shape == (8,)
+    prepared.save_checkpoint(tmp_path / "own")
+    prepared.wait_checkpoint()
+    prepared.load_checkpoint(tmp_path / "own")
+    assert prepared.state_dict().keys() == {"state", "param_groups"}
+    with pytest.raises(AttributeError, match="nothing"):
+        prepared.nothing()
+
+
+def test_other_optimizers_are_left_alone(optimizer: offload.AdamW, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    stock = accelerator.prepare(torch.optim.AdamW([torch.nn.Parameter(torch.ones(8))]))
+    prepared = enable(accelerator, accelerator.prepare(optimizer))
+    set_gradients(optimizer)
+    others = set_gradients(stock)
+    accelerator.clip_grad_norm_(others, 0.5)
+    assert others[0].grad is not None
+    assert float(others[0].grad.norm()) == pytest.approx(0.5)
+    both = [*set_gradients(optimizer), *set_gradients(stock)]
+    accelerator.clip_grad_norm_(both, 0.5)  # the norm of both is torch's to take
+    assert float(both[0].grad.norm()) < 0.5  # type: ignore[union-attr]
+    stock.step()
+    prepared.step()
+    accelerator.save_state(str(tmp_path / "saved"))
+    assert torch.load(tmp_path / "saved" / "optimizer.bin")["state"].keys() == {0}
+    assert torch.load(tmp_path / "saved" / "optimizer_1.bin") == {"offload_checkpoint": "optimizer_state"}
+    expected = [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
+    set_gradients(optimizer)
+    prepared.step()
+    accelerator.load_state(str(tmp_path / "saved"))
+    assert all(map(torch.equal, optimizer.param_groups[0]["params"], expected))
+
+
+def test_a_save_that_fails_leaves_state_dict_as_it_was(optimizer: offload.AdamW, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    prepared = enable(accelerator, accelerator.prepare(optimizer))
+    set_gradients(optimizer)
+    prepared.step()
+
+    class Fails:
+        def state_dict(self) -> dict[str, Any]:
+            raise OSError("no space")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    accelerator.register_for_checkpointing(Fails())
+    with pytest.raises(OSError, match="no space"):
+        accelerator.save_state(str(tmp_path / "saved"))
+    assert len(prepared.state_dict()["state"]) == 2
+
+
+def test_a_checkpoint_of_torchs_is_gone_on_from(optimizer: offload.AdamW, tmp_path: Path) -> None:
+    stock = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in optimizer.param_groups[0]["params"]])
+    first, second = Accelerator(cpu=True), Accelerator(cpu=True)
+    set_gradients(stock)
+    first.prepare(stock).step()
+    first.save_state(str(tmp_path / "saved"))
+    prepared = enable(second, second.prepare(optimizer))
+    second.load_state(str(tmp_path / "saved"))
+    moment = stock.state[stock.param_groups[0]["params"][1]]["exp_avg"]
+    assert torch.equal(prepared.state_for(optimizer.param_groups[0]["params"][1])["exp_avg"], moment)
+
+
+def test_what_cannot_be_used_is_named(optimizer: offload.AdamW) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(offload.ConfigError, match=r"accelerator\.prepare"):
+        enable(accelerator, optimizer)
+    stock = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
+    with pytest.raises(offload.ConfigError, match="SGD"):
+        enable(accelerator, stock)
+    with pytest.raises(offload.ConfigError, match="FSDP"):
+        enable(SimpleNamespace(distributed_type="FSDP"), accelerator.prepare(optimizer))
