@@ -165,7 +165,7 @@ def errors() -> list[str]:
 def integrations() -> list[str]:
     """Return the entries of every integration's public names."""
     lines = []
-    for found in pkgutil.iter_modules(offload.integrations.__path__):
+    for found in filter(lambda module: module.ispkg, pkgutil.iter_modules(offload.integrations.__path__)):
         module = import_module(f"offload.integrations.{found.name}")
         lines += [f"### offload.integrations.{found.name}", markdown(module.__doc__ or "")]
         lines += [entry(f"{found.name}.{name}", getattr(module, name), "####") for name in module.__all__]
