@@ -145,12 +145,12 @@ TRAININGS = (
         against("ours in DeepSpeed, memory as NVMe offload", "DeepSpeed, NVMe offload"),
     ),
     Row(
-        "the same pipelined, its best setting here, at the same memory",
+        "DeepSpeed ZeRO-3, NVMe offload pipelined (its best setting here), at the same memory",
         THREE,
         against("ours in DeepSpeed, memory as NVMe offload, pipelined", "DeepSpeed, NVMe offload, pipelined"),
     ),
     Row(
-        "the same, ours with nothing resident",
+        "the same, ours with no state in memory",
         THREE,
         against("ours in DeepSpeed, nothing resident", "DeepSpeed, NVMe offload, pipelined"),
     ),
@@ -170,7 +170,7 @@ TRAININGS = (
 def trainings(page: Path) -> str:
     """Return the table of trainings beside the alternatives."""
     (numel,) = {read(kind)["results"]["model"]["numel"] for kind in SIDE_BY_SIDE}
-    head = "2 cores, one disk; ours beside | iteration | exposed step | peak memory, of theirs"
+    head = "2 cores, one disk; ours beside | iteration | exposed step | peak memory, ours over theirs"
     lines = [
         f"| {numel / 1e6:.0f}M parameters, {head} |",
         "|---|---|---|---|",

@@ -116,8 +116,8 @@ def versions(page: Path) -> str:
 
 PAGES = {DOCS / "configuration.md": configuration, DOCS / "api.md": reference.page}
 PARTS = {
-    ROOT / "README.md": {"trainings": figures.trainings, "measured": figures.measured},
-    DOCS / "benchmarks.md": {"benchmarks": figures.benchmarks},
+    ROOT / "README.md": {"trainings": figures.trainings},
+    DOCS / "benchmarks.md": {"benchmarks": figures.benchmarks, "measured": figures.measured},
     DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published},
     DOCS / "checkpoints.md": {"stalls": figures.stalled},
     DOCS / "install.md": {"versions": versions},

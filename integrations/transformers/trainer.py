@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 import offload
-from offload import ConfigError, OffloadConfig
+from offload import CheckpointError, ConfigError, OffloadConfig
 from offload.integrations import shared
 from offload.integrations.shared import POINTER
 
@@ -229,6 +229,11 @@ def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) ->
     """Stand in for `Trainer._load_optimizer_and_scheduler`."""
     ours = _ours(trainer)
     if ours is None or checkpoint is None:
+        if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, FOLDER, "COMMIT")):
+            raise CheckpointError(
+                f"{checkpoint} was written with an optimizer of offload, and the state of this one is not there: "
+                f'resume with the same optim="offload_...", or see "Going back" in docs/frameworks.md'
+            )
         original(trainer, checkpoint)
         return
 

@@ -56,10 +56,13 @@ class Restorer:
         known = set(source.names)
         missing = [name for name in self.names if name not in known]
         if missing:
+            # Names that positions have in place of those of a model.
+            here, there = (any(name.startswith("param_groups[") for name in n) for n in (self.names, source.names))
+            hint = "; one was made from parameters(), the other from named_parameters()" if here != there else ""
             raise CheckpointError(
                 f"{source.path} is of another model: it has no {', '.join(missing[:3])}"
                 f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}; "
-                f"it has {', '.join(source.names[:3])}, ..."
+                f"it has {', '.join(source.names[:3])}, ...{hint}"
             )
         for name, parameter in zip(self.names, parameters, strict=True):
             if source.full_numel(name) != parameter.unsharded_numel:

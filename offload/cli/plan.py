@@ -6,6 +6,7 @@ import argparse
 import bisect
 import functools
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,14 +39,26 @@ _MACHINES = Path(__file__).parents[1] / "measure" / "machines"  # importing them
 
 _EPILOG = """\
 examples:
-  offload plan --params 70e9 --ranks 4 --rates h100-node --host-memory 100GiB
+  offload plan --params 13e9 --ranks 4 --rates h100-node --host-memory 40GiB
   offload plan --config config.json --rates node.json --host-memory 64GiB --gpu-memory 10GiB --tokens 8192
   offload plan --params 7e9 --rates node.json --host-memory 0 --sweep host_memory=0,16GiB,32GiB,64GiB --out sweep.png
 
---rates takes a file that `offload probe` wrote, or the name of a machine that ships with the package: {machines}.
+--rates takes a file that `offload probe` wrote, or the name of a machine that ships with the package:
+{machines}
 Its rates are those of a node; --ranks processes share its CPU, its memory and its paths, and have a GPU each. Weights
 and gradients of two bytes are counted with the state, each rank's part of them, as in ZeRO-3.
 """
+
+
+def _machines() -> str:
+    """Return a line for each machine that ships with the package."""
+    lines = []
+    for file in sorted(_MACHINES.glob("*.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        size, machine = format_bytes(found["machine"]["memory_bytes"]), found["machine"]
+        paths = " and ".join(path["path"] for path in found.get("paths", ())) or "no paths"
+        lines.append(f"  {file.stem:<20} {machine['gpu']}, {size} of memory, {paths}")
+    return "\n".join(lines)
 
 
 def add_parser(commands: Any) -> None:
@@ -54,7 +67,7 @@ def add_parser(commands: Any) -> None:
         "plan",
         help="predict an iteration: where state lives, how long a step takes, what bounds it",
         description="Predict an iteration for a model size, rates and budgets, and say where time and memory go.",
-        epilog=_EPILOG.format(machines=", ".join(sorted(file.stem for file in _MACHINES.glob("*.json")))),
+        epilog=_EPILOG.format(machines=_machines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_mutually_exclusive_group(required=True)
@@ -391,7 +404,7 @@ def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: Path) -> None:
     try:
         import matplotlib
     except ImportError as cause:
-        raise OffloadError("the picture needs matplotlib: pip install 'offload[train]'") from cause
+        raise OffloadError("the picture needs matplotlib: pip install matplotlib") from cause
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -459,7 +472,8 @@ def _say_least(question: Question) -> str:
     use, memory_bytes = least(question), question.node.memory_bytes
     if use is None:
         return "no host_memory would be enough"
-    words = f"at the least a rank takes {format_bytes(use.host_bytes)} of host memory ({shares(use.host)})"
+    why = "" if question.rates.paths else "these rates have no paths (--rates), so "
+    words = f"{why}at the least a rank takes {format_bytes(use.host_bytes)} of host memory ({shares(use.host)})"
     if memory_bytes is not None and question.ranks * use.host_bytes > memory_bytes:
         words += f", more than the {format_bytes(memory_bytes / question.ranks)} that this node has for each"
     return words
@@ -533,8 +547,6 @@ def _parse_sweep(text: str) -> tuple[str, list[str]]:
 
 def _params_of(file: str) -> int:
     """Return the parameters of the model that a Hugging Face configuration describes, without making it."""
-    import json
-
     path = Path(file) / "config.json" if Path(file).is_dir() else Path(file)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -548,7 +560,7 @@ def _params_of(file: str) -> int:
         import torch
         import transformers
     except ImportError as cause:
-        raise OffloadError("reading a config.json needs transformers: pip install 'offload[train]'") from cause
+        raise OffloadError("reading a config.json needs transformers: pip install transformers") from cause
     try:
         config = transformers.AutoConfig.for_model(**values)
         with torch.device("meta"):

@@ -374,7 +374,7 @@ def _reproducible(threads: int | None) -> Iterator[None]:
 def _check_extra() -> None:
     missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
     if missing:
-        raise OffloadError(f"{', '.join(missing)} not installed; run: pip install 'offload[train]'")
+        raise OffloadError(f"{', '.join(missing)} not installed; run: pip install {' '.join(missing)}")
 
 
 def _check_device(device: str) -> None:

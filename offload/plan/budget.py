@@ -333,6 +333,8 @@ class Plan:
                 f"  storage      {state[Home.STREAMED]:>10}  state of {self.homes.count(Home.STREAMED)} "
                 f"subgroups, {format_bytes(self.storage_bytes)} with headers and versions in flight"
             )
+            if self.staging_slots >= self.homes.count(Home.STREAMED):
+                lines.append(f"{'':27}all of it fits the staging slots: steps read and write nothing")
             for path, share in zip(self.budgets.paths, self.budgets.shares(), strict=True):
                 part = "by rate" if self.budgets.follow_rates else f"{share:.0%}"
                 lines.append(f"               {part:>10}  on {path.name}")

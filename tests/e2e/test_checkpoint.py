@@ -102,6 +102,18 @@ def test_resume_is_exact_whatever_the_tiers(
             assert same(other.state(), later)
 
 
+def test_positions_in_place_of_names_are_told(tmp_path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(8)) for _ in range(2)]
+    with offload.AdamW(weights) as optimizer:
+        optimizer.save_checkpoint(tmp_path / "ck", copy=True)
+        optimizer.wait_checkpoint()
+    with (
+        offload.AdamW([("a", weights[0]), ("b", weights[1])]) as optimizer,
+        pytest.raises(offload.CheckpointError, match="one was made from parameters"),
+    ):
+        optimizer.load_checkpoint(tmp_path / "ck")
+
+
 def test_what_a_load_will_refuse_is_told_when_it_is_saved(
     tmp_path: Path, paths: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,3 +194,16 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         offload_transformers.enable({"host_mem": 1})
     with pytest.raises(ValueError, match="is not a valid"):
         OptimizerNames("offload_adamw")
+
+
+def test_another_optimizer_is_told_how_to_go_on_from_ours(tmp_path: Path) -> None:
+    from offload.integrations.transformers import trainer as module
+
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "COMMIT").touch()
+    theirs = SimpleNamespace(optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]))
+    with pytest.raises(offload.CheckpointError, match="Going back"):
+        module._load(theirs, lambda *_: None, str(tmp_path))
+    loaded: list[Any] = []
+    module._load(theirs, lambda *given: loaded.append(given), str(tmp_path / "other"))
+    assert loaded == [(theirs, str(tmp_path / "other"))]

@@ -289,7 +289,13 @@ def node(tmp_path: Path) -> str:
         ("--params 4e9 --ranks 3 --gpu-memory 6GiB", ["a rank's GPU memory", "6.0 GiB state"]),
         (
             "--params 1e10 --path-count 0 --host-memory 1GiB --weights-on cpu",
-            ["the optimizer state needs", "the least a rank takes", "111.8 GiB state", "more than the 64.0 GiB"],
+            [
+                "the optimizer state needs",
+                "no paths",
+                "the least a rank takes",
+                "111.8 GiB state",
+                "more than the 64.0 GiB",
+            ],
         ),
         ("--params 1e9 --path-bytes 1GB", ["path 0", "the least a rank takes", "GiB state"]),
         ("--params 1e9 --gpus 0", ["--gpus"]),
