@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import bisect
 import functools
+import gc
 import itertools
 import json
 import math
@@ -451,6 +452,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         raise ConfigError("--out", arguments.out, "a picture is drawn of a --sweep")
     progress = Progress(0, title="plan", quiet=arguments.json, unit="visit", after_s=1.0)
+    collects = gc.isenabled()
+    gc.disable()  # millions of small objects and no cycles: looking for some takes a sixth of the time
     try:
         answer = ask(question, report=lambda done, total: progress.show(done, total, "simulated"))
     except InfeasiblePlanError as error:
@@ -459,6 +462,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise PlanError(f"{error}; {_say_least(question)}") from error
     finally:
         progress.close()
+        if collects:
+            gc.enable()
     wear = _wear(answer, arguments)
     found = advice(answer)
     if arguments.json:

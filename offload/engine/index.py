@@ -96,28 +96,29 @@ class TileIndex:
         """
         whole = nbytes + SECTOR_BYTES
         unmade = self._unmade.get(nbytes, 0)
-        able: list[tuple[int, float]] = []
+        able: list[tuple[int, _Store, float]] = []
+        total = 0.0
         for number, store in enumerate(self._stores):
-            if number in avoid:
+            if not store.usable or number in avoid:
                 continue
-            if store.usable and store.free.get(nbytes):
-                able.append((number, 0.0))
-            elif store.usable and store.end + whole <= store.limit_bytes:
-                if unmade > 0:
-                    able.append((number, 0.0))
-                elif self._may_grow(whole):
-                    able.append((number, GROWTH_CREDIT_TILES * whole))
+            handicap = 0.0
+            if not store.free.get(nbytes):
+                if store.end + whole > store.limit_bytes:
+                    continue
+                if unmade <= 0:
+                    if not self._may_grow(whole):
+                        continue
+                    handicap = GROWTH_CREDIT_TILES * whole
+            able.append((number, store, handicap))
+            total += store.share
         if not able:
             return None
-        total = sum(self._stores[number].share for number, _ in able)
         best = -math.inf
-        number = able[0][0]
-        for candidate, handicap in able:
-            store = self._stores[candidate]
-            store.credit_bytes += whole * store.share / total
-            if store.credit_bytes - handicap > best:
-                best, number = store.credit_bytes - handicap, candidate
-        store = self._stores[number]
+        number, store, _ = able[0]
+        for candidate, offered, handicap in able:
+            credit_bytes = offered.credit_bytes = offered.credit_bytes + whole * offered.share / total
+            if credit_bytes - handicap > best:
+                best, number, store = credit_bytes - handicap, candidate, offered
         store.credit_bytes -= whole
         free = store.free.get(nbytes)
         if free:
