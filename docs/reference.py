@@ -121,7 +121,10 @@ def members(value: type) -> dict[str, Any]:
         if owner.__module__.startswith("offload"):
             for name, member in vars(owner).items():
                 function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-                if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
+                if name.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
+                    continue
+                # torch puts a wrapped `step` into every class of which there has been an optimizer.
+                if inspect.unwrap(function).__qualname__ == f"{owner.__qualname__}.{name}":
                     found.setdefault(name, member)
     return found
 

@@ -57,7 +57,8 @@ def main(folder: str, steps: int, *rest: str) -> None:
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     kept = [Path(name).parent.name for name in optimizer.engine.kept_checkpoints]
     rate = optimizer.param_groups[0]["lr"]
-    print(json.dumps({"losses": losses, "norms": norms, "weights": digest, "lr": rate, "kept": kept}), flush=True)
+    line = json.dumps({"losses": losses, "norms": norms, "weights": digest, "lr": rate, "kept": kept})
+    os.write(1, f"{line}\n".encode())  # at once: ranks share what they write to
     accelerator.end_training()
 
 

@@ -139,7 +139,8 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     trainer.fit(module, numbers, numbers, ckpt_path=resume)
     digest = hashlib.sha256(b"".join(p.detach().float().numpy().tobytes() for p in module.parameters())).hexdigest()
     rate = trainer.optimizers[0].param_groups[0]["lr"]
-    print(json.dumps({"losses": module.losses, "weights": digest, "lr": rate, "logged": found[-1:]}))
+    line = json.dumps({"losses": module.losses, "weights": digest, "lr": rate, "logged": found[-1:]})
+    os.write(1, f"{line}\n".encode())  # at once: ranks share what they write to
 
 
 if __name__ == "__main__":

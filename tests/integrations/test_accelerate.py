@@ -51,7 +51,11 @@ def checkpoints(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rest", "left", "kept"),
-    [(["limit=2", "kept=3"], [2, 3], [2, 3]), (["kept=1"], [0, 1, 2, 3], [0]), (["limit=1", "kept=0"], [3], [])],
+    [
+        (["limit=2", "kept=3"], [2, 3], [2, 3]),
+        (["kept=1"], [0, 1, 2, 3], [0]),
+        pytest.param(["limit=1", "kept=0"], [3], [], marks=pytest.mark.full),
+    ],
     ids=["in-place", "unlimited", "copies"],
 )
 def test_a_killed_loop_resumes_exactly(tmp_path: Path, rest: list[str], left: list[int], kept: list[int]) -> None:

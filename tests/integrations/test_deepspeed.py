@@ -163,14 +163,14 @@ def test_little_locked_memory_is_enough(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_copies_from_and_to_another_device_may_end_late(tmp_path: Path) -> None:
     """Whatever is read before its copy has ended is wrong then."""
-    assert start(2, tmp_path, LATE, LATE_TRANSFERS="1") == dict.fromkeys(LATE, "ok")
+    assert start(1, tmp_path, LATE, LATE_TRANSFERS="1") == dict.fromkeys(LATE, "ok")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_weights_on_a_gpu(tmp_path: Path) -> None:
     """Half of the subgroups are updated there, the others on the CPU; lanes work as late as they may."""
-    assert start(2, tmp_path, ON_GPU, PLACEMENT="0.5") == dict.fromkeys(ON_GPU, "ok")
+    assert start(1, tmp_path, ON_GPU, PLACEMENT="0.5") == dict.fromkeys(ON_GPU, "ok")
 
 
 @pytest.mark.full

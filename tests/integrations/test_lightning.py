@@ -88,10 +88,11 @@ def test_a_trainer_trains_as_with_torchs_optimizer(tmp_path: Path) -> None:
     ("rest", "left"),
     [
         (["kept=2"], [6]),
-        (["kept=null"], [6]),
-        (["kept=2", "save.save_top_k=-1"], [2, 4, 6]),  # in place as long as there is room, then copies
+        pytest.param(["kept=null"], [6], marks=pytest.mark.full),
+        # In place as long as there is room, then copies.
+        pytest.param(["kept=2", "save.save_top_k=-1"], [2, 4, 6], marks=pytest.mark.full),
         (["kept=0", "save.save_top_k=2", 'save.monitor="train_loss"', 'precision="bf16-mixed"'], [4, 6]),
-        (["kept=2", 'precision="bf16-true"', "accumulate_grad_batches=2"], [6]),
+        pytest.param(["kept=2", 'precision="bf16-true"', "accumulate_grad_batches=2"], [6], marks=pytest.mark.full),
     ],
     ids=["in-place", "unset", "unlimited", "copies", "bf16"],
 )
@@ -115,7 +116,13 @@ def test_a_killed_trainer_resumes_exactly(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "when"),
-    [("same", "named"), ("same", "written"), ("{step}", "named"), ("{step}", "written"), ("{step}", "removed")],
+    [
+        ("same", "named"),
+        pytest.param("same", "written", marks=pytest.mark.full),
+        pytest.param("{step}", "named", marks=pytest.mark.full),
+        pytest.param("{step}", "written", marks=pytest.mark.full),
+        ("{step}", "removed"),
+    ],
 )
 def test_a_kill_while_a_checkpoint_is_written_or_deleted_leaves_a_whole_one(
     tmp_path: Path, name: str, when: str, whole: dict[str, Any]

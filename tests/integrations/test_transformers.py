@@ -63,7 +63,7 @@ def test_a_trainer_trains_as_with_torchs_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", ["null", "1", "2"])
+@pytest.mark.parametrize("limit", ["null", "1", pytest.param("2", marks=pytest.mark.full)])
 def test_a_killed_trainer_resumes_exactly(tmp_path: Path, limit: str) -> None:
     """With checkpoints that stay on the paths, where the number of them is limited, and with copies."""
     rest = f"save_total_limit={limit}"
