@@ -311,8 +311,9 @@ def least(question: Question) -> Use | None:
     few = bisect.bisect_left(range(len(ends)), True, key=works)
     if few == len(ends):
         return None
-    rates = _rates(question)
-    return use_of(_plan(replace(question, host_memory=ends[few]), rates))
+    if not question.weights_on_gpu:  # else what the GPU updates has its gradients there
+        return use_of(make_plan(layout, replace(budgets, host_bytes=ends[few])))
+    return use_of(_plan(replace(question, host_memory=ends[few]), _rates(question)))
 
 
 def advice(answer: Answer) -> list[tuple[str, float]]:
@@ -460,17 +461,18 @@ def run(arguments: argparse.Namespace) -> int:
         if GPU in error.available_bytes:
             raise
         raise PlanError(f"{error}; {_say_least(question)}") from error
+    else:
+        wear = _wear(answer, arguments)
+        found = advice(answer)
+        if arguments.json:
+            print(to_json(_as_dict(answer, wear, found), indent=2))
+        else:
+            print(_describe(answer, wear, found))
+        return 0
     finally:
         progress.close()
         if collects:
             gc.enable()
-    wear = _wear(answer, arguments)
-    found = advice(answer)
-    if arguments.json:
-        print(to_json(_as_dict(answer, wear, found), indent=2))
-    else:
-        print(_describe(answer, wear, found))
-    return 0
 
 
 def _say_least(question: Question) -> str:
