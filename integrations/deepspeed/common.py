@@ -60,18 +60,19 @@ def make_shard(
 
     Collective over `group`.
     """
+    device = find_device(weights)
     if torch.distributed.get_world_size(group) == 1:
-        return Shard(pieces, weights, config, find_device(weights), gradient_dtype)
+        return Shard(pieces, weights, config, device, gradient_dtype)
     mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
     everyone: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(everyone, mine, group=group)
     sharing, before = everyone.count(mine), everyone[: torch.distributed.get_rank(group)].count(mine)
     config = config.for_rank(torch.distributed.get_rank())
     if config.threads is None:
-        beside = CORES_BESIDE_A_GPU if find_device(weights) is not None else 0
+        beside = CORES_BESIDE_A_GPU if device is not None else 0
         config = dataclasses.replace(config, threads=max(1, len(mine[1]) // sharing - beside))
     with _on_cores(cores_of_rank(before, sharing, set(mine[1]), NODES)):
-        return Shard(pieces, weights, config, find_device(weights), gradient_dtype)
+        return Shard(pieces, weights, config, device, gradient_dtype)
 
 
 def cores_of_rank(number: int, ranks: int, cores: set[int], nodes: Path) -> set[int]:

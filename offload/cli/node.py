@@ -88,13 +88,18 @@ def use_of(plan: Plan) -> Use:
     return Use(host, gpu)
 
 
-def check_fits(node: Node, ranks: int, plan: Plan, rates: Rates) -> None:
+def check_fits(node: Node, ranks: int, use: Use, rates: Rates) -> None:
     """Refuse a plan that takes more memory than the node has.
+
+    Args:
+        node: What there is.
+        ranks: How many there are.
+        use: What each takes.
+        rates: Of one rank; know the size of its GPU.
 
     Raises:
         InfeasiblePlanError: It takes more memory than there is, of the host for all ranks or of each rank's GPU.
     """
-    use = use_of(plan)
     if node.memory_bytes is not None and ranks * use.host_bytes > node.memory_bytes:
         raise InfeasiblePlanError(
             f"the host memory of {ranks} rank{'s' if ranks > 1 else ''} (each {shares(use.host)})",

@@ -7,7 +7,6 @@ import bisect
 import functools
 import gc
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,8 +35,6 @@ are left out; equation 3 of Narayanan et al. (SC '21, arXiv 2104.04473) gives th
 HELP_HOST = 0.25
 """Part by which host memory is raised to see what that would bring."""
 
-_MACHINES = Path(__file__).parents[1] / "measure" / "machines"  # importing them would load native code
-
 _EPILOG = """\
 examples:
   offload plan --params 13e9 --ranks 4 --rates h100-node --host-memory 40GiB
@@ -45,21 +42,12 @@ examples:
   offload plan --params 7e9 --rates node.json --host-memory 0 --sweep host_memory=0,16GiB,32GiB,64GiB --out sweep.png
 
 --rates takes a file that `offload probe` wrote, or the name of a machine that ships with the package:
-{machines}
+  a100-node            4 x A100 40GB, 476.8 GiB of memory, no paths
+  h100-node            4 x H100 80GB, 465.7 GiB of memory, no paths
+  h100-node-nvme-pfs   4 x H100 80GB, 465.7 GiB of memory, NVMe of the node and network file system
 Its rates are those of a node; --ranks processes share its CPU, its memory and its paths, and have a GPU each. Weights
 and gradients of two bytes are counted with the state, each rank's part of them, as in ZeRO-3.
 """
-
-
-def _machines() -> str:
-    """Return a line for each machine that ships with the package."""
-    lines = []
-    for file in sorted(_MACHINES.glob("*.json")):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        size, machine = format_bytes(found["machine"]["memory_bytes"]), found["machine"]
-        paths = " and ".join(path["path"] for path in found.get("paths", ())) or "no paths"
-        lines.append(f"  {file.stem:<20} {machine['gpu']}, {size} of memory, {paths}")
-    return "\n".join(lines)
 
 
 def add_parser(commands: Any) -> None:
@@ -68,7 +56,7 @@ def add_parser(commands: Any) -> None:
         "plan",
         help="predict an iteration: where state lives, how long a step takes, what bounds it",
         description="Predict an iteration for a model size, rates and budgets, and say where time and memory go.",
-        epilog=_EPILOG.format(machines=_machines()),
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_mutually_exclusive_group(required=True)
@@ -269,12 +257,13 @@ def ask(
 
     rates = _rates(question)
     plan = _plan(question, rates)
-    check_fits(question.node, question.ranks, plan, rates)
+    use = use_of(plan)
+    check_fits(question.node, question.ranks, use, rates)
     cost = estimate(plan, rates)
     prediction = predict(plan, rates, steps=2, timeline=False, report=report) if simulate else None
     forward_s, backward_s = _forward_backward_s(question, rates, plan)
     step_s = prediction.step_s if prediction else cost.step_s
-    return Answer(question, rates, plan, use_of(plan), cost, step_s, prediction, forward_s, backward_s)
+    return Answer(question, rates, plan, use, cost, step_s, prediction, forward_s, backward_s)
 
 
 def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[float | None, float | None]:
@@ -554,6 +543,8 @@ def _parse_sweep(text: str) -> tuple[str, list[str]]:
 
 def _params_of(file: str) -> int:
     """Return the parameters of the model that a Hugging Face configuration describes, without making it."""
+    import json
+
     path = Path(file) / "config.json" if Path(file).is_dir() else Path(file)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

@@ -41,6 +41,10 @@ class _Parameter:
     mark: Mark | None = None
     added: bool = False
 
+    def forget(self) -> None:
+        """Drop what has arrived."""
+        self.arrivals, self.kept, self.mark, self.added = 0, 0, None, False
+
 
 @dataclass(slots=True)
 class _Region:
@@ -176,7 +180,7 @@ class GpuGradients:
         found = self.positions[position]
         if found.arrivals:
             self.finish_additions()
-            found.arrivals, found.kept, found.mark, found.added = 0, 0, None, False
+            found.forget()
 
     def finish_additions(self) -> None:
         """Wait for gradients on their way to be added in host memory, and add them."""
@@ -204,7 +208,7 @@ class GpuGradients:
             passing.mark.wait()
         self._passing.clear()
         for found in self.positions:
-            found.arrivals, found.kept, found.mark, found.added = 0, 0, None, False
+            found.forget()
 
     def _close_buffers(self) -> None:
         if self._buffers is not None:

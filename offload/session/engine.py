@@ -78,7 +78,6 @@ class Engine:
             from offload.engine.cuda import CudaDevice
 
             device = CudaDevice(device)
-        self._device = device
         try:
             self._parts = parts = Parts(self.config, gradient_slots, device, rule)
             self._thread = thread = EngineThread(parts)
@@ -251,9 +250,10 @@ class Engine:
             gradient: Has arrived; the caller drops it.
             mark: What `gradient_arrived` returned.
         """
-        if self._device is not None:
-            self._device.follow(DeviceLane.CALLER, mark)
-            self._device.give_up(gradient)
+        gpu = self._parts.gpu
+        if gpu is not None:
+            gpu.device.follow(DeviceLane.CALLER, mark)
+            gpu.device.give_up(gradient)
 
     def forget_gradients(self, dropped: Iterable[torch.Tensor] = ()) -> None:
         """Forget all gradients that arrived on a GPU: those that arrive next are the first.
@@ -261,16 +261,17 @@ class Engine:
         Args:
             dropped: Gradients of which `keeps_gradient` is true, and which the caller drops now.
         """
-        if self._thread.is_usable:
+        gpu = self._parts.gpu
+        if self._thread.is_usable and gpu is not None:
             self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
             for gradient in dropped:
-                if self._device is not None:
-                    self._device.give_up(gradient)
+                gpu.device.give_up(gradient)
 
     def wait_weights(self) -> None:
         """Wait until the weights on a GPU are those of the last step, whoever reads them on whatever stream."""
-        if self._device is not None:
-            self._device.mark(DeviceLane.CALLER, timed=False).wait()
+        gpu = self._parts.gpu
+        if gpu is not None:
+            gpu.device.mark(DeviceLane.CALLER, timed=False).wait()
 
     def bind_gradient(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
         """Say where a parameter's gradient lies for the next norm and step.

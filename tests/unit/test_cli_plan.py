@@ -12,7 +12,9 @@ from offload import cli
 from offload.cli.node import Node
 from offload.cli.plan import Question, advice, ask, least
 from offload.errors import InfeasiblePlanError
+from offload.measure.rates_file import MACHINES
 from offload.plan import GpuRates, PathRates, Rates
+from offload.units import format_bytes
 
 GB, GIB = 10**9, 1 << 30
 RATES = {
@@ -367,6 +369,11 @@ def test_machines_are_named_in_the_help(capsys):
     printed = capsys.readouterr().out
     assert "h100-node-nvme-pfs" in printed
     assert "a100-node" in printed
+    for file in MACHINES.glob("*.json"):  # what it says of each is what its file says
+        found = json.loads(file.read_text())
+        paths = " and ".join(path["path"] for path in found.get("paths", ())) or "no paths"
+        size = format_bytes(found["machine"]["memory_bytes"])
+        assert f"  {file.stem:<20} {found['machine']['gpu']}, {size} of memory, {paths}\n" in printed
 
 
 def test_a_long_plan_says_how_far_it_is(rates, capsys, monkeypatch):
