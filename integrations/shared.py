@@ -36,10 +36,14 @@ def ours(optimizer: Any) -> Any:
     return optimizer if isinstance(optimizer, KINDS) else None
 
 
-def updates_all(optimizer: Any, parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether the optimizer updates each of the parameters that has a gradient."""
+def clips(optimizer: Any, accelerator: Any, parameters: Iterable[torch.Tensor], norm_type: float) -> bool:
+    """Return whether an optimizer of ours can clip in place of its accelerator.
+
+    It updates each of the parameters that has a gradient, by their L2 norm, and no scaler changes gradients itself.
+    """
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return all(p.grad is None or id(p) in updated for p in parameters)
+    alone = all(p.grad is None or id(p) in updated for p in parameters)
+    return alone and float(norm_type) == 2 and accelerator.scaler is None
 
 
 def logged(optimizer: Any) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload import ConfigError
-from offload.integrations.shared import POINTER, ours, release, save, updates_all
+from offload.integrations.shared import POINTER, clips, ours, release, save
 
 try:
     AcceleratedOptimizer: Any = import_module("accelerate.optimizer").AcceleratedOptimizer
@@ -87,8 +87,8 @@ def _clip(
 ) -> torch.Tensor:
     """Stand in for `Accelerator.clip_grad_norm_`: the norm is the same, and the update clips."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    found = next((known for known in prepared if updates_all(known, parameters)), None)
-    if found is None or float(norm_type) != 2 or accelerator.scaler is not None:  # which changes gradients itself
+    found = next((known for known in prepared if clips(known, accelerator, parameters, norm_type)), None)
+    if found is None:
         return type(accelerator).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)  # type: ignore[no-any-return]
     return found.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
 

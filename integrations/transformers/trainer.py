@@ -163,8 +163,7 @@ def _create(trainer: Any, original: Callable[..., Any], *arguments: Any, **optio
             if ours is None:
                 return clip(parameters, max_norm, norm_type)
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            alone = shared.updates_all(ours, parameters)
-            if not alone or float(norm_type) != 2 or accelerator.scaler is not None:  # which changes gradients itself
+            if not shared.clips(ours, accelerator, parameters, norm_type):
                 return clip(parameters, max_norm, norm_type)
             return ours.clip_grad_norm_(max_norm)
 
