@@ -20,6 +20,7 @@ from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Machine, update_visits
 from offload.engine.operations import (
+    AwaitPush,
     Begin,
     CopyIn,
     CopyOut,
@@ -218,6 +219,8 @@ class _Interleaved(SharedExecutor):
             case PushWeights(subgroup=subgroup):
                 self._order[operation.op] = len(self._order)
                 return "helper", [("convert", self._numels[subgroup])]
+            case AwaitPush():
+                return "done", [("fixed", 0)]
             case CopyIn(subgroup=subgroup):
                 return "link", [("link", 0 if subgroup == self._copied[0] else self._numels[subgroup])]
             case CopyOut(subgroup=subgroup):
@@ -245,6 +248,14 @@ class _Interleaved(SharedExecutor):
         }
 
 
+class _Unlimited(Plan):
+    """A plan with a place for the new weights of every subgroup, as that system has: no update waits for one."""
+
+    @property
+    def weight_slots(self) -> int:  # type: ignore[override]
+        return len(self.homes)
+
+
 def interleaved_update_s(node: Node, numels: Sequence[int], stride: int, ranks: int, cpu_ratio: float = 1.0) -> float:
     """Return the seconds of one update; the last copy out of the GPU goes on behind it.
 
@@ -261,7 +272,7 @@ def interleaved_update_s(node: Node, numels: Sequence[int], stride: int, ranks: 
     taken = [n >= on_cpu or (stride > 1 and (n + 1) % stride == 0) for n in range(count)]
     placements = tuple(Placement.GPU if gpu else Placement.CPU for gpu in taken)
     budgets = Budgets(0, weights_on_gpu=stride > 1)
-    plan = Plan(exact_layout(tuple(numels)), homes, placements, 0, 0, budgets, gpu_slots=1)
+    plan = _Unlimited(exact_layout(tuple(numels)), homes, placements, 0, 0, budgets, gpu_slots=1)
     machine, executor = Machine(plan, TileIndex([], {})), _Interleaved(plan, node, ranks, stride)
     for step in (1, 2):  # the first finds fresh state and copies nothing in
         begun_s = executor.now_s

@@ -107,22 +107,18 @@ class Restorer:
     def derive_weights(self, subgroup: Subgroup) -> None:
         """Make the weights of a subgroup whose state stays where the checkpoint has it."""
         gpu, number = self._gpu, subgroup.index
-        view = View(0, gpu.weight_slot(number) if gpu is not None else None)
-        try:
-            self._source.read(
-                [
-                    Range(
-                        self.names[segment.parameter],
-                        "master",
-                        self._parameters[segment.parameter].start + segment.start,
-                        self._views.weight(number, segment, view),
-                    )
-                    for segment in subgroup.segments
-                ]
-            )
-        finally:
-            if gpu is not None:
-                gpu.drop(number)
+        view = View(0, gpu.image(0) if gpu is not None else None)  # with nothing in flight, all weight slots are free
+        self._source.read(
+            [
+                Range(
+                    self.names[segment.parameter],
+                    "master",
+                    self._parameters[segment.parameter].start + segment.start,
+                    self._views.weight(number, segment, view),
+                )
+                for segment in subgroup.segments
+            ]
+        )
         if gpu is not None and view.weights_address is not None:
             gpu.store(self._tables.weight_copies(number, view.weights_address).tolist())
         self._tables.changed(number)

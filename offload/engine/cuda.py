@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import logging
 import threading
 import time
@@ -52,7 +51,7 @@ class _Event:
 
     def __init__(self, device: CudaDevice, lane: DeviceLane, timed: bool) -> None:
         self.device = device
-        self.number = next(device.numbers)
+        self.lane = lane
         self.base = device.base  # recorded before, so no time since it is negative
         # An event may be recorded again: a stream that waits for it already goes on waiting for the earlier record.
         self.unused = device.unused[timed]
@@ -88,6 +87,63 @@ class _Memory:
         self.__cuda_array_interface__ = self.__array_interface__ = bytes_there
 
 
+class _Reporter:
+    """Posts that marks of one lane have been reached, in their order, on a thread of its own.
+
+    One for each lane: a mark that waits behind much must not hold up those of another lane.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._pending: deque[tuple[_Event, Queue, int]] = deque()
+        self._some = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._post, name="offload-gpu", daemon=True)
+        self._thread.start()
+
+    def add(self, mark: _Event, queue: Queue, op: int) -> None:
+        """Post completion `op` when a mark has been reached."""
+        with self._some:
+            self._pending.append((mark, queue, op))
+            self._some.notify()
+
+    def _post(self) -> None:
+        device = self._device
+        with contextlib.suppress(OffloadError):  # a device that has failed says so with every report
+            device.adopt_thread()
+        while True:
+            with self._some:
+                while not self._pending and not self._closed:
+                    if not self._some.wait(REBASE_S):
+                        break
+                if not self._pending and self._closed:
+                    return
+                first = self._pending.popleft() if self._pending else None
+            # Here, and not where marks are made: with one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) this
+            # waits for all work of the device.
+            with contextlib.suppress(OffloadError):
+                device.rebase()
+            if first is None:
+                continue
+            mark, queue, op = first
+            try:
+                mark.wait()
+                now_s = mark.time_s()
+                queue.post(op, started_s=now_s, finished_s=now_s)
+            except OffloadError as error:
+                log.error("%s", error)
+                now_s = time.monotonic()
+                queue.post(op, error=ERROR_DEVICE, started_s=now_s, finished_s=now_s)
+
+    def close(self) -> None:
+        """End the thread when it has posted all that it was given."""
+        with self._some:
+            self._closed = True
+            self._some.notify()
+        if self._thread is not threading.current_thread():  # the garbage collector may run on it
+            self._thread.join()
+
+
 class CudaDevice:
     """A `offload.protocols.Device`.
 
@@ -104,12 +160,10 @@ class CudaDevice:
         self.name = f"{self.device} ({cuda.get_device_name(self.device)})"
         with self.current():
             self.reserve_bytes = max(LEAST_RESERVE_BYTES, int(cuda.mem_get_info(self.device)[1]) // 10)
-        self.numbers = itertools.count()
         self.unused: dict[bool, deque[Any]] = {False: deque(), True: deque()}
         """Events without and with timing that are free to be recorded again: making one can take long."""
         self._memory: dict[int, torch.Tensor] = {}
-        self._pending: list[tuple[_Event, Queue, int]] = []
-        self._some = threading.Condition()
+        self._reporting = threading.Lock()
         self._closed = False
         with self.current():
             # Our kernels are short and much waits for them, so they go before those of forward and backward.
@@ -117,8 +171,7 @@ class CudaDevice:
             self._streams = {lane: cuda.Stream(self.device, priority=-(lane in first)) for lane in LANES}
             self._clock = cuda.Stream(self.device)
             self.base = self._now()
-        self._thread = threading.Thread(target=self._post_reports, name="offload-gpu", daemon=True)
-        self._thread.start()
+        self._reporters = {DeviceLane.D2H: _Reporter(self)}  # there from the first: it also keeps `base` young
 
     # Threads
 
@@ -144,6 +197,12 @@ class CudaDevice:
         event.record(self._clock)
         event.synchronize()
         return event, time.monotonic()
+
+    def rebase(self) -> None:
+        """Time marks from a newer event, if that from which they are timed is old."""
+        with self.current():
+            if time.monotonic() - self.base[1] > REBASE_S:
+                self.base = self._now()
 
     def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
         """See `Device.prepare`."""
@@ -216,40 +275,11 @@ class CudaDevice:
     def report(self, mark: Mark, queue: Queue, op: int) -> None:
         """See `Device.report`."""
         if isinstance(mark, _Event):
-            with self._some:
-                self._pending.append((mark, queue, op))
-                self._some.notify()
-
-    def _post_reports(self) -> None:
-        with contextlib.suppress(OffloadError):  # a device that has failed says so with every report
-            self.adopt_thread()
-        while True:
-            with self._some:
-                while not self._pending and not self._closed:
-                    if not self._some.wait(REBASE_S):
-                        break
-                if not self._pending and self._closed:
-                    return
-            # Here, and not where marks are made: with one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) this
-            # waits for all work of the device.
-            with contextlib.suppress(OffloadError), self.current():
-                if time.monotonic() - self.base[1] > REBASE_S:
-                    self.base = self._now()
-            with self._some:
-                if not self._pending:
-                    continue
-                # What was recorded first on a lane is reached first.
-                chosen = min(self._pending, key=lambda pending: pending[0].number)
-                self._pending.remove(chosen)
-            mark, queue, op = chosen
-            try:
-                mark.wait()
-                now_s = mark.time_s()
-                queue.post(op, started_s=now_s, finished_s=now_s)
-            except OffloadError as error:
-                log.error("%s", error)
-                now_s = time.monotonic()
-                queue.post(op, error=ERROR_DEVICE, started_s=now_s, finished_s=now_s)
+            with self._reporting:
+                if mark.lane not in self._reporters:
+                    self._reporters[mark.lane] = _Reporter(self)
+                reporter = self._reporters[mark.lane]
+            reporter.add(mark, queue, op)
 
     # Work
 
@@ -293,11 +323,9 @@ class CudaDevice:
         with contextlib.suppress(OffloadError), self.current():
             for stream in self._streams.values():
                 stream.synchronize()
-        with self._some:
-            self._closed = True
-            self._some.notify()
-        if self._thread is not threading.current_thread():  # the garbage collector may run on it
-            self._thread.join()
+        self._closed = True
+        for reporter in self._reporters.values():
+            reporter.close()
         self._memory.clear()
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from offload import waits
 from offload.engine.gpu import GpuLanes, Timed
 from offload.engine.operations import (
+    AwaitPush,
     Commit,
     CopyIn,
     CopyOut,
@@ -22,6 +23,7 @@ from offload.engine.operations import (
     Done,
     Event,
     Failed,
+    FetchWeights,
     Operation,
     PushWeights,
     ReadTile,
@@ -29,6 +31,7 @@ from offload.engine.operations import (
     SaveTile,
     Stop,
     Sync,
+    WeightOperation,
     WriteTile,
 )
 from offload.engine.timeline import Interval
@@ -166,7 +169,7 @@ class LiveExecutor:
         self._queue.post(WAKE)
 
     def _start(self, operation: Operation) -> None:
-        if isinstance(operation, CopyIn | CopyOut | PushWeights) or (
+        if isinstance(operation, CopyIn | CopyOut | WeightOperation) or (
             isinstance(operation, Run) and operation.visit.gpu
         ):
             self._in_flight[operation.op] = (operation, None)
@@ -212,7 +215,7 @@ class LiveExecutor:
         else:
             tier.write(request)
 
-    def _start_on_gpu(self, operation: CopyIn | CopyOut | PushWeights | Run) -> None:
+    def _start_on_gpu(self, operation: CopyIn | CopyOut | WeightOperation | Run) -> None:
         gpu, due_s = self._gpu, self._due_s[operation.op]
         if gpu is None:
             raise InternalError(f"{operation} needs a GPU, and this executor has none")
@@ -223,8 +226,12 @@ class LiveExecutor:
                 gpu.run(operation, self._visitor(operation), due_s)
             case CopyOut():
                 gpu.copy_out(operation, self._state_address(operation), due_s)
+            case FetchWeights():
+                gpu.fetch_weights(operation, due_s)
             case PushWeights():
                 gpu.push(operation, due_s)
+            case AwaitPush():
+                gpu.await_push(operation)
 
     def _state_address(self, operation: CopyIn | CopyOut) -> int:
         if operation.slot is None:
@@ -292,7 +299,7 @@ class LiveExecutor:
     def _report(self, completion: Completion) -> Event:
         operation, request = self._in_flight.pop(completion.op)
         due_s = self._due_s.pop(completion.op)
-        if completion.op in self._waiting or isinstance(operation, CopyIn | CopyOut | PushWeights):
+        if completion.op in self._waiting or isinstance(operation, CopyIn | CopyOut | WeightOperation):
             self._waiting.pop(completion.op, None)
             if completion.error == 0:
                 return Done(completion.op)

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.engine.memory import Arena
-from offload.engine.operations import CopyIn, CopyOut, PushWeights, Run, Visit
+from offload.engine.operations import AwaitPush, CopyIn, CopyOut, FetchWeights, PushWeights, Run, Visit
 from offload.engine.pinning import PinnedMemory
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout
-from offload.plan.budget import WEIGHT_SLOTS, Plan
+from offload.plan.budget import Plan
 from offload.protocols import LANES, Device, DeviceLane, Mark, Queue
 
 
@@ -40,13 +40,9 @@ class Timed:
     ended: Mark
 
 
-@dataclass(slots=True)
-class _WeightSlot:
-    """Host memory where the CPU makes a subgroup's new weights, before they are copied to the GPU."""
-
-    address: int
-    subgroup: int | None = None
-    pushed: Mark | None = None
+def no_weights(subgroup: int, image_address: int) -> npt.NDArray[np.uint64]:
+    """Return where nothing lies."""
+    return np.zeros((0, 3), np.uint64)
 
 
 class GpuLanes:
@@ -55,9 +51,15 @@ class GpuLanes:
     Args:
         device: The GPU.
         queue: Where ends of operations are reported.
+        weight_copies: Says where a subgroup's weights lie: `Tables.weight_copies`.
     """
 
-    def __init__(self, device: Device, queue: Queue) -> None:
+    def __init__(
+        self,
+        device: Device,
+        queue: Queue,
+        weight_copies: Callable[[int, int], npt.NDArray[np.uint64]] = no_weights,
+    ) -> None:
         self.device = device
         self.timed: list[Timed] = []
         """Operations put on lanes since `take_timed`, in that order."""
@@ -71,8 +73,11 @@ class GpuLanes:
         self._ready: dict[int, Mark] = {}
         self._updated: dict[int, Mark] = {}
         self._left: dict[int, Mark] = {}
-        self._weights: list[_WeightSlot] = []
-        self._weights_of: dict[int, tuple[_WeightSlot, npt.NDArray[Any]]] = {}
+        self._weight_copies = weight_copies
+        self._weights_address = 0
+        self._to_push: dict[int, npt.NDArray[np.uint64]] = {}
+        self._pushed: dict[int, Mark] = {}
+        self._written: dict[int, Mark] = {}  # after which a subgroup's weights are as its last visit made them
         self._inputs: dict[int, tuple[Mark, ...]] = {}
 
     # Memory
@@ -83,7 +88,7 @@ class GpuLanes:
         Args:
             plan: The new plan.
             before: The layout of the plan before.
-            weight_slots: Address of host memory for `WEIGHT_SLOTS` weight slots; 0 to keep those there are.
+            weight_slots: Address of host memory for the plan's weight slots; 0 to keep those there are.
 
         Raises:
             OffloadError: The device has no room; nothing has changed then.
@@ -108,8 +113,7 @@ class GpuLanes:
                 self.device.release(self._slots_address)
             self._slots_address, self._slots_bytes = slots, slots_bytes
         if weight_slots:
-            size = plan.weight_slot_bytes
-            self._weights = [_WeightSlot(weight_slots + number * size) for number in range(WEIGHT_SLOTS)]
+            self._weights_address = weight_slots
 
     def bind(self, plan: Plan) -> None:
         """Use a plan that `adopt` has taken memory for; nothing is in flight."""
@@ -192,6 +196,7 @@ class GpuLanes:
         if table is not None:
             self.device.update(table)
         ended = self.device.mark(DeviceLane.UPDATE)
+        self._written[subgroup] = ended
         if operation.gpu_slot is not None:
             self._updated[operation.gpu_slot] = ended
         self.timed.append(Timed("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended))
@@ -211,48 +216,45 @@ class GpuLanes:
         now_s = time.monotonic()
         self._queue.post(op, started_s=now_s, finished_s=now_s)
 
-    # Weights that the CPU makes
+    # Weights of what the CPU visits
 
-    def weight_slot(self, subgroup: int) -> int:
-        """Return the address of a weight slot, which is the subgroup's until it is pushed or dropped."""
-        free = [slot for slot in self._weights if slot.subgroup is None]
-        if not free:
-            raise InternalError("all weight slots are in use (this is a bug in offload, please report it)")
-        slot = next((slot for slot in free if slot.pushed is None or slot.pushed.reached()), free[0])
-        if slot.pushed is not None:
-            slot.pushed.wait()
-        slot.subgroup, slot.pushed = subgroup, None
-        self._weights_of[subgroup] = slot, np.zeros((0, 3), np.uint64)
-        return slot.address
+    def image(self, weight_slot: int | None) -> int:
+        """Return the address of a weight slot."""
+        if self._plan is None or weight_slot is None:
+            raise InternalError("a subgroup's weights are wanted in host memory, and it has no weight slot")
+        return self._weights_address + weight_slot * self._plan.weight_slot_bytes
 
-    def will_push(self, subgroup: int, copies: npt.NDArray[Any]) -> None:
-        """Say what `push` is to copy: rows of (device address, host address, bytes)."""
-        self._weights_of[subgroup] = self._weights_of[subgroup][0], copies
+    def will_push(self, run: Run, copies: npt.NDArray[np.uint64]) -> None:
+        """Say what the push after a run is to copy: rows of `Tables.weight_copies`."""
+        self._to_push[run.visit.subgroup] = copies
+
+    def fetch_weights(self, operation: FetchWeights, due_s: float) -> None:
+        """Copy a subgroup's weights from the device; reports when they are in their slot."""
+        copies = self._weight_copies(operation.subgroup, self.image(operation.weight_slot))
+        if operation.subgroup in self._written:
+            self.device.follow(DeviceLane.D2H, self._written[operation.subgroup])
+        began = self.device.mark(DeviceLane.D2H)
+        for there, host, nbytes in copies[copies[:, 0] > 0].tolist():  # a weight that is not bound is not updated
+            self.copy(DeviceLane.D2H, host, there, nbytes)
+        ended = self.device.mark(DeviceLane.D2H)
+        self.timed.append(Timed("d2h", operation.subgroup, operation.nbytes, due_s, began, ended))
+        self.device.report(ended, self._queue, operation.op)
 
     def push(self, operation: PushWeights, due_s: float) -> None:
         """Send a subgroup's new weights to the device."""
-        slot, copies = self._weights_of.pop(operation.subgroup)
+        copies = self._to_push.pop(operation.subgroup)
         began = self.device.mark(DeviceLane.H2D)
-        self._copy_all(DeviceLane.H2D, copies)
-        slot.subgroup, slot.pushed = None, self.device.mark(DeviceLane.H2D)
-        self.timed.append(Timed("h2d", operation.subgroup, int(copies[:, 2].sum()), due_s, began, slot.pushed))
+        for there, host, nbytes in copies[copies[:, 0] > 0].tolist():
+            self.copy(DeviceLane.H2D, there, host, nbytes)
+        ended = self._pushed[operation.weight_slot] = self._written[operation.subgroup] = self.device.mark(
+            DeviceLane.H2D
+        )
+        self.timed.append(Timed("h2d", operation.subgroup, int(copies[:, 2].sum()), due_s, began, ended))
         self._post(operation.op)
 
-    def push_now(self, subgroup: int) -> None:
-        """Send a subgroup's weights to the device and wait until they are there."""
-        slot, copies = self._weights_of.pop(subgroup)
-        self._copy_all(DeviceLane.H2D, copies)
-        self.device.mark(DeviceLane.H2D, timed=False).wait()
-        slot.subgroup = None
-
-    def drop(self, subgroup: int) -> None:
-        """Give a subgroup's weight slot back: its weights have not changed."""
-        slot, _ = self._weights_of.pop(subgroup)
-        slot.subgroup = None
-
-    def _copy_all(self, lane: DeviceLane, copies: npt.NDArray[Any]) -> None:
-        for target, source, nbytes in copies.tolist():
-            self.copy(lane, target, source, nbytes)
+    def await_push(self, operation: AwaitPush) -> None:
+        """Report when a subgroup's new weights have left their slot."""
+        self.device.report(self._pushed.pop(operation.weight_slot), self._queue, operation.op)
 
     # Gradients that the CPU needs
 
@@ -283,14 +285,9 @@ class GpuLanes:
 
     # Copies outside steps, which are waited for
 
-    def fetch(self, copies: Sequence[tuple[int, int, int]], *, follows: bool = True) -> None:
-        """Copy from the device and wait: rows of (host address, device address, bytes).
-
-        Args:
-            copies: The rows.
-            follows: Wait for all work already on the UPDATE and H2D lanes first; otherwise only for the caller's.
-        """
-        for lane in (DeviceLane.UPDATE, DeviceLane.H2D) if follows else ():
+    def fetch(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy from the device, behind all work on its lanes, and wait: rows of (host, device address, bytes)."""
+        for lane in (DeviceLane.UPDATE, DeviceLane.H2D):
             self.device.follow(DeviceLane.D2H, self.device.mark(lane, timed=False))
         for target, source, nbytes in copies:
             self.copy(DeviceLane.D2H, target, source, nbytes)

@@ -11,7 +11,6 @@ from offload.engine.memory import Arena
 from offload.errors import OffloadError
 from offload.layout import Layout
 from offload.plan import Home, Plan
-from offload.plan.budget import WEIGHT_SLOTS
 from offload.protocols import Tier
 
 
@@ -106,7 +105,7 @@ class HostMemory:
         Raises:
             OffloadError: The device has no room; nothing has changed then.
         """
-        nbytes, weights, old = WEIGHT_SLOTS * plan.weight_slot_bytes, None, self._weights
+        nbytes, weights, old = plan.weight_slots * plan.weight_slot_bytes, None, self._weights
         if nbytes > (old.nbytes if old is not None else 0):
             weights = self.arena(nbytes)
         try:

@@ -19,11 +19,14 @@ A visit on the GPU takes the state from host memory through one more staging slo
     RESIDENT or READY -> BUSY (copy in, run, copy out) -> RESIDENT or DIRTY
 
 It has ended when its run has; the copy out finishes behind what comes next. State at home on the GPU is not copied.
-After an update on the CPU, weights that lie on the GPU are pushed there, and the visit ends with that.
+A visit on the CPU of a subgroup whose weights lie on the GPU has a weight slot in host memory: weights that it reads
+are fetched to it first, those that it changes are pushed to the GPU from there, and the visit ends when the push is
+on its lane. The slot is free when the push has ended, perhaps during the next sweep.
 
 Invariants, verified by `check`:
   * a staging slot belongs to at most one subgroup; a subgroup in any state but ABSENT or RESIDENT has one;
   * a staging slot on the GPU belongs to at most one subgroup, which is BUSY;
+  * a weight slot belongs to at most one visit;
   * a visit runs when its subgroup's state is whole in memory, and only one visit at a time runs on a subgroup;
   * a slot changes hands only when its content is on storage in its newest version (or is fresh);
   * a tile is written to a free slot of a store; the version before is freed when all of the new one is written;
@@ -40,8 +43,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from offload.dtypes import DtypeCode
 from offload.engine.index import Record, TileIndex
 from offload.engine.operations import (
+    AwaitPush,
     Begin,
     BeginSave,
     CopyIn,
@@ -50,6 +55,7 @@ from offload.engine.operations import (
     Event,
     Extend,
     Failed,
+    FetchWeights,
     Operation,
     PushWeights,
     ReadTile,
@@ -71,7 +77,9 @@ from offload.plan.budget import Home, Plan
 from offload.protocols import TileId
 
 MAX_RUNS_IN_FLIGHT = 2
-"""A second visit is handed over to a device while one runs, so that it does not idle in between."""
+"""A second visit is handed over to a device while one runs, so that it does not idle while the engine reacts. A third
+one is where no subgroup is streamed, which would have to wait behind it: another thread may keep Python's lock for
+5 ms (`sys.getswitchinterval`)."""
 
 
 class Phase(Enum):
@@ -100,33 +108,50 @@ ARROWS: Mapping[Phase, Collection[Phase]] = {
 
 @dataclass(slots=True)
 class _Waiting:
-    """Subgroups that wait for a resource: streamed ones first, as they hold staging memory; others fill the gaps."""
+    """Subgroups that wait for a resource.
 
+    First those whose visit is under way and holds another one already; then streamed ones, which hold staging memory;
+    others fill the gaps.
+    """
+
+    under_way: deque[int] = field(default_factory=deque)
     streamed: deque[int] = field(default_factory=deque)
     resident: deque[int] = field(default_factory=deque)
     runs: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.streamed or self.resident)
+        return bool(self.under_way or self.streamed or self.resident)
 
     def __contains__(self, subgroup: int) -> bool:
-        return subgroup in self.streamed or subgroup in self.resident
+        return any(subgroup in queue for queue in (self.under_way, self.streamed, self.resident))
+
+    def first(self) -> int:
+        return (self.under_way or self.streamed or self.resident)[0]
 
     def take(self) -> int:
-        return (self.streamed or self.resident).popleft()
+        return (self.under_way or self.streamed or self.resident).popleft()
 
     def clear(self) -> None:
-        self.streamed.clear()
-        self.resident.clear()
+        for queue in (self.under_way, self.streamed, self.resident):
+            queue.clear()
 
 
-def update_visits(plan: Plan, order: Iterable[int]) -> tuple[Visit, ...]:
-    """Return the visits of a step that updates these subgroups, each on the device that the plan says."""
+def update_visits(
+    plan: Plan, order: Iterable[int], reloads: Callable[[int], bool] = lambda subgroup: False
+) -> tuple[Visit, ...]:
+    """Return the visits of a step that updates these subgroups, each on the device that the plan says.
+
+    Args:
+        plan: What lives where.
+        order: The subgroups.
+        reloads: Whether masters of a subgroup are taken from its weights.
+    """
     visits = []
     for number in order:
-        gpu = plan.updates_on_gpu(number)
-        pushed_bytes = plan.layout.subgroups[number].weight_bytes if plan.weights_on_gpu and not gpu else 0
-        visits.append(Visit(number, gpu=gpu, weight_bytes=pushed_bytes))
+        subgroup, gpu = plan.layout.subgroups[number], plan.updates_on_gpu(number)
+        weight_bytes = subgroup.weight_bytes if plan.weights_on_gpu and not gpu else 0
+        reads = subgroup.dtype is DtypeCode.FLOAT32 or reloads(number)  # an fp32 weight is the master
+        visits.append(Visit(number, gpu=gpu, weight_bytes=weight_bytes, fetches=weight_bytes > 0 and reads))
     return tuple(visits)
 
 
@@ -181,8 +206,11 @@ class Machine:
         self._unfetched: deque[int] = deque()  # ... streamed and without a staging slot
         self._cpu = _Waiting()  # ... whole in host memory
         self._copies = _Waiting()  # ... whole in host memory, wanted on the GPU
+        self._fetched = _Waiting()  # ... whole in host memory, with weights to be fetched from the GPU
         self._gpu = _Waiting()  # ... at home on the GPU; also visits under way whose state has been copied there
         self._gpu_slots: dict[int, tuple[int, Visit]] = {}
+        self._weight_slots: dict[int, Visit] = {}  # by weight slot
+        self._fetching: dict[int, tuple[int, Visit]] = {}  # weight slots of visits under way that have not run
         self._stopped = False
         self._unfinished = 0
         self._next_op = 1
@@ -303,6 +331,9 @@ class Machine:
             invariant(self._phases[owner] is Phase.BUSY, f"GPU slot {gpu_slot} is {self._phases[owner]}'s")
         used = {gpu_slot for gpu_slot, _ in self._gpu_slots.values()}
         invariant(len(used) == len(self._gpu_slots), "two subgroups have one GPU slot")
+        for subgroup, (weight_slot, visit) in self._fetching.items():
+            mine = self._phases[subgroup] is Phase.BUSY and self._weight_slots.get(weight_slot) is visit
+            invariant(mine, f"weight slot {weight_slot} is not that of the visit of {subgroup}")
         for device in (self._cpu, self._gpu):
             runs = sum(
                 isinstance(operation, Run) and self._device_of(operation.visit) is device
@@ -399,12 +430,18 @@ class Machine:
             case Run():
                 self._ran(operation)
             case CopyIn(subgroup=subgroup):
-                self._gpu.streamed.append(subgroup)
+                self._gpu.under_way.append(subgroup)
             case CopyOut(subgroup=subgroup):
                 del self._gpu_slots[subgroup]
                 self._settle(subgroup, changed=True)
-            case PushWeights():
+            case FetchWeights(subgroup=subgroup):
+                self._cpu.under_way.append(subgroup)
+            case PushWeights(subgroup=subgroup, weight_slot=weight_slot):
                 self._unfinished -= 1
+                if self.broken is None:
+                    self._issue(AwaitPush(self._take_op(), subgroup, weight_slot))
+            case AwaitPush(weight_slot=weight_slot):
+                del self._weight_slots[weight_slot]
             case _:
                 self.saver.landed(operation, checksum, None)
         return True
@@ -434,6 +471,8 @@ class Machine:
 
     def _queue_of(self, visit: Visit) -> _Waiting:
         """Return what a visit waits for when its state is whole."""
+        if visit.fetches:
+            return self._fetched
         copied = visit.gpu and not self.plan.at_home_on_gpu(visit.subgroup)
         return self._copies if copied else self._device_of(visit)
 
@@ -449,10 +488,13 @@ class Machine:
         if visit.changes:
             self._versions[subgroup] = self._sweep.step if self._sweep else self._versions.get(subgroup, 0)
             self.moved.append(subgroup)
-        if not visit.weight_bytes:
+        if run.weight_slot is None:
             self._unfinished -= 1
+        elif not visit.changes:
+            self._unfinished -= 1
+            del self._weight_slots[run.weight_slot]
         elif self.broken is None:  # else the GPU keeps old weights, and the visit does not end
-            self._issue(PushWeights(self._take_op(), subgroup, visit.weight_bytes))
+            self._issue(PushWeights(self._take_op(), subgroup, run.weight_slot, visit.weight_bytes))
         if run.gpu_slot is None:
             self._settle(subgroup, changed=visit.changes)
         elif not visit.changes:
@@ -524,11 +566,12 @@ class Machine:
             self._assign_slots()
         if self.broken is None:  # or a flush has just found no room
             self._start_copies()
+            self._start_fetches()
             self._start_runs()
         if self._sweep is not None and (self._gives_up() or not self._unfinished):
             self.finished, self._sweep = self._sweep, None
             self.failed = self._unfinished > 0
-            for waiting in (self._pending, self._unfetched, self._cpu, self._copies, self._gpu):
+            for waiting in (self._pending, self._unfetched, self._cpu, self._copies, self._fetched, self._gpu):
                 waiting.clear()
 
     def _gives_up(self) -> bool:
@@ -538,18 +581,25 @@ class Machine:
         return self._stopped or all(isinstance(o, SaveOperation) for o in self._in_flight.values())
 
     def _start_runs(self) -> None:
+        most = MAX_RUNS_IN_FLIGHT + (not self.plan.staging_slots)
         for device in (self._cpu, self._gpu):
-            while self._sweep is not None and device.runs < MAX_RUNS_IN_FLIGHT and device:
-                subgroup = device.take()
-                gpu_slot = None
+            while self._sweep is not None and device.runs < most and device:
+                subgroup = device.first()
+                gpu_slot = weight_slot = None
                 if subgroup in self._gpu_slots:
                     gpu_slot, visit = self._gpu_slots[subgroup]
+                elif subgroup in self._fetching:
+                    weight_slot, visit = self._fetching.pop(subgroup)
                 else:
-                    visit = self._pending.pop(subgroup)
+                    visit = self._pending[subgroup]
+                    if visit.weight_bytes and (weight_slot := self._take_weight_slot(visit)) is None:
+                        break
+                    del self._pending[subgroup]
                     self._to(subgroup, Phase.BUSY)
+                device.take()
                 device.runs += 1
                 slot, fresh = self._slots.get(subgroup), self.is_fresh(subgroup)
-                self._issue(Run(self._take_op(), self._sweep.number, visit, slot, fresh, gpu_slot))
+                self._issue(Run(self._take_op(), self._sweep.number, visit, slot, fresh, gpu_slot, weight_slot))
 
     def _start_copies(self) -> None:
         """Give GPU staging slots to the visits that wait for one."""
@@ -559,9 +609,28 @@ class Machine:
             self._gpu_slots[subgroup] = gpu_slot, visit
             self._to(subgroup, Phase.BUSY)
             if self.is_fresh(subgroup) or visit.overwrites:
-                self._gpu.streamed.append(subgroup)
+                self._gpu.under_way.append(subgroup)
             else:
                 self._issue(CopyIn(self._take_op(), subgroup, self._slots.get(subgroup), gpu_slot))
+
+    def _start_fetches(self) -> None:
+        """Give weight slots to the visits whose weights are to be fetched."""
+        while self._fetched:
+            visit = self._pending[self._fetched.first()]
+            weight_slot = self._take_weight_slot(visit)
+            if weight_slot is None:
+                return
+            subgroup = self._fetched.take()
+            self._fetching[subgroup] = weight_slot, self._pending.pop(subgroup)
+            self._to(subgroup, Phase.BUSY)
+            self._issue(FetchWeights(self._take_op(), subgroup, weight_slot, visit.weight_bytes))
+
+    def _take_weight_slot(self, visit: Visit) -> int | None:
+        slots = range(self.plan.weight_slots)
+        found = next((slot for slot in slots if slot not in self._weight_slots), None)
+        if found is not None:
+            self._weight_slots[found] = visit
+        return found
 
     def _free_gpu_slot(self) -> int | None:
         used = [gpu_slot for gpu_slot, _ in self._gpu_slots.values()]

@@ -25,7 +25,9 @@ class Visit:
         changes: Whether the visitor changes the state.
         overwrites: Whether the visitor replaces the whole state, so that nothing has to be fetched.
         gpu: Whether it runs on the GPU.
-        weight_bytes: Size of the new weights that go to the GPU when it has run on the CPU; 0 for none.
+        weight_bytes: Size of the weights that it needs in a weight slot, as they lie on the GPU and it runs on the
+            CPU; 0 for none. If it changes them, they are pushed to the GPU when it has run.
+        fetches: Whether the run reads these weights, so that they are fetched first.
     """
 
     subgroup: int
@@ -33,6 +35,7 @@ class Visit:
     overwrites: bool = False
     gpu: bool = False
     weight_bytes: int = 0
+    fetches: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Run:
         fresh: Whether the memory is undefined: the state has never been changed.
         gpu_slot: Staging slot on the GPU that holds the state; None where it lies in host memory or, at home, on the
             GPU.
+        weight_slot: Host memory for the subgroup's weights, if it needs any.
     """
 
     op: int
@@ -92,6 +96,7 @@ class Run:
     slot: int | None
     fresh: bool
     gpu_slot: int | None = None
+    weight_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +120,32 @@ class CopyOut:
 
 
 @dataclass(frozen=True, slots=True)
-class PushWeights:
-    """Copy the low-precision weights that a run on the CPU has made to the GPU."""
+class FetchWeights:
+    """Copy a subgroup's weights from the GPU to a weight slot, for a run on the CPU that reads them."""
 
     op: int
     subgroup: int
+    weight_slot: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushWeights:
+    """Put the copy of the weights that a run on the CPU has made to the GPU on its lane; ends when it is there."""
+
+    op: int
+    subgroup: int
+    weight_slot: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitPush:
+    """Wait until pushed weights have left their weight slot."""
+
+    op: int
+    subgroup: int
+    weight_slot: int
 
 
 # Saves ------------------------------------------------------------------------------------------------------------
@@ -192,7 +217,10 @@ class Commit:
 SaveOperation = SaveTile | CopyTile | Sync | Commit
 
 
-Operation = ReadTile | WriteTile | Run | CopyIn | CopyOut | PushWeights | SaveOperation
+WeightOperation = FetchWeights | PushWeights | AwaitPush
+
+
+Operation = ReadTile | WriteTile | Run | CopyIn | CopyOut | WeightOperation | SaveOperation
 
 
 # Events -----------------------------------------------------------------------------------------------------------

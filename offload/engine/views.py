@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.dtypes import DtypeCode
 from offload.engine.gpu import GpuLanes
 from offload.engine.host import HostMemory
 from offload.engine.operations import Run
@@ -94,18 +93,12 @@ class StateViews:
 
     def _fill_for_push(self, gpu: GpuLanes, run: Run, gradients: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
         """Return the table of a run on the CPU that makes weights for the GPU."""
-        subgroup = run.visit.subgroup
-        image = gpu.weight_slot(subgroup)
+        subgroup, image = run.visit.subgroup, gpu.image(run.weight_slot)
         table = self._tables.fill(
             subgroup, self._address(run), fresh=run.fresh, update=True, weights_address=image, gradients=gradients
         )
-        copies = self._tables.weight_copies(subgroup, image)
         active = (table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
-        is_master = self.plan.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
-        read = active if is_master else (table["flags"] & np.uint32(SegmentFlag.LOAD_MASTER)) != 0
-        if read.any():
-            gpu.fetch([(host, there, nbytes) for there, host, nbytes in copies[read].tolist()], follows=False)
-        gpu.will_push(subgroup, copies[active])
+        gpu.will_push(run, self._tables.weight_copies(subgroup, image)[active])
         return table
 
     # Tensors
@@ -125,15 +118,11 @@ class StateViews:
                 gpu.fetch([(address, gpu.home(subgroup), nbytes)])
         else:
             address = self._address(run)
-        image = gpu.weight_slot(subgroup)
-        copies = self._tables.weight_copies(subgroup, image)
-        gpu.fetch([(host, there, nbytes) for there, host, nbytes in copies.tolist()])
+        image = gpu.image(run.weight_slot)
         yield View(address, image)
         if not run.visit.changes:
-            gpu.drop(subgroup)
             return
-        gpu.will_push(subgroup, copies)
-        gpu.push_now(subgroup)
+        gpu.will_push(run, self._tables.weight_copies(subgroup, image))
         if at_home:
             gpu.store([(gpu.home(subgroup), address, nbytes)])
 

@@ -99,14 +99,19 @@ class Visits:
         overwrites: bool = False,
     ) -> Sweep:
         """Return the sweep that has `visitor` work on some subgroups."""
-        order = visit_order(subgroups, self._parts.machine.slots)
-        return self._sweep(tuple(Visit(subgroup, changes, overwrites) for subgroup in order), visitor, changes)
+        parts = self._parts
+        visits = []
+        for number in visit_order(subgroups, parts.machine.slots):
+            weight_bytes = parts.plan.layout.subgroups[number].weight_bytes if parts.gpu is not None else 0
+            visits.append(Visit(number, changes, overwrites, weight_bytes=weight_bytes, fetches=weight_bytes > 0))
+        return self._sweep(tuple(visits), visitor, changes)
 
     def begin_step(self, subgroups: Sequence[int]) -> Sweep:
         """Return the sweep that updates some subgroups as `Tables.begin_step` was told."""
         parts = self._parts
         self._learn()
-        visits = update_visits(parts.plan, visit_order(subgroups, parts.machine.slots))
+        order = visit_order(subgroups, parts.machine.slots)
+        visits = update_visits(parts.plan, order, lambda n: parts.machine.is_fresh(n) or parts.tables.needs_reload(n))
         try:
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)

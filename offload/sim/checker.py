@@ -22,7 +22,9 @@ Rules:
  10. A visit on the GPU runs on the state at home there, or in a GPU staging slot of its own: one that the whole
      newest state was copied into, unless the visit fills it. What it changed is copied back before anything else
      touches the subgroup or its memory, and then the GPU staging slot is free.
- 11. Weights are pushed once after each run on the CPU whose visit says so, and the visit ends with that.
+ 11. A run on the CPU whose visit needs weights that lie on the GPU has a weight slot that is nobody else's; if it
+     reads them, they were fetched to that slot before. What it changed is pushed from there, once, and the visit ends
+     with that. Then the slot is waited for, and free when it has been left; one that was not changed is free at once.
 
  Checkpoints (the state is immutable from `BeginSave` until a visit, which is what makes them possible):
  12. A save begins between sweeps, with no visit or copy on the GPU under way, and one at a time. A write for it that
@@ -53,6 +55,7 @@ from dataclasses import dataclass, field
 from offload.engine.index import Location, Record
 from offload.engine.loop import Executor
 from offload.engine.operations import (
+    AwaitPush,
     Begin,
     BeginSave,
     Commit,
@@ -63,6 +66,7 @@ from offload.engine.operations import (
     Event,
     Extend,
     Failed,
+    FetchWeights,
     Operation,
     PushWeights,
     ReadTile,
@@ -76,6 +80,7 @@ from offload.engine.operations import (
     Sync,
     TakeUp,
     Visit,
+    WeightOperation,
     WriteTile,
 )
 from offload.errors import InternalError, TierError
@@ -122,6 +127,19 @@ class _Subgroup:
     def busy(self) -> bool:
         """Whether a visit or a copy works on its memory."""
         return self.run is not None or self.gpu_slot is not None
+
+
+@dataclass(slots=True)
+class _WeightSlot:
+    """A weight slot in use.
+
+    Attributes:
+        subgroup: Whose it is.
+        stage: "fetching", "fetched", "running", "made", "pushing", "pushed", "leaving", in this order.
+    """
+
+    subgroup: int
+    stage: str
 
 
 @dataclass(slots=True)
@@ -208,7 +226,7 @@ class CheckedExecutor:
         self._subgroups: list[_Subgroup] = []
         self._owners: list[int | None] = []
         self._gpu_owners: list[int | None] = []
-        self._pushes: dict[int, int] = {}  # subgroups whose weights are to be pushed, and their bytes
+        self._weight_slots: dict[int, _WeightSlot] = {}
         self._extents = [_Extents(path.available_bytes) for path in plan.budgets.paths]
         self._flying: dict[int, Operation] = {}
         self._flying_bytes = 0
@@ -331,9 +349,8 @@ class CheckedExecutor:
             self._issued_save(operation)
         elif isinstance(operation, CopyIn | CopyOut):
             self._issued_copy(operation)
-        elif isinstance(operation, PushWeights):
-            due = self._pushes.pop(operation.subgroup, None)
-            self._require(due == operation.nbytes, "11: a push of weights that is not due")
+        elif isinstance(operation, WeightOperation):
+            self._issued_weights(operation)
         else:
             place = self._places[operation.tile.subgroup].get(operation.tile)
             expected = (operation.buffer_offset, operation.record.location.nbytes)
@@ -380,7 +397,53 @@ class CheckedExecutor:
             if not run.fresh and not run.visit.overwrites and run.gpu_slot is None:
                 whole = len(subgroup.held) == len(self._places[run.visit.subgroup])
                 self._require(whole, "3: a visit before all of the newest state is there")
+        if run.visit.fetches:
+            self._next_stage(run, "fetched", "running", "11: a visit before its weights are there")
+        elif run.visit.weight_bytes:
+            self._take_weight_slot(run, "running")
+        else:
+            self._require(run.weight_slot is None, "11: a weight slot for a visit that needs none")
         subgroup.run = run.op
+
+    # Weights ----------------------------------------------------------------------------------------------------
+
+    def _issued_weights(self, operation: WeightOperation) -> None:
+        number, visit = operation.subgroup, self._visits.get(operation.subgroup)
+        match operation:
+            case FetchWeights():
+                due = visit is not None and visit.fetches and visit.weight_bytes == operation.nbytes
+                self._require(due, "11: a fetch of weights that is not due")
+                self._take_weight_slot(operation, "fetching")
+            case PushWeights():
+                due = self._plan.layout.subgroups[number].weight_bytes == operation.nbytes
+                self._require(due, "11: a push of other weights")
+                self._next_stage(operation, "made", "pushing", "11: a push of weights that is not due")
+            case AwaitPush():
+                self._next_stage(operation, "pushed", "leaving", "11: a wait for a push that has not been")
+
+    def _take_weight_slot(self, operation: FetchWeights | Run, stage: str) -> None:
+        slot, number = operation.weight_slot, _subgroup_of(operation)
+        self._require(slot is not None and 0 <= slot < self._plan.weight_slots, "11: there is no such weight slot")
+        self._require(slot not in self._weight_slots, "11: a weight slot that is in use")
+        if slot is not None:
+            self._weight_slots[slot] = _WeightSlot(number, stage)
+
+    def _next_stage(self, operation: WeightOperation | Run, before: str, after: str, rule: str) -> None:
+        slot = self._weight_slots.get(-1 if operation.weight_slot is None else operation.weight_slot)
+        known = slot is not None and slot.subgroup == _subgroup_of(operation) and slot.stage == before
+        self._require(known, rule)
+        if slot is not None:
+            slot.stage = after
+
+    def _done_weights(self, operation: WeightOperation) -> None:
+        match operation:
+            case FetchWeights(weight_slot=slot):
+                self._weight_slots[slot].stage = "fetched"
+            case PushWeights(weight_slot=slot):
+                self._weight_slots[slot].stage = "pushed"
+                self._unended.pop(operation.subgroup, None)
+            case AwaitPush(weight_slot=slot):
+                del self._weight_slots[slot]
 
     # Checkpoints ------------------------------------------------------------------------------------------------
 
@@ -741,9 +804,17 @@ class CheckedExecutor:
             case Run(visit=visit):
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run = None
-                if visit.weight_bytes:
-                    self._pushes[visit.subgroup] = visit.weight_bytes
-                elif operation.sweep in self._steps and self._sweep and operation.sweep == self._sweep.number:
+                pushes = operation.weight_slot is not None and visit.changes
+                if operation.weight_slot is not None and pushes:
+                    self._weight_slots[operation.weight_slot].stage = "made"
+                elif operation.weight_slot is not None:
+                    del self._weight_slots[operation.weight_slot]
+                if (
+                    not pushes
+                    and operation.sweep in self._steps
+                    and self._sweep
+                    and operation.sweep == self._sweep.number
+                ):
                     self._unended.pop(visit.subgroup, None)
                 if operation.gpu_slot is not None and visit.changes:
                     subgroup.gpu_holds = subgroup.gpu_ahead = True
@@ -762,8 +833,8 @@ class CheckedExecutor:
             case CopyOut(subgroup=number):
                 self._subgroups[number].copy = None
                 self._leave_gpu(number)
-            case PushWeights(subgroup=number):
-                self._unended.pop(number, None)
+            case FetchWeights() | PushWeights() | AwaitPush():
+                self._done_weights(operation)
 
     def _failed(self, operation: Operation, error: Exception) -> None:
         match operation:
@@ -795,7 +866,7 @@ class CheckedExecutor:
             case CopyIn(subgroup=number) | CopyOut(subgroup=number):
                 self._subgroups[number].copy = None
                 self._fatal = self._fatal or error
-            case PushWeights():
+            case FetchWeights() | PushWeights() | AwaitPush():
                 self._fatal = self._fatal or error
 
     def _end_given_up(self, number: int) -> None:
@@ -829,3 +900,7 @@ class CheckedExecutor:
         error = InternalError(f"rule {rule} (this is a bug in offload, please report it)")
         error.add_note("last operations and events:\n  " + "\n  ".join(f"{what!r:.300}" for what in self._story))
         return error
+
+
+def _subgroup_of(operation: WeightOperation | Run) -> int:
+    return operation.visit.subgroup if isinstance(operation, Run) else operation.subgroup

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from offload.engine.operations import (
+    AwaitPush,
     Commit,
     CopyIn,
     CopyOut,
@@ -32,6 +33,7 @@ from offload.engine.operations import (
     Done,
     Event,
     Failed,
+    FetchWeights,
     Operation,
     PushWeights,
     ReadTile,
@@ -39,6 +41,7 @@ from offload.engine.operations import (
     SaveTile,
     Stop,
     Sync,
+    WeightOperation,
     WriteTile,
 )
 from offload.engine.timeline import Interval
@@ -149,6 +152,7 @@ class SimExecutor:
         copies = rates.paths[0] if rates.paths else None
         self._copies = _Lane("copies", copies.write_bytes_per_s if copies else rates.cpu_bytes_per_s, servers=servers)
         self._commits = _Lane("commits", rates.cpu_bytes_per_s, COMMIT_S)
+        self._pushes = _Lane("pushes", rates.cpu_bytes_per_s)  # here a push ends with its copy: no more to wait for
         self._gpu: dict[str, _Lane] = {}
         if rates.gpu is not None:
             gpu, cost = rates.gpu, rates.gpu.memory_cost
@@ -224,8 +228,12 @@ class SimExecutor:
                 return self._gpu["h2d"], self._sizes[subgroup]
             case CopyOut(subgroup=subgroup):
                 return self._gpu["d2h"], self._sizes[subgroup]
+            case FetchWeights(nbytes=nbytes):
+                return self._gpu["d2h"], nbytes
             case PushWeights(nbytes=nbytes):
                 return self._gpu["h2d"], nbytes
+            case AwaitPush():
+                return self._pushes, 0
             case CopyTile(record=record):
                 return self._reads[record.location.path], record.location.nbytes
             case SaveTile(record=record):
@@ -449,7 +457,7 @@ _KINDS: dict[type[Operation], Kind] = {
 
 
 def _kind(operation: Operation) -> str:
-    if isinstance(operation, CopyIn | CopyOut | PushWeights):
+    if isinstance(operation, CopyIn | CopyOut | WeightOperation):
         return "copy"
     return _KINDS[type(operation)]
 
@@ -457,7 +465,7 @@ def _kind(operation: Operation) -> str:
 def _label(operation: Operation) -> str:
     if isinstance(operation, Run):
         return f"subgroup {operation.visit.subgroup}"
-    if isinstance(operation, PushWeights):
+    if isinstance(operation, WeightOperation):
         return f"weights of subgroup {operation.subgroup}"
     if isinstance(operation, CopyIn | CopyOut):
         return f"subgroup {operation.subgroup}"

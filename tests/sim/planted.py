@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from offload.engine.index import Location, Record, TileIndex
 from offload.engine.machine import Machine, Phase
-from offload.engine.operations import CopyIn, CopyOut, PushWeights, ReadTile, Run, WriteTile
+from offload.engine.operations import AwaitPush, CopyIn, CopyOut, FetchWeights, PushWeights, ReadTile, Run, WriteTile
 
 
 class Careless(Machine):
@@ -240,7 +240,7 @@ class RunsBeforeTheCopyIn(Careless):
     def _start_copies(self):
         before = len(self._out)
         super()._start_copies()
-        self._gpu.streamed.extend(o.subgroup for o in self._out[before:] if isinstance(o, CopyIn))
+        self._gpu.under_way.extend(o.subgroup for o in self._out[before:] if isinstance(o, CopyIn))
 
     def _done(self, operation, checksum):
         return False if isinstance(operation, CopyIn) else super()._done(operation, checksum)
@@ -253,7 +253,7 @@ class SharesAGpuSlot(Careless):
 
 class ForgetsToPush(Careless):
     def _ran(self, run):
-        super()._ran(replace(run, visit=replace(run.visit, weight_bytes=0)))
+        super()._ran(replace(run, weight_slot=None))
 
 
 class EndsBeforeThePush(Careless):
@@ -264,6 +264,44 @@ class EndsBeforeThePush(Careless):
     def _done(self, operation, checksum):
         self._unfinished += isinstance(operation, PushWeights)
         return super()._done(operation, checksum)
+
+
+class SharesAWeightSlot(Careless):
+    def _take_weight_slot(self, visit):
+        found = super()._take_weight_slot(visit)
+        return 0 if found is None else found
+
+
+class RunsBeforeTheFetch(Careless):
+    def _start_fetches(self):
+        before = len(self._out)
+        super()._start_fetches()
+        self._cpu.under_way.extend(o.subgroup for o in self._out[before:] if isinstance(o, FetchWeights))
+
+    def _done(self, operation, checksum):
+        return False if isinstance(operation, FetchWeights) else super()._done(operation, checksum)
+
+
+class NeverFetchesWeights(Careless):
+    def _queue_of(self, visit):
+        return super()._queue_of(replace(visit, fetches=False))
+
+
+class FreesAWeightSlotBeforeItIsLeft(Careless):
+    def _done(self, operation, checksum):
+        if isinstance(operation, AwaitPush):
+            return True
+        done = super()._done(operation, checksum)
+        if isinstance(operation, PushWeights):
+            del self._weight_slots[operation.weight_slot]
+        return done
+
+
+class PushesFromAnotherSlot(Careless):
+    def _issue(self, operation):
+        if isinstance(operation, PushWeights) and operation.weight_slot:
+            operation = replace(operation, weight_slot=operation.weight_slot - 1)
+        super()._issue(operation)
 
 
 class WaitsForEver(Careless):
@@ -363,6 +401,11 @@ MACHINES = [
     SharesAGpuSlot,
     ForgetsToPush,
     EndsBeforeThePush,
+    SharesAWeightSlot,
+    RunsBeforeTheFetch,
+    NeverFetchesWeights,
+    FreesAWeightSlotBeforeItIsLeft,
+    PushesFromAnotherSlot,
     WaitsForEver,
 ]
 GROWING = [

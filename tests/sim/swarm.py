@@ -116,10 +116,14 @@ def random_sweep(rng: random.Random, plan: Plan) -> tuple[Visit, ...]:
     count = len(plan.layout.subgroups)
     if rng.random() < 0.5:
         return update_visits(plan, rng.sample(range(count), count))
-    return tuple(
-        replace(visit, gpu=plan.at_home_on_gpu(visit.subgroup) or in_gpu_slot(plan, rng))
-        for visit in random_visits(rng, count)
-    )
+    return tuple(placed(visit, plan, rng) for visit in random_visits(rng, count))
+
+
+def placed(visit: Visit, plan: Plan, rng: random.Random) -> Visit:
+    """Return a visit on the GPU, or on the CPU with the weights that it needs there."""
+    gpu = plan.at_home_on_gpu(visit.subgroup) or in_gpu_slot(plan, rng)
+    weight_bytes = plan.layout.subgroups[visit.subgroup].weight_bytes if plan.weights_on_gpu and not gpu else 0
+    return replace(visit, gpu=gpu, weight_bytes=weight_bytes, fetches=weight_bytes > 0)
 
 
 def in_gpu_slot(plan: Plan, rng: random.Random) -> bool:

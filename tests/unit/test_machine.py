@@ -12,12 +12,14 @@ from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
 from offload.engine.machine import Machine, Phase, update_visits
 from offload.engine.operations import (
+    AwaitPush,
     Begin,
     CopyIn,
     CopyOut,
     Done,
     Extend,
     Failed,
+    FetchWeights,
     PushWeights,
     ReadTile,
     Run,
@@ -156,9 +158,14 @@ def test_resident_subgroups_fill_the_waits():
     assert operations[-1].visit.subgroup == 1
 
 
-def test_no_more_than_two_runs_at_once():
+def test_no_more_than_two_runs_at_once_where_state_is_streamed():
     machine = make(5, 1, resident=4)
     assert len(give(machine, sweep(1, *range(5)))) == 2
+
+
+def test_a_third_run_is_handed_over_where_nothing_streamed_would_wait_for_it():
+    machine = make(5, 1, resident=5)
+    assert len(give(machine, sweep(1, *range(5)))) == 3
 
 
 def test_old_slots_are_freed_only_when_the_new_version_is_whole():
@@ -410,12 +417,32 @@ def test_both_devices_work_at_once_and_weights_follow_updates_on_the_cpu():
     cpu, gpu = give(machine, step(machine, 1))
     assert (cpu.visit.gpu, gpu.visit.gpu) == (False, True)
     (push,) = give(machine, Done(cpu.op))
-    assert push == PushWeights(push.op, 0, 2 * 1024)
+    assert (cpu.weight_slot, push) == (0, PushWeights(push.op, 0, 0, 2 * 1024))
     (out,) = give(machine, Done(gpu.op))
     assert not machine.finished, "the weights are not there yet"
     give(machine, Done(push.op))
     assert machine.take_finished().number == 1
     give(machine, Done(out.op))
+
+
+def test_weights_that_are_masters_are_fetched_to_a_slot_which_is_free_when_they_have_left_it():
+    layout = build_layout([Parameter("p", 4 * 1024, DtypeCode.FLOAT32, 0)], 1024, 4096)
+    machine = machine_for(make_plan(layout, Budgets(layout.state_bytes, weights_on_gpu=True)))
+    assert machine.plan.weight_slots == 4
+    fetches = give(machine, step(machine, 1))
+    assert fetches == [FetchWeights(fetch.op, number, number, 4 * 1024) for number, fetch in enumerate(fetches)]
+    runs = give(machine, *(Done(fetch.op) for fetch in fetches[:2]))
+    assert [(run.visit.subgroup, run.weight_slot) for run in runs] == [(0, 0), (1, 1)]
+    (push,) = give(machine, Done(runs[0].op))
+    (waiting,) = give(machine, Done(push.op))
+    assert waiting == AwaitPush(waiting.op, 0, 0)
+    finish(machine, give(machine, *(Done(o.op) for o in (*fetches[2:], runs[1]))))
+    assert machine.take_finished().number == 1, "the last of the weights may still be on their way"
+    # The next step wants slot 0, which has not been left.
+    second = [o for o in give(machine, step(machine, 2)) if isinstance(o, FetchWeights)]
+    assert [(fetch.subgroup, fetch.weight_slot) for fetch in second] == [(0, 1), (1, 2), (2, 3)]
+    (last,) = give(machine, Done(waiting.op))
+    assert last == FetchWeights(last.op, 3, 0, 4 * 1024)
 
 
 def test_streamed_state_passes_through_both_memories():
