@@ -20,6 +20,7 @@ from offload.plan.budget import LEAST_SLOT_BYTES
 from offload.protocols import SECTOR_BYTES
 from offload.sim import (
     CheckedExecutor,
+    CorruptPayload,
     Crash,
     Disorder,
     FailOperation,
@@ -313,10 +314,10 @@ def run_scenario(
     except SimulatedCrash:
         outcome.how = "crashed"
         # What was synced and is still the newest version must have survived; nothing may have written over it.
-        # A write that landed elsewhere is the medium's doing: what it fell on is gone.
-        misdirected = any(isinstance(fault, MisdirectedWrite) for fault in scenario.faults)
+        # A write that landed elsewhere, or a bit that flipped, is the medium's doing: what it fell on is gone.
+        harmed = any(isinstance(fault, MisdirectedWrite | CorruptPayload) for fault in scenario.faults)
         for tile, (location, step, checksum) in executor.stored().items():
-            if synced.get(tile) == (location, step, checksum) and not misdirected:
+            if synced.get(tile) == (location, step, checksum) and not harmed:
                 found = data.stores[location.path].slots[location.offset]
                 assert found is not None, "a tile is gone"
                 assert (found.tile, found.step, zlib.crc32(found.payload)) == (tile, step, checksum)
