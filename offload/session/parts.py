@@ -30,9 +30,9 @@ from offload.engine.views import StateViews
 from offload.errors import InfeasiblePlanError, OffloadError, TierError
 from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
-from offload.measure import probe_device, quick_probe, session_rates, tune_depth
+from offload.measure import quick_probe, session_rates, tune_depth
 from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
-from offload.protocols import Completion, Device, Tier, TileRequest
+from offload.protocols import Completion, Device, Mark, Tier, TileRequest
 from offload.rules import UpdateRule
 from offload.session.setup import (
     LEAST_TILE_BYTES,
@@ -92,8 +92,16 @@ class Parts:
 
     # Putting them together
 
-    def open(self, parameters: tuple[Parameter, ...], say_broken: Callable[[BaseException], None]) -> None:
-        """Make the session; whoever gets an error closes `ends`."""
+    def open(
+        self, parameters: tuple[Parameter, ...], say_broken: Callable[[BaseException], None], caller: Mark | None
+    ) -> None:
+        """Make the session; whoever gets an error closes `ends`.
+
+        Args:
+            parameters: Its first.
+            say_broken: Is told what breaks it.
+            caller: What the caller has put on the GPU so far; None without one.
+        """
         config = self.config
         paths = [path.path for path in config.path_configs]
         check_directories(paths)
@@ -103,7 +111,7 @@ class Parts:
         budgets = self._first_plan(parameters, known)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes()
-        self._measure(known, budgets)
+        self._measure(known, budgets, caller)
         if self.gpu is not None:
             self.plan = self._adopt_gpu(self.gpu, self.plan, NOTHING)
             self.gpu.bind(self.plan)
@@ -194,16 +202,20 @@ class Parts:
         self._adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
 
-    def _measure(self, known: Rates | None, budgets: Budgets) -> None:
+    def _measure(self, known: Rates | None, budgets: Budgets, caller: Mark | None) -> None:
         """Measure the lanes where nobody has; with a GPU, plan again by what was found."""
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
             if path.depth is None:
                 _tune_depth(tier, self.queue, *memory.staging)
-        self.rates = known or quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan)
-        if self.gpu is None or known is not None:
+        if known is not None:
+            self.rates = known
             return
-        self.rates = dataclasses.replace(self.rates, gpu=probe_device(self.gpu, self.plan))
+        if caller is not None:  # forward and backward would be slower, and seem so
+            caller.wait()
+        self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.gpu)
+        if self.gpu is None:
+            return
         self.plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=self.plan)
         log.info("%s", self.plan)
         self._adopt_staging(self.plan, {})
