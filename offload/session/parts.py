@@ -290,7 +290,7 @@ class Parts:
         return make_plan(layout, budgets, kept=before, placements=placements)
 
     def adopt(self, plan: Plan) -> None:
-        """Go on with a plan that `plan_with` made; on the engine thread, with nothing in flight.
+        """Go on with a plan that keeps all homes; on the engine thread, with nothing in flight.
 
         Raises:
             InfeasiblePlanError: The paths have no room any more.
@@ -306,12 +306,28 @@ class Parts:
             plan = self._adopt_gpu(self.gpu, plan, before.layout)
         self.memory.adopt_homes(plan, before.layout)
         self.gradients.adopt(plan, before.layout)
-        self._adopt_staging(plan, self.machine.slots)
         if self.gpu is not None:
+            plan = self.counting_gradients(plan)  # which may be less now
             self.gpu.bind(plan)
+        self._adopt_staging(plan, self.machine.slots)
         self.tables.extend(plan.layout)
         self.machine.handle(Extend(plan))
         self.plan = self.views.plan = plan
+
+    def replace(self, plan: Plan) -> None:
+        """Go on with a plan that updates other subgroups on the GPU; on the engine thread, with nothing in flight.
+
+        Raises:
+            OffloadError: There is no memory for it; nothing has changed then.
+        """
+        if self.gpu is not None:
+            for what, needed, free in (
+                ("gradient slots in host memory", self.gradients.missing_bytes(plan), available_bytes()),
+                ("staging slots on the GPU", self.gpu.missing_bytes(plan), usable_bytes(self.gpu.device)),
+            ):
+                if needed > free:
+                    raise InfeasiblePlanError(what, needed, {"what is free": free}, "free some")
+        self.adopt(plan)
 
     # The end
 
