@@ -152,10 +152,12 @@ class OffloadConfig:
             gives up on them.
         lock_timeout_s: Seconds of waiting for a turn after which a warning names the process that has it.
         placement: The device that runs updates where weights lie on a GPU: "auto" for whatever the model finds
-            fastest, "cpu", "gpu", or the GPU's share from 0 to 1. State at home on the GPU is updated there anyway.
+            fastest, chosen again by what the first steps show, "cpu", "gpu", or the GPU's share from 0 to 1. State at
+            home on the GPU is updated there anyway.
         rates: Where the first rates come from; every step refines them. "auto": this machine's file, which
-            `offload probe` writes, if there is one that fits and has all paths, else a short probe. Or such a file,
-            which must fit.
+            `offload probe` writes, if there is one that fits and has all paths, else a short probe (about
+            half a second; it passes over as much memory as the session takes, up to 512 MiB or three times the
+            last-level caches, and at most an eighth of what is free). Or such a file, which must fit.
     """
 
     host_memory: int | str | None = None

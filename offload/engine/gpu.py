@@ -115,6 +115,11 @@ class GpuLanes:
         if weight_slots:
             self._weights_address = weight_slots
 
+    def missing_bytes(self, plan: Plan) -> int:
+        """Return the device memory that `adopt` would take for staging slots; what there is goes then."""
+        slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
+        return slots_bytes if slots_bytes > self._slots_bytes else 0
+
     def bind(self, plan: Plan) -> None:
         """Use a plan that `adopt` has taken memory for; nothing is in flight."""
         self._plan = plan

@@ -104,6 +104,12 @@ class GpuGradients:
             self.positions.append(_Parameter(numel, slot, stays, blocks, device + offset))
             offset += count * BLOCK_BYTES
 
+    def place(self, slots: list[torch.Tensor], stay: list[bool]) -> None:
+        """Exchange the slots of the first parameters, of which nothing has arrived, and whether each one stays."""
+        for found, slot, stays in zip(self.positions, slots, stay, strict=False):
+            self._largest = max(self._largest, slot.numel() * slot.element_size())
+            found.slot, found.stays = slot, stays
+
     # During backward
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark:

@@ -13,6 +13,7 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, GpuGradients
 from offload.engine.host import HostMemory
+from offload.engine.memory import Arena
 from offload.engine.operations import Visit
 from offload.engine.tables import Tables
 from offload.errors import ConfigError
@@ -92,6 +93,8 @@ class Gradients:
         self._gpu = gpu
         self._parameters: tuple[Parameter, ...] = ()
         self._slots: list[torch.Tensor] = []
+        self._taken: dict[int, torch.Tensor] = {}  # memory of slots, by parameter, those that are not needed included
+        self._arenas: list[tuple[Arena, tuple[int, ...]]] = []  # ... and what it was cut from
         self._slot_addresses = self.addresses
         self._blocks: list[npt.NDArray[np.float64]] = []
         self._blocks_at: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -107,12 +110,37 @@ class Gradients:
     # Memory
 
     def used_bytes(self, plan: Plan) -> int:
-        """Return the host memory for the gradients that the CPU uses, with weights on a GPU."""
-        used = [p for number, p in enumerate(plan.layout.parameters) if _uses_cpu(plan, number)]
+        """Return the host memory for gradients, with weights on a GPU: those that the CPU uses, and unused slots."""
+        used = [
+            parameter
+            for number, parameter in enumerate(plan.layout.parameters)
+            if number in self._taken or _uses_cpu(plan, number)
+        ]
         return self._like.total_bytes(used) + sum(wide.nbytes for wide in self._wide.values())
 
+    def missing_bytes(self, plan: Plan) -> int:
+        """Return the host memory that `adopt` would take."""
+        return sum(self._like.bytes_of(plan.layout.parameters[number]) for number in self._missing(plan))
+
+    def _missing(self, plan: Plan) -> list[int]:
+        """Return the parameters that need a slot and have none."""
+        return [
+            number
+            for number, parameter in enumerate(plan.layout.parameters)
+            if number not in self._taken and self._needs_slot(plan, number) and self._like.bytes_of(parameter)
+        ]
+
+    def _needs_slot(self, plan: Plan, position: int) -> bool:
+        return self._gpu is None or _uses_cpu(plan, position)
+
     def adopt(self, plan: Plan, before: Layout) -> None:
-        """Take memory for the gradients of the parameters that `plan` adds to the layout `before`.
+        """Take memory for the gradients that `plan` has the CPU use, and for the parameters that it adds.
+
+        A slot that is not needed any more is kept for when it is, unless no other one of its arena is needed either.
+
+        Args:
+            plan: The new plan. No gradient of a parameter that it gives a slot, or takes one from, has arrived.
+            before: The layout of the plan before.
 
         Raises:
             OffloadError: There is not that much; what is there stays as it is.
@@ -120,42 +148,60 @@ class Gradients:
         first = len(before.parameters)
         for known in (self._slots, self._blocks, self.on_gpu.positions if self.on_gpu else []):
             del known[first:]  # left by an `adopt` that failed
+        self._give_back([each for each in self._arenas if each[1][0] >= first])  # likewise
         self._parameters = plan.layout.parameters
-        parameters = self._parameters[first:]
-        wanted = [self._gpu is None or _uses_cpu(plan, first + n) for n in range(len(parameters))]
-        nbytes = sum(
-            self._like.bytes_of(parameter) for parameter, here in zip(parameters, wanted, strict=True) if here
-        )
-        # A forked child may look at .grad, so gradients are inherited as torch's own are.
-        arena = self._memory.arena(nbytes, inherit=self._gpu is None) if nbytes else None
-        offset = 0
-        for parameter, here in zip(parameters, wanted, strict=True):
-            dtype = TORCH_DTYPES[self._like.dtype_of(parameter)]
-            if arena is not None and parameter.numel and here:
-                self._slots.append(arena.tensor(offset, parameter.numel, dtype))
-                offset += self._like.bytes_of(parameter)
-            else:
-                self._slots.append(torch.empty(0, dtype=dtype, device="cpu"))
-        added = len(parameters)
+        self._take(self._missing(plan))
+        for number, parameter in enumerate(self._parameters):
+            slot = self._taken.get(number) if self._needs_slot(plan, number) else None
+            if slot is None:
+                slot = torch.empty(0, dtype=TORCH_DTYPES[self._like.dtype_of(parameter)], device="cpu")
+            self._slots[number : number + 1] = [slot]
+        added = len(self._parameters) - first
         self._gathered = np.concatenate([self._gathered[:first], np.zeros(added, np.int32)])
         self._fingerprints = np.concatenate([self._fingerprints[:first], np.zeros(added, np.uint64)])
         self._numels = np.array([parameter.numel for parameter in self._parameters], np.uint64)
-        counts = [-(-parameter.numel // NORM_BLOCK_NUMEL) for parameter in parameters]
+        counts = [-(-parameter.numel // NORM_BLOCK_NUMEL) for parameter in self._parameters[first:]]
         if self.on_gpu is None:
             self._blocks += [np.zeros(count, np.float64) for count in counts]
         else:
             self._adopt_gpu(self.on_gpu, plan, first, counts)
         self._blocks_at = np.array([blocks.ctypes.data for blocks in self._blocks], np.uint64)
         self._block_counts = np.array([blocks.size for blocks in self._blocks], np.uint64)
+        self._give_back([each for each in self._arenas if not any(self._slots[n].numel() for n in each[1])])
+
+    def _take(self, positions: Sequence[int]) -> None:
+        """Take one arena for the slots of some parameters."""
+        sizes = [self._like.bytes_of(self._parameters[number]) for number in positions]
+        if not positions:
+            return
+        # A forked child may look at .grad, so gradients are inherited as torch's own are.
+        arena = self._memory.arena(sum(sizes), inherit=self._gpu is None)
+        self._arenas.append((arena, tuple(positions)))
+        offset = 0
+        for number, nbytes in zip(positions, sizes, strict=True):
+            parameter = self._parameters[number]
+            dtype = TORCH_DTYPES[self._like.dtype_of(parameter)]
+            self._taken[number] = arena.tensor(offset, parameter.numel, dtype)
+            offset += nbytes
+
+    def _give_back(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
+        """Free arenas of which no slot is in use."""
+        if unused and self._gpu is not None:
+            self._gpu.wait()
+        for arena, positions in unused:
+            self._arenas.remove((arena, positions))
+            for number in positions:
+                del self._taken[number]
+            self._memory.give_back(arena)
 
     def _adopt_gpu(self, on_gpu: GpuGradients, plan: Plan, first: int, counts: list[int]) -> None:
-        parameters = self._parameters[first:]
         region = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None
         stays = [
-            any(plan.updates_on_gpu(subgroup) for subgroup, _ in plan.layout.places[first + n])
-            for n in range(len(parameters))
+            any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
+            for places in plan.layout.places[: len(self._parameters)]
         ]
-        on_gpu.add([p.numel for p in parameters], self._slots[first:], stays, region)
+        on_gpu.add([p.numel for p in self._parameters[first:]], self._slots[first:], stays[first:], region)
+        on_gpu.place(self._slots[:first], stays[:first])
         self._blocks += [found.blocks for found in on_gpu.positions[first:]]
         slots_at = [slot.data_ptr() if slot.numel() else 0 for slot in self._slots]
         self._slot_addresses = np.array(slots_at, np.uint64)
@@ -173,6 +219,11 @@ class Gradients:
     def stays(self, position: int) -> bool:
         """Return whether the GPU updates part of a parameter, and so reads its gradient where it lies."""
         return self.on_gpu is not None and self.on_gpu.positions[position].stays
+
+    @property
+    def have_arrived(self) -> bool:
+        """Whether gradients have arrived on a GPU that have not been forgotten."""
+        return self.on_gpu is not None and any(found.arrivals for found in self.on_gpu.positions)
 
     # Between steps
 
@@ -336,6 +387,7 @@ class Gradients:
         if self.on_gpu is not None:
             self.on_gpu.close()
         self._slots.clear()
+        self._taken.clear()
         self._wide.clear()
 
 

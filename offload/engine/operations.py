@@ -249,8 +249,8 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """Event: go on with a plan that adds subgroups, and perhaps staging slots; between sweeps and saves, with nothing
-    in flight."""
+    """Event: go on with a plan that adds subgroups and staging slots, or has others updated on the GPU; between
+    sweeps and saves, with nothing in flight."""
 
     plan: Plan
 

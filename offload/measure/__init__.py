@@ -3,7 +3,7 @@
 from offload.measure.depth import choose_depth, tune_depth
 from offload.measure.full import full_probe
 from offload.measure.observe import HISTORY, lane_totals, observe, typical
-from offload.measure.probe import probe_device, quick_probe
+from offload.measure.probe import quick_probe
 from offload.measure.rates_file import (
     Measurement,
     RatesFile,
@@ -25,7 +25,6 @@ __all__ = [
     "lane_totals",
     "load_rates",
     "observe",
-    "probe_device",
     "quick_probe",
     "save_rates",
     "session_rates",

@@ -30,7 +30,7 @@ from offload.measure.depth import tune_depth
 from offload.measure.drive import Load, bytes_per_s, drive, lane_rates
 from offload.measure.gpu import GpuProbe, gpu_probe
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, path_facts, versions
-from offload.measure.workbench import CHUNK_NUMEL, Slots, TrialState
+from offload.measure.workbench import CHUNK_NUMEL, STREAM_ITEM_BYTES, UPDATE_DEPTH, Slots, TrialState, memory_cost
 from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import SECTOR_BYTES
@@ -47,15 +47,8 @@ LONGEST_RUN_S = 0.15
 DISAGREEMENT = 0.2
 """Spread, as a part of the median, from which on a warning says that runs disagree."""
 
-UNSEEN_SLOWDOWN = 0.03
-"""Slow-downs of the update below this are noise, and say nothing about what I/O costs."""
-
 UPDATE_NUMEL = 1 << 25
 """Elements that the update works on in turn: more than caches hold."""
-
-UPDATE_DEPTH = 2
-STREAM_ITEM_BYTES = 28
-"""Bytes that an update has to move for each element: fp32 state read and written, 16-bit gradient and weight."""
 
 PATH_DEPTH = 8
 PATH_SLOTS = 16
@@ -151,27 +144,6 @@ def summarise(values: Sequence[float], unit: str) -> Measurement:
     else:
         low, high = min(values), max(values)
     return Measurement(median, (high - low) / median if median else 0.0, len(values), unit)
-
-
-def memory_cost(
-    memory_bytes_per_s: float, cpu_bytes_per_s: float, speed: float, io_bytes_per_s: float, spread: float = 0.0
-) -> float:
-    """Return `memory_cost` of a path (or a link) from what its traffic left of the update.
-
-    With it `Rates.cpu_speed` gives that part back for a path at its rates. Beside an update the path itself may have
-    been slower; as predictions let it go on at its rates, the loss is spread over those.
-
-    Args:
-        memory_bytes_per_s: Host memory bandwidth.
-        cpu_bytes_per_s: The update's rate alone.
-        speed: The part of it that was left; 1 for all.
-        io_bytes_per_s: The path's rates, both directions together.
-        spread: How far apart the runs for `speed` are; a loss of less than half of it is noise.
-    """
-    left = memory_bytes_per_s - speed * cpu_bytes_per_s * UPDATE_MEMORY_COST
-    cost = max(0.0, left / io_bytes_per_s)
-    # An update that was not slowed leaves only an upper limit: take plain DMA's cost where that is below it.
-    return min(cost, 1.0) if 1 - speed <= max(UNSEEN_SLOWDOWN, spread / 2) else cost
 
 
 def _rounds(

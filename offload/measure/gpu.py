@@ -16,6 +16,8 @@ from offload.rules import ADAMW, UpdateRule
 COPY_BYTES = 64 << 20
 COPIES = 8
 COPIES_BESIDE = 128
+MOST_BESIDE = 64
+"""Runs of the CPU's update beside them, however long they take."""
 UPDATE_NUMEL = 1 << 26
 
 H2D, D2H, UPDATE = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE
@@ -59,6 +61,7 @@ class GpuProbe:
 
     Attributes:
         memory_bytes: Size of the GPU's memory, where that is known.
+        copy_bytes: Size of one copy.
 
     Raises:
         OffloadError: If the device fails or has no memory for it.
@@ -77,7 +80,7 @@ class GpuProbe:
         self._repeats = repeats
         self._update = update
         nbytes = numel * trial_bytes(rule)
-        size = min(nbytes // 2, COPY_BYTES)
+        self.copy_bytes = size = min(nbytes // 2, COPY_BYTES)
         self._bytes = {H2D: size, D2H: size, UPDATE: numel * rule.item_bytes}
         memory = self._memory = lanes.device.allocate(nbytes)
         self._host = lanes.arena(2 * size)
@@ -94,7 +97,7 @@ class GpuProbe:
         yield "copies to the GPU", partial(self.rates, H2D, beside=" alone")
         yield "copies from the GPU", partial(self.rates, D2H, beside=" alone")
         yield "copies both ways", partial(self.rates, H2D, D2H)
-        yield "copies beside the update", self._beside
+        yield "copies beside the update", partial(self.beside, self._update)
         yield "update on the GPU", partial(self.rates, UPDATE)
 
     def rates(self, *lanes: DeviceLane, beside: str = "") -> dict[str, float]:
@@ -123,13 +126,18 @@ class GpuProbe:
             rates[f"gpu/{lane.name.lower()}{beside}"] = repeats * self._bytes[lane] / seconds
         return rates
 
-    def _beside(self) -> dict[str, float]:
-        """Return what copies both ways reach beside the CPU's update, and what they leave of it."""
-        alone = self._update()
-        marks = self._begun([H2D, D2H], COPIES_BESIDE)
-        beside = [self._update()]
-        while not any(ended.reached() for _, ended in marks.values()):
-            beside.append(self._update())
-        rates = self._ended(marks, COPIES_BESIDE, " beside cpu")
+    def beside(self, update: Callable[[], float], copies: int = COPIES_BESIDE) -> dict[str, float]:
+        """Return what copies both ways reach beside the CPU's update, and what they leave of it.
+
+        Args:
+            update: Runs the CPU's update for a while and returns its rate.
+            copies: How many each way.
+        """
+        alone = update()
+        marks = self._begun([H2D, D2H], copies)
+        beside = [update()]
+        while len(beside) < MOST_BESIDE and not any(ended.reached() for _, ended in marks.values()):
+            beside.append(update())
+        rates = self._ended(marks, copies, " beside cpu")
         # The copies ended somewhere in the last run.
         return rates | {"gpu/speed of cpu": statistics.mean(beside[:-1] or beside) / alone}

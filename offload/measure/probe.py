@@ -1,70 +1,218 @@
 """A probe of a fraction of a second, so that the first prediction rests on measurements too.
 
 It uses the tiers and the kernel of the session that asks, before the session's first operation, and the session's
-own staging memory, whose content is undefined at that moment.
+own staging memory, whose content is undefined at that moment. CPU and memory are measured once a process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import statistics
+import time
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 from offload.engine.gpu import GpuLanes
-from offload.engine.memory import Arena
-from offload.layout import MAX_TILE_BYTES
+from offload.engine.memory import Arena, available_bytes
+from offload.kernels import CpuUpdateKernel, StreamVariant
+from offload.kernels.table import trial_bytes
+from offload.layout import MAX_TILE_BYTES, SECTOR_NUMEL
 from offload.measure.drive import Load, drive, lane_rates
-from offload.measure.gpu import D2H, H2D, UPDATE, GpuProbe
-from offload.measure.workbench import CHUNK_NUMEL, Slots, TrialState
+from offload.measure.gpu import COPIES_BESIDE, D2H, H2D, UPDATE, GpuProbe
+from offload.measure.workbench import CHUNK_NUMEL, STREAM_ITEM_BYTES, UPDATE_DEPTH, Slots, TrialState, memory_cost
 from offload.plan import GpuRates, PathRates, Plan, Rates
-from offload.protocols import SECTOR_BYTES, Queue, Tier, UpdateKernel
+from offload.plan.rates import UPDATE_MEMORY_COST
+from offload.protocols import SECTOR_BYTES, Queue, Tier
+from offload.rules import ADAMW
+from offload.units import format_bytes
 
 PROBE_TILES = 4
 ROUNDS = 3
 
+ENOUGH_BYTES = 512 << 20
+"""State, gradients and weights that an update passes over to tell what memory gives rather than caches; or"""
+CACHES = 3
+"""so many times what the last-level caches hold, if that is more."""
 
-def quick_probe(kernel: UpdateKernel, tiers: Sequence[Tier], queue: Queue, address: int, plan: Plan) -> Rates:
-    """Measure the update and every path with a few tiles.
+SHARE_OF_AVAILABLE = 8
+"""The part of the memory still available that a probe may take is one in so many."""
+
+LONGEST_S = 0.25
+"""No further round begins after this, so that a slow machine does not wait for all of them."""
+
+MOST_MEMORY_COST = 2.0
+"""Copies of a GPU read or write each byte once: what a short run finds beyond this is noise."""
+
+BESIDE_S = 0.02
+"""How long copies of a GPU go on beside the CPU's update."""
+
+PART_BESIDE = 0.1
+"""The part of a pass that the update makes at a time meanwhile."""
+
+SYSTEM_CPUS = Path("/sys/devices/system/cpu")
+"""Where the kernel tells of caches."""
+
+_VARIANTS = (StreamVariant.PLAIN, StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.PREFETCH)
+
+log = logging.getLogger("offload")
+
+
+_known: dict[tuple[object, ...], tuple[float, float]] = {}
+"""The update's rate and the memory's, by what they depend on: see `_HostProbe`."""
+
+_known_costs: dict[tuple[object, ...], float] = {}
+"""`GpuRates.memory_cost`, by the same and the GPU's name."""
+
+
+def quick_probe(
+    kernel: CpuUpdateKernel,
+    tiers: Sequence[Tier],
+    queue: Queue,
+    address: int,
+    plan: Plan,
+    lanes: GpuLanes | None = None,
+) -> Rates:
+    """Measure the update and the memory that it runs on, the GPU, and every path with a few tiles.
+
+    The update passes over more memory than caches hold, where the session has so much of it, and the machine so much
+    to spare; the log says how much it was.
 
     Args:
         kernel: The session's kernel.
         tiers: The session's tiers, with nothing in any slot yet.
-        queue: What both report to; nothing else does meanwhile.
+        queue: What all report to; nothing else does meanwhile.
         address: Staging memory, `plan.staging_bytes` long; its content is lost. 0 without any.
         plan: What the session is about to do.
+        lanes: The session's, with nothing on them; nor is the caller's work under way. None without a GPU.
 
     Raises:
         TierError: If a path fails.
+        OffloadError: If the device fails, or it or the host has no memory for it.
     """
-    with contextlib.closing(TrialState(plan.layout.rule, _numel(plan))) as state:
-        cpu = _best(queue, state.updates(kernel, 1))
-    return Rates(cpu, tuple(_probe_path(tier, queue, address, plan) for tier in tiers))
+    with contextlib.closing(_HostProbe(kernel, queue, plan)) as host:
+        cpu, memory = host.rates()
+        gpu = _probe_gpu(lanes, host, plan) if lanes is not None else None
+    return Rates(cpu, tuple(_probe_path(tier, queue, address, plan) for tier in tiers), gpu, memory)
 
 
-def probe_device(lanes: GpuLanes, plan: Plan) -> GpuRates:
-    """Measure copies both ways at once, and the update on the GPU; a few milliseconds each.
+class _HostProbe:
+    """The CPU's update, passing over memory that is taken when it is first needed.
 
     Args:
-        lanes: The session's, with nothing on them.
+        kernel: The session's kernel.
+        queue: What it reports to.
         plan: What the session is about to do.
 
-    Raises:
-        OffloadError: If the device fails or has no memory for it.
+    Attributes:
+        key: What the rates depend on in this process.
     """
-    with contextlib.closing(GpuProbe(lanes, plan.layout.rule, _numel(plan))) as probe:
+
+    def __init__(self, kernel: CpuUpdateKernel, queue: Queue, plan: Plan) -> None:
+        self._kernel = kernel
+        self._queue = queue
+        self._numel = _host_numel(plan)
+        self._state: TrialState | None = None
+        self.key = (kernel.threads, frozenset(os.sched_getaffinity(0)), kernel.instruction_set, self._numel)
+
+    def rates(self) -> tuple[float, float]:
+        """Return the rates of the update and of memory, reads and writes together."""
+        if self.key not in _known:
+            self.update()  # warms up
+            found, until_s = [(self.update(), self._stream())], time.perf_counter() + LONGEST_S
+            while len(found) < ROUNDS and time.perf_counter() < until_s:
+                found.append((self.update(), self._stream()))
+            cpu, memory = (max(rates) for rates in zip(*found, strict=True))
+            _known[self.key] = cpu, max(memory, cpu * UPDATE_MEMORY_COST)
+            log.info(
+                "the update reaches %s/s and memory %s/s, by passes over %s; the last-level caches hold %s",
+                *map(format_bytes, (*_known[self.key], self._numel * trial_bytes(ADAMW), cache_bytes())),
+            )
+        return _known[self.key]
+
+    def update(self, part: float = 1.0) -> float:
+        """Return the rate of a pass over a part of the memory, in state bytes per second."""
+        state = self._open()
+        return _rate(self._queue, state.updates(self._kernel, max(1, round(part * state.chunks))))
+
+    def _stream(self) -> float:
+        whole = self._open().table(0, self._numel)
+        started_s = time.perf_counter()
+        for variant in _VARIANTS:
+            self._kernel.stream(whole, variant)
+        return len(_VARIANTS) * self._numel * STREAM_ITEM_BYTES / (time.perf_counter() - started_s)
+
+    def _open(self) -> TrialState:
+        if self._state is None:
+            depth = max(1, min(UPDATE_DEPTH, self._numel // CHUNK_NUMEL))
+            self._state = TrialState(ADAMW, self._numel, depth, prefault=True)
+        return self._state
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._state is not None:
+            self._state.close()
+
+
+def _probe_gpu(lanes: GpuLanes, host: _HostProbe, plan: Plan) -> GpuRates:
+    """Measure copies both ways at once, the update on the GPU, and what the copies leave of the CPU's update."""
+    numel = min(CHUNK_NUMEL, max((subgroup.numel for subgroup in plan.layout.subgroups), default=1024))
+    with contextlib.closing(GpuProbe(lanes, plan.layout.rule, numel)) as probe:
         # Without the first, which may have to compile, or to touch memory.
         runs = [probe.rates(H2D, D2H) | probe.rates(UPDATE) for _ in range(ROUNDS + 1)][1:]
-    update, h2d, d2h = (max(run[f"gpu/{lane}"] for run in runs) for lane in ("update", "h2d", "d2h"))
-    return GpuRates(update, h2d, d2h)
+        update, h2d, d2h = (max(run[f"gpu/{lane}"] for run in runs) for lane in ("update", "h2d", "d2h"))
+        key = (*host.key, lanes.device.name)
+        if key not in _known_costs:
+            _known_costs[key] = _cost_beside(probe, host, h2d, d2h)
+    return GpuRates(update, h2d, d2h, memory_cost=_known_costs[key])
 
 
-def _numel(plan: Plan) -> int:
-    """Return the elements of an update that the session might ask for."""
-    return min(CHUNK_NUMEL, max((subgroup.numel for subgroup in plan.layout.subgroups), default=1024))
+def _cost_beside(probe: GpuProbe, host: _HostProbe, h2d: float, d2h: float) -> float:
+    """Return `GpuRates.memory_cost` from what copies both ways leave of the CPU's update."""
+    copies = max(1, min(COPIES_BESIDE, round(BESIDE_S * min(h2d, d2h) / probe.copy_bytes)))
+    update = partial(host.update, PART_BESIDE)
+    update()  # warms up
+    speeds = [probe.beside(update, copies)["gpu/speed of cpu"] for _ in range(ROUNDS)]
+    speed, spread = statistics.median(speeds), max(speeds) - min(speeds)
+    cpu, memory = host.rates()
+    return min(memory_cost(memory, cpu, speed, h2d + d2h, spread / speed), MOST_MEMORY_COST)
+
+
+def _host_numel(plan: Plan) -> int:
+    """Return the elements to pass over: more than caches hold, if the session and the machine have room for that."""
+    nbytes = min(
+        max(ENOUGH_BYTES, CACHES * cache_bytes()),
+        plan.host_bytes - plan.overhead_bytes,  # what the session is about to take itself
+        available_bytes() // SHARE_OF_AVAILABLE,
+    )
+    numel = nbytes // trial_bytes(ADAMW)
+    return max(SECTOR_NUMEL, numel // CHUNK_NUMEL * CHUNK_NUMEL or numel // SECTOR_NUMEL * SECTOR_NUMEL)
+
+
+def cache_bytes() -> int:
+    """Return what the last-level caches of the CPUs that this process may use hold; 0 where that is not known."""
+    found: dict[str, int] = {}
+    for cpu in os.sched_getaffinity(0):
+        with contextlib.suppress(OSError, ValueError):
+            last = max(
+                (SYSTEM_CPUS / f"cpu{cpu}" / "cache").glob("index*"), key=lambda at: int((at / "level").read_text())
+            )
+            size = (last / "size").read_text().strip()
+            units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+            nbytes = int(size[:-1]) * units[size[-1]] if size[-1:] in units else int(size)
+            found[(last / "shared_cpu_list").read_text()] = nbytes
+    return sum(found.values())
 
 
 def _best(queue: Queue, load: Load) -> float:
     """Return the highest rate of a load in a few rounds: other work on the machine only ever slows it down."""
-    return max(lane_rates(drive(queue, [load]))[load.lane] for _ in range(ROUNDS))
+    return max(_rate(queue, load) for _ in range(ROUNDS))
+
+
+def _rate(queue: Queue, load: Load) -> float:
+    return lane_rates(drive(queue, [load]))[load.lane]
 
 
 def _probe_path(tier: Tier, queue: Queue, address: int, plan: Plan) -> PathRates:

@@ -12,12 +12,43 @@ from offload.engine.memory import HUGE_PAGE_BYTES, Arena
 from offload.errors import OffloadError, TierError
 from offload.kernels.table import trial_items, trial_table
 from offload.measure.drive import Load
+from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import Completion, Tier, TileId, TileRequest, UpdateKernel
 from offload.rules import FP32, UpdateRule
 from offload.tiers import slot_bytes, tier_error
 
 CHUNK_NUMEL = 1 << 21
 """Elements of one update at most."""
+
+UPDATE_DEPTH = 2
+"""Updates in flight at once, as in a step."""
+
+STREAM_ITEM_BYTES = 28
+"""Bytes that Adam's update has to move for each element: fp32 state read and written, 16-bit gradient and weight."""
+
+UNSEEN_SLOWDOWN = 0.03
+"""Slow-downs of the update below this are noise, and say nothing about what I/O costs."""
+
+
+def memory_cost(
+    memory_bytes_per_s: float, cpu_bytes_per_s: float, speed: float, io_bytes_per_s: float, spread: float = 0.0
+) -> float:
+    """Return `memory_cost` of a path (or a link) from what its traffic left of the update.
+
+    With it `Rates.cpu_speed` gives that part back for a path at its rates. Beside an update the path itself may have
+    been slower; as predictions let it go on at its rates, the loss is spread over those.
+
+    Args:
+        memory_bytes_per_s: Host memory bandwidth.
+        cpu_bytes_per_s: The update's rate alone.
+        speed: The part of it that was left; 1 for all.
+        io_bytes_per_s: The path's rates, both directions together.
+        spread: How far apart the runs for `speed` are; a loss of less than half of it is noise.
+    """
+    left = memory_bytes_per_s - speed * cpu_bytes_per_s * UPDATE_MEMORY_COST
+    cost = max(0.0, left / io_bytes_per_s)
+    # An update that was not slowed leaves only an upper limit: take plain DMA's cost where that is below it.
+    return min(cost, 1.0) if 1 - speed <= max(UNSEEN_SLOWDOWN, spread / 2) else cost
 
 
 class TrialState:
@@ -28,6 +59,9 @@ class TrialState:
         numel: Elements.
         depth: Updates in flight at once.
         prefault: Touch all memory now.
+
+    Attributes:
+        chunks: How many there are.
     """
 
     def __init__(self, rule: UpdateRule, numel: int, depth: int = 1, *, prefault: bool = False) -> None:
@@ -43,13 +77,14 @@ class TrialState:
         self._arena = Arena(end, prefault=prefault)
         self.close = self._arena.close
         self._addresses = {name: self._arena.address + offset for name, offset in offsets.items()}
-        values = np.random.default_rng(0).standard_normal(min(numel + 1, 1 << 16), np.float32)
-        self._arena.numpy(offsets["master"], numel, np.float32)[:] = np.resize(values, numel)
+        values = np.random.default_rng(0).standard_normal(min(numel, 1 << 16), np.float32)
+        _repeat(values, self._arena.numpy(offsets["master"], numel, np.float32))
         # The upper half of a float32 is a bfloat16.
-        self._arena.numpy(offsets["gradient"], numel, np.uint16)[:] = np.resize(values.view(np.uint16)[1::2], numel)
+        _repeat(values.view(np.uint16)[1::2], self._arena.numpy(offsets["gradient"], numel, np.uint16))
         self._chunk_numel = min(CHUNK_NUMEL, numel // depth)
         starts = range(0, numel - self._chunk_numel + 1, self._chunk_numel)
         self._chunks = [self.table(start, self._chunk_numel) for start in starts]
+        self.chunks = len(self._chunks)
 
     def table(self, start: int, numel: int) -> np.ndarray[Any, Any]:
         """Return the segment table of a run of elements."""
@@ -67,6 +102,13 @@ class TrialState:
             return TierError("update", tier="host", path="cpu", detail=f"the kernel reports {completion.error}")
 
         return Load("cpu", self._chunk_numel * self._rule.item_bytes, self._depth, start, error, count)
+
+
+def _repeat(values: np.ndarray[Any, Any], into: np.ndarray[Any, Any]) -> None:
+    """Fill an array with values over and over; nothing of its size is made on the way."""
+    for start in range(0, into.size, values.size):
+        part = into[start : start + values.size]
+        part[:] = values[: part.size]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ Errors: a request on a session that was closed, that broke, or that belongs to a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -266,6 +267,9 @@ class Engine:
             self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
             for gradient in dropped:
                 gpu.device.give_up(gradient)
+            if self._visits.placing.due:  # and no gradient is here now
+                with contextlib.suppress(SessionBrokenError), self._thread.turn():
+                    self._thread.request(self._visits.placing.review)
 
     def wait_weights(self) -> None:
         """Wait until the weights on a GPU are those of the last step, whoever reads them on whatever stream."""

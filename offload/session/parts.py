@@ -30,9 +30,9 @@ from offload.engine.views import StateViews
 from offload.errors import InfeasiblePlanError, OffloadError, TierError
 from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
-from offload.measure import probe_device, quick_probe, session_rates, tune_depth
+from offload.measure import quick_probe, session_rates, tune_depth
 from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
-from offload.protocols import Completion, Device, Tier, TileRequest
+from offload.protocols import Completion, Device, Mark, Tier, TileRequest
 from offload.rules import UpdateRule
 from offload.session.setup import (
     LEAST_TILE_BYTES,
@@ -93,8 +93,16 @@ class Parts:
 
     # Putting them together
 
-    def open(self, parameters: tuple[Parameter, ...], say_broken: Callable[[BaseException], None]) -> None:
-        """Make the session; whoever gets an error closes `ends`."""
+    def open(
+        self, parameters: tuple[Parameter, ...], say_broken: Callable[[BaseException], None], caller: Mark | None
+    ) -> None:
+        """Make the session; whoever gets an error closes `ends`.
+
+        Args:
+            parameters: Its first.
+            say_broken: Is told what breaks it.
+            caller: What the caller has put on the GPU so far; None without one.
+        """
         config = self.config
         paths = [path.path for path in config.path_configs]
         check_directories(paths)
@@ -104,7 +112,7 @@ class Parts:
         budgets = self._first_plan(parameters, known)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes()
-        self._measure(known, budgets)
+        self._measure(known, budgets, caller)
         if self.gpu is not None:
             self.plan = self._adopt_gpu(self.gpu, self.plan, NOTHING)
             self.gpu.bind(self.plan)
@@ -195,16 +203,20 @@ class Parts:
         self._adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
 
-    def _measure(self, known: Rates | None, budgets: Budgets) -> None:
+    def _measure(self, known: Rates | None, budgets: Budgets, caller: Mark | None) -> None:
         """Measure the lanes where nobody has; with a GPU, plan again by what was found."""
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
             if path.depth is None:
                 _tune_depth(tier, self.queue, *memory.staging)
-        self.rates = known or quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan)
-        if self.gpu is None or known is not None:
+        if known is not None:
+            self.rates = known
             return
-        self.rates = dataclasses.replace(self.rates, gpu=probe_device(self.gpu, self.plan))
+        if caller is not None:  # forward and backward would be slower, and seem so
+            caller.wait()
+        self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.gpu)
+        if self.gpu is None:
+            return
         self.plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=self.plan)
         log.info("%s", self.plan)
         self._adopt_staging(self.plan, {})
@@ -279,7 +291,7 @@ class Parts:
         return make_plan(layout, budgets, kept=before, placements=placements)
 
     def adopt(self, plan: Plan) -> None:
-        """Go on with a plan that `plan_with` made; on the engine thread, with nothing in flight.
+        """Go on with a plan that keeps all homes; on the engine thread, with nothing in flight.
 
         Raises:
             InfeasiblePlanError: The paths have no room any more.
@@ -295,12 +307,28 @@ class Parts:
             plan = self._adopt_gpu(self.gpu, plan, before.layout)
         self.memory.adopt_homes(plan, before.layout)
         self.gradients.adopt(plan, before.layout)
-        self._adopt_staging(plan, self.machine.slots)
         if self.gpu is not None:
+            plan = self.counting_gradients(plan)  # which may be less now
             self.gpu.bind(plan)
+        self._adopt_staging(plan, self.machine.slots)
         self.tables.extend(plan.layout)
         self.machine.handle(Extend(plan))
         self.plan = self.views.plan = plan
+
+    def replace(self, plan: Plan) -> None:
+        """Go on with a plan that updates other subgroups on the GPU; on the engine thread, with nothing in flight.
+
+        Raises:
+            OffloadError: There is no memory for it; nothing has changed then.
+        """
+        if self.gpu is not None:
+            for what, needed, free in (
+                ("gradient slots in host memory", self.gradients.missing_bytes(plan), available_bytes()),
+                ("staging slots on the GPU", self.gpu.missing_bytes(plan), usable_bytes(self.gpu.device)),
+            ):
+                if needed > free:
+                    raise InfeasiblePlanError(what, needed, {"what is free": free}, "free some")
+        self.adopt(plan)
 
     # The end
 

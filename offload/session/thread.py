@@ -21,6 +21,7 @@ from offload.engine.loop import pump
 from offload.engine.operations import Begin, Release, Stop, Sweep
 from offload.errors import CheckpointError, OffloadError, SessionBrokenError, known
 from offload.layout import Parameter
+from offload.protocols import DeviceLane, Mark
 from offload.session.parts import Parts
 
 log = logging.getLogger("offload")
@@ -69,16 +70,18 @@ class EngineThread:
 
     def open(self, parameters: tuple[Parameter, ...]) -> None:
         """Make the session and serve it; whoever gets an error closes it."""
+        gpu = self._parts.gpu
+        caller = gpu.device.mark(DeviceLane.CALLER, timed=False) if gpu is not None else None
         # Aside, so that no interrupt comes between what is made and taking note of it.
-        work = partial(self._parts.on_device, partial(self._open, parameters))
+        work = partial(self._parts.on_device, partial(self._open, parameters, caller))
         self._opening = waits.Aside(work, "offload-open")
         self._opening.start()
         waits.wait_for(self._opening.wait, lambda: "the paths to be opened and probed")
         if self._opening.error is not None:
             raise self._opening.error
 
-    def _open(self, parameters: tuple[Parameter, ...]) -> None:
-        self._parts.open(parameters, self.say_broken)
+    def _open(self, parameters: tuple[Parameter, ...], caller: Mark | None) -> None:
+        self._parts.open(parameters, self.say_broken, caller)
         self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
         self._thread.start()
 

@@ -17,6 +17,7 @@ from offload.layout import Segment
 from offload.measure import HISTORY, observe, typical
 from offload.plan import Rates, visit_order
 from offload.session.parts import Parts
+from offload.session.placing import Placing
 from offload.session.thread import EngineThread
 
 Take = Callable[[Segment, Mapping[str, torch.Tensor]], None]
@@ -44,6 +45,8 @@ class Visits:
         """Steps that have ended."""
         self.written_bytes: Counter[str] = Counter()
         """Bytes that went to each path, by its number, before the last step: what wears a drive."""
+        self.placing = Placing(parts, thread)
+        """Chooses again what the GPU updates."""
         self._sweeps = 0
         self._seen: list[Rates] = []
 
@@ -110,6 +113,7 @@ class Visits:
         """Return the sweep that updates some subgroups as `Tables.begin_step` was told."""
         parts = self._parts
         self._learn()
+        self.placing.review()
         order = visit_order(subgroups, parts.machine.slots)
         visits = update_visits(parts.plan, order, lambda n: parts.machine.is_fresh(n) or parts.tables.needs_reload(n))
         try:
@@ -141,6 +145,7 @@ class Visits:
             seen = self._seen or [parts.rates]
             self._seen = [*seen[1 - HISTORY :], observe(parts.rates, parts.executor.timeline)]
             parts.rates = typical(self._seen)
+            self.placing.learnt()
         self.written_bytes = self.all_written_bytes()
         parts.executor.timeline = []
         if parts.plan.budgets.follow_rates:

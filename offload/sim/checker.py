@@ -39,8 +39,8 @@ Rules:
      takes come on top of those of rule 8.
  16. State is exchanged for what lies on storage (`TakeUp`) with nothing in flight, between sweeps and saves. What is
      taken up is in use like what was written, and what a store held before comes on top of the bytes of rule 8.
- 17. The plan grows (`Extend`) with nothing in flight, between sweeps and saves. Subgroups and their homes stay, and
-     so do staging slots.
+ 17. The plan changes (`Extend`) with nothing in flight, between sweeps and saves. Subgroups and their homes stay, and
+     so do staging slots in host memory; others may be updated on the GPU from then on.
 
 Non-goals: whether an order is good, whether anything happens at all (a run that never ends breaks no rule).
 """
@@ -485,8 +485,8 @@ class CheckedExecutor:
 
     def _extend(self, plan: Plan) -> None:
         before, count = self._plan, len(self._subgroups)
-        self._require(not self._flying and not self._unended, "17: the plan grows while its memory is in use")
-        self._require(self._save is None, "17: the plan grows during a save")
+        self._require(not self._flying and not self._unended, "17: the plan changes while its memory is in use")
+        self._require(self._save is None, "17: the plan changes during a save")
         self._require(plan.layout.subgroups[:count] == before.layout.subgroups, "17: subgroups are cut anew")
         self._require(plan.homes[:count] == before.homes, "17: a subgroup gets another home")
         self._require(plan.staging_slots >= before.staging_slots, "17: a staging slot goes")

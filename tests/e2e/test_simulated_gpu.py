@@ -1110,3 +1110,18 @@ def test_updates_begin_before_all_gradients_have_been_sent_for(monkeypatch: pyte
     assert done.count("run") == done.count("gradient") == 24
     ahead = [done[: place + 1].count("gradient") - done[:place].count("run") for place in range(len(done))]
     assert max(ahead) <= BROUGHT_AHEAD + 3  # the runs in flight have begun
+
+
+def test_nothing_is_measured_while_the_caller_is_at_work(tmp_path: Path) -> None:
+    """A device shared with a backward pass that has not ended would seem slower than it is."""
+    device, done = SimulatedDevice(lazy=True, caller_is_host=False), []
+    device.caller_work("backward", lambda: done.append(True), [])
+    plain = device.update
+
+    def update(table: Any) -> None:
+        assert done
+        plain(table)
+
+    device.update = update  # type: ignore[method-assign]
+    with OnDevice(weights(), device=device, offload=config(tmp_path, placement="auto")):
+        assert done

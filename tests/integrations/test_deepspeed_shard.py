@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import Shard
 from offload.integrations.deepspeed.transfers import Transfers
+from offload.plan import GpuRates, Rates
+from offload.session import parts, placing, visits
 from offload.sim import LateTransfers, SimulatedDevice
 
 PIECES = (Piece("a", 0, 0, 5, 0), Piece("b", 0, 5, 3, 0))
@@ -242,5 +245,31 @@ def test_whatever_is_done_with_a_shard_has_the_same_bits_on_a_gpu(seed: int) -> 
     expected, found = random_life(near, seed, dtype), random_life(far, seed, dtype)
     for place, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert a == b, place
+    near.close()
+    far.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_shard_whose_placement_changes_has_the_same_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step shows other rates, and whatever they ask for is done between two windows."""
+    rates = [Rates(10.0**cpu, (), GpuRates(1e9, 10.0**link, 10.0**link)) for cpu, link in ((6, 9), (9, 6), (8, 8))]
+    shown, plans = itertools.cycle(rates), set()
+    plain = visits.Visits._learn
+
+    def learn(self: visits.Visits) -> None:
+        plain(self)
+        plans.add(self._parts.plan.placements)
+        self._parts.rates, self.placing.due = next(shown), True
+
+    monkeypatch.setattr(parts, "quick_probe", lambda *arguments: next(shown))
+    monkeypatch.setattr(visits.Visits, "_learn", learn)
+    monkeypatch.setattr(placing, "WORTH_A_CHANGE", 0.0)
+    chosen = random.Random(seed)
+    dtype, sums = chosen.choice([torch.bfloat16, torch.float32]), chosen.choice([None, torch.float32])
+    near, far = on_device(0, dtype, sums), on_device("auto", dtype, sums, **chosen.choice(list(DEVICES.values())))
+    expected, found = random_life(near, seed, dtype), random_life(far, seed, dtype)
+    for place, (a, b) in enumerate(zip(expected, found, strict=True)):
+        assert a == b, place
+    assert len(plans) > 1
     near.close()
     far.close()

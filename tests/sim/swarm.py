@@ -178,7 +178,10 @@ def make_scenario(seed: int, *, faulty: bool | None = None) -> Scenario:
 
 
 def make_changing_scenario(seed: int) -> Scenario:
-    """Return a scenario whose paths get other shares, and whose plan grows (where that can be), between sweeps."""
+    """Return a scenario whose paths get other shares, and whose plan grows (where that can be), between sweeps.
+
+    With a GPU others are updated there from then on.
+    """
     scenario, rng = make_scenario(seed), random.Random(-1 - seed)
     plan, count = scenario.plan, len(scenario.sweeps)
     shares = {n: tuple(rng.uniform(0.05, 1.0) for _ in plan.budgets.paths) for n in range(1, count + 1)}
@@ -188,8 +191,8 @@ def make_changing_scenario(seed: int) -> Scenario:
         Parameter(f"added{i}", rng.randrange(1, 5000), rng.choice(dtypes), 0) for i in range(rng.randrange(1, 4))
     ]
     layout = extend_layout(plan.layout, added, 1024, 4096)
-    more = len(layout.subgroups) - len(plan.homes) if plan.uses_gpu else 0
-    placements = plan.placements + random_placements(rng, more)
+    count_on_gpu = len(layout.subgroups) if plan.uses_gpu else 0
+    placements = random_placements(rng, count_on_gpu)
     # Room for what is added, on one of the paths.
     room = 2 * sum(nbytes + SECTOR_BYTES for s in layout.subgroups[len(plan.homes) :] for _, _, nbytes in s.tiles)
     room += len(plan.budgets.paths) * (max(s.tile_numel for s in layout.subgroups) * 4 + SECTOR_BYTES)
@@ -205,7 +208,7 @@ def make_changing_scenario(seed: int) -> Scenario:
     scenario.plan, scenario.grown, scenario.grows_before = wider, grown, rng.randrange(2, count + 1)
     new = update_visits(grown, range(len(plan.layout.subgroups), len(layout.subgroups)))
     for number in range(scenario.grows_before - 1, count):
-        scenario.sweeps[number] += new
+        scenario.sweeps[number] = random_sweep(rng, grown) if plan.uses_gpu else scenario.sweeps[number] + new
     return scenario
 
 

@@ -21,8 +21,9 @@ from offload.engine.timeline import Interval
 from offload.errors import ConfigError, TierError
 from offload.measure import RatesFile, full, full_probe
 from offload.measure.drive import Load, bytes_per_s, drive
-from offload.measure.full import LADDER_BYTES, PATH_SLOTS, ROUNDS, fit_latency, memory_cost, summarise, thread_counts
+from offload.measure.full import LADDER_BYTES, PATH_SLOTS, ROUNDS, fit_latency, summarise, thread_counts
 from offload.measure.gpu import GpuProbe
+from offload.measure.workbench import memory_cost
 from offload.plan import PathRates, Rates
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST
 from offload.rules import ADAMW

@@ -1,0 +1,93 @@
+"""Choosing again which device updates each subgroup, by the rates that steps have shown.
+
+The first choice rests on a probe. When as many steps have been seen as a rate is the median of, placement "auto" is
+chosen anew, and again ever more rarely. What changes is who updates a subgroup, and with that the memory for its
+gradients; homes and staging stay, and so does every bit of the state.
+
+Invariants: the plan changes with nothing in flight, no checkpoint under way, and no gradient that has arrived; a
+session changes it `MOST_CHANGES` times at most.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from offload.errors import OffloadError
+from offload.measure import HISTORY
+from offload.plan import Placement, Plan, choose_plan, estimate
+from offload.session.parts import Parts
+from offload.session.thread import EngineThread
+from offload.units import format_seconds
+
+log = logging.getLogger("offload")
+
+WORTH_A_CHANGE = 0.03
+"""Another choice is taken where it saves more than this part of the time."""
+
+MOST_CHANGES = 3
+"""Two choices may each look better by the rates that the other one shows."""
+
+
+class Placing:
+    """When a session's placement is chosen again.
+
+    Args:
+        parts: The session's.
+        thread: Its engine thread.
+
+    Attributes:
+        due: Whether it is time to; see `review`.
+    """
+
+    def __init__(self, parts: Parts, thread: EngineThread) -> None:
+        self.due = False
+        self._parts = parts
+        self._thread = thread
+        self._changes = 0
+        self._seen = 0
+        self._wanted = HISTORY - 1  # with what was known before, rates are the median of `HISTORY`
+
+    def learnt(self) -> None:
+        """Take note that rates have been refined by one more step."""
+        self._seen += 1
+        if self._seen >= self._wanted and self._changes < MOST_CHANGES:
+            self.due = self._parts.gpu is not None and self._parts.config.placement == "auto"
+
+    def review(self) -> None:
+        """Choose again if it is due and can be; on the engine thread, between sweeps."""
+        parts, machine = self._parts, self._parts.machine
+        if not self.due or parts.gradients.have_arrived or machine.saver.under_way is not None:
+            return
+        self.due, self._seen, self._wanted = False, 0, 2 * self._wanted
+        found = self._better()
+        if found is None:
+            return
+        before = parts.plan
+        try:
+            self._thread.settle()
+            parts.replace(found)
+        except OffloadError as error:
+            if machine.broken is None:  # else whoever asks next is told
+                self._changes = MOST_CHANGES
+                log.warning("the GPU updates what it did before, which is slower than it could be: %s", error)
+            return
+        self._changes, self._wanted = self._changes + 1, HISTORY
+        log.info(
+            "the GPU updates %d of %d subgroups from now on, and not %d: by what steps show, one takes %s, not %s",
+            found.placements.count(Placement.GPU),
+            len(found.placements),
+            before.placements.count(Placement.GPU),
+            format_seconds(estimate(found, parts.rates).step_s),
+            format_seconds(estimate(before, parts.rates).step_s),
+        )
+
+    def _better(self) -> Plan | None:
+        """Return a plan that is faster by the rates known now, and by enough; None if there is none."""
+        plan, rates = self._parts.plan, self._parts.rates
+        try:
+            found = choose_plan(plan.layout, plan.budgets, rates, kept=plan)
+        except OffloadError as error:  # paths have less room than they had
+            log.info("the GPU updates what it did before: %s", error)
+            return None
+        saves = estimate(plan, rates).step_s > (1 + WORTH_A_CHANGE) * estimate(found, rates).step_s
+        return found if saves and found.placements != plan.placements else None

@@ -1,0 +1,147 @@
+"""The short probe that a session begins with: over how much memory, how often, and after what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload._native import CompletionQueue
+from offload.dtypes import DtypeCode
+from offload.engine.gpu import GpuLanes
+from offload.kernels import CpuUpdateKernel
+from offload.kernels.table import trial_bytes
+from offload.layout import Parameter, build_layout
+from offload.measure import probe, quick_probe
+from offload.measure.workbench import CHUNK_NUMEL, TrialState
+from offload.plan import Budgets, Plan, make_plan
+from offload.plan.rates import UPDATE_MEMORY_COST
+from offload.rules import ADAMW
+from offload.sim import SimulatedDevice
+
+GIB = 1 << 30
+
+
+def plan_of(numel: int) -> Plan:
+    layout = build_layout([Parameter("p", numel, DtypeCode.BFLOAT16, 0)], 1 << 22, 1 << 20)
+    return make_plan(layout, Budgets(host_bytes=layout.state_bytes))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(probe, "_known_costs", {})
+
+
+@pytest.mark.parametrize(
+    ("caches", "state", "available", "expected"),
+    [
+        (32 << 20, 100 * GIB, 100 * GIB, 512 << 20),
+        (400 << 20, 100 * GIB, 100 * GIB, 1200 << 20),
+        (32 << 20, 96 << 20, 100 * GIB, 96 << 20),  # no more than the session takes itself
+        (32 << 20, 100 * GIB, 2 * GIB, 256 << 20),  # nor than a part of what is there
+        (32 << 20, 3 << 20, 100 * GIB, 3 << 20),
+        (32 << 20, 3 << 20, 0, 0),
+    ],
+)
+def test_over_how_much_memory(
+    caches: int, state: int, available: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "cache_bytes", lambda: caches)
+    monkeypatch.setattr(probe, "available_bytes", lambda: available)
+
+    class Session:
+        host_bytes, overhead_bytes = state + 1000, 1000
+
+    numel = probe._host_numel(Session)  # type: ignore[arg-type]
+    nbytes = numel * trial_bytes(ADAMW)
+    unit = (CHUNK_NUMEL if expected > CHUNK_NUMEL * trial_bytes(ADAMW) else 1024) * trial_bytes(ADAMW)
+    assert numel > 0
+    assert numel % 1024 == 0
+    assert nbytes <= max(expected, unit)
+    assert nbytes > expected - unit
+
+
+def test_caches_are_counted_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cpu in range(6):
+        for index, (level, size, shared) in enumerate(
+            [(1, "48K", f"{cpu}"), (1, "32K", f"{cpu}"), (2, "2M", f"{cpu}"), (3, "96M", "0-2" if cpu < 3 else "3-5")]
+        ):
+            folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, value in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+                (folder / name).write_text(f"{value}\n")
+    monkeypatch.setattr(probe, "SYSTEM_CPUS", tmp_path)
+    for allowed, expected in (({0, 1, 2, 3}, 192), ({4, 5}, 96), ({9}, 0)):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, allowed=allowed: allowed)
+        assert probe.cache_bytes() == expected << 20
+
+
+def test_a_process_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def trial(rule: Any, numel: int, *arguments: Any, **options: Any) -> TrialState:
+        taken.append(numel)
+        return TrialState(rule, numel, *arguments, **options)
+
+    monkeypatch.setattr(probe, "TrialState", trial)
+    queue = CompletionQueue()
+    with CpuUpdateKernel(queue, 1) as one, CpuUpdateKernel(queue, 2) as two:
+        first = quick_probe(one, [], queue, 0, plan_of(100_000))
+        assert quick_probe(one, [], queue, 0, plan_of(100_000)) == first
+        assert len(taken) == 1
+        quick_probe(two, [], queue, 0, plan_of(100_000))
+        quick_probe(one, [], queue, 0, plan_of(200_000))
+    assert len(taken) == 3
+    assert taken[0] == taken[1] < taken[2]
+    # An update does not move more than memory gives.
+    assert 0 < first.cpu_bytes_per_s * UPDATE_MEMORY_COST <= first.memory_bytes_per_s < float("inf")
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_gpu_is_measured_beside_the_update(lazy: bool) -> None:
+    """A device that does nothing until it is waited for is measured, too."""
+    device = SimulatedDevice(lazy=lazy, bytes_per_s=None if lazy else 1e8)
+    queue = CompletionQueue()
+    lanes = GpuLanes(device, queue)
+    with CpuUpdateKernel(queue, 1) as kernel:
+        found = quick_probe(kernel, [], queue, 0, plan_of(20_000), lanes)
+    assert found.gpu is not None
+    if not lazy:
+        assert max(found.gpu.h2d_bytes_per_s, found.gpu.d2h_bytes_per_s, found.gpu.update_bytes_per_s) <= 1e8
+    assert 0 <= found.gpu.memory_cost <= probe.MOST_MEMORY_COST
+    assert not device.pinned
+    lanes.close()
+
+
+@pytest.mark.parametrize(("speed", "expected"), [(1.0, 0.0), (0.5, 0.2), (0.1, probe.MOST_MEMORY_COST)])
+def test_what_copies_leave_of_the_update_is_their_cost(speed: float, expected: float) -> None:
+    class Probe:
+        copy_bytes = 1 << 20
+
+        def beside(self, update: Any, copies: int) -> dict[str, float]:
+            assert copies >= 1
+            return {"gpu/speed of cpu": speed}
+
+    class Host:
+        def update(self, part: float) -> float:
+            return 10e9
+
+        def rates(self) -> tuple[float, float]:
+            return 10e9, 10e9 * UPDATE_MEMORY_COST
+
+    link = 1e9 if speed == 0.1 else 10e9 * UPDATE_MEMORY_COST * 0.5 / 2 / 0.2
+    assert probe._cost_beside(Probe(), Host(), link, link) == pytest.approx(expected)  # type: ignore[arg-type]
+
+
+def test_trial_state_repeats_its_values() -> None:
+    numel = (1 << 16) * 2 + 1000
+    state = TrialState(ADAMW, numel)
+    master = state._arena.numpy(state._addresses["master"] - state._arena.address, numel, "float32")
+    gradient = state._arena.numpy(state._addresses["gradient"] - state._arena.address, numel, "uint16")
+    assert (master[: 1 << 16] == master[1 << 16 : 2 << 16]).all()
+    assert (master[-1000:] == master[:1000]).all()
+    assert (gradient[-1000:] != 0).any()
+    del master, gradient
+    state.close()
