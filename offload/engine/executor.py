@@ -6,6 +6,7 @@ kernel's; both report to one queue, on which the session's engine thread waits. 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -112,7 +113,7 @@ class LiveExecutor:
         others: Mapping[int, Tier] | None = None,
     ) -> None:
         self.timeline: list[Interval] = []
-        """Operations that have ended, in that order; whoever starts a step empties it."""
+        """Operations that have ended, in that order; whoever starts a step takes it."""
         self.requests = 0
         """Requests that have come in; whoever takes one counts it down."""
         self._tiers = tiers
@@ -302,6 +303,10 @@ class LiveExecutor:
         if completion.op in self._waiting or isinstance(operation, CopyIn | CopyOut | WeightOperation):
             self._waiting.pop(completion.op, None)
             if completion.error == 0:
+                if self._gpu is not None and isinstance(operation, CopyOut | FetchWeights | AwaitPush):
+                    # Here, while lanes work: at a step's begin all would wait for the times of the last.
+                    with contextlib.suppress(OffloadError):  # a device that has failed says so with its next report
+                        self._gpu.take_timed(self._add_timed, operation.subgroup)
                 return Done(completion.op)
             failed = TierError("copy", tier="gpu", path="d2h", detail="the GPU has failed; see the log")
             return Failed(completion.op, failed)

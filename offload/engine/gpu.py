@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,8 +62,8 @@ class GpuLanes:
         weight_copies: Callable[[int, int], npt.NDArray[np.uint64]] = no_weights,
     ) -> None:
         self.device = device
-        self.timed: list[Timed] = []
-        """Operations put on lanes since `take_timed`, in that order."""
+        self.timed: dict[int, deque[Timed]] = {}
+        """Operations put on lanes whose times were not taken, by subgroup."""
         self.pinned = PinnedMemory(device)
         """Host memory that the device reaches by itself."""
         self._queue = queue
@@ -186,7 +187,7 @@ class GpuLanes:
         began = self.device.mark(DeviceLane.H2D)
         self.copy(DeviceLane.H2D, self._slot(slot), host_address, nbytes)
         self._ready[slot] = self.device.mark(DeviceLane.H2D)
-        self.timed.append(Timed("h2d", operation.subgroup, nbytes, due_s, began, self._ready[slot]))
+        self._time("h2d", operation.subgroup, nbytes, due_s, began, self._ready[slot])
         self._post(operation.op)
 
     def run(self, operation: Run, table: npt.NDArray[Any] | None, due_s: float) -> None:
@@ -204,7 +205,7 @@ class GpuLanes:
         self._written[subgroup] = ended
         if operation.gpu_slot is not None:
             self._updated[operation.gpu_slot] = ended
-        self.timed.append(Timed("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended))
+        self._time("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
         self._post(operation.op)
 
     def copy_out(self, operation: CopyOut, host_address: int, due_s: float) -> None:
@@ -214,7 +215,7 @@ class GpuLanes:
         began = self.device.mark(DeviceLane.D2H)
         self.copy(DeviceLane.D2H, host_address, self._slot(slot), nbytes)
         self._left[slot] = self.device.mark(DeviceLane.D2H)
-        self.timed.append(Timed("d2h", operation.subgroup, nbytes, due_s, began, self._left[slot]))
+        self._time("d2h", operation.subgroup, nbytes, due_s, began, self._left[slot])
         self.device.report(self._left[slot], self._queue, operation.op)
 
     def _post(self, op: int) -> None:
@@ -242,7 +243,7 @@ class GpuLanes:
         for there, host, nbytes in copies[copies[:, 0] > 0].tolist():  # a weight that is not bound is not updated
             self.copy(DeviceLane.D2H, host, there, nbytes)
         ended = self.device.mark(DeviceLane.D2H)
-        self.timed.append(Timed("d2h", operation.subgroup, operation.nbytes, due_s, began, ended))
+        self._time("d2h", operation.subgroup, operation.nbytes, due_s, began, ended)
         self.device.report(ended, self._queue, operation.op)
 
     def push(self, operation: PushWeights, due_s: float) -> None:
@@ -254,7 +255,7 @@ class GpuLanes:
         ended = self._pushed[operation.weight_slot] = self._written[operation.subgroup] = self.device.mark(
             DeviceLane.H2D
         )
-        self.timed.append(Timed("h2d", operation.subgroup, int(copies[:, 2].sum()), due_s, began, ended))
+        self._time("h2d", operation.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
         self._post(operation.op)
 
     def await_push(self, operation: AwaitPush) -> None:
@@ -308,15 +309,20 @@ class GpuLanes:
         self.device.follow(DeviceLane.UPDATE, mark)
         mark.wait()
 
-    def take_timed(self, add: Callable[[Timed], None]) -> None:
-        """Hand over all operations that have ended."""
-        left = []
-        for timed in self.timed:
-            if timed.ended.reached():
-                add(timed)
-            else:
-                left.append(timed)
-        self.timed = left
+    def _time(self, lane: str, subgroup: int, nbytes: int, due_s: float, began: Mark, ended: Mark) -> None:
+        self.timed.setdefault(subgroup, deque()).append(Timed(lane, subgroup, nbytes, due_s, began, ended))
+
+    def take_timed(self, add: Callable[[Timed], None], subgroup: int | None = None) -> None:
+        """Hand over all operations that have ended, or those of one subgroup; any thread."""
+        chosen = [self.timed.get(subgroup, deque())] if subgroup is not None else list(self.timed.values())
+        for waiting in chosen:
+            for _ in range(len(waiting)):
+                with contextlib.suppress(IndexError):  # another thread has taken it
+                    timed = waiting.popleft()
+                    if timed.ended.reached():
+                        add(timed)
+                    else:
+                        waiting.append(timed)
 
     def close(self) -> None:
         """Wait for the lanes, unpin host memory and close the device."""

@@ -346,7 +346,7 @@ class Engine:
                 self._step_started_s, self._step_s = started_s, time.monotonic() - started_s
 
             try:
-                self._thread.request(partial(visits.begin_step, subgroups), applied)
+                self._thread.request(partial(visits.begin_step, subgroups), applied, visits.learn)
             except SessionBrokenError:
                 raise
             except Exception as error:

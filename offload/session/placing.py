@@ -47,11 +47,19 @@ class Placing:
         self._seen = 0
         self._wanted = HISTORY - 1  # with what was known before, rates are the median of `HISTORY`
 
+    @property
+    def is_near(self) -> bool:
+        """Whether `review` may have something to do when one more step has been learnt from."""
+        return self.due or self._is_wanted(self._seen + 1)
+
+    def _is_wanted(self, seen: int) -> bool:
+        chooses = self._parts.gpu is not None and self._parts.config.placement == "auto"
+        return chooses and seen >= self._wanted and self._changes < MOST_CHANGES
+
     def learnt(self) -> None:
         """Take note that rates have been refined by one more step."""
         self._seen += 1
-        if self._seen >= self._wanted and self._changes < MOST_CHANGES:
-            self.due = self._parts.gpu is not None and self._parts.config.placement == "auto"
+        self.due = self.due or self._is_wanted(self._seen)
 
     def review(self) -> None:
         """Choose again if it is due and can be; on the engine thread, between sweeps."""

@@ -27,6 +27,10 @@ from offload.session.parts import Parts
 log = logging.getLogger("offload")
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(slots=True)
 class _Request:
     """Something that a caller waits for."""
@@ -35,6 +39,8 @@ class _Request:
     """Runs on the engine thread with no sweep under way; returns the sweep to run, or None if that was all."""
     applied: Callable[[], None]
     """Takes note of a sweep that has ended well; on the engine thread, where no interrupt can come between."""
+    meanwhile: Callable[[], None]
+    """Called on the engine thread when the sweep's first operations are under way."""
     error: BaseException | None = None
 
 
@@ -113,7 +119,12 @@ class EngineThread:
             self.check_usable()
             yield
 
-    def request(self, begin: Callable[[], Sweep | None], applied: Callable[[], None] = lambda: None) -> None:
+    def request(
+        self,
+        begin: Callable[[], Sweep | None],
+        applied: Callable[[], None] = nothing,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> None:
         """Have the engine thread do something and wait until it has ended, well or not.
 
         A sweep reads gradients and writes weights until it has ended, so nothing may cut the wait short: handing over
@@ -124,11 +135,12 @@ class EngineThread:
         Args:
             begin: See `_Request`.
             applied: See `_Request`.
+            meanwhile: See `_Request`.
 
         Raises:
             BaseException: What the request ended with.
         """
-        request = _Request(begin, applied)
+        request = _Request(begin, applied, meanwhile)
         interrupted = self._next  # what is about to be handed over, if a signal handler asks for this
         try:
             self.requester = threading.get_ident()  # from here on a signal handler's close waits for the answer
@@ -217,8 +229,9 @@ class EngineThread:
             self._begin_request()
 
     def _begin_request(self) -> None:
+        request = known(self._current, "a request from nobody")
         try:
-            sweep = known(self._current, "a request from nobody").begin()
+            sweep = request.begin()
         except OffloadError as error:
             self.take_save()  # a save was being committed when the session broke
             self._answer(error)
@@ -226,7 +239,10 @@ class EngineThread:
         if sweep is None:
             self._answer(None)
         else:
-            self._parts.machine.handle(Begin(sweep))
+            machine, executor = self._parts.machine, self._parts.executor
+            machine.handle(Begin(sweep))
+            executor.submit(machine.take_operations())
+            request.meanwhile()
 
     def _finish(self) -> None:
         """Finish what is in flight as the session is closed; a device that does not answer breaks it, as ever."""

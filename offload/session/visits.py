@@ -12,6 +12,7 @@ import torch
 
 from offload.engine.machine import update_visits
 from offload.engine.operations import Reshare, Run, Stop, Sweep, Visit
+from offload.engine.timeline import Interval
 from offload.errors import OffloadError
 from offload.layout import Segment
 from offload.measure import HISTORY, observe, typical
@@ -49,6 +50,7 @@ class Visits:
         """Chooses again what the GPU updates."""
         self._sweeps = 0
         self._seen: list[Rates] = []
+        self._unlearnt: list[Interval] | None = None
 
     def subgroups_of(self, positions: Iterable[int]) -> tuple[int, ...]:
         """Return the subgroups that parameters lie in."""
@@ -112,8 +114,12 @@ class Visits:
     def begin_step(self, subgroups: Sequence[int]) -> Sweep:
         """Return the sweep that updates some subgroups as `Tables.begin_step` was told."""
         parts = self._parts
-        self._learn()
-        self.placing.review()
+        parts.executor.take_timed()
+        self.written_bytes = self.all_written_bytes()
+        self._unlearnt, parts.executor.timeline = parts.executor.timeline, []
+        if self.placing.is_near:
+            self.learn()
+            self.placing.review()
         order = visit_order(subgroups, parts.machine.slots)
         visits = update_visits(parts.plan, order, lambda n: parts.machine.is_fresh(n) or parts.tables.needs_reload(n))
         try:
@@ -137,16 +143,19 @@ class Visits:
         self.version += changes
         return Sweep(self._sweeps, self.version, visits)
 
-    def _learn(self) -> None:
-        """Take the rates from what the last step did, and let the spread of tiles follow them."""
+    def learn(self) -> None:
+        """Take the rates from what the last step did, and let the spread of tiles follow them.
+
+        Once a step, which need not wait for it.
+        """
         parts = self._parts
-        parts.executor.take_timed()
+        timeline, self._unlearnt = self._unlearnt, None
+        if timeline is None:
+            return
         if self.step_number > 1:  # the first step reads nothing, and touches memory for the first time
             seen = self._seen or [parts.rates]
-            self._seen = [*seen[1 - HISTORY :], observe(parts.rates, parts.executor.timeline)]
+            self._seen = [*seen[1 - HISTORY :], observe(parts.rates, timeline)]
             parts.rates = typical(self._seen)
             self.placing.learnt()
-        self.written_bytes = self.all_written_bytes()
-        parts.executor.timeline = []
         if parts.plan.budgets.follow_rates:
             parts.machine.handle(Reshare(parts.plan.shares(parts.rates)))
