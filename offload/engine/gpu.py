@@ -22,6 +22,7 @@ import numpy.typing as npt
 from offload.engine.memory import Arena
 from offload.engine.operations import CopyIn, CopyOut, PushWeights, Run, Visit
 from offload.engine.pinning import PinnedMemory
+from offload.engine.touching import nodes_for
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout
 from offload.plan.budget import WEIGHT_SLOTS, Plan
@@ -55,10 +56,14 @@ class GpuLanes:
     Args:
         device: The GPU.
         queue: Where ends of operations are reported.
+        cpu_updates: Whether the CPU may update some of the state.
     """
 
-    def __init__(self, device: Device, queue: Queue) -> None:
+    def __init__(self, device: Device, queue: Queue, *, cpu_updates: bool = True) -> None:
         self.device = device
+        self.given_up = False
+        """Whether nobody wants memory any more that is still being taken."""
+        self._nodes = nodes_for(device.node, cpu_updates)
         self.timed: list[Timed] = []
         """Operations put on lanes since `take_timed`, in that order."""
         self.pinned = PinnedMemory(device)
@@ -137,8 +142,16 @@ class GpuLanes:
         return self._plan.layout.subgroups[subgroup].state_bytes if self._plan is not None else 0
 
     def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
-        """Return host memory, pinned for the device as far as the system allows."""
+        """Return host memory, pinned for the device as far as the system allows.
+
+        Its pages are touched first, by many threads, as whoever pins them would do so by one, and on its node.
+        """
         arena = Arena(nbytes, inherit=inherit)
+        try:
+            arena.touch(self._nodes, lambda: self.given_up)
+        except BaseException:
+            arena.close()
+            raise
         self.pinned.pin(arena)
         return arena
 
