@@ -257,6 +257,9 @@ class Device(Protocol):
     reserve_bytes: int
     """How much of its memory a session leaves free where it may choose: whatever else works there grows."""
 
+    node: int | None
+    """The NUMA node that it is attached to; None where that is not known."""
+
     def adopt_thread(self) -> None:
         """Prepare a thread of the session's own, which calls this first: it works for this device from now on.
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,9 @@ CAPTURE_ADVICE = (
     "leave step, clip_grad_norm_, zero_grad and, with keep_grads=False, backward out of the capture: a replay would "
     "not repeat what they do"
 )
+
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+"""Where Linux lists devices, by their addresses."""
 
 LEAST_RESERVE_BYTES = 2 << 30
 """Memory left free where a tenth of the card is less: later batches are larger, and libraries want workspaces."""
@@ -160,6 +164,7 @@ class CudaDevice:
         self.name = f"{self.device} ({cuda.get_device_name(self.device)})"
         with self.current():
             self.reserve_bytes = max(LEAST_RESERVE_BYTES, int(cuda.mem_get_info(self.device)[1]) // 10)
+            self.node = _node_of(cuda.get_device_properties(self.device))
         self.unused: dict[bool, deque[Any]] = {False: deque(), True: deque()}
         """Events without and with timing that are free to be recorded again: making one can take long."""
         self._memory: dict[int, torch.Tensor] = {}
@@ -338,6 +343,15 @@ def _relax_captures() -> None:
         runtime[f"{name}ThreadExchangeStreamCaptureMode"](ctypes.byref(ctypes.c_int(_RELAXED)))
     except (OSError, AttributeError) as error:
         log.debug("a capture of a CUDA graph may fail while offload works: %s", error)
+
+
+def _node_of(properties: Any) -> int | None:
+    """Return the NUMA node of a device of such properties; None where torch or the kernel do not tell."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # older torch does not know the address
+        place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+        node = int((PCI_DEVICES / "{:04x}:{:02x}:{:02x}.0".format(*place) / "numa_node").read_text())
+        return node if node >= 0 else None
+    return None
 
 
 @contextlib.contextmanager

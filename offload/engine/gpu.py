@@ -23,6 +23,7 @@ import numpy.typing as npt
 from offload.engine.memory import Arena
 from offload.engine.operations import AwaitPush, CopyIn, CopyOut, FetchWeights, PushWeights, Run, Visit
 from offload.engine.pinning import PinnedMemory
+from offload.engine.touching import nodes_for
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout
 from offload.plan.budget import Plan
@@ -53,6 +54,7 @@ class GpuLanes:
         device: The GPU.
         queue: Where ends of operations are reported.
         weight_copies: Says where a subgroup's weights lie: `Tables.weight_copies`.
+        cpu_updates: Whether the CPU may update some of the state.
     """
 
     def __init__(
@@ -60,8 +62,13 @@ class GpuLanes:
         device: Device,
         queue: Queue,
         weight_copies: Callable[[int, int], npt.NDArray[np.uint64]] = no_weights,
+        *,
+        cpu_updates: bool = True,
     ) -> None:
         self.device = device
+        self.given_up = False
+        """Whether nobody wants memory any more that is still being taken."""
+        self._nodes = nodes_for(device.node, cpu_updates)
         self.timed: dict[int, deque[Timed]] = {}
         """Operations put on lanes whose times were not taken, by subgroup."""
         self.pinned = PinnedMemory(device)
@@ -142,8 +149,16 @@ class GpuLanes:
         return self._plan.layout.subgroups[subgroup].state_bytes if self._plan is not None else 0
 
     def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
-        """Return host memory, pinned for the device as far as the system allows."""
+        """Return host memory, pinned for the device as far as the system allows.
+
+        Its pages are touched first, by many threads, as whoever pins them would do so by one, and on its node.
+        """
         arena = Arena(nbytes, inherit=inherit)
+        try:
+            arena.touch(self._nodes, lambda: self.given_up)
+        except BaseException:
+            arena.close()
+            raise
         self.pinned.pin(arena)
         return arena
 

@@ -11,12 +11,14 @@ import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 
+from offload.engine.touching import Nodes, touch
 from offload.errors import OffloadError, invariant
 from offload.protocols import SECTOR_BYTES
 
@@ -93,8 +95,8 @@ class Arena:
                     raise
         if prefault:
             try:
-                self._prefault()
-            except OffloadError:
+                self.touch()
+            except BaseException:
                 self.close()
                 raise
 
@@ -134,17 +136,25 @@ class Arena:
         with contextlib.suppress(BufferError):
             mapping.close()
 
-    def _prefault(self) -> None:
+    def touch(self, nodes: Nodes | None = None, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Touch every page, by several threads; see `offload.engine.touching.touch`.
+
+        Raises:
+            OffloadError: The system does not have that much memory, or `given_up` says so.
+        """
+        touch(self._touch, self.nbytes, nodes, given_up)
+
+    def _touch(self, offset: int, nbytes: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         # Through ctypes, which releases the GIL meanwhile; mmap.madvise does not.
-        length = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         failed = libc.madvise(
-            ctypes.c_void_p(self.address), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE)
+            ctypes.c_void_p(self.address + offset), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE)
         )
         if failed == 0:
             return
         code = ctypes.get_errno()
-        if code == errno.EINVAL:
-            self.numpy(0, self.nbytes, np.uint8)[:: mmap.PAGESIZE] = 0
+        if code == errno.EINVAL:  # a kernel that does not know this
+            self.numpy(offset, nbytes, np.uint8)[:: mmap.PAGESIZE] = 0
             return
         raise OffloadError(f"no memory for an arena of {self.nbytes} bytes: {os.strerror(code)}")

@@ -78,8 +78,8 @@ class Parts:
         self.others: dict[int, Tier] = {}
         """Stores that are no path of the plan; see `LiveExecutor`."""
         self.queue = CompletionQueue()
-        copies = self.tables.weight_copies
-        self.gpu = GpuLanes(device, self.queue, copies) if device is not None else None
+        copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
+        self.gpu = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates) if device is not None else None
         self.memory = HostMemory(self.gpu)
         self.closing: list[tuple[Tier, waits.Aside]] = []
         self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others

@@ -169,6 +169,7 @@ class SimulatedDevice:
         self.done = 0
         """Pieces of work that have been done, marks not counted."""
         self.reserve_bytes = memory_bytes // 10
+        self.node: int | None = None
         self._memory_bytes = memory_bytes
         self._random = random.Random(seed)
         self._lazy = lazy

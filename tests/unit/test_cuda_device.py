@@ -133,6 +133,9 @@ class FakeCuda:
     def mem_get_info(self, device: Any) -> tuple[int, int]:
         return 1 << 30, 1 << 31
 
+    def get_device_properties(self, device: torch.device) -> Any:
+        return SimpleNamespace()  # those of an older torch
+
     def get_device_name(self, device: Any) -> str:
         return "card"
 

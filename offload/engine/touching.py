@@ -1,0 +1,180 @@
+"""Touching memory before it is used: by several threads, and on the NUMA nodes that it is to lie on.
+
+The kernel gives and clears a page when it is first touched, on the node of the CPU that touches it, unless the
+process has another policy (`numactl`, say, which stays in force). Whoever locks memory has it touched, by one thread
+and on that thread's node. So memory is touched here first, by threads that are bound to nodes for as long as that
+takes. This asks for no memory policy, which containers may refuse; where threads may not be bound either, memory is
+touched from anywhere.
+
+Not done here: choosing huge pages, locking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from offload import waits
+from offload.errors import OffloadError
+from offload.units import format_bytes
+
+NODES = Path("/sys/devices/system/node")
+"""Where Linux lists NUMA nodes."""
+
+PIECE_BYTES = 16 << 20
+"""Touched by one thread at a time, so on one node: parts of a subgroup lie on all of them."""
+
+MOST_THREADS = 16
+
+log = logging.getLogger("offload")
+
+Nodes = Mapping[int, frozenset[int]]
+"""CPUs that this process may use, by the number of their node."""
+
+
+def nodes_here() -> Nodes:
+    """Return the nodes with CPUs that this process may use; none where the kernel does not tell."""
+    cpus, found = os.sched_getaffinity(0), {}
+    for folder in NODES.glob("node[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            mine = frozenset(cpus & _numbers((folder / "cpulist").read_text()))
+            if mine:
+                found[int(folder.name.removeprefix("node"))] = mine
+    return dict(sorted(found.items()))
+
+
+def nodes_for(gpu_node: int | None, cpu_updates: bool) -> Nodes:
+    """Return the nodes that host memory of a session with a GPU should lie on; none where that is one anyway.
+
+    Args:
+        gpu_node: The GPU's; None where that is not known.
+        cpu_updates: Whether the CPU may update some of the state. It then needs what all its cores' nodes give
+            together, and a GPU's link is slower than the one between nodes. Else only the GPU reads it.
+    """
+    nodes = nodes_here()
+    if len(nodes) < 2:
+        return {}
+    if gpu_node is not None and gpu_node in nodes and not cpu_updates:
+        log.info("host memory lies on NUMA node %d, the GPU's: nothing else reads it", gpu_node)
+        return {gpu_node: nodes[gpu_node]}
+    numbers = ", ".join(map(str, nodes))
+    log.info("host memory is spread over NUMA nodes %s, those of the CPUs that may update what lies there", numbers)
+    return nodes
+
+
+def touch(
+    piece: Callable[[int, int], None],
+    nbytes: int,
+    nodes: Nodes | None = None,
+    given_up: Callable[[], bool] = lambda: False,
+) -> None:
+    """Touch memory piece by piece, in turn on each of some nodes; a Ctrl-C is a way out.
+
+    Args:
+        piece: Touches so many bytes from an offset on; any thread.
+        nbytes: How much there is.
+        nodes: Which nodes; None for those of all CPUs.
+        given_up: Asked before each piece; whether nobody wants the memory any more.
+
+    Raises:
+        OffloadError: There is not so much, or it was given up.
+    """
+    count = -(-nbytes // PIECE_BYTES)
+    places: Sequence[frozenset[int]] = [*nodes.values()] if nodes else [frozenset()]
+    cpus = len(frozenset().union(*places)) or len(os.sched_getaffinity(0))
+    work = _Work(piece, nbytes, [deque(range(first, count, len(places))) for first in range(len(places))], given_up)
+    crew = min(MOST_THREADS, cpus, count)
+    if crew <= 1 and len(places) == 1:
+        work.do(0, frozenset())
+    else:
+        work.share(max(crew, len(places)), places)
+    if work.error is not None:
+        raise work.error
+
+
+class _Work:
+    """Pieces that are left, by place.
+
+    Args:
+        piece: See `touch`.
+        nbytes: Likewise.
+        left: Numbers of pieces, for each place.
+        given_up: See `touch`.
+    """
+
+    def __init__(
+        self,
+        piece: Callable[[int, int], None],
+        nbytes: int,
+        left: Sequence[deque[int]],
+        given_up: Callable[[], bool],
+    ) -> None:
+        self.error: BaseException | None = None
+        self._piece = piece
+        self._nbytes = nbytes
+        self._left = left
+        self._given_up = given_up
+
+    def share(self, crew: int, places: Sequence[frozenset[int]]) -> None:
+        """Have threads do it, spread over the places."""
+        threads = [
+            waits.Aside(partial(self.do, number % len(places), places[number % len(places)]), "offload-touch")
+            for number in range(crew)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                waits.wait_for(thread.wait, self._awaited)
+        except BaseException:
+            for left in self._left:
+                left.clear()
+            for thread in threads:  # each is at its last piece, which takes no time
+                if thread.started:
+                    thread.wait()
+            raise
+
+    def do(self, place: int, cpus: frozenset[int]) -> None:
+        """Touch the pieces of a place, on this thread, which is bound to CPUs meanwhile if there are any."""
+        with _bound(cpus):
+            try:
+                while self.error is None:
+                    if self._given_up():
+                        raise OffloadError("the session was closed while it took memory")
+                    try:
+                        start = self._left[place].popleft() * PIECE_BYTES
+                    except IndexError:
+                        return
+                    self._piece(start, min(PIECE_BYTES, self._nbytes - start))
+            except BaseException as error:
+                self.error = error
+
+    def _awaited(self) -> str:
+        left = sum(map(len, self._left)) * PIECE_BYTES
+        return f"{format_bytes(left)} of {format_bytes(self._nbytes)} of host memory to be touched"
+
+
+@contextlib.contextmanager
+def _bound(cpus: frozenset[int]) -> Iterator[None]:
+    """Bind this thread to CPUs, if there are any; where that is refused it runs on as it did."""
+    before = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):
+        if cpus:
+            os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if cpus:
+                os.sched_setaffinity(0, before)
+
+
+def _numbers(text: str) -> set[int]:
+    """Return the numbers in a list such as "0-3,8"."""
+    ends = [part.split("-") for part in text.strip().split(",") if part]
+    return {number for end in ends for number in range(int(end[0]), int(end[-1]) + 1)}

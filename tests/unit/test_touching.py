@@ -1,0 +1,189 @@
+"""Touching memory: all of it, on the nodes that are meant, by threads that may be refused, and with a way out."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_memory import resident_pages
+
+from offload._native import CompletionQueue
+from offload.engine import cuda, memory, touching
+from offload.engine.gpu import GpuLanes
+from offload.engine.memory import Arena
+from offload.engine.touching import PIECE_BYTES, nodes_for, nodes_here, touch
+from offload.errors import OffloadError
+from offload.sim import SimulatedDevice
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two nodes of four CPUs, and one with memory alone."""
+    for number, cpus in ((0, "0-1,8-9"), (1, "2-3,10-11"), (2, "")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(f"{cpus}\n")
+    (tmp_path / "online").write_text("0-2\n")
+    monkeypatch.setattr(touching, "NODES", tmp_path)
+    return tmp_path
+
+
+def allow(monkeypatch: pytest.MonkeyPatch, cpus: set[int]) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(cpus))
+
+
+def test_nodes_are_those_of_the_cpus_that_may_be_used(nodes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allow(monkeypatch, {0, 1, 2, 8, 77})
+    assert nodes_here() == {0: {0, 1, 8}, 1: {2}}
+    allow(monkeypatch, {10})
+    assert nodes_here() == {1: {10}}
+    monkeypatch.setattr(touching, "NODES", nodes / "absent")
+    assert nodes_here() == {}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpu_node", "cpu_updates", "expected"),
+    [
+        (range(12), 1, True, {0, 1}),  # the CPU needs what both give
+        (range(12), 1, False, {1}),  # only the GPU reads it
+        (range(12), None, False, {0, 1}),
+        (range(12), 2, False, {0, 1}),  # no CPU of it
+        ((0, 8), 1, False, set()),  # one node: nothing to choose
+        ((0, 8), 0, True, set()),
+    ],
+)
+def test_which_nodes_memory_is_to_lie_on(
+    cpus: range,
+    gpu_node: int | None,
+    cpu_updates: bool,
+    expected: set[int],
+    nodes: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allow(monkeypatch, set(cpus))
+    assert set(nodes_for(gpu_node, cpu_updates)) == expected
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_pieces_are_touched_in_turn_by_threads_of_each_node(refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, done = threading.local(), []
+
+    def bind(pid: int, cpus: set[int]) -> None:
+        if refused:
+            raise PermissionError
+        bound.cpus = set(cpus)
+
+    monkeypatch.setattr("os.sched_setaffinity", bind)
+    places = {0: frozenset({0, 1}), 1: frozenset({2, 3})}
+    nbytes = 9 * PIECE_BYTES + 5
+    touch(lambda at, size: done.append((at, size, getattr(bound, "cpus", None))), nbytes, places)
+    done.sort()
+    assert [at for at, _, _ in done] == list(range(0, nbytes, PIECE_BYTES))
+    assert [size for _, size, _ in done] == [PIECE_BYTES] * 9 + [5]
+    wanted = [None if refused else set(places[number % 2]) for number in range(10)]
+    assert [cpus for _, _, cpus in done] == wanted
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("nbytes", [5000, 3 * PIECE_BYTES + 5000])
+def test_everything_is_touched_and_zero(
+    nbytes: int, threads: int, knows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the kernel knows no call for it."""
+    monkeypatch.setattr(touching, "MOST_THREADS", threads)
+    allow(monkeypatch, set(range(4)))
+    if not knows:
+        monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 9999)
+    arena, before = Arena(nbytes, huge_pages=False), threading.active_count()
+    arena.touch()
+    assert resident_pages(arena.address, nbytes) == -(-nbytes // mmap.PAGESIZE)
+    assert not arena.numpy(0, nbytes, np.uint8).any()
+    assert threading.active_count() <= before + threads
+    arena.close()
+
+
+def test_this_thread_stays_where_it_was() -> None:
+    before = os.sched_getaffinity(0)
+    touch(lambda at, size: None, PIECE_BYTES, {0: frozenset({min(before)})})
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_shortage_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+
+    def piece(at: int, size: int) -> None:
+        done.append(at)
+        raise OffloadError("no memory")
+
+    with pytest.raises(OffloadError, match="no memory"):
+        touch(piece, 100 * PIECE_BYTES)
+    assert len(done) <= touching.MOST_THREADS
+
+
+def test_memory_that_nobody_wants_any_more_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice()
+    lanes, done = GpuLanes(device, CompletionQueue()), []
+
+    def touched(arena: Arena, offset: int, nbytes: int) -> None:
+        done.append(offset)
+        lanes.given_up = True
+
+    monkeypatch.setattr(Arena, "_touch", touched)
+    with pytest.raises(OffloadError, match="closed"):
+        lanes.arena(100 * PIECE_BYTES)
+    assert len(done) <= touching.MOST_THREADS
+    assert not device.pinned
+    lanes.given_up = False
+    lanes.close()
+
+
+def test_an_interrupt_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, go_on, done = threading.Event(), threading.Event(), []
+
+    def piece(at: int, size: int) -> None:
+        done.append(at)
+        reached.set()
+        assert go_on.wait(60)
+
+    def wait(arrived: object, what: object) -> bool:
+        assert reached.wait(60)
+        go_on.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("offload.waits.wait_for", wait)
+    allow(monkeypatch, {0, 1})
+    with pytest.raises(KeyboardInterrupt):
+        touch(piece, 10_000 * PIECE_BYTES)
+    assert len(done) < 10_000
+
+
+def test_what_a_gpu_reads_is_touched_before_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice()
+    plain, seen = device.pin, []
+
+    def pin(address: int, nbytes: int) -> None:
+        seen.append(resident_pages(address, nbytes))
+        plain(address, nbytes)
+
+    monkeypatch.setattr(device, "pin", pin)
+    lanes = GpuLanes(device, CompletionQueue())
+    lanes.arena(3 * PIECE_BYTES)
+    assert seen == [3 * PIECE_BYTES // mmap.PAGESIZE]
+    lanes.close()
+
+
+def test_the_node_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "PCI_DEVICES", tmp_path)
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xAB, pci_device_id=0)
+    assert cuda._node_of(properties) is None
+    folder = tmp_path / "0000:ab:00.0"
+    folder.mkdir()
+    for text, expected in (("1\n", 1), ("-1\n", None), ("", None)):
+        (folder / "numa_node").write_text(text)
+        assert cuda._node_of(properties) == expected
+    assert cuda._node_of(SimpleNamespace()) is None
