@@ -219,6 +219,8 @@ class DeviceLane(IntEnum):
     """Sums of gradients, as they arrive during backward; comes after `LEAVING` for each of them."""
     LEAVING = 5
     """Copies of gradients that leave during backward: beside their sums, as both only read."""
+    PIECES = 6
+    """Small pieces of device memory on their way to or from a buffer there, which is copied as one."""
 
 
 LANES = tuple(lane for lane in DeviceLane if lane is not DeviceLane.CALLER)
@@ -308,6 +310,14 @@ class Device(Protocol):
 
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
         """Put a copy on a lane; one of the addresses, or both, are the device's."""
+
+    def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
+        """Put on a lane: copy many pieces of device memory at once.
+
+        Args:
+            lane: Which one.
+            pieces: Rows of (target, source, bytes), all of them even; no target overlaps anything else. It is copied.
+        """
 
     def update(self, table: npt.NDArray[Any]) -> None:
         """Put an update of segments on lane `UPDATE`: rows with device addresses. The table is copied."""

@@ -113,7 +113,7 @@ class CudaDevice:
         self._closed = False
         with self.current():
             # Our kernels are short and much waits for them, so they go before those of forward and backward.
-            first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS)
+            first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
             self._streams = {lane: cuda.Stream(self.device, priority=-(lane in first)) for lane in LANES}
             self._clock = cuda.Stream(self.device)
             self.base = self._now()
@@ -265,6 +265,11 @@ class CudaDevice:
                 on_device.copy_(on_host, non_blocking=True)
             else:
                 on_host.copy_(on_device, non_blocking=True)
+
+    def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
+        """See `Device.copy_pieces`."""
+        with self.current(), cuda.stream(self.stream(lane)):
+            self._kernel.copy_pieces(pieces)
 
     def update(self, table: npt.NDArray[Any]) -> None:
         """See `Device.update`."""

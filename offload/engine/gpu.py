@@ -21,10 +21,11 @@ import numpy.typing as npt
 
 from offload.engine.memory import Arena
 from offload.engine.operations import CopyIn, CopyOut, PushWeights, Run, Visit
+from offload.engine.pieces import PieceCopies, Pieces
 from offload.engine.pinning import PinnedMemory
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout
-from offload.plan.budget import WEIGHT_SLOTS, Plan
+from offload.plan.budget import PIECE_BUFFERS, WEIGHT_SLOTS, Plan
 from offload.protocols import LANES, Device, DeviceLane, Mark, Queue
 
 
@@ -63,6 +64,8 @@ class GpuLanes:
         """Operations put on lanes since `take_timed`, in that order."""
         self.pinned = PinnedMemory(device)
         """Host memory that the device reaches by itself."""
+        self.pieces = PieceCopies(device, self.copy)
+        """Copies of segments and gradients, of which many may be small."""
         self._queue = queue
         self._plan: Plan | None = None
         self._homes: dict[int, int] = {}
@@ -92,13 +95,12 @@ class GpuLanes:
         added = [subgroup for subgroup in subgroups if plan.at_home_on_gpu(subgroup.index)]
         slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
         # Allocate everything before changing anything: without room, the session goes on as it was.
-        homes = self.device.allocate(sum(subgroup.state_bytes for subgroup in added)) if added else 0
-        try:
-            slots = self.device.allocate(slots_bytes) if slots_bytes > self._slots_bytes else 0
-        except OffloadError:
-            if homes:
-                self.device.release(homes)
-            raise
+        with contextlib.ExitStack() as undo:
+            homes = self._allocate(sum(subgroup.state_bytes for subgroup in added), undo)
+            slots = self._allocate(slots_bytes if slots_bytes > self._slots_bytes else 0, undo)
+            piece_bytes = plan.piece_buffer_bytes if plan.piece_buffer_bytes > self.pieces.buffer_bytes else 0
+            pieces = self._allocate(PIECE_BUFFERS * piece_bytes, undo)
+            undo.pop_all()
         for subgroup in added:
             self._homes[subgroup.index] = homes
             homes += subgroup.state_bytes
@@ -107,9 +109,21 @@ class GpuLanes:
             if self._slots_address:
                 self.device.release(self._slots_address)
             self._slots_address, self._slots_bytes = slots, slots_bytes
+        if pieces:
+            self.wait()
+            if before_pieces := self.pieces.adopt(pieces, piece_bytes):
+                self.device.release(before_pieces)
         if weight_slots:
             size = plan.weight_slot_bytes
             self._weights = [_WeightSlot(weight_slots + number * size) for number in range(WEIGHT_SLOTS)]
+
+    def _allocate(self, nbytes: int, undo: contextlib.ExitStack) -> int:
+        """Return new device memory, which `undo` gives back; 0 for none."""
+        if not nbytes:
+            return 0
+        address = self.device.allocate(nbytes)
+        undo.callback(self.device.release, address)
+        return address
 
     def bind(self, plan: Plan) -> None:
         """Use a plan that `adopt` has taken memory for; nothing is in flight."""
@@ -147,12 +161,12 @@ class GpuLanes:
     def follow_caller(self) -> None:
         """Make the lanes of a step wait for all work that the caller has enqueued so far."""
         mark = self.device.mark(DeviceLane.CALLER, timed=False)
-        for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE):
+        for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.PIECES):
             self.device.follow(lane, mark)
 
     def lead_caller(self) -> None:
         """Make work that the caller enqueues from now on wait for new weights and state."""
-        for lane in (DeviceLane.UPDATE, DeviceLane.H2D):
+        for lane in (DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
             self.device.follow(DeviceLane.CALLER, self.device.mark(lane, timed=False))
 
     def wait(self) -> None:
@@ -233,7 +247,7 @@ class GpuLanes:
         """Send a subgroup's new weights to the device."""
         slot, copies = self._weights_of.pop(operation.subgroup)
         began = self.device.mark(DeviceLane.H2D)
-        self._copy_all(DeviceLane.H2D, copies)
+        self.pieces.to_device(copies)
         slot.subgroup, slot.pushed = None, self.device.mark(DeviceLane.H2D)
         self.timed.append(Timed("h2d", operation.subgroup, int(copies[:, 2].sum()), due_s, began, slot.pushed))
         self._post(operation.op)
@@ -241,8 +255,9 @@ class GpuLanes:
     def push_now(self, subgroup: int) -> None:
         """Send a subgroup's weights to the device and wait until they are there."""
         slot, copies = self._weights_of.pop(subgroup)
-        self._copy_all(DeviceLane.H2D, copies)
-        self.device.mark(DeviceLane.H2D, timed=False).wait()
+        self.pieces.to_device(copies)
+        for lane in (DeviceLane.H2D, DeviceLane.PIECES):
+            self.device.mark(lane, timed=False).wait()
         slot.subgroup = None
 
     def drop(self, subgroup: int) -> None:
@@ -250,27 +265,23 @@ class GpuLanes:
         slot, _ = self._weights_of.pop(subgroup)
         slot.subgroup = None
 
-    def _copy_all(self, lane: DeviceLane, copies: npt.NDArray[Any]) -> None:
-        for target, source, nbytes in copies.tolist():
-            self.copy(lane, target, source, nbytes)
-
     # Gradients that the CPU needs
 
-    def bring(self, visit: Visit, marks: Sequence[Mark], copies: Sequence[tuple[int, int, int]]) -> None:
+    def bring(self, visit: Visit, marks: Sequence[Mark], copies: Pieces, gap_bytes: int) -> None:
         """Fetch the gradients of a visit, and make its run wait for them.
 
         Args:
             visit: The visit.
             marks: Of gradients that arrived during backward: once reached, they are where the run reads them.
-            copies: Gradients still to be fetched: rows of (host address, device address, bytes).
+            copies: Gradients still to be fetched.
+            gap_bytes: See `PieceCopies.to_host`.
         """
         if visit.gpu:
             self._inputs[visit.subgroup] = tuple(marks)
-        elif marks or copies:
+        elif marks or len(copies):
             for mark in marks:
                 self.device.follow(DeviceLane.D2H, mark)
-            for target, source, nbytes in copies:
-                self.copy(DeviceLane.D2H, target, source, nbytes)
+            self.pieces.to_host(copies, gap_bytes)
             self._inputs[visit.subgroup] = (self.device.mark(DeviceLane.D2H),)
 
     def inputs(self, subgroup: int) -> Mark | None:
@@ -283,17 +294,18 @@ class GpuLanes:
 
     # Copies outside steps, which are waited for
 
-    def fetch(self, copies: Sequence[tuple[int, int, int]], *, follows: bool = True) -> None:
-        """Copy from the device and wait: rows of (host address, device address, bytes).
+    def fetch(self, copies: Pieces, *, follows: bool = True) -> None:
+        """Copy from the device and wait.
 
         Args:
-            copies: The rows.
-            follows: Wait for all work already on the UPDATE and H2D lanes first; otherwise only for the caller's.
+            copies: What; small gaps between them in host memory are written, too.
+            follows: Wait for all work that may have changed it first; otherwise only for the caller's.
         """
-        for lane in (DeviceLane.UPDATE, DeviceLane.H2D) if follows else ():
-            self.device.follow(DeviceLane.D2H, self.device.mark(lane, timed=False))
-        for target, source, nbytes in copies:
-            self.copy(DeviceLane.D2H, target, source, nbytes)
+        for lane in (DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES) if follows else ():
+            mark = self.device.mark(lane, timed=False)
+            for other in (DeviceLane.D2H, DeviceLane.PIECES):
+                self.device.follow(other, mark)
+        self.pieces.to_host(copies)
         self.device.mark(DeviceLane.D2H, timed=False).wait()
 
     def store(self, copies: Sequence[tuple[int, int, int]]) -> None:

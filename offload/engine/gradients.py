@@ -14,6 +14,7 @@ from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, GpuGradients
 from offload.engine.host import HostMemory
 from offload.engine.operations import Visit
+from offload.engine.pieces import Pieces, as_pieces
 from offload.engine.tables import Tables
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, norm_sq_at
@@ -101,7 +102,8 @@ class Gradients:
         self._gathered: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._wide: dict[int, torch.Tensor] = {}
-        self._to_bring: dict[int, tuple[Visit, list[Mark], list[tuple[int, int, int]]]] = {}
+        self._to_bring: dict[int, tuple[Visit, list[Mark], Pieces]] = {}
+        self._gap_bytes = 0
         self._ahead: set[int] = set()  # visits that have not begun, and whose gradients are on their way
 
     # Memory
@@ -137,6 +139,9 @@ class Gradients:
             else:
                 self._slots.append(torch.empty(0, dtype=dtype, device="cpu"))
         added = len(parameters)
+        # Gaps between slots that are smaller than any slot are padding.
+        items = (TORCH_DTYPES[self._like.dtype_of(parameter)].itemsize for parameter in self._parameters)
+        self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(items, default=0)
         self._gathered = np.concatenate([self._gathered[:first], np.zeros(added, np.int32)])
         self._fingerprints = np.concatenate([self._fingerprints[:first], np.zeros(added, np.uint64)])
         self._numels = np.array([parameter.numel for parameter in self._parameters], np.uint64)
@@ -297,8 +302,8 @@ class Gradients:
                         addresses[position] = self._wide_slot(position).data_ptr()
                     start, nbytes = segment.start * item, segment.numel * item
                     source = int(tables.gradients[position]) + start
-                    copies.append((int(addresses[position]) + start, source, nbytes))
-            self._to_bring[visit.subgroup] = visit, marks, copies
+                    copies.append((source, int(addresses[position]) + start, nbytes))
+            self._to_bring[visit.subgroup] = visit, marks, as_pieces(copies)
         self._bring_ahead(gpu)
         return len(self._wide) > wide
 
@@ -311,7 +316,7 @@ class Gradients:
         if self._gpu is None:
             return
         if subgroup in self._to_bring:
-            self._gpu.bring(*self._to_bring.pop(subgroup))
+            self._gpu.bring(*self._to_bring.pop(subgroup), self._gap_bytes)
         self._ahead.discard(subgroup)
         self._bring_ahead(self._gpu)
 
@@ -320,8 +325,8 @@ class Gradients:
         while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:
             subgroup = next(iter(self._to_bring))
             visit, marks, copies = self._to_bring.pop(subgroup)
-            gpu.bring(visit, marks, copies)
-            if copies:
+            gpu.bring(visit, marks, copies, self._gap_bytes)
+            if len(copies):
                 self._ahead.add(subgroup)
 
     def _wide_slot(self, position: int) -> torch.Tensor:

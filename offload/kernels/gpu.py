@@ -34,8 +34,12 @@ _native: Any = import_module("offload._native")
 BLOCK_NUMEL = 1024
 """Elements that one program of the update works on."""
 
+COPY_BLOCK_BYTES = 4096
+"""Bytes that one program of a copy of pieces copies."""
+
 UPDATE_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 GATHER_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+COPY_OPTIONS: dict[str, Any] = {"num_warps": 4}
 """How the kernels are compiled: without fused multiply-add, which rounds once where the definition rounds twice."""
 
 _ITEM_BYTES = np.where(ITEM_BYTES, ITEM_BYTES, 4)  # a segment without a weight of its own has its master
@@ -98,6 +102,9 @@ class GpuUpdateKernel:
             dtypes: Those of gradients with those of their weights.
         """
         with self._current():
+            self._kernels.copy_pieces.warmup(
+                torch.int64, torch.int32, BLOCK=COPY_BLOCK_BYTES, grid=(1,), **COPY_OPTIONS
+            )
             for gradient, weight in dtypes:
                 self._kernels.update.warmup(
                     torch.int64,
@@ -158,13 +165,8 @@ class GpuUpdateKernel:
         group = ((used["rule"].astype(np.int64) * 4 + gradients) * 4 + weights) * 2 + aligned
         order = np.argsort(group, kind="stable")
         blocks = -(-used["numel"][order].astype(np.int64) // BLOCK_NUMEL)
-        ends = np.cumsum(blocks)
         row_words = touched.size * SEGMENT_DTYPE.itemsize // 8
-        words = np.empty(row_words + int(ends[-1]), np.int64)
-        words[:row_words] = used.view(np.int64)
-        pieces = words[row_words:].view(np.int32).reshape(-1, 2)
-        pieces[:, 0] = np.repeat(order, blocks)
-        pieces[:, 1] = np.arange(ends[-1]) - np.repeat(ends - blocks, blocks)
+        words = _with_pieces(used.view(np.int64), order, blocks)
         programs = np.bincount(group[order], weights=blocks).astype(np.int64)
 
         with self._current():
@@ -244,6 +246,33 @@ class GpuUpdateKernel:
                 **GATHER_OPTIONS,
             )
 
+    def copy_pieces(self, pieces: npt.NDArray[np.uint64]) -> None:
+        """Enqueue copies of many pieces of the device's memory, bit for bit, in one launch.
+
+        Args:
+            pieces: Rows of (target, source, bytes), all of them even. No target overlaps anything else.
+
+        Raises:
+            InternalError: The table cannot be right. Nothing was enqueued.
+        """
+        used = pieces[pieces[:, 2] > 0]
+        invariant(bool(used.all()), "a piece of memory at address 0")
+        invariant(not (used % np.uint64(2)).any(), "a piece of memory that is not made of 16-bit words")
+        if not len(used):
+            return
+        rows = np.zeros((len(used), 4), np.int64)  # four words, so that what follows is aligned as Triton expects
+        rows[:, :3] = used
+        blocks = -(-rows[:, 2] // COPY_BLOCK_BYTES)
+        words = _with_pieces(rows.reshape(-1), np.arange(len(rows)), blocks)
+        with self._current():
+            there = self._upload(words)
+            self._kernels.copy_pieces[(int(blocks.sum()),)](
+                there[: rows.size],
+                there[rows.size :].view(torch.int32),
+                BLOCK=COPY_BLOCK_BYTES,
+                **COPY_OPTIONS,
+            )
+
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Launch on this device; numpy, under the interpreter, is to keep quiet about infinities."""
         if self.device.type == "cuda":
@@ -265,3 +294,22 @@ class GpuUpdateKernel:
         there.record_stream(using)
         using.wait_stream(self._uploads)
         return there
+
+
+def _with_pieces(
+    rows: npt.NDArray[np.int64], order: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return a table's words, and after them, for each program, its row and which of the row's blocks (int32 each).
+
+    Args:
+        rows: The words of the table.
+        order: Its rows, in the order in which programs take them.
+        blocks: How many blocks each of those has.
+    """
+    ends = np.cumsum(blocks)
+    words = np.empty(rows.size + int(ends[-1]), np.int64)
+    words[: rows.size] = rows
+    pieces = words[rows.size :].view(np.int32).reshape(-1, 2)
+    pieces[:, 0] = np.repeat(order, blocks)
+    pieces[:, 1] = np.arange(ends[-1]) - np.repeat(ends - blocks, blocks)
+    return words

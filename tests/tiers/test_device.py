@@ -11,7 +11,7 @@ import torch
 from offload._native import CompletionQueue
 from offload.dtypes import DtypeCode
 from offload.engine.memory import Arena
-from offload.errors import OffloadError
+from offload.errors import InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
 from offload.protocols import Device, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, segment_dtype
@@ -202,6 +202,25 @@ def test_gradients_are_summed_and_added_as_on_the_cpu(
         kernel.gradient_blocks(wanted.data_ptr(), dtype, numel, expected.ctypes.data)
     assert result == wanted.view(torch.uint8).numpy().tobytes()
     assert sums.tobytes() == expected.tobytes()
+
+
+def test_pieces_are_copied_at_once(device: Device, host: Arena) -> None:
+    values = np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8)
+    memory = send(device, host, values, 0)
+    gathered = device.allocate(1 << 20)
+    sizes = [2, 4096, 62, 16, 100_000, 0, 14]
+    rows, wanted, at = [], b"", 0
+    for number, nbytes in enumerate(sizes):
+        start = 120_000 * number + 2 * number
+        rows.append((gathered + at, memory + start, nbytes))
+        wanted += values[start : start + nbytes].tobytes()
+        at += nbytes
+    device.copy_pieces(DeviceLane.PIECES, np.array(rows, np.uint64))
+    device.copy_pieces(DeviceLane.PIECES, np.zeros((0, 3), np.uint64))
+    device.follow(DeviceLane.D2H, device.mark(DeviceLane.PIECES))
+    assert fetch(device, host, gathered, at, 0) == wanted
+    with pytest.raises(InternalError, match="16-bit words"):
+        device.copy_pieces(DeviceLane.PIECES, np.array([(gathered, memory, 3)], np.uint64))
 
 
 def test_memory_is_counted_and_refused(device: Device) -> None:
