@@ -5,7 +5,7 @@ Nothing here does anything: values, `typing.Protocol`s and the layout of one nat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -305,6 +305,12 @@ class Device(Protocol):
             timed: Whether it tells its time, as those that are reported have to; one that does not costs less.
         """
 
+    def caller(self) -> Hashable:
+        """Return which lane `CALLER` is for the calling thread now; a user may work on several."""
+
+    def mark_caller(self, caller: Hashable) -> Mark:
+        """Return the point after what has been put on a lane that `caller` returned, untimed; any thread."""
+
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """Let what is put on a lane from now on wait for a mark of another."""
 
@@ -345,6 +351,15 @@ class Device(Protocol):
             target: Where it is copied to, or added as torch adds tensors; 0 for nowhere.
             target_dtype: The source's element type, or FLOAT32 to widen; NONE without a target.
             accumulate: Whether it is added.
+        """
+
+    def sum_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """Put on a lane: sum the squares of many gradients' blocks at once, as `gradient_blocks` does for one.
+
+        Args:
+            lane: Which one.
+            dtype: Element type of all.
+            rows: Of (gradient, elements, blocks). They are copied.
         """
 
     def report(self, mark: Mark, queue: Queue, op: int) -> None:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,7 @@ microsecond after ten seconds and eight milliseconds after a day; and its clock 
 class _Event:
     """A mark: an event that has been recorded."""
 
-    def __init__(self, device: CudaDevice, lane: DeviceLane, timed: bool) -> None:
+    def __init__(self, device: CudaDevice, stream: Any, timed: bool) -> None:
         self.device = device
         self.number = next(device.numbers)
         self.base = device.base  # recorded before, so no time since it is negative
@@ -60,7 +60,7 @@ class _Event:
             self.event = self.unused.pop()
         except IndexError:
             self.event = cuda.Event(enable_timing=timed, blocking=True)
-        self.event.record(device.stream(lane))
+        self.event.record(stream)
 
     def __del__(self) -> None:
         if hasattr(self, "event"):
@@ -205,7 +205,18 @@ class CudaDevice:
     def mark(self, lane: DeviceLane, *, timed: bool = True) -> Mark:
         """See `Device.mark`."""
         with self.current():
-            return _Event(self, lane, timed)
+            return _Event(self, self.stream(lane), timed)
+
+    def caller(self) -> Hashable:
+        """See `Device.caller`."""
+        with self.current():
+            found: Hashable = self.stream(DeviceLane.CALLER)
+            return found
+
+    def mark_caller(self, caller: Hashable) -> Mark:
+        """See `Device.mark_caller`."""
+        with self.current():
+            return _Event(self, caller, timed=False)
 
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """See `Device.follow`."""
@@ -290,6 +301,11 @@ class CudaDevice:
         """See `Device.gradient_blocks`."""
         with self.current(), cuda.stream(self.stream(lane)):
             self._kernel.gather(source, dtype, numel, blocks, target, target_dtype, accumulate=accumulate)
+
+    def sum_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """See `Device.sum_gradients`."""
+        with self.current(), cuda.stream(self.stream(lane)):
+            self._kernel.gather_rows(dtype, rows)
 
     def close(self) -> None:
         """See `Device.close`."""

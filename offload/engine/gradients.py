@@ -11,7 +11,7 @@ import torch
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.gpu import GpuLanes
-from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, GpuGradients
+from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, Departure, GpuGradients
 from offload.engine.host import HostMemory
 from offload.engine.operations import Visit
 from offload.engine.pieces import Pieces, as_pieces
@@ -21,7 +21,7 @@ from offload.kernels import CpuUpdateKernel, norm_sq_at
 from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter
 from offload.plan import Plan
-from offload.protocols import NORM_BLOCK_NUMEL, Mark
+from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
 
 BROUGHT_AHEAD = 4
 """Visits on the CPU whose gradients are fetched from a GPU before they begin: as many as there are weight slots."""
@@ -142,6 +142,8 @@ class Gradients:
         # Gaps between slots that are smaller than any slot are padding.
         items = (TORCH_DTYPES[self._like.dtype_of(parameter)].itemsize for parameter in self._parameters)
         self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(items, default=0)
+        if self.on_gpu is not None:
+            self.on_gpu.gap_bytes = self._gap_bytes
         self._gathered = np.concatenate([self._gathered[:first], np.zeros(added, np.int32)])
         self._fingerprints = np.concatenate([self._fingerprints[:first], np.zeros(added, np.uint64)])
         self._numels = np.array([parameter.numel for parameter in self._parameters], np.uint64)
@@ -205,6 +207,17 @@ class Gradients:
             if self.on_gpu is not None:
                 self.on_gpu.replace(position)
 
+    def leave(self) -> None:
+        """See `Engine.end_backward`."""
+        if self.on_gpu is not None:
+            self.on_gpu.leave()
+
+    def hand_back(self, gradient: torch.Tensor, mark: Mark) -> None:
+        """See `Engine.hand_back`."""
+        if self._gpu is not None:
+            self._gpu.device.follow(DeviceLane.CALLER, mark.on_lane() if isinstance(mark, Departure) else mark)
+            self._gpu.device.give_up(gradient)
+
     def forget(self) -> None:
         """See `Engine.forget_gradients`."""
         if self.on_gpu is not None:
@@ -229,9 +242,9 @@ class Gradients:
         """Bring the block sums of some gradients up to date."""
         tables, chosen = self._tables, np.array(positions, np.int64)
         if self.on_gpu is not None:
-            for position in chosen[self._gathered[chosen] == DtypeCode.NONE].tolist():
-                address, dtype = tables.gradients[position], tables.gradient_dtypes[position]
-                self.on_gpu.gather(position, int(address), DtypeCode(dtype))
+            anew = chosen[self._gathered[chosen] == DtypeCode.NONE]
+            dtypes = map(DtypeCode, tables.gradient_dtypes[anew].tolist())
+            self.on_gpu.gather(list(zip(anew.tolist(), tables.gradients[anew].tolist(), dtypes, strict=True)))
             self.on_gpu.settle()
         else:
             for position in chosen[~self._are_as_gathered(chosen)].tolist():
@@ -281,6 +294,7 @@ class Gradients:
             return False
         wide = len(self._wide)
         gpu.forget_inputs()
+        gradients.leave()
         gradients.finish_additions()
         self._to_bring.clear()
         self._ahead.clear()
@@ -294,7 +308,7 @@ class Gradients:
                     continue
                 mark = gradients.positions[position].mark
                 if mark is not None:  # it arrived during backward
-                    marks.append(mark)
+                    marks.append(mark.on_lane())
                 elif not visit.gpu:
                     item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
                     slot = self._slots[position]
@@ -303,7 +317,7 @@ class Gradients:
                     start, nbytes = segment.start * item, segment.numel * item
                     source = int(tables.gradients[position]) + start
                     copies.append((source, int(addresses[position]) + start, nbytes))
-            self._to_bring[visit.subgroup] = visit, marks, as_pieces(copies)
+            self._to_bring[visit.subgroup] = visit, list(dict.fromkeys(marks)), as_pieces(copies)
         self._bring_ahead(gpu)
         return len(self._wide) > wide
 

@@ -136,6 +136,7 @@ class PieceCopies:
         if np.count_nonzero(small) <= KERNEL_COPIES:
             return pieces, []
         alone, left = [pieces[~small]], pieces[small].astype(np.int64)
+        left = left[np.argsort(left[:, 1], kind="stable")]  # backward goes from the last layer to the first
         _, host, nbytes = left.T
         gaps = host[1:] - (host + nbytes)[:-1]
         begins = np.concatenate([[True], (gaps < 0) | (gaps >= gap_bytes)])

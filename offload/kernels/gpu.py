@@ -23,7 +23,7 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.kernels.cpu import blocks_numel
 from offload.kernels.table import checked
-from offload.protocols import SEGMENT_DTYPE, SegmentFlag
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag
 from offload.rules import RULES, UpdateRule
 
 if TYPE_CHECKING:
@@ -118,6 +118,9 @@ class GpuUpdateKernel:
                     BLOCK=BLOCK_NUMEL,
                     grid=(1,),
                     **UPDATE_OPTIONS,
+                )
+                self._kernels.gather_rows.warmup(
+                    torch.int64, torch.int32, SOURCE=int(gradient), grid=(1,), **GATHER_OPTIONS
                 )
                 for adds in (False, True):
                     self._kernels.gather.warmup(
@@ -260,18 +263,38 @@ class GpuUpdateKernel:
         invariant(not (used % np.uint64(2)).any(), "a piece of memory that is not made of 16-bit words")
         if not len(used):
             return
-        rows = np.zeros((len(used), 4), np.int64)  # four words, so that what follows is aligned as Triton expects
-        rows[:, :3] = used
-        blocks = -(-rows[:, 2] // COPY_BLOCK_BYTES)
-        words = _with_pieces(rows.reshape(-1), np.arange(len(rows)), blocks)
+        blocks = -(-used[:, 2].astype(np.int64) // COPY_BLOCK_BYTES)
+        self._launch_rows(self._kernels.copy_pieces, used, blocks, BLOCK=COPY_BLOCK_BYTES, **COPY_OPTIONS)
+
+    def gather_rows(self, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """Enqueue the sums of squares of many gradients' blocks, in one launch; see `gather`.
+
+        Args:
+            dtype: Element type of all.
+            rows: Of (address of a gradient, its elements, address of its blocks).
+
+        Raises:
+            InternalError: The table cannot be right. Nothing was enqueued.
+        """
+        used = rows[rows[:, 1] > 0]
+        invariant(dtype is not DtypeCode.NONE, "gradients without a dtype")
+        invariant(bool(used.all()), "a gradient, or its sums, at address 0")
+        aligned = used % np.array([_ITEM_BYTES[int(dtype)], 1, 8], np.uint64) == 0
+        invariant(bool(aligned.all()), "a gradient, or its sums, not aligned to its elements")
+        if len(used):
+            blocks = -(-used[:, 1].astype(np.int64) // NORM_BLOCK_NUMEL)
+            self._launch_rows(self._kernels.gather_rows, used, blocks, SOURCE=int(dtype), **GATHER_OPTIONS)
+
+    def _launch_rows(
+        self, kernel: Any, rows: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int64], **options: Any
+    ) -> None:
+        """Launch a kernel over rows of three words, so many programs for each."""
+        table = np.zeros((len(rows), 4), np.int64)  # four words, so that what follows is aligned as Triton expects
+        table[:, :3] = rows
+        words = _with_pieces(table.reshape(-1), np.arange(len(rows)), blocks)
         with self._current():
             there = self._upload(words)
-            self._kernels.copy_pieces[(int(blocks.sum()),)](
-                there[: rows.size],
-                there[rows.size :].view(torch.int32),
-                BLOCK=COPY_BLOCK_BYTES,
-                **COPY_OPTIONS,
-            )
+            kernel[(int(blocks.sum()),)](there[: table.size], there[table.size :].view(torch.int32), **options)
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Launch on this device; numpy, under the interpreter, is to keep quiet about infinities."""

@@ -329,6 +329,30 @@ def gather(
 
 
 @triton.jit
+def gather_rows(table, pieces, SOURCE: tl.constexpr):
+    """Write the sum of squares of one block of one of many gradients.
+
+    Args:
+        table: int64, shape [rows, 4]: address of a gradient, its elements, address of its sums, and nothing.
+        pieces: int32, shape [programs, 2]: the row, and which of its blocks.
+        SOURCE: Dtype code of the gradients.
+    """
+    piece = pieces + 2 * tl.program_id(0)
+    row = table + tl.load(piece).to(tl.int64) * 4
+    block = tl.load(piece + 1).to(tl.int64)
+    source, start = tl.load(row), block * NORM_BLOCK
+    room = tl.load(row + 1) - start
+    sums = (tl.load(row + 2) + block * 8).to(tl.pointer_type(tl.float64))
+    if source % 16 == 0:
+        if room >= NORM_BLOCK:
+            gather_block(source, room, start, sums, source, SOURCE, NONE, False, True, True)
+        else:
+            gather_block(source, room, start, sums, source, SOURCE, NONE, False, True, False)
+    else:
+        gather_block(source, room, start, sums, source, SOURCE, NONE, False, False, False)
+
+
+@triton.jit
 def copy_block(target, source, room, BLOCK: tl.constexpr, WIDE: tl.constexpr, FULL: tl.constexpr):
     """Copy up to `BLOCK` bytes in words: of 32 bits at addresses that are multiples of 16, else of 16 bits."""
     if WIDE:

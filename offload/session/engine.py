@@ -234,6 +234,11 @@ class Engine:
         self._thread.check_usable()
         return self._parts.gradients.arrived(self._position(parameter), address, dtype)
 
+    def end_backward(self) -> None:
+        """Say that a backward pass has ended: gradients on a GPU that still wait for others to leave with, leave."""
+        self._thread.check_usable()
+        self._parts.gradients.leave()
+
     def keeps_gradient(self, parameter: int | str) -> bool:
         """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
         return self._parts.gradients.stays(self._position(parameter))
@@ -250,10 +255,7 @@ class Engine:
             gradient: Has arrived; the caller drops it.
             mark: What `gradient_arrived` returned.
         """
-        gpu = self._parts.gpu
-        if gpu is not None:
-            gpu.device.follow(DeviceLane.CALLER, mark)
-            gpu.device.give_up(gradient)
+        self._parts.gradients.hand_back(gradient, mark)
 
     def forget_gradients(self, dropped: Iterable[torch.Tensor] = ()) -> None:
         """Forget all gradients that arrived on a GPU: those that arrive next are the first.

@@ -19,9 +19,9 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -373,6 +373,17 @@ class SimulatedDevice:
         mark.timed = timed
         return mark
 
+    def caller(self) -> Lane:
+        """See `Device.caller`."""
+        self._check_caller(DeviceLane.CALLER)
+        return self._caller
+
+    def mark_caller(self, caller: Hashable) -> Mark:
+        """See `Device.mark_caller`."""
+        if caller is DeviceLane.CALLER and self._caller_is_host:
+            return _Now()
+        return self._put(cast(Lane, caller), "mark", lambda: None, (), 0)
+
     def follow(self, lane: Lane, mark: Mark) -> None:
         """See `Device.follow`."""
         self._check_caller(lane)
@@ -520,6 +531,21 @@ class SimulatedDevice:
         if target:
             spans += ((target, target + numel * int(ITEM_BYTES[target_dtype]), True),)
         self._put(lane, "a gradient", act, spans, numel * int(ITEM_BYTES[dtype]))
+
+    def sum_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """See `Device.sum_gradients`."""
+        listed = [row for row in rows.tolist() if row[1]]
+
+        def act() -> None:
+            for source, numel, blocks in listed:
+                self._kernel.gradient_blocks(source, dtype, numel, blocks)
+
+        item = int(ITEM_BYTES[dtype])
+        spans = [(source, source + numel * item, False) for source, numel, _ in listed]
+        spans += [(blocks, blocks + 8 * -(-numel // NORM_BLOCK_NUMEL), True) for _, numel, blocks in listed]
+        if listed:
+            self._send_table(lane, 32 * len(listed))
+            self._put(lane, "gradients", act, tuple(spans), item * sum(row[1] for row in listed))
 
     def caller_work(self, label: str, act: Callable[[], Any], spans: Iterable[Span]) -> None:
         """Put work on the caller's lane: a piece of forward or backward that touches `spans`."""

@@ -68,6 +68,10 @@ class Synchronous:
         self.kernel.gather(*arguments, accumulate=accumulate)
         self._wait()
 
+    def gather_rows(self, dtype: DtypeCode, rows: np.ndarray) -> None:
+        self.kernel.gather_rows(dtype, rows)
+        self._wait()
+
     def copy_pieces(self, pieces: np.ndarray) -> None:
         self.kernel.copy_pieces(pieces)
         self._wait()
@@ -206,6 +210,25 @@ def test_large_and_small_gradients_in_many_calls(kernel):
         kernel.gradient_blocks(source.address, DtypeCode.FLOAT16, numel, blocks.data_ptr() + 8 * int(start))
     expected = np.concatenate([reference.gradient_blocks(gradient) for gradient in gradients])
     assert np.array_equal(blocks.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_gradients_are_summed_as_one_is(kernel, dtype):
+    sizes = [1, NORM_BLOCK_NUMEL, 5, 0, NORM_BLOCK_NUMEL + 1, 700]
+    gradients = [values(n, n, dtype, "wild" if n == 700 else "plain") for n in sizes]
+    placed = [Placed(gradient, 4 * (n % 5)) for n, gradient in enumerate(gradients)]
+    counts = [blocks_numel(n) for n in sizes]
+    sums = torch.full((sum(counts) + 1,), -7.0, dtype=torch.float64, device=Placed.device)
+    starts = np.cumsum([0, *counts])
+    rows = [(p.address, n, sums.data_ptr() + 8 * int(at)) for p, n, at in zip(placed, sizes, starts, strict=False)]
+    kernel.gather_rows(DTYPE_CODES[dtype], np.array(rows, np.uint64))
+    expected = np.concatenate([*(reference.gradient_blocks(gradient) for gradient in gradients), [-7.0]])
+    finite = np.isfinite(expected)
+    assert np.array_equal(np.isfinite(sums.cpu().numpy()), finite)
+    assert np.array_equal(sums.cpu().numpy()[finite], expected[finite])
+    for row, message in (((0, 4, 64), "address 0"), ((65, 4, 64), "not aligned"), ((64, 4, 68), "not aligned")):
+        with pytest.raises(InternalError, match=message):
+            kernel.gather_rows(DTYPE_CODES[dtype], np.array([row], np.uint64))
 
 
 def test_pieces_of_any_size_are_copied_bit_for_bit(kernel):

@@ -66,6 +66,7 @@ def drawn_pieces(seed: int, memory: int, host: int) -> list[tuple[int, int, int]
             rows.append((memory + there, host + here, nbytes))
         here += -(-nbytes // 128) * 128
         there += nbytes + 2 * int(random.integers(0, 9))
+    random.shuffle(rows)
     return rows
 
 
