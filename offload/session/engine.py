@@ -228,8 +228,10 @@ class Engine:
             dtype: Its element type; widened where the slot is float32.
 
         Returns:
-            On a GPU, the mark after which the gradient is not read any more. The first one of a parameter of which
-            `keeps_gradient` is true is read, and added to, until the step has returned.
+            On a GPU, the mark after which the gradient is not read any more. It is not reached while the gradient
+            waits for others to leave with, until `end_backward`, the mark's `wait` or `hand_back` end that. The first
+            gradient of a parameter of which `keeps_gradient` is true is read, and added to, until the step has
+            returned.
         """
         self._thread.check_usable()
         return self._parts.gradients.arrived(self._position(parameter), address, dtype)
