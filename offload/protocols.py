@@ -5,7 +5,7 @@ Nothing here does anything: values, `typing.Protocol`s and the layout of one nat
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -219,6 +219,8 @@ class DeviceLane(IntEnum):
     """Sums of gradients, as they arrive during backward; comes after `LEAVING` for each of them."""
     LEAVING = 5
     """Copies of gradients that leave during backward: beside their sums, as both only read."""
+    PIECES = 6
+    """Small pieces of device memory on their way to or from a buffer there, which is copied as one."""
 
 
 LANES = tuple(lane for lane in DeviceLane if lane is not DeviceLane.CALLER)
@@ -306,11 +308,25 @@ class Device(Protocol):
             timed: Whether it tells its time, as those that are reported have to; one that does not costs less.
         """
 
+    def caller(self) -> Hashable:
+        """Return which lane `CALLER` is for the calling thread now; a user may work on several."""
+
+    def mark_caller(self, caller: Hashable) -> Mark:
+        """Return the point after what has been put on a lane that `caller` returned, untimed; any thread."""
+
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """Let what is put on a lane from now on wait for a mark of another."""
 
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
         """Put a copy on a lane; one of the addresses, or both, are the device's."""
+
+    def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
+        """Put on a lane: copy many pieces of device memory at once.
+
+        Args:
+            lane: Which one.
+            pieces: Rows of (target, source, bytes), all of them even; no target overlaps anything else. It is copied.
+        """
 
     def update(self, table: npt.NDArray[Any]) -> None:
         """Put an update of segments on lane `UPDATE`: rows with device addresses. The table is copied."""
@@ -338,6 +354,15 @@ class Device(Protocol):
             target: Where it is copied to, or added as torch adds tensors; 0 for nowhere.
             target_dtype: The source's element type, or FLOAT32 to widen; NONE without a target.
             accumulate: Whether it is added.
+        """
+
+    def sum_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """Put on a lane: sum the squares of many gradients' blocks at once, as `gradient_blocks` does for one.
+
+        Args:
+            lane: Which one.
+            dtype: Element type of all.
+            rows: Of (gradient, elements, blocks). They are copied.
         """
 
     def report(self, mark: Mark, queue: Queue, op: int) -> None:

@@ -72,6 +72,7 @@ class Use:
 def use_of(plan: Plan) -> Use:
     """Return what a rank takes whose part of the model is that of its state, as in ZeRO-3."""
     from offload.plan import Home
+    from offload.plan.budget import PIECE_BUFFERS
 
     numel = sum(parameter.numel for parameter in plan.layout.parameters)
     weights, gradients = WEIGHT_BYTES * numel, plan.budgets.gradient_bytes
@@ -85,6 +86,8 @@ def use_of(plan: Plan) -> Use:
         "state": plan.home_bytes[Home.GPU],
         "staging": plan.gpu_slots * plan.gpu_slot_bytes,
     }
+    if plan.piece_buffer_bytes:
+        gpu["small tensors"] = PIECE_BUFFERS * plan.piece_buffer_bytes
     return Use(host, gpu)
 
 

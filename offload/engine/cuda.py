@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ microsecond after ten seconds and eight milliseconds after a day; and its clock 
 class _Event:
     """A mark: an event that has been recorded."""
 
-    def __init__(self, device: CudaDevice, lane: DeviceLane, timed: bool) -> None:
+    def __init__(self, device: CudaDevice, lane: DeviceLane, stream: Any, timed: bool) -> None:
         self.device = device
         self.lane = lane
         self.base = device.base  # recorded before, so no time since it is negative
@@ -63,7 +63,7 @@ class _Event:
             self.event = self.unused.pop()
         except IndexError:
             self.event = cuda.Event(enable_timing=timed, blocking=True)
-        self.event.record(device.stream(lane))
+        self.event.record(stream)
 
     def __del__(self) -> None:
         if hasattr(self, "event"):
@@ -172,7 +172,7 @@ class CudaDevice:
         self._closed = False
         with self.current():
             # Our kernels are short and much waits for them, so they go before those of forward and backward.
-            first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS)
+            first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
             self._streams = {lane: cuda.Stream(self.device, priority=-(lane in first)) for lane in LANES}
             self._clock = cuda.Stream(self.device)
             self.base = self._now()
@@ -269,7 +269,18 @@ class CudaDevice:
     def mark(self, lane: DeviceLane, *, timed: bool = True) -> Mark:
         """See `Device.mark`."""
         with self.current():
-            return _Event(self, lane, timed)
+            return _Event(self, lane, self.stream(lane), timed)
+
+    def caller(self) -> Hashable:
+        """See `Device.caller`."""
+        with self.current():
+            found: Hashable = self.stream(DeviceLane.CALLER)
+            return found
+
+    def mark_caller(self, caller: Hashable) -> Mark:
+        """See `Device.mark_caller`."""
+        with self.current():
+            return _Event(self, DeviceLane.CALLER, caller, timed=False)
 
     def follow(self, lane: DeviceLane, mark: Mark) -> None:
         """See `Device.follow`."""
@@ -301,6 +312,11 @@ class CudaDevice:
             else:
                 on_host.copy_(on_device, non_blocking=True)
 
+    def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
+        """See `Device.copy_pieces`."""
+        with self.current(), cuda.stream(self.stream(lane)):
+            self._kernel.copy_pieces(pieces)
+
     def update(self, table: npt.NDArray[Any]) -> None:
         """See `Device.update`."""
         with self.current(), cuda.stream(self._streams[DeviceLane.UPDATE]):
@@ -320,6 +336,11 @@ class CudaDevice:
         """See `Device.gradient_blocks`."""
         with self.current(), cuda.stream(self.stream(lane)):
             self._kernel.gather(source, dtype, numel, blocks, target, target_dtype, accumulate=accumulate)
+
+    def sum_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """See `Device.sum_gradients`."""
+        with self.current(), cuda.stream(self.stream(lane)):
+            self._kernel.gather_rows(dtype, rows)
 
     def close(self) -> None:
         """See `Device.close`."""

@@ -22,11 +22,12 @@ import numpy.typing as npt
 
 from offload.engine.memory import Arena
 from offload.engine.operations import AwaitPush, CopyIn, CopyOut, FetchWeights, PushWeights, Run, Visit
+from offload.engine.pieces import PieceCopies, Pieces
 from offload.engine.pinning import PinnedMemory
 from offload.engine.touching import nodes_for
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout
-from offload.plan.budget import Plan
+from offload.plan.budget import PIECE_BUFFERS, Plan
 from offload.protocols import LANES, Device, DeviceLane, Mark, Queue
 
 
@@ -73,6 +74,8 @@ class GpuLanes:
         """Operations put on lanes whose times were not taken, by subgroup."""
         self.pinned = PinnedMemory(device)
         """Host memory that the device reaches by itself."""
+        self.pieces = PieceCopies(device, self.copy)
+        """Copies of segments and gradients, of which many may be small."""
         self._queue = queue
         self._plan: Plan | None = None
         self._homes: dict[int, int] = {}
@@ -85,7 +88,7 @@ class GpuLanes:
         self._weights_address = 0
         self._to_push: dict[int, npt.NDArray[np.uint64]] = {}
         self._pushed: dict[int, Mark] = {}
-        self._written: dict[int, Mark] = {}  # after which a subgroup's weights are as its last visit made them
+        self._written: dict[int, tuple[Mark, ...]] = {}  # after these, weights are as the last visit made them
         self._inputs: dict[int, tuple[Mark, ...]] = {}
 
     # Memory
@@ -105,13 +108,12 @@ class GpuLanes:
         added = [subgroup for subgroup in subgroups if plan.at_home_on_gpu(subgroup.index)]
         slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
         # Allocate everything before changing anything: without room, the session goes on as it was.
-        homes = self.device.allocate(sum(subgroup.state_bytes for subgroup in added)) if added else 0
-        try:
-            slots = self.device.allocate(slots_bytes) if slots_bytes > self._slots_bytes else 0
-        except OffloadError:
-            if homes:
-                self.device.release(homes)
-            raise
+        with contextlib.ExitStack() as undo:
+            homes = self._allocate(sum(subgroup.state_bytes for subgroup in added), undo)
+            slots = self._allocate(slots_bytes if slots_bytes > self._slots_bytes else 0, undo)
+            piece_bytes = plan.piece_buffer_bytes if plan.piece_buffer_bytes > self.pieces.buffer_bytes else 0
+            pieces = self._allocate(PIECE_BUFFERS * piece_bytes, undo)
+            undo.pop_all()
         for subgroup in added:
             self._homes[subgroup.index] = homes
             homes += subgroup.state_bytes
@@ -120,6 +122,10 @@ class GpuLanes:
             if self._slots_address:
                 self.device.release(self._slots_address)
             self._slots_address, self._slots_bytes = slots, slots_bytes
+        if pieces:
+            self.wait()
+            if before_pieces := self.pieces.adopt(pieces, piece_bytes):
+                self.device.release(before_pieces)
         if weight_slots:
             self._weights_address = weight_slots
 
@@ -127,6 +133,14 @@ class GpuLanes:
         """Return the device memory that `adopt` would take for staging slots; what there is goes then."""
         slots_bytes = plan.gpu_slots * plan.gpu_slot_bytes
         return slots_bytes if slots_bytes > self._slots_bytes else 0
+
+    def _allocate(self, nbytes: int, undo: contextlib.ExitStack) -> int:
+        """Return new device memory, which `undo` gives back; 0 for none."""
+        if not nbytes:
+            return 0
+        address = self.device.allocate(nbytes)
+        undo.callback(self.device.release, address)
+        return address
 
     def bind(self, plan: Plan) -> None:
         """Use a plan that `adopt` has taken memory for; nothing is in flight."""
@@ -172,12 +186,12 @@ class GpuLanes:
     def follow_caller(self) -> None:
         """Make the lanes of a step wait for all work that the caller has enqueued so far."""
         mark = self.device.mark(DeviceLane.CALLER, timed=False)
-        for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE):
+        for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.PIECES):
             self.device.follow(lane, mark)
 
     def lead_caller(self) -> None:
         """Make work that the caller enqueues from now on wait for new weights and state."""
-        for lane in (DeviceLane.UPDATE, DeviceLane.H2D):
+        for lane in (DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
             self.device.follow(DeviceLane.CALLER, self.device.mark(lane, timed=False))
 
     def wait(self) -> None:
@@ -217,7 +231,7 @@ class GpuLanes:
         if table is not None:
             self.device.update(table)
         ended = self.device.mark(DeviceLane.UPDATE)
-        self._written[subgroup] = ended
+        self._written[subgroup] = (ended,)
         if operation.gpu_slot is not None:
             self._updated[operation.gpu_slot] = ended
         self._time("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
@@ -252,11 +266,11 @@ class GpuLanes:
     def fetch_weights(self, operation: FetchWeights, due_s: float) -> None:
         """Copy a subgroup's weights from the device; reports when they are in their slot."""
         copies = self._weight_copies(operation.subgroup, self.image(operation.weight_slot))
-        if operation.subgroup in self._written:
-            self.device.follow(DeviceLane.D2H, self._written[operation.subgroup])
+        for mark in self._written.get(operation.subgroup, ()):
+            for lane in (DeviceLane.D2H, DeviceLane.PIECES):
+                self.device.follow(lane, mark)
         began = self.device.mark(DeviceLane.D2H)
-        for there, host, nbytes in copies[copies[:, 0] > 0].tolist():  # a weight that is not bound is not updated
-            self.copy(DeviceLane.D2H, host, there, nbytes)
+        self.pieces.to_host(copies[copies[:, 0] > 0])  # a weight that is not bound is not updated
         ended = self.device.mark(DeviceLane.D2H)
         self._time("d2h", operation.subgroup, operation.nbytes, due_s, began, ended)
         self.device.report(ended, self._queue, operation.op)
@@ -265,11 +279,9 @@ class GpuLanes:
         """Send a subgroup's new weights to the device."""
         copies = self._to_push.pop(operation.subgroup)
         began = self.device.mark(DeviceLane.H2D)
-        for there, host, nbytes in copies[copies[:, 0] > 0].tolist():
-            self.copy(DeviceLane.H2D, there, host, nbytes)
-        ended = self._pushed[operation.weight_slot] = self._written[operation.subgroup] = self.device.mark(
-            DeviceLane.H2D
-        )
+        self.pieces.to_device(copies[copies[:, 0] > 0])
+        ended = self._pushed[operation.weight_slot] = self.device.mark(DeviceLane.H2D)
+        self._written[operation.subgroup] = ended, self.device.mark(DeviceLane.PIECES, timed=False)
         self._time("h2d", operation.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
         self._post(operation.op)
 
@@ -279,21 +291,21 @@ class GpuLanes:
 
     # Gradients that the CPU needs
 
-    def bring(self, visit: Visit, marks: Sequence[Mark], copies: Sequence[tuple[int, int, int]]) -> None:
+    def bring(self, visit: Visit, marks: Sequence[Mark], copies: Pieces, gap_bytes: int) -> None:
         """Fetch the gradients of a visit, and make its run wait for them.
 
         Args:
             visit: The visit.
             marks: Of gradients that arrived during backward: once reached, they are where the run reads them.
-            copies: Gradients still to be fetched: rows of (host address, device address, bytes).
+            copies: Gradients still to be fetched.
+            gap_bytes: See `PieceCopies.to_host`.
         """
         if visit.gpu:
             self._inputs[visit.subgroup] = tuple(marks)
-        elif marks or copies:
+        elif marks or len(copies):
             for mark in marks:
                 self.device.follow(DeviceLane.D2H, mark)
-            for target, source, nbytes in copies:
-                self.copy(DeviceLane.D2H, target, source, nbytes)
+            self.pieces.to_host(copies, gap_bytes)
             self._inputs[visit.subgroup] = (self.device.mark(DeviceLane.D2H),)
 
     def inputs(self, subgroup: int) -> Mark | None:
@@ -306,12 +318,17 @@ class GpuLanes:
 
     # Copies outside steps, which are waited for
 
-    def fetch(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        """Copy from the device, behind all work on its lanes, and wait: rows of (host, device address, bytes)."""
-        for lane in (DeviceLane.UPDATE, DeviceLane.H2D):
-            self.device.follow(DeviceLane.D2H, self.device.mark(lane, timed=False))
-        for target, source, nbytes in copies:
-            self.copy(DeviceLane.D2H, target, source, nbytes)
+    def fetch(self, copies: Pieces) -> None:
+        """Copy from the device, behind all work that may have changed it, and wait.
+
+        Args:
+            copies: What; small gaps between them in host memory are written, too.
+        """
+        for lane in (DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
+            mark = self.device.mark(lane, timed=False)
+            for other in (DeviceLane.D2H, DeviceLane.PIECES):
+                self.device.follow(other, mark)
+        self.pieces.to_host(copies)
         self.device.mark(DeviceLane.D2H, timed=False).wait()
 
     def store(self, copies: Sequence[tuple[int, int, int]]) -> None:

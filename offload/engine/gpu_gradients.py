@@ -3,10 +3,16 @@
 A gradient that the CPU will use is copied to its slot in host memory, in its own dtype; one that the GPU will use
 stays where it is. Its squares are summed on the GPU in the same pass. Gradients of further backward passes are added
 on the GPU where the first one has stayed, and in host memory where it has left, so that nothing travels twice.
+
+Small gradients are collected in a bucket, and leave together: in few copies (see `pieces.py`), and with one kernel
+for all their sums. A bucket leaves when it is full, with a large gradient, when backward ends, and whenever somebody
+asks for what it holds.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +22,8 @@ import torch
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
-from offload.errors import ConfigError
+from offload.engine.pieces import as_pieces
+from offload.errors import ConfigError, InternalError
 from offload.kernels import CpuUpdateKernel
 from offload.protocols import NORM_BLOCK_NUMEL, SECTOR_BYTES, DeviceLane, Mark
 
@@ -24,6 +31,15 @@ PASSING = 2
 """Gradients that may be on their way to be added in host memory; one more waits for the first of them."""
 
 BLOCK_BYTES = 8
+
+LARGE_BYTES = 8 << 20
+"""A gradient of that size leaves at once: the link takes as long for it as its calls take, several times over."""
+
+BUCKET_BYTES = 64 << 20
+"""A bucket with so many bytes leaves: the link takes a millisecond or two for them."""
+
+BUCKET_COUNT = 4096
+"""A bucket with so many gradients leaves."""
 
 
 @dataclass(slots=True)
@@ -38,7 +54,7 @@ class _Parameter:
     arrivals: int = 0
     kept: int = 0
     dtype: DtypeCode = DtypeCode.NONE
-    mark: Mark | None = None
+    mark: Departure | None = None
     added: bool = False
 
     def forget(self) -> None:
@@ -61,21 +77,71 @@ class _Passing:
     buffer: torch.Tensor
 
 
+class Departure:
+    """The mark of a bucket's gradients. It is on no lane before they leave, so only `on_lane` may be followed."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self.left: Mark | None = None
+        """On lane `GRADIENTS`, once the bucket has left."""
+
+    def on_lane(self) -> Mark:
+        """Return a mark of the device; have the bucket leave, if it has not."""
+        if self.left is None:
+            self._leave()
+        if self.left is None:
+            raise InternalError("a bucket of gradients has been lost (this is a bug in offload, please report it)")
+        return self.left
+
+    def reached(self) -> bool:
+        """See `Mark.reached`."""
+        return self.left is not None and self.left.reached()
+
+    def wait(self) -> None:
+        """See `Mark.wait`."""
+        self.on_lane().wait()
+
+    def time_s(self) -> float:
+        """See `Mark.time_s`: it is not timed."""
+        return self.on_lane().time_s()
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Gradients that are the first of their parameters, and wait for others to leave with.
+
+    Attributes:
+        caller: The lane of backward on which they are made.
+        departure: Their mark.
+        arrived: Position, address and dtype of each.
+        nbytes: Of all.
+    """
+
+    caller: Hashable
+    departure: Departure
+    arrived: list[tuple[int, int, DtypeCode]] = field(default_factory=list)
+    nbytes: int = 0
+
+
 @dataclass
 class GpuGradients:
     """Gradients of one session whose weights lie on a GPU.
 
-    `arrived` belongs to the thread of backward; all else is called between passes.
+    `arrived` and `leave` belong to the threads of backward; all else is called between passes.
 
     Attributes:
         lanes: The session's lanes.
         kernel: Sums the squares of gradients that were added in host memory.
         positions: One for each parameter.
+        gap_bytes: See `PieceCopies.to_host`.
     """
 
     lanes: GpuLanes
     kernel: CpuUpdateKernel
     positions: list[_Parameter] = field(default_factory=list)
+    gap_bytes: int = 0
+    _bucket: _Bucket | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
     _regions: list[_Region] = field(default_factory=list)
     _passing: list[_Passing] = field(default_factory=list)
     _buffers: Arena | None = None
@@ -112,7 +178,7 @@ class GpuGradients:
 
     # During backward
 
-    def arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark:
+    def arrived(self, position: int, address: int, dtype: DtypeCode) -> Departure:
         """Take in one backward pass's gradient, which lies on the device.
 
         Returns:
@@ -123,28 +189,87 @@ class GpuGradients:
             ConfigError: If its dtype is not that of the slot, or of the passes before.
         """
         found = self.positions[position]
-        self._check_dtype(found, dtype)
-        device, first, left = self.lanes.device, not found.arrivals, None
+        with self._lock:
+            self._check_dtype(found, dtype)
+            if found.arrivals:
+                found.mark = self._add(position, address)
+            else:
+                found.mark = self._collect(position, address, dtype)
+                found.kept, found.dtype = address, dtype
+            found.arrivals += 1
+            return found.mark
+
+    def _collect(self, position: int, address: int, dtype: DtypeCode) -> Departure:
+        """Have the first gradient of a parameter leave, by itself or with others."""
+        caller = self.lanes.device.caller()
+        if self._bucket is not None and self._bucket.caller != caller:
+            self.leave()
+        if self._bucket is None:
+            self._bucket = _Bucket(caller, Departure(self.leave))
+        bucket, nbytes = self._bucket, self.positions[position].numel * int(ITEM_BYTES[dtype])
+        bucket.arrived.append((position, address, dtype))
+        bucket.nbytes += nbytes
+        if nbytes >= LARGE_BYTES or bucket.nbytes >= BUCKET_BYTES or len(bucket.arrived) >= BUCKET_COUNT:
+            self.leave()
+        return bucket.departure
+
+    def leave(self) -> None:
+        """Have the gradients in the bucket leave; any thread. After an interrupt they leave again, whole."""
+        with self._lock:
+            bucket, device = self._bucket, self.lanes.device
+            if bucket is None:
+                return
+            made = device.mark_caller(bucket.caller)
+            leaving = [
+                (address, found.slot.data_ptr(), found.numel * int(ITEM_BYTES[dtype]))
+                for position, address, dtype in bucket.arrived
+                if (found := self.positions[position]).slot.numel()
+            ]
+            if leaving:
+                for lane in (DeviceLane.LEAVING, DeviceLane.PIECES)[: len(leaving)]:
+                    device.follow(lane, made)
+                self.lanes.pieces.to_host(as_pieces(leaving), self.gap_bytes, DeviceLane.LEAVING)
+            device.follow(DeviceLane.GRADIENTS, made)
+            self._sum(bucket.arrived)
+            if leaving:  # after the sums, so that these do not wait for their own copies
+                device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.LEAVING, timed=False))
+            bucket.departure.left = device.mark(DeviceLane.GRADIENTS, timed=False)
+            self._bucket = None
+
+    def _sum(self, gradients: Sequence[tuple[int, int, DtypeCode]]) -> None:
+        """Sum the blocks of gradients: rows of (position, address, dtype)."""
+        device = self.lanes.device
+        if len(gradients) == 1:
+            position, address, dtype = gradients[0]
+            found = self.positions[position]
+            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
+            return
+        for dtype in sorted({dtype for _, _, dtype in gradients}):
+            found_at = [(self.positions[n], address) for n, address, code in gradients if code is dtype]
+            rows = [(address, found.numel, found.device_blocks) for found, address in found_at]
+            device.sum_gradients(DeviceLane.GRADIENTS, dtype, np.array(rows, np.uint64))
+
+    def _add(self, position: int, address: int) -> Departure:
+        """Add the gradient of a further pass."""
+        found, device, left = self.positions[position], self.lanes.device, None
+        self.leave()  # the first may not have left
         made = device.mark(DeviceLane.CALLER, timed=False)
         if found.slot.numel():
-            target = found.slot if first else self._buffer(found)
+            target = self._buffer(found)
             device.follow(DeviceLane.LEAVING, made)
-            self.lanes.copy(DeviceLane.LEAVING, target.data_ptr(), address, found.numel * int(ITEM_BYTES[dtype]))
+            nbytes = found.numel * int(ITEM_BYTES[found.dtype])
+            self.lanes.copy(DeviceLane.LEAVING, target.data_ptr(), address, nbytes)
             left = device.mark(DeviceLane.LEAVING, timed=False)
-            if not first:
-                self._passing.append(_Passing(left, position, target))
-        if first:
-            found.kept = address
-        if first or found.stays:
-            adds = (found.kept, dtype, True) if not first else ()
+            self._passing.append(_Passing(left, position, target))
+        if found.stays:
             device.follow(DeviceLane.GRADIENTS, made)
-            device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks, *adds)
+            where, added = (address, found.dtype, found.numel, found.device_blocks), (found.kept, found.dtype, True)
+            device.gradient_blocks(DeviceLane.GRADIENTS, *where, *added)
         if left is not None:  # after the sums, so that these do not wait for their own copy
             device.follow(DeviceLane.GRADIENTS, left)
-        found.arrivals += 1
-        found.dtype = dtype
-        found.mark = device.mark(DeviceLane.GRADIENTS, timed=False)
-        return found.mark
+        departure = Departure(self.leave)
+        departure.left = device.mark(DeviceLane.GRADIENTS, timed=False)
+        return departure
 
     def _check_dtype(self, found: _Parameter, dtype: DtypeCode) -> None:
         item = int(ITEM_BYTES[dtype])
@@ -175,16 +300,18 @@ class GpuGradients:
 
     # Between passes
 
-    def gather(self, position: int, address: int, dtype: DtypeCode) -> None:
-        """Sum the blocks of a gradient that the caller keeps, behind the caller's work."""
-        found, device = self.positions[position], self.lanes.device
-        device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
-        device.gradient_blocks(DeviceLane.GRADIENTS, address, dtype, found.numel, found.device_blocks)
+    def gather(self, gradients: Sequence[tuple[int, int, DtypeCode]]) -> None:
+        """Sum the blocks of gradients that the caller keeps, behind the caller's work: (position, address, dtype)."""
+        device = self.lanes.device
+        if gradients:
+            device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
+            self._sum(gradients)
 
     def replace(self, position: int) -> None:
         """Drop what arrived of one parameter: the caller has another gradient for it."""
         found = self.positions[position]
         if found.arrivals:
+            self.leave()
             self.finish_additions()
             found.forget()
 
@@ -196,6 +323,7 @@ class GpuGradients:
     def settle(self) -> None:
         """Finish all additions, and copy all block sums to host memory."""
         device = self.lanes.device
+        self.leave()
         self.finish_additions()
         for region in self._regions:
             self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
@@ -209,7 +337,11 @@ class GpuGradients:
         """Drop all gradients: the next to arrive is the first of its parameter."""
         device = self.lanes.device
         # The caller may use their memory again.
-        device.follow(DeviceLane.CALLER, device.mark(DeviceLane.GRADIENTS, timed=False))
+        mark = device.mark(DeviceLane.GRADIENTS, timed=False)
+        device.follow(DeviceLane.CALLER, mark)
+        with self._lock:
+            if self._bucket is not None:  # nobody has begun to read what it holds
+                self._bucket.departure.left, self._bucket = mark, None
         for passing in self._passing:
             passing.mark.wait()
         self._passing.clear()
@@ -223,5 +355,6 @@ class GpuGradients:
 
     def close(self) -> None:
         """Give the memory for additions back; the device has been closed."""
+        self._bucket = None
         self._passing.clear()
         self._close_buffers()

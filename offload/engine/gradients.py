@@ -11,17 +11,18 @@ import torch
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.gpu import GpuLanes
-from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, GpuGradients
+from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, Departure, GpuGradients
 from offload.engine.host import HostMemory
 from offload.engine.memory import Arena
 from offload.engine.operations import Visit
+from offload.engine.pieces import Pieces, as_pieces
 from offload.engine.tables import Tables
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, norm_sq_at
 from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter
 from offload.plan import Plan
-from offload.protocols import NORM_BLOCK_NUMEL, Mark
+from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
 
 BROUGHT_AHEAD = 4
 """Visits on the CPU whose gradients are fetched from a GPU before they begin: as many as there are weight slots."""
@@ -104,7 +105,8 @@ class Gradients:
         self._gathered: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._wide: dict[int, torch.Tensor] = {}
-        self._to_bring: dict[int, tuple[Visit, list[Mark], list[tuple[int, int, int]]]] = {}
+        self._to_bring: dict[int, tuple[Visit, list[Mark], Pieces]] = {}
+        self._gap_bytes = 0
         self._ahead: set[int] = set()  # visits that have not begun, and whose gradients are on their way
 
     # Memory
@@ -157,6 +159,11 @@ class Gradients:
                 slot = torch.empty(0, dtype=TORCH_DTYPES[self._like.dtype_of(parameter)], device="cpu")
             self._slots[number : number + 1] = [slot]
         added = len(self._parameters) - first
+        # Gaps between slots that are smaller than any slot are padding.
+        items = (TORCH_DTYPES[self._like.dtype_of(parameter)].itemsize for parameter in self._parameters)
+        self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(items, default=0)
+        if self.on_gpu is not None:
+            self.on_gpu.gap_bytes = self._gap_bytes
         self._gathered = np.concatenate([self._gathered[:first], np.zeros(added, np.int32)])
         self._fingerprints = np.concatenate([self._fingerprints[:first], np.zeros(added, np.uint64)])
         self._numels = np.array([parameter.numel for parameter in self._parameters], np.uint64)
@@ -251,6 +258,17 @@ class Gradients:
             if self.on_gpu is not None:
                 self.on_gpu.replace(position)
 
+    def leave(self) -> None:
+        """See `Engine.end_backward`."""
+        if self.on_gpu is not None:
+            self.on_gpu.leave()
+
+    def hand_back(self, gradient: torch.Tensor, mark: Mark) -> None:
+        """See `Engine.hand_back`."""
+        if self._gpu is not None:
+            self._gpu.device.follow(DeviceLane.CALLER, mark.on_lane() if isinstance(mark, Departure) else mark)
+            self._gpu.device.give_up(gradient)
+
     def forget(self) -> None:
         """See `Engine.forget_gradients`."""
         if self.on_gpu is not None:
@@ -275,9 +293,9 @@ class Gradients:
         """Bring the block sums of some gradients up to date."""
         tables, chosen = self._tables, np.array(positions, np.int64)
         if self.on_gpu is not None:
-            for position in chosen[self._gathered[chosen] == DtypeCode.NONE].tolist():
-                address, dtype = tables.gradients[position], tables.gradient_dtypes[position]
-                self.on_gpu.gather(position, int(address), DtypeCode(dtype))
+            anew = chosen[self._gathered[chosen] == DtypeCode.NONE]
+            dtypes = map(DtypeCode, tables.gradient_dtypes[anew].tolist())
+            self.on_gpu.gather(list(zip(anew.tolist(), tables.gradients[anew].tolist(), dtypes, strict=True)))
             self.on_gpu.settle()
         else:
             for position in chosen[~self._are_as_gathered(chosen)].tolist():
@@ -327,6 +345,7 @@ class Gradients:
             return False
         wide = len(self._wide)
         gpu.forget_inputs()
+        gradients.leave()
         gradients.finish_additions()
         self._to_bring.clear()
         self._ahead.clear()
@@ -340,7 +359,7 @@ class Gradients:
                     continue
                 mark = gradients.positions[position].mark
                 if mark is not None:  # it arrived during backward
-                    marks.append(mark)
+                    marks.append(mark.on_lane())
                 elif not visit.gpu:
                     item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
                     slot = self._slots[position]
@@ -348,8 +367,8 @@ class Gradients:
                         addresses[position] = self._wide_slot(position).data_ptr()
                     start, nbytes = segment.start * item, segment.numel * item
                     source = int(tables.gradients[position]) + start
-                    copies.append((int(addresses[position]) + start, source, nbytes))
-            self._to_bring[visit.subgroup] = visit, marks, copies
+                    copies.append((source, int(addresses[position]) + start, nbytes))
+            self._to_bring[visit.subgroup] = visit, list(dict.fromkeys(marks)), as_pieces(copies)
         self._bring_ahead(gpu)
         return len(self._wide) > wide
 
@@ -362,7 +381,7 @@ class Gradients:
         if self._gpu is None:
             return
         if subgroup in self._to_bring:
-            self._gpu.bring(*self._to_bring.pop(subgroup))
+            self._gpu.bring(*self._to_bring.pop(subgroup), self._gap_bytes)
         self._ahead.discard(subgroup)
         self._bring_ahead(self._gpu)
 
@@ -371,8 +390,8 @@ class Gradients:
         while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:
             subgroup = next(iter(self._to_bring))
             visit, marks, copies = self._to_bring.pop(subgroup)
-            gpu.bring(visit, marks, copies)
-            if copies:
+            gpu.bring(visit, marks, copies, self._gap_bytes)
+            if len(copies):
                 self._ahead.add(subgroup)
 
     def _wide_slot(self, position: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from offload.engine.gpu import GpuLanes
 from offload.engine.host import HostMemory
 from offload.engine.operations import Run
+from offload.engine.pieces import as_pieces
 from offload.engine.tables import Tables
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
@@ -115,7 +116,7 @@ class StateViews:
         if at_home and bounce is not None:
             address = bounce.address
             if not run.fresh and not run.visit.overwrites:
-                gpu.fetch([(address, gpu.home(subgroup), nbytes)])
+                gpu.fetch(as_pieces([(gpu.home(subgroup), address, nbytes)]))
         else:
             address = self._address(run)
         image = gpu.image(run.weight_slot)
@@ -168,19 +169,24 @@ class StateViews:
         gpu = self._gpu
         if gpu is not None and tile.tensor < len(subgroup.tensors):
             offset, nbytes = next((offset, nbytes) for found, offset, nbytes in subgroup.tiles if found == tile)
-            gpu.fetch([(address, gpu.home(tile.subgroup) + offset, nbytes)])
+            gpu.fetch(as_pieces([(gpu.home(tile.subgroup) + offset, address, nbytes)]))
             return
         first = tile.tile * subgroup.tile_numel
         nbytes = next(nbytes for found, _, nbytes in subgroup.weight_tiles if found == tile)
         last = first + nbytes // FP32.item_bytes
-        ctypes.memset(address, 0, nbytes)
+        pieces = []
         for segment in subgroup.segments:
             begin, end = max(first, segment.offset), min(last, segment.offset + segment.numel)
             if begin < end:
                 weight = int(self._tables.weights[segment.parameter])
                 source = weight + (segment.start + begin - segment.offset) * FP32.item_bytes
-                target, nbytes = address + (begin - first) * FP32.item_bytes, (end - begin) * FP32.item_bytes
-                if gpu is None:
-                    ctypes.memmove(target, source, nbytes)
-                else:
-                    gpu.fetch([(target, source, nbytes)])
+                pieces.append((source, address + (begin - first) * FP32.item_bytes, (end - begin) * FP32.item_bytes))
+        if gpu is None:
+            for source, target, size in pieces:
+                ctypes.memmove(target, source, size)
+        else:
+            gpu.fetch(as_pieces(pieces))
+        at = address
+        for _, target, size in (*pieces, (0, address + nbytes, 0)):
+            ctypes.memset(at, 0, target - at)
+            at = target + size

@@ -23,7 +23,7 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.kernels.cpu import blocks_numel
 from offload.kernels.table import checked
-from offload.protocols import SEGMENT_DTYPE, SegmentFlag
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag
 from offload.rules import RULES, UpdateRule
 
 if TYPE_CHECKING:
@@ -34,8 +34,12 @@ _native: Any = import_module("offload._native")
 BLOCK_NUMEL = 1024
 """Elements that one program of the update works on."""
 
+COPY_BLOCK_BYTES = 4096
+"""Bytes that one program of a copy of pieces copies."""
+
 UPDATE_OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 GATHER_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+COPY_OPTIONS: dict[str, Any] = {"num_warps": 4}
 """How the kernels are compiled: without fused multiply-add, which rounds once where the definition rounds twice."""
 
 _ITEM_BYTES = np.where(ITEM_BYTES, ITEM_BYTES, 4)  # a segment without a weight of its own has its master
@@ -98,6 +102,9 @@ class GpuUpdateKernel:
             dtypes: Those of gradients with those of their weights.
         """
         with self._current():
+            self._kernels.copy_pieces.warmup(
+                torch.int64, torch.int32, BLOCK=COPY_BLOCK_BYTES, grid=(1,), **COPY_OPTIONS
+            )
             for gradient, weight in dtypes:
                 self._kernels.update.warmup(
                     torch.int64,
@@ -111,6 +118,9 @@ class GpuUpdateKernel:
                     BLOCK=BLOCK_NUMEL,
                     grid=(1,),
                     **UPDATE_OPTIONS,
+                )
+                self._kernels.gather_rows.warmup(
+                    torch.int64, torch.int32, SOURCE=int(gradient), grid=(1,), **GATHER_OPTIONS
                 )
                 for adds in (False, True):
                     self._kernels.gather.warmup(
@@ -158,13 +168,8 @@ class GpuUpdateKernel:
         group = ((used["rule"].astype(np.int64) * 4 + gradients) * 4 + weights) * 2 + aligned
         order = np.argsort(group, kind="stable")
         blocks = -(-used["numel"][order].astype(np.int64) // BLOCK_NUMEL)
-        ends = np.cumsum(blocks)
         row_words = touched.size * SEGMENT_DTYPE.itemsize // 8
-        words = np.empty(row_words + int(ends[-1]), np.int64)
-        words[:row_words] = used.view(np.int64)
-        pieces = words[row_words:].view(np.int32).reshape(-1, 2)
-        pieces[:, 0] = np.repeat(order, blocks)
-        pieces[:, 1] = np.arange(ends[-1]) - np.repeat(ends - blocks, blocks)
+        words = _with_pieces(used.view(np.int64), order, blocks)
         programs = np.bincount(group[order], weights=blocks).astype(np.int64)
 
         with self._current():
@@ -244,6 +249,53 @@ class GpuUpdateKernel:
                 **GATHER_OPTIONS,
             )
 
+    def copy_pieces(self, pieces: npt.NDArray[np.uint64]) -> None:
+        """Enqueue copies of many pieces of the device's memory, bit for bit, in one launch.
+
+        Args:
+            pieces: Rows of (target, source, bytes), all of them even. No target overlaps anything else.
+
+        Raises:
+            InternalError: The table cannot be right. Nothing was enqueued.
+        """
+        used = pieces[pieces[:, 2] > 0]
+        invariant(bool(used.all()), "a piece of memory at address 0")
+        invariant(not (used % np.uint64(2)).any(), "a piece of memory that is not made of 16-bit words")
+        if not len(used):
+            return
+        blocks = -(-used[:, 2].astype(np.int64) // COPY_BLOCK_BYTES)
+        self._launch_rows(self._kernels.copy_pieces, used, blocks, BLOCK=COPY_BLOCK_BYTES, **COPY_OPTIONS)
+
+    def gather_rows(self, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """Enqueue the sums of squares of many gradients' blocks, in one launch; see `gather`.
+
+        Args:
+            dtype: Element type of all.
+            rows: Of (address of a gradient, its elements, address of its blocks).
+
+        Raises:
+            InternalError: The table cannot be right. Nothing was enqueued.
+        """
+        used = rows[rows[:, 1] > 0]
+        invariant(dtype is not DtypeCode.NONE, "gradients without a dtype")
+        invariant(bool(used.all()), "a gradient, or its sums, at address 0")
+        aligned = used % np.array([_ITEM_BYTES[int(dtype)], 1, 8], np.uint64) == 0
+        invariant(bool(aligned.all()), "a gradient, or its sums, not aligned to its elements")
+        if len(used):
+            blocks = -(-used[:, 1].astype(np.int64) // NORM_BLOCK_NUMEL)
+            self._launch_rows(self._kernels.gather_rows, used, blocks, SOURCE=int(dtype), **GATHER_OPTIONS)
+
+    def _launch_rows(
+        self, kernel: Any, rows: npt.NDArray[np.uint64], blocks: npt.NDArray[np.int64], **options: Any
+    ) -> None:
+        """Launch a kernel over rows of three words, so many programs for each."""
+        table = np.zeros((len(rows), 4), np.int64)  # four words, so that what follows is aligned as Triton expects
+        table[:, :3] = rows
+        words = _with_pieces(table.reshape(-1), np.arange(len(rows)), blocks)
+        with self._current():
+            there = self._upload(words)
+            kernel[(int(blocks.sum()),)](there[: table.size], there[table.size :].view(torch.int32), **options)
+
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Launch on this device; numpy, under the interpreter, is to keep quiet about infinities."""
         if self.device.type == "cuda":
@@ -265,3 +317,22 @@ class GpuUpdateKernel:
         there.record_stream(using)
         using.wait_stream(self._uploads)
         return there
+
+
+def _with_pieces(
+    rows: npt.NDArray[np.int64], order: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return a table's words, and after them, for each program, its row and which of the row's blocks (int32 each).
+
+    Args:
+        rows: The words of the table.
+        order: Its rows, in the order in which programs take them.
+        blocks: How many blocks each of those has.
+    """
+    ends = np.cumsum(blocks)
+    words = np.empty(rows.size + int(ends[-1]), np.int64)
+    words[: rows.size] = rows
+    pieces = words[rows.size :].view(np.int32).reshape(-1, 2)
+    pieces[:, 0] = np.repeat(order, blocks)
+    pieces[:, 1] = np.arange(ends[-1]) - np.repeat(ends - blocks, blocks)
+    return words

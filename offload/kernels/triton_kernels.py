@@ -1,4 +1,6 @@
-"""The GPU's update and gathering of gradients, in Triton. Import it only to run on a GPU (or interpreted).
+"""The GPU's update, gathering of gradients and copies of pieces, in Triton.
+
+Import it only to run on a GPU (or interpreted).
 
 What fixes each rounding, on NVIDIA (the tests read the PTX for it; the interpreter runs numpy, which rounds each
 operation on its own):
@@ -324,3 +326,66 @@ def gather(
         gather_block(source, room, start, sums, destination, SOURCE, DESTINATION, ACCUMULATE, ALIGNED, True)
     else:
         gather_block(source, room, start, sums, destination, SOURCE, DESTINATION, ACCUMULATE, ALIGNED, False)
+
+
+@triton.jit
+def gather_rows(table, pieces, SOURCE: tl.constexpr):
+    """Write the sum of squares of one block of one of many gradients.
+
+    Args:
+        table: int64, shape [rows, 4]: address of a gradient, its elements, address of its sums, and nothing.
+        pieces: int32, shape [programs, 2]: the row, and which of its blocks.
+        SOURCE: Dtype code of the gradients.
+    """
+    piece = pieces + 2 * tl.program_id(0)
+    row = table + tl.load(piece).to(tl.int64) * 4
+    block = tl.load(piece + 1).to(tl.int64)
+    source, start = tl.load(row), block * NORM_BLOCK
+    room = tl.load(row + 1) - start
+    sums = (tl.load(row + 2) + block * 8).to(tl.pointer_type(tl.float64))
+    if source % 16 == 0:
+        if room >= NORM_BLOCK:
+            gather_block(source, room, start, sums, source, SOURCE, NONE, False, True, True)
+        else:
+            gather_block(source, room, start, sums, source, SOURCE, NONE, False, True, False)
+    else:
+        gather_block(source, room, start, sums, source, SOURCE, NONE, False, False, False)
+
+
+@triton.jit
+def copy_block(target, source, room, BLOCK: tl.constexpr, WIDE: tl.constexpr, FULL: tl.constexpr):
+    """Copy up to `BLOCK` bytes in words: of 32 bits at addresses that are multiples of 16, else of 16 bits."""
+    if WIDE:
+        word = tl.pointer_type(tl.uint32)
+        at = tl.multiple_of(source.to(word), 16) + tl.arange(0, BLOCK // 4)
+        to = tl.multiple_of(target.to(word), 16) + tl.arange(0, BLOCK // 4)
+        write(to, read(at, room // 4, BLOCK // 4, FULL), room // 4, BLOCK // 4, FULL)
+    else:
+        half = tl.pointer_type(tl.uint16)
+        at = source.to(half) + tl.arange(0, BLOCK // 2)
+        to = target.to(half) + tl.arange(0, BLOCK // 2)
+        write(to, read(at, room // 2, BLOCK // 2, FULL), room // 2, BLOCK // 2, FULL)
+
+
+@triton.jit
+def copy_pieces(table, pieces, BLOCK: tl.constexpr):
+    """Copy one block of one piece of memory, bit for bit.
+
+    Args:
+        table: int64, shape [rows, 4]: target, source and bytes, all multiples of 2, and nothing.
+        pieces: int32, shape [programs, 2]: the row, and which of its blocks.
+        BLOCK: Bytes of a block.
+    """
+    piece = pieces + 2 * tl.program_id(0)
+    row = table + tl.load(piece).to(tl.int64) * 4
+    start = tl.load(piece + 1).to(tl.int64) * BLOCK
+    target, source, nbytes = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    room = nbytes - start
+    wide = (target | source | nbytes) % 16 == 0
+    if wide:
+        if room >= BLOCK:
+            copy_block(target + start, source + start, room, BLOCK, True, True)
+        else:
+            copy_block(target + start, source + start, room, BLOCK, True, False)
+    else:
+        copy_block(target + start, source + start, room, BLOCK, False, False)

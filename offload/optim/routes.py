@@ -26,6 +26,9 @@ from offload.protocols import Mark
 MAX_IN_TRANSIT_BYTES = 1 << 30
 """Gradients on a GPU that are held while they leave it; for more of them, backward waits on the GPU."""
 
+NO_PASS = -1
+"""What torch calls the backward pass outside of any."""
+
 
 def choose_route(late: LateEngine, weights: Weights, scaling: Scaling, world: int) -> Route:
     """Return the route for the device and the number of ranks; refuse, and close, what would leave unreduced."""
@@ -173,11 +176,21 @@ class Departing(Route):
         self._left_from: dict[Bound, StorageWeakRef] = {}
         self._in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
         self._in_transit_bytes = 0
+        self._pass = NO_PASS
 
     def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
         _check_gradient(gradient, bound.parameter, bound.name)
         if not gradient.requires_grad:  # else it is part of a graph, and stays until the step
             self._depart(bound, gradient)
+            number: int = torch._C._current_graph_task_id()
+            if number not in (NO_PASS, self._pass):
+                self._pass = number
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if self._engine.broken is None:
+            self._engine.end_backward()
 
     def _depart(self, bound: Bound, gradient: torch.Tensor) -> None:
         """Let a gradient leave the GPU, or at least `.grad`."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
 
+from offload.dtypes import ITEM_BYTES
 from offload.errors import InfeasiblePlanError
-from offload.layout import SECTOR_NUMEL, Layout
+from offload.layout import SECTOR_NUMEL, Layout, Subgroup
 from offload.plan.rates import Rates
 from offload.protocols import SECTOR_BYTES
 from offload.rules import ADAMW, MASTER, UpdateRule
@@ -28,6 +29,22 @@ WEIGHT_SLOTS = 12
 A push waits behind state on its way to the GPU, which fills the link where CPU and GPU share the work evenly. Of such
 plans 4 slots made the simulated step up to 34% longer than any number would, 8 up to 18%, and 12 up to 8%
 (`tests/sim/test_predict.py` has such plans; one in twenty lost more than 28%, 3%, and nothing)."""
+
+LEAST_COPY_BYTES = 1 << 20
+"""Pieces of GPU memory of that size are copied to and from the host each on its own: the link takes 20 us or more
+for one, about as long as a copy takes to be enqueued. Smaller ones are gathered into a buffer there, or scattered."""
+
+KERNEL_COPIES = 4
+"""Copies that take as long to enqueue as gathering does: a kernel, its table, and what orders both."""
+
+PIECE_BUFFERS = 4
+"""Buffers on the GPU for small pieces: one being filled and one being emptied, each way."""
+
+MOST_PIECE_BUFFER_BYTES = 16 << 20
+"""The link takes 300 us for a buffer of that size, several times as long as its work takes to be enqueued."""
+
+PIECE_ALIGNMENT = 256
+"""Of pieces that lie beside each other in host memory: what segments are aligned to, in bytes of the widest dtype."""
 
 CHECKPOINT_BUFFERS = 4
 """In host memory, for tiles on their way to or from a checkpoint: two being read, two being written or taken over."""
@@ -197,6 +214,14 @@ class Plan:
         return max(1, min(WEIGHT_SLOTS, self.placements.count(Placement.CPU))) if self.weights_on_gpu else 0
 
     @cached_property
+    def piece_buffer_bytes(self) -> int:
+        """Bytes of each of `PIECE_BUFFERS` buffers in GPU memory; see `piece_buffer_bytes`."""
+        if not self.weights_on_gpu:
+            return 0
+        subgroups = self.layout.subgroups
+        return piece_buffer_bytes(s for s in subgroups if not self.updates_on_gpu(s.index))
+
+    @cached_property
     def bounce_bytes(self) -> int:
         """Bytes of host memory in which state at home on the GPU is read and replaced, a subgroup at a time."""
         sizes = zip(self.homes, self.layout.subgroup_bytes, strict=True)
@@ -354,8 +379,10 @@ class Plan:
         return "\n".join(lines)
 
     def _gpu_lines(self) -> list[str]:
+        pieces = format_bytes(PIECE_BUFFERS * self.piece_buffer_bytes)
+        small = [f"{pieces:>10}  small tensors on their way to and from the CPU"] if self.piece_buffer_bytes else []
         if Placement.GPU not in self.placements:
-            return []
+            return [f"  GPU memory   {line}" for line in small]
         home = self.homes.count(Home.GPU)
         copied = self.placements.count(Placement.GPU) - home
         staging = format_bytes(self.gpu_slots * self.gpu_slot_bytes)
@@ -363,11 +390,26 @@ class Plan:
             f"  GPU memory   {format_bytes(self.home_bytes[Home.GPU]):>10}  state of {home} subgroups at home there",
             f"               {staging:>10}  staging, {self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}; "
             f"{copied} of the other subgroups are updated on the GPU",
+            *(f"{'':15}{line}" for line in small),
         ]
 
 
 def _checkpoints(count: int) -> str:
     return f"{count} checkpoint{'s' if count > 1 else ''} kept and one"
+
+
+def piece_buffer_bytes(subgroups: Iterable[Subgroup]) -> int:
+    """Return the size of a buffer on the GPU that the small segments of each of some subgroups pass through.
+
+    It holds those of one subgroup, up to `MOST_PIECE_BUFFER_BYTES`; 0 if none has enough of them to be worth it.
+    """
+    needed = 0
+    for subgroup in subgroups:
+        item = int(ITEM_BYTES[subgroup.dtype])
+        small = [s.numel for s in subgroup.segments if s.numel * item < LEAST_COPY_BYTES]
+        if len(small) > KERNEL_COPIES:
+            needed = max(needed, sum(-(-numel * item // PIECE_ALIGNMENT) * PIECE_ALIGNMENT for numel in small))
+    return min(needed + PIECE_ALIGNMENT, MOST_PIECE_BUFFER_BYTES) if needed else 0
 
 
 def make_plan(

@@ -229,11 +229,18 @@ class Engine:
             dtype: Its element type; widened where the slot is float32.
 
         Returns:
-            On a GPU, the mark after which the gradient is not read any more. The first one of a parameter of which
-            `keeps_gradient` is true is read, and added to, until the step has returned.
+            On a GPU, the mark after which the gradient is not read any more. It is not reached while the gradient
+            waits for others to leave with, until `end_backward`, the mark's `wait` or `hand_back` end that. The first
+            gradient of a parameter of which `keeps_gradient` is true is read, and added to, until the step has
+            returned.
         """
         self._thread.check_usable()
         return self._parts.gradients.arrived(self._position(parameter), address, dtype)
+
+    def end_backward(self) -> None:
+        """Say that a backward pass has ended: gradients on a GPU that still wait for others to leave with, leave."""
+        self._thread.check_usable()
+        self._parts.gradients.leave()
 
     def keeps_gradient(self, parameter: int | str) -> bool:
         """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
@@ -251,10 +258,7 @@ class Engine:
             gradient: Has arrived; the caller drops it.
             mark: What `gradient_arrived` returned.
         """
-        gpu = self._parts.gpu
-        if gpu is not None:
-            gpu.device.follow(DeviceLane.CALLER, mark)
-            gpu.device.give_up(gradient)
+        self._parts.gradients.hand_back(gradient, mark)
 
     def forget_gradients(self, dropped: Iterable[torch.Tensor] = ()) -> None:
         """Forget all gradients that arrived on a GPU: those that arrive next are the first.

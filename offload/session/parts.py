@@ -268,7 +268,7 @@ class Parts:
         gradients = self._gradient_slots.total_bytes(layout.parameters)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
         if self.gpu is not None and self.config.placement != "cpu":
-            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(layout, usable_bytes(self.gpu.device)))
+            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(layout, usable_bytes(self.gpu.device, layout)))
             budgets = dataclasses.replace(budgets, gpu_staging_bytes=staging)
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
@@ -324,7 +324,11 @@ class Parts:
         if self.gpu is not None:
             for what, needed, free in (
                 ("gradient slots in host memory", self.gradients.missing_bytes(plan), available_bytes()),
-                ("staging slots on the GPU", self.gpu.missing_bytes(plan), usable_bytes(self.gpu.device)),
+                (
+                    "staging slots on the GPU",
+                    self.gpu.missing_bytes(plan),
+                    usable_bytes(self.gpu.device, plan.layout),
+                ),
             ):
                 if needed > free:
                     raise InfeasiblePlanError(what, needed, {"what is free": free}, "free some")

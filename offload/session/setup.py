@@ -17,7 +17,7 @@ from offload.engine.memory import available_bytes
 from offload.errors import ConfigError, OffloadError, TierError, invariant
 from offload.layout import Layout
 from offload.plan import Budgets, PathBudget
-from offload.plan.budget import GPU_STAGING_SLOTS
+from offload.plan.budget import GPU_STAGING_SLOTS, PIECE_BUFFERS, piece_buffer_bytes
 from offload.protocols import Completion, Device, Tier, TileRequest
 from offload.tiers import Turns, free_bytes, innermost, open_tier, tier_error
 from offload.tiers.file import DEFAULT_EXTENT_BYTES
@@ -78,7 +78,7 @@ def first_budgets(
     invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")
     gpu_bytes = gpu_slots_bytes = 0
     if device is not None:
-        left = usable_bytes(device)
+        left = usable_bytes(device, layout)
         if config.placement != "cpu":
             gpu_slots_bytes = gpu_staging_bytes(layout, left)
         if config.gpu_memory == "auto":
@@ -104,9 +104,10 @@ def first_budgets(
     )
 
 
-def usable_bytes(device: Device) -> int:
-    """Return what may be taken of the memory that is free on a GPU now."""
-    return max(0, device.free_bytes() - device.reserve_bytes)
+def usable_bytes(device: Device, layout: Layout) -> int:
+    """Return what state may take of the memory that is free on a GPU now, beside buffers for small tensors."""
+    buffers = PIECE_BUFFERS * piece_buffer_bytes(layout.subgroups)
+    return max(0, device.free_bytes() - device.reserve_bytes - buffers)
 
 
 def _given_bytes(device: Device, nbytes: int, beside: int = 0) -> int:

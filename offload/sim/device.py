@@ -9,6 +9,7 @@ the same memory, one of them writing, must be ordered by a lane, by `follow`, or
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import math
@@ -18,9 +19,9 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,48 @@ Lane = DeviceLane | str
 Span = tuple[int, int, bool]
 """First address, address after the last, and whether it is written."""
 
+
+class Spans:
+    """The memory that a piece of work touches, sorted, to be compared with that of others."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.all = self._joined([span[:2] for span in spans])
+        self.written = self._joined([span[:2] for span in spans if span[2]])
+
+    def __bool__(self) -> bool:
+        return bool(self.all[0])
+
+    @staticmethod
+    def _joined(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+        """Return where spans begin and end, joined where they touch."""
+        begins: list[int] = []
+        ends: list[int] = []
+        for begin, end in sorted(spans):
+            if ends and begin <= ends[-1]:
+                ends[-1] = max(end, ends[-1])
+            else:
+                begins.append(begin)
+                ends.append(end)
+        return begins, ends
+
+
+def conflict(left: Spans, right: Spans) -> int:
+    """Return how many bytes two pieces of work touch that may not do so in any order: at one place, or 0."""
+    return _common(left.written, right.all) or _common(left.all, right.written)
+
+
+def _common(left: tuple[list[int], list[int]], right: tuple[list[int], list[int]]) -> int:
+    """Return the bytes of the first span that two sorted lists of spans have in common."""
+    if len(left[0]) > len(right[0]):
+        left, right = right, left
+    begins, ends = right
+    for begin, end in zip(*left, strict=True):
+        at = bisect.bisect_right(ends, begin)  # the first that ends later
+        if at < len(begins) and begins[at] < end:
+            return min(end, ends[at]) - max(begin, begins[at])
+    return 0
+
+
 _STATE_BYTES = {rule.code: rule.item_bytes for rule in RULES.values()}
 
 
@@ -63,7 +106,7 @@ class _Work:
     number: int
     label: str
     act: Callable[[], None]
-    spans: tuple[Span, ...]
+    spans: Spans
     nbytes: int
     clock: dict[Lane, int]
     requires: list[_Work]
@@ -331,6 +374,17 @@ class SimulatedDevice:
         mark.timed = timed
         return mark
 
+    def caller(self) -> Lane:
+        """See `Device.caller`."""
+        self._check_caller(DeviceLane.CALLER)
+        return self._caller
+
+    def mark_caller(self, caller: Hashable) -> Mark:
+        """See `Device.mark_caller`."""
+        if caller is DeviceLane.CALLER and self._caller_is_host:
+            return _Now()
+        return self._put(cast(Lane, caller), "mark", lambda: None, (), 0)
+
     def follow(self, lane: Lane, mark: Mark) -> None:
         """See `Device.follow`."""
         self._check_caller(lane)
@@ -363,19 +417,17 @@ class SimulatedDevice:
             HazardError: Work that nobody has waited for touches it, too.
         """
         with self._lock:
-            self._compare("the host", ((address, address + nbytes, writes),), self._host_clock)
+            self._compare("the host", Spans([(address, address + nbytes, writes)]), self._host_clock)
 
-    def _compare(self, label: str, spans: Iterable[Span], clock: dict[Lane, int]) -> None:
+    def _compare(self, label: str, spans: Spans, clock: dict[Lane, int]) -> None:
         for work in self._open:
             if clock.get(work.lane, -1) >= work.number:
                 continue
-            for begin, end, writes in spans:
-                for other_begin, other_end, other_writes in work.spans:
-                    if begin < other_end and other_begin < end and (writes or other_writes):
-                        raise HazardError(
-                            f"{label} and {work.label} (number {work.number} on {_name(work.lane)}) touch the same "
-                            f"{min(end, other_end) - max(begin, other_begin)} bytes in no order"
-                        )
+            if nbytes := conflict(spans, work.spans):
+                raise HazardError(
+                    f"{label} and {work.label} (number {work.number} on {_name(work.lane)}) touch the same "
+                    f"{nbytes} bytes in no order"
+                )
 
     def observe(self, work: _Work) -> None:
         """Take note that the host knows that a piece of work, and what came before it, has been done."""
@@ -409,6 +461,30 @@ class SimulatedDevice:
                     raise OffloadError(f"{self.name}: invalid argument: {nbytes} bytes that are pinned in part")
             self.pageable_bytes += nbytes
 
+    def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
+        """See `Device.copy_pieces`."""
+        rows = [row for row in pieces.tolist() if row[2]]
+        if any(number % 2 for row in rows for number in row):
+            raise InternalError("a piece of memory that is not made of 16-bit words")
+
+        def act() -> None:
+            for target, source, nbytes in rows:
+                ctypes.memmove(target, source, nbytes)
+
+        spans = [(source, source + nbytes, False) for _, source, nbytes in rows]
+        spans += [(target, target + nbytes, True) for target, _, nbytes in rows]
+        nbytes = sum(row[2] for row in rows)
+        reads, written = Spans(spans[: len(rows)]).all, Spans(spans).written
+        if _common(reads, written) or sum(written[1]) - sum(written[0]) != nbytes:
+            raise HazardError("pieces are copied over one another")
+        if rows:
+            self._send_table(lane, 32 * len(rows))
+            self._put(lane, f"a copy of {len(rows)} pieces", act, tuple(spans), nbytes)
+
+    def _send_table(self, lane: DeviceLane, nbytes: int) -> None:
+        there = self._put(TABLES, "a table", lambda: None, (), nbytes, engine=self._engines[DeviceLane.H2D])
+        self.follow(lane, there)
+
     def update(self, table: npt.NDArray[Any]) -> None:
         """See `Device.update`."""
         rows = checked(table).copy()
@@ -422,9 +498,7 @@ class SimulatedDevice:
             columns.append((row["gradient"] if active else 0, int(ITEM_BYTES[row["gradient_dtype"]]), False))
             spans += [(int(at), int(at) + numel * item, writes) for at, item, writes in columns if at]
         nbytes = _STATE_BYTES[int(rows["rule"][0])] * int(rows["numel"].sum()) if rows.size else 0
-        engine = self._engines[DeviceLane.H2D]
-        there = self._put(TABLES, "a table", lambda: None, (), rows.nbytes, engine=engine)
-        self.follow(DeviceLane.UPDATE, there)
+        self._send_table(DeviceLane.UPDATE, rows.nbytes)
         self._put(DeviceLane.UPDATE, "an update", lambda: self._kernel.run(rows), tuple(spans), nbytes)
 
     def gradient_blocks(
@@ -459,6 +533,21 @@ class SimulatedDevice:
             spans += ((target, target + numel * int(ITEM_BYTES[target_dtype]), True),)
         self._put(lane, "a gradient", act, spans, numel * int(ITEM_BYTES[dtype]))
 
+    def sum_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """See `Device.sum_gradients`."""
+        listed = [row for row in rows.tolist() if row[1]]
+
+        def act() -> None:
+            for source, numel, blocks in listed:
+                self._kernel.gradient_blocks(source, dtype, numel, blocks)
+
+        item = int(ITEM_BYTES[dtype])
+        spans = [(source, source + numel * item, False) for source, numel, _ in listed]
+        spans += [(blocks, blocks + 8 * -(-numel // NORM_BLOCK_NUMEL), True) for _, numel, blocks in listed]
+        if listed:
+            self._send_table(lane, 32 * len(listed))
+            self._put(lane, "gradients", act, tuple(spans), item * sum(row[1] for row in listed))
+
     def caller_work(self, label: str, act: Callable[[], Any], spans: Iterable[Span]) -> None:
         """Put work on the caller's lane: a piece of forward or backward that touches `spans`."""
         self._put(self._caller, label, act, tuple(spans), 0)
@@ -486,9 +575,10 @@ class SimulatedDevice:
                 _merge(clock, {**other.clock, other.lane: other.number})
             _merge(clock, self._host_clock)
             number = clock.get(lane, -1) + 1
-            self._compare(label, spans, clock)
+            touched = Spans(spans)
+            self._compare(label, touched, clock)
             clock[lane] = number
-            work = _Work(self, lane, number, label, act, spans, nbytes, dict(clock), requires, engine=engine)
+            work = _Work(self, lane, number, label, act, touched, nbytes, dict(clock), requires, engine=engine)
             self._queues[lane].append(work)
             if spans:
                 self._open.append(work)

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from offload.dtypes import DtypeCode
 from offload.kernels import triton_kernels
-from offload.kernels.gpu import BLOCK_NUMEL, GATHER_OPTIONS, UPDATE_OPTIONS
+from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES, COPY_OPTIONS, GATHER_OPTIONS, UPDATE_OPTIONS
 from offload.rules import ADAMW, RULES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -38,7 +38,12 @@ def compiled(kernel: str, capability: int, types: dict[str, str], constants: dic
     divisible = [["tt.divisibility", 16]]
     pointers = {(number,): divisible for number, name in enumerate(function.arg_names) if "*" in signature[name]}
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=pointers)
-    options = {"update": UPDATE_OPTIONS, "gather": GATHER_OPTIONS}[kernel] | changed
+    options = {
+        "update": UPDATE_OPTIONS,
+        "gather": GATHER_OPTIONS,
+        "gather_rows": GATHER_OPTIONS,
+        "copy_pieces": COPY_OPTIONS,
+    }[kernel] | changed
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     sass = ""
     if CUOBJDUMP.exists():
@@ -82,6 +87,10 @@ def main() -> None:
         constants = {"SOURCE": source, "DESTINATION": destination, "ACCUMULATE": add, "ALIGNED": aligned}
         compiled("gather", capability, addresses, constants)
     compiled("gather", capability, addresses, constants, enable_fp_fusion=True)
+    rows = {"table": "*i64", "pieces": "*i32"}
+    for source in (bfloat16, float16, float32):
+        compiled("gather_rows", capability, rows, {"SOURCE": source})
+    compiled("copy_pieces", capability, tables, {"BLOCK": COPY_BLOCK_BYTES})
 
 
 main()

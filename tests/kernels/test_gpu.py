@@ -45,7 +45,7 @@ from test_update_kernel import (  # noqa: F401
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InternalError
 from offload.kernels import GpuUpdateKernel, blocks_numel, norm_sq, reference
-from offload.kernels.gpu import BLOCK_NUMEL
+from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES
 from offload.kernels.reference import DTYPE_CODES
 from offload.protocols import NORM_BLOCK_NUMEL
 from offload.rules import ADAMW, segment_dtype
@@ -66,6 +66,14 @@ class Synchronous:
 
     def gradient_blocks(self, *arguments: int, accumulate: bool = False) -> None:
         self.kernel.gather(*arguments, accumulate=accumulate)
+        self._wait()
+
+    def gather_rows(self, dtype: DtypeCode, rows: np.ndarray) -> None:
+        self.kernel.gather_rows(dtype, rows)
+        self._wait()
+
+    def copy_pieces(self, pieces: np.ndarray) -> None:
+        self.kernel.copy_pieces(pieces)
         self._wait()
 
     def _wait(self) -> None:
@@ -202,6 +210,43 @@ def test_large_and_small_gradients_in_many_calls(kernel):
         kernel.gradient_blocks(source.address, DtypeCode.FLOAT16, numel, blocks.data_ptr() + 8 * int(start))
     expected = np.concatenate([reference.gradient_blocks(gradient) for gradient in gradients])
     assert np.array_equal(blocks.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_gradients_are_summed_as_one_is(kernel, dtype):
+    sizes = [1, NORM_BLOCK_NUMEL, 5, 0, NORM_BLOCK_NUMEL + 1, 700]
+    gradients = [values(n, n, dtype, "wild" if n == 700 else "plain") for n in sizes]
+    placed = [Placed(gradient, 4 * (n % 5)) for n, gradient in enumerate(gradients)]
+    counts = [blocks_numel(n) for n in sizes]
+    sums = torch.full((sum(counts) + 1,), -7.0, dtype=torch.float64, device=Placed.device)
+    starts = np.cumsum([0, *counts])
+    rows = [(p.address, n, sums.data_ptr() + 8 * int(at)) for p, n, at in zip(placed, sizes, starts, strict=False)]
+    kernel.gather_rows(DTYPE_CODES[dtype], np.array(rows, np.uint64))
+    expected = np.concatenate([*(reference.gradient_blocks(gradient) for gradient in gradients), [-7.0]])
+    finite = np.isfinite(expected)
+    assert np.array_equal(np.isfinite(sums.cpu().numpy()), finite)
+    assert np.array_equal(sums.cpu().numpy()[finite], expected[finite])
+    for row, message in (((0, 4, 64), "address 0"), ((65, 4, 64), "not aligned"), ((64, 4, 68), "not aligned")):
+        with pytest.raises(InternalError, match=message):
+            kernel.gather_rows(DTYPE_CODES[dtype], np.array([row], np.uint64))
+
+
+def test_pieces_of_any_size_are_copied_bit_for_bit(kernel):
+    """Aligned or not, NaNs with their payloads included, and nothing beside them."""
+    sizes = [0, 2, 16, 30, 4096, 4112, COPY_BLOCK_BYTES + 2, 3 * COPY_BLOCK_BYTES]
+    sources, targets, rows = [], [], []
+    for number, (nbytes, offset) in enumerate(itertools.product(sizes, (0, 2))):
+        drawn = values(number, nbytes // 2, torch.bfloat16, "wild")
+        sources.append(Placed(drawn, offset))
+        targets.append(Placed(torch.zeros_like(drawn), 2 * (number % 3)))
+        rows.append((targets[-1].address, sources[-1].address, nbytes))
+    kernel.copy_pieces(np.array(rows, np.uint64))
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(source.tensor().view(torch.int16), target.tensor().view(torch.int16))
+    kernel.copy_pieces(np.zeros((0, 3), np.uint64))
+    for row, message in (((64, 128, 3), "16-bit words"), ((65, 128, 2), "16-bit words"), ((0, 128, 2), "address 0")):
+        with pytest.raises(InternalError, match=message):
+            kernel.copy_pieces(np.array([row], np.uint64))
 
 
 def test_what_a_gpu_cannot_read_is_refused(kernel):

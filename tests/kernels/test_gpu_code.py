@@ -70,7 +70,7 @@ def test_every_operation_is_rounded_as_the_reference_rounds_it(compiled):
                 assert sass.get("FMUL", 0) + 2 * sass.get("FMUL2", 0) == counts["mul.rn.f32"]
                 sums = sass.get("FADD", 0) + 2 * sass.get("FADD2", 0)
                 assert sums == counts["add.rn.f32"] + counts["sub.rn.f32"]
-        else:
+        elif line["kernel"].startswith("gather"):
             assert ptx["mul.rn.f64"] > 0
             assert not sass or (sass["DMUL"], sass.get("DFMA", 0)) == (ptx["mul.rn.f64"], 0)
 
@@ -92,12 +92,20 @@ def test_aligned_tensors_are_read_and_written_four_elements_at_a_time(compiled):
 
 
 @pytest.mark.slow
+def test_pieces_are_copied_as_wide_as_memory_allows_and_never_as_numbers(compiled):
+    (line,) = [line for line in compiled if line["kernel"] == "copy_pieces"]
+    assert line["ptx"]["ld.global.v4.b32"] > 0
+    assert line["ptx"]["st.global.v4.b32"] > 0
+    assert not [name for name in line["ptx"] if FLOATS & set(name.split(".")[1:])]
+
+
+@pytest.mark.slow
 def test_addresses_of_any_alignment_use_one_compiled_kernel():
     """Block sums lie at multiples of 8, by luck of 16: another kernel for those would be compiled during backward."""
     program = (
-        "from offload.kernels.triton_kernels import gather, update\n"
-        "print(sorted(p.name for k in (gather, update) for p in k.params"
-        " if not (p.do_not_specialize or p.is_constexpr)))"
+        "from offload.kernels.triton_kernels import copy_pieces, gather, gather_rows, update\n"
+        "print(sorted({p.name for k in (copy_pieces, gather, gather_rows, update) for p in k.params"
+        " if not (p.do_not_specialize or p.is_constexpr)}))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -11,7 +11,7 @@ import torch
 from offload._native import CompletionQueue
 from offload.dtypes import DtypeCode
 from offload.engine.memory import Arena
-from offload.errors import OffloadError
+from offload.errors import InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
 from offload.protocols import Device, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, segment_dtype
@@ -202,6 +202,44 @@ def test_gradients_are_summed_and_added_as_on_the_cpu(
         kernel.gradient_blocks(wanted.data_ptr(), dtype, numel, expected.ctypes.data)
     assert result == wanted.view(torch.uint8).numpy().tobytes()
     assert sums.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [DtypeCode.BFLOAT16, DtypeCode.FLOAT32])
+def test_many_gradients_are_summed_as_one_is(device: Device, host: Arena, dtype: DtypeCode) -> None:
+    item = 2 if dtype is DtypeCode.BFLOAT16 else 4
+    drawn = np.random.default_rng(1).standard_normal(40_000, np.float32)
+    values = drawn if item == 4 else (drawn.view(np.uint32) >> 16).astype(np.uint16)
+    source, wanted = send(device, host, values, 0), np.zeros(20)
+    sums = send(device, host, np.zeros(20), 0)
+    rows, at, block = [], 0, 0
+    with CpuUpdateKernel(threads=1) as kernel:
+        for numel in (1, 4096, 5, 0, 8193, 700):
+            rows.append((source + at * item, numel, sums + 8 * block))
+            kernel.gradient_blocks(values[at:].ctypes.data, dtype, numel, wanted[block:].ctypes.data)
+            at, block = at + numel, block + -(-numel // 4096)
+    device.follow(DeviceLane.GRADIENTS, device.mark_caller(device.caller()))
+    device.sum_gradients(DeviceLane.GRADIENTS, dtype, np.array(rows, np.uint64))
+    device.follow(DeviceLane.D2H, device.mark(DeviceLane.GRADIENTS))
+    assert fetch(device, host, sums, wanted.nbytes, 0) == wanted.tobytes()
+
+
+def test_pieces_are_copied_at_once(device: Device, host: Arena) -> None:
+    values = np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8)
+    memory = send(device, host, values, 0)
+    gathered = device.allocate(1 << 20)
+    sizes = [2, 4096, 62, 16, 100_000, 0, 14]
+    rows, wanted, at = [], b"", 0
+    for number, nbytes in enumerate(sizes):
+        start = 120_000 * number + 2 * number
+        rows.append((gathered + at, memory + start, nbytes))
+        wanted += values[start : start + nbytes].tobytes()
+        at += nbytes
+    device.copy_pieces(DeviceLane.PIECES, np.array(rows, np.uint64))
+    device.copy_pieces(DeviceLane.PIECES, np.zeros((0, 3), np.uint64))
+    device.follow(DeviceLane.D2H, device.mark(DeviceLane.PIECES))
+    assert fetch(device, host, gathered, at, 0) == wanted
+    with pytest.raises(InternalError, match="16-bit words"):
+        device.copy_pieces(DeviceLane.PIECES, np.array([(gathered, memory, 3)], np.uint64))
 
 
 def test_memory_is_counted_and_refused(device: Device) -> None:

@@ -167,6 +167,12 @@ class Kernel:
     def gather(self, *arguments: Any, accumulate: bool = False) -> None:
         self.launch("gather")
 
+    def gather_rows(self, dtype: Any, rows: Any) -> None:
+        self.launch("gather_rows")
+
+    def copy_pieces(self, pieces: Any) -> None:
+        self.launch("copy_pieces")
+
     def launch(self, name: str) -> None:
         self.cuda.touch(name)
         self.cuda.current_stream().work.append(name)
@@ -220,6 +226,10 @@ def use_all(device: module.CudaDevice) -> None:
     device.copy(DeviceLane.D2H, values.ctypes.data, address, 64)
     device.update(np.zeros(1, segment_dtype(ADAMW)))
     device.gradient_blocks(DeviceLane.GRADIENTS, address, DtypeCode.FLOAT32, 4, address)
+    device.copy_pieces(DeviceLane.PIECES, np.array([[address, address + 32, 32]], np.uint64))
+    rows = np.array([[address, 4, address + 32]], np.uint64)
+    device.sum_gradients(DeviceLane.GRADIENTS, DtypeCode.FLOAT32, rows)
+    assert device.mark_caller(device.caller()).reached()
     for lane in DeviceLane:
         mark = device.mark(lane)
         assert mark.reached()
@@ -248,7 +258,11 @@ def test_nothing_is_asked_of_another_device(cuda: FakeCuda, device: module.CudaD
 def test_the_caller_s_lane_is_refused_while_it_is_captured(cuda: FakeCuda, device: module.CudaDevice) -> None:
     mark = device.mark(DeviceLane.UPDATE)
     cuda.capturing = True
-    for refused in (lambda: device.mark(DeviceLane.CALLER), lambda: device.follow(DeviceLane.CALLER, mark)):
+    for refused in (
+        device.caller,
+        lambda: device.mark(DeviceLane.CALLER),
+        lambda: device.follow(DeviceLane.CALLER, mark),
+    ):
         with pytest.raises(ConfigError, match="CUDA graph"):
             refused()
     device.follow(DeviceLane.D2H, mark)
@@ -320,7 +334,8 @@ def test_the_time_is_compared_on_the_thread_that_reports(
 
 def test_kernels_of_the_session_come_before_those_of_backward(device: module.CudaDevice) -> None:
     priorities = {lane: device.stream(lane).priority for lane in DeviceLane if lane is not DeviceLane.CALLER}
-    assert {lane for lane, priority in priorities.items() if priority} == {DeviceLane.UPDATE, DeviceLane.GRADIENTS}
+    kernels = {DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES}
+    assert {lane for lane, priority in priorities.items() if priority} == kernels
     assert set(priorities.values()) == {-1, 0}
 
 
@@ -424,6 +439,7 @@ def test_what_is_launched_has_been_compiled(
     kernel = kernels.GpuUpdateKernel.__new__(kernels.GpuUpdateKernel)
     kernel.device = torch.device("cpu")
     kernel._kernels = SimpleNamespace(update=Recorder(), gather=Recorder())
+    kernel._kernels.copy_pieces, kernel._kernels.gather_rows = Recorder(), Recorder()
     at = 1 << 45
     for gradient in {weight, DtypeCode.FLOAT32}:
         kernel.compile(ADAMW, {(gradient, weight)})
@@ -435,8 +451,10 @@ def test_what_is_launched_has_been_compiled(
         table["gradient_dtype"], table["numel"], table["flags"] = int(gradient), 5000, int(SegmentFlag.ACTIVE)
         kernel.update(table)
         kernel.gather(at, gradient, 5000, at)
+        kernel.gather_rows(gradient, np.array([[at, 5000, at + 8]], np.uint64))
         kernel.gather(at, gradient, 5000, at + 8, at + (1 << 20), gradient, accumulate=True)
-    for recorder in (kernel._kernels.update, kernel._kernels.gather):
+    kernel.copy_pieces(np.array([[at, at + (1 << 20), 5000]], np.uint64))
+    for recorder in vars(kernel._kernels).values():
         assert recorder.launched
         assert all(launched in recorder.warm for launched in recorder.launched)
 

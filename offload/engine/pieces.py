@@ -1,0 +1,166 @@
+"""Copies of many small pieces of device memory, gathered into (or scattered from) few large ones by a kernel there.
+
+A copy costs its enqueueing, 10 to 50 us, whatever its size. So small pieces that lie beside each other in host memory
+pass through a buffer on the device: one copy for all of them between the host and the buffer, and one kernel, on lane
+`PIECES`, between the buffer and their places. Large pieces, and a few small ones, are copied each on its own.
+
+Order: a kernel that scatters follows its copies, copies follow the kernel that gathers for them, and a buffer's next
+user follows its last. Whoever reads what was scattered follows lane `PIECES`; what gathering depends on is for the
+caller to have that lane follow.
+
+Not done here: waiting, and knowing what pieces are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.plan.budget import KERNEL_COPIES, LEAST_COPY_BYTES, PIECE_ALIGNMENT, PIECE_BUFFERS
+from offload.protocols import Device, DeviceLane, Mark
+
+Pieces = npt.NDArray[np.uint64]
+"""Rows of (device address, host address, bytes)."""
+
+
+def as_pieces(rows: Sequence[tuple[int, int, int]]) -> Pieces:
+    """Return rows of (device address, host address, bytes) as one array."""
+    return np.array(rows, np.uint64).reshape(-1, 3)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    address: int
+    used: Mark | None = None
+    """After the last work in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Small pieces that pass through one buffer.
+
+    Attributes:
+        pieces: Theirs.
+        places: Where each lies in the buffer.
+        runs: Copies between host and buffer: (place in the buffer, host address, bytes).
+    """
+
+    pieces: Pieces
+    places: Pieces
+    runs: list[tuple[int, int, int]]
+
+
+class PieceCopies:
+    """Copies pieces of device memory to and from host memory; any thread.
+
+    Args:
+        device: The GPU.
+        copy: Puts a copy on a lane, as `GpuLanes.copy` does.
+
+    Attributes:
+        buffer_bytes: Size of each of the `PIECE_BUFFERS` buffers; 0 without any, where every piece is copied on its
+            own.
+    """
+
+    def __init__(self, device: Device, copy: Callable[[DeviceLane, int, int, int], None]) -> None:
+        self.buffer_bytes = 0
+        self._device = device
+        self._copy = copy
+        self._buffers: list[_Buffer] = []
+        self._lock = threading.RLock()
+
+    def adopt(self, address: int, buffer_bytes: int) -> int:
+        """Use device memory for buffers from now on; nothing is in flight. Return the address of what was used."""
+        before = self._buffers[0].address if self._buffers else 0
+        self._buffers = [_Buffer(address + number * buffer_bytes) for number in range(PIECE_BUFFERS)]
+        self.buffer_bytes = buffer_bytes
+        return before
+
+    def to_device(self, pieces: Pieces) -> None:
+        """Copy pieces to the device: large ones on lane `H2D`, others then go on on lane `PIECES`.
+
+        Args:
+            pieces: In host memory, gaps of less than `PIECE_ALIGNMENT` bytes between small ones are read, too.
+        """
+        device, lane = self._device, DeviceLane.H2D
+        alone, rounds = self._arranged(pieces, PIECE_ALIGNMENT)
+        for target, source, nbytes in alone.tolist():
+            self._copy(lane, target, source, nbytes)
+        for part in rounds:
+            with self._lock:
+                buffer = self._take(lane)
+                for place, host, nbytes in part.runs:
+                    self._copy(lane, buffer.address + place, host, nbytes)
+                device.follow(DeviceLane.PIECES, device.mark(lane, timed=False))
+                there = part.places + np.uint64(buffer.address)
+                device.copy_pieces(DeviceLane.PIECES, np.stack([part.pieces[:, 0], there, part.pieces[:, 2]], axis=1))
+                buffer.used = device.mark(DeviceLane.PIECES, timed=False)
+
+    def to_host(self, pieces: Pieces, gap_bytes: int = PIECE_ALIGNMENT, lane: DeviceLane = DeviceLane.D2H) -> None:
+        """Copy pieces to the host, all of them on `lane` in the end.
+
+        Args:
+            pieces: Which.
+            gap_bytes: Gaps of less than that between small pieces in host memory are nobody's, and written, too.
+            lane: Where copies are put.
+        """
+        device = self._device
+        alone, rounds = self._arranged(pieces, gap_bytes)
+        for source, target, nbytes in alone.tolist():
+            self._copy(lane, target, source, nbytes)
+        for part in rounds:
+            with self._lock:
+                buffer = self._take(DeviceLane.PIECES)
+                there = part.places + np.uint64(buffer.address)
+                device.copy_pieces(DeviceLane.PIECES, np.stack([there, part.pieces[:, 0], part.pieces[:, 2]], axis=1))
+                device.follow(lane, device.mark(DeviceLane.PIECES, timed=False))
+                for place, host, nbytes in part.runs:
+                    self._copy(lane, host, buffer.address + place, nbytes)
+                buffer.used = device.mark(lane, timed=False)
+
+    def _take(self, lane: DeviceLane) -> _Buffer:
+        """Return the buffer that was used longest ago, free for what is put on a lane next."""
+        buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        if buffer.used is not None:
+            self._device.follow(lane, buffer.used)
+        return buffer
+
+    def _arranged(self, pieces: Pieces, gap_bytes: int) -> tuple[Pieces, list[_Round]]:
+        """Return the pieces that are copied each on its own, and rounds of the others."""
+        small = pieces[:, 2] < min(LEAST_COPY_BYTES, max(0, self.buffer_bytes - PIECE_ALIGNMENT))
+        if np.count_nonzero(small) <= KERNEL_COPIES:
+            return pieces, []
+        alone, left = [pieces[~small]], pieces[small].astype(np.int64)
+        left = left[np.argsort(left[:, 1], kind="stable")]  # backward goes from the last layer to the first
+        _, host, nbytes = left.T
+        gaps = host[1:] - (host + nbytes)[:-1]
+        begins = np.concatenate([[True], (gaps < 0) | (gaps >= gap_bytes)])
+        # Where each piece would lie in an endless buffer, each run at the start of a line of it.
+        run = np.cumsum(begins) - 1
+        starts = host[begins]
+        lengths = (host + nbytes)[np.append(begins[1:], True)] - starts
+        lines = np.cumsum(-(-lengths // PIECE_ALIGNMENT) * PIECE_ALIGNMENT)
+        ends = np.concatenate([[0], lines])[run] + host - starts[run] + nbytes
+        rounds, first = [], 0
+        while first < len(left):
+            origin = (ends[first] - nbytes[first]) // PIECE_ALIGNMENT * PIECE_ALIGNMENT
+            last = max(first + 1, int(np.searchsorted(ends, origin + self.buffer_bytes, side="right")))
+            part = slice(first, last)
+            heads = np.flatnonzero(np.append(True, begins[part][1:]))
+            first = last
+            if len(heads) + KERNEL_COPIES >= last - part.start:
+                alone.append(left[part].astype(np.uint64))
+                continue
+            places = (ends - nbytes)[part] - origin
+            tails = np.append(heads[1:], last - part.start) - 1
+            sizes = (host + nbytes)[part][tails] - host[part][heads]
+            runs = np.stack([places[heads], host[part][heads], sizes], axis=1)
+            rounds.append(
+                _Round(left[part].astype(np.uint64), places.astype(np.uint64), [tuple(row) for row in runs.tolist()])
+            )
+        return np.concatenate(alone), rounds

@@ -1,0 +1,180 @@
+"""Copies of many pieces of device memory: the bytes of copies one by one, in fewer calls, in an order that holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from offload.engine import pieces as module
+from offload.engine.memory import Arena
+from offload.engine.pieces import PieceCopies, as_pieces
+from offload.plan.budget import PIECE_BUFFERS
+from offload.protocols import DeviceLane, Mark
+from offload.sim import HazardError, SimulatedDevice
+
+BUFFER_BYTES = 4096
+
+
+class Counting(SimulatedDevice):
+    """Counts what it is asked for."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(1 << 24, **options)
+        self.calls: Counter[str] = Counter()
+
+    def copy(self, lane: DeviceLane, *where: int) -> None:
+        self.calls["copy"] += 1
+        super().copy(lane, *where)
+
+    def copy_pieces(self, lane: DeviceLane, pieces: Any) -> None:
+        self.calls["kernel"] += 1
+        super().copy_pieces(lane, pieces)
+
+
+@pytest.fixture
+def host() -> Iterator[Arena]:
+    arena = Arena(1 << 20)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture(params=[False, True], ids=["eager", "lazy"])
+def device(request: pytest.FixtureRequest, host: Arena) -> Iterator[Counting]:
+    made = Counting(lazy=request.param, delay_s=0.0 if request.param else 2e-4)
+    yield made
+    made.close()
+
+
+def copies_of(device: SimulatedDevice, buffer_bytes: int = BUFFER_BYTES) -> PieceCopies:
+    made = PieceCopies(device, device.copy)
+    if buffer_bytes:
+        made.adopt(device.allocate(PIECE_BUFFERS * buffer_bytes), buffer_bytes)
+    return made
+
+
+def drawn_pieces(seed: int, memory: int, host: int) -> list[tuple[int, int, int]]:
+    """Pieces in slots of whole multiples of 128 bytes, some of which are nobody's, with large ones among them."""
+    random = np.random.default_rng(seed)
+    rows, there, here = [], 0, 0
+    for _ in range(random.integers(1, 80)):
+        nbytes = 2 * int(random.integers(1, random.choice([20, 500, 3000])))
+        if random.random() < 0.8:
+            rows.append((memory + there, host + here, nbytes))
+        here += -(-nbytes // 128) * 128
+        there += nbytes + 2 * int(random.integers(0, 9))
+    random.shuffle(rows)
+    return rows
+
+
+def wait(device: SimulatedDevice) -> None:
+    for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.PIECES):
+        device.mark(lane).wait()
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 600, BUFFER_BYTES, 1 << 16])
+def test_the_same_bytes_there_and_back(
+    device: Counting, host: Arena, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing beside them: not in device memory, and in host memory only in gaps that are nobody's."""
+    monkeypatch.setattr(module, "LEAST_COPY_BYTES", 3000)
+    copies = copies_of(device, buffer_bytes)
+    size = 1 << 19
+    memory = device.allocate(size)
+    filled = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    for seed in range(30):
+        rows = drawn_pieces(seed, memory, host.address)
+        image, back = host.numpy(0, size, np.uint8), host.numpy(size, size, np.uint8)
+        image[:] = np.roll(filled, seed)
+        back[:] = 7
+        device.copy(DeviceLane.H2D, memory, host.address + size, size)
+        wait(device)
+        copies.to_device(as_pieces(rows))
+        mark = device.mark(DeviceLane.PIECES)
+        for lane in (DeviceLane.D2H, DeviceLane.PIECES):
+            device.follow(lane, mark)
+            device.follow(lane, device.mark(DeviceLane.H2D))
+        device.copy(DeviceLane.D2H, host.address + size, memory, size)
+        wait(device)
+        wanted = np.full(size, 7, np.uint8)
+        for there, here, nbytes in rows:
+            wanted[there - memory :][:nbytes] = image[here - host.address :][:nbytes]
+        assert np.array_equal(back, wanted)
+        image[:] = 9
+        copies.to_host(as_pieces(rows), gap_bytes=128)
+        wait(device)
+        kept = np.ones(size, bool)
+        for there, here, nbytes in rows:
+            at = here - host.address
+            assert np.array_equal(image[at:][:nbytes], back[there - memory :][:nbytes])
+            kept[at:][: -(-nbytes // 128) * 128] = False
+        assert (image[kept] == 9).all()
+    assert (device.calls["kernel"] > 0) is (buffer_bytes >= BUFFER_BYTES)
+
+
+def test_small_pieces_take_one_copy_and_one_kernel(device: Counting, host: Arena) -> None:
+    copies, memory = copies_of(device, 1 << 16), device.allocate(1 << 16)
+    rows = as_pieces([(memory + 300 * n, host.address + 256 * n, 250) for n in range(100)])
+    for method in (copies.to_device, copies.to_host):
+        device.calls.clear()
+        method(rows)
+        assert device.calls == {"copy": 1, "kernel": 1}
+        wait(device)
+        device.calls.clear()
+        method(rows[:4])
+        assert device.calls == {"copy": 4}
+        wait(device)
+
+
+def test_pieces_that_lie_apart_in_host_memory_are_copied_each_on_its_own(device: Counting, host: Arena) -> None:
+    copies, memory = copies_of(device, 1 << 16), device.allocate(1 << 16)
+    copies.to_device(as_pieces([(memory + 300 * n, host.address + 512 * n, 250) for n in range(100)]))
+    assert device.calls == {"copy": 100}
+    wait(device)
+
+
+def _no_follow(device: SimulatedDevice, lane: DeviceLane) -> Callable[..., None]:
+    plain = device.follow
+    return lambda other, mark: None if other is lane else plain(other, mark)
+
+
+def _take_first(copies: PieceCopies) -> None:
+    copies._take = lambda lane: copies._buffers[0]  # type: ignore[method-assign]
+
+
+PLANTED: dict[str, Callable[[Counting, PieceCopies], object]] = {
+    "scattered before it has been copied": lambda device, _: setattr(
+        device, "follow", _no_follow(device, DeviceLane.PIECES)
+    ),
+    "copied before it has been gathered": lambda device, _: setattr(
+        device, "follow", _no_follow(device, DeviceLane.D2H)
+    ),
+    "a buffer is used again while it is scattered": lambda device, _: setattr(
+        device, "follow", _no_follow(device, DeviceLane.H2D)
+    ),
+    "a buffer is taken by two": lambda _, copies: _take_first(copies),
+}
+
+
+@pytest.mark.parametrize("bug", [None, *PLANTED])
+def test_a_forgotten_wait_is_found(bug: str | None, device: Counting, host: Arena) -> None:
+    copies, memory = copies_of(device), device.allocate(1 << 16)
+    rows = as_pieces([(memory + 256 * n, host.address + 256 * n, 256) for n in range(200)])
+    if bug is not None:
+        PLANTED[bug](device, copies)
+
+    def run() -> Mark:
+        copies.to_device(rows)
+        SimulatedDevice.follow(device, DeviceLane.D2H, device.mark(DeviceLane.PIECES))
+        for _ in range(2):
+            copies.to_host(rows)
+        return device.mark(DeviceLane.D2H)
+
+    if bug is None:
+        run().wait()
+    else:
+        with pytest.raises(HazardError):
+            run()
