@@ -218,7 +218,7 @@ class DeviceLane(IntEnum):
     GRADIENTS = 4
     """Sums of gradients, as they arrive during backward; comes after `LEAVING` for each of them."""
     LEAVING = 5
-    """Copies of gradients that leave during backward: beside their sums, as both only read."""
+    """Copies of gradients to the host: in backward beside their sums, as both only read; in a step beside state."""
 
 
 LANES = tuple(lane for lane in DeviceLane if lane is not DeviceLane.CALLER)

@@ -147,7 +147,7 @@ class GpuLanes:
     def follow_caller(self) -> None:
         """Make the lanes of a step wait for all work that the caller has enqueued so far."""
         mark = self.device.mark(DeviceLane.CALLER, timed=False)
-        for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE):
+        for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.LEAVING):
             self.device.follow(lane, mark)
 
     def lead_caller(self) -> None:
@@ -259,6 +259,8 @@ class GpuLanes:
     def bring(self, visit: Visit, marks: Sequence[Mark], copies: Sequence[tuple[int, int, int]]) -> None:
         """Fetch the gradients of a visit, and make its run wait for them.
 
+        They have a lane of their own: on that of state, copies wait for updates to end that have not begun.
+
         Args:
             visit: The visit.
             marks: Of gradients that arrived during backward: once reached, they are where the run reads them.
@@ -268,10 +270,15 @@ class GpuLanes:
             self._inputs[visit.subgroup] = tuple(marks)
         elif marks or copies:
             for mark in marks:
-                self.device.follow(DeviceLane.D2H, mark)
+                self.device.follow(DeviceLane.LEAVING, mark)
+            began, due_s = self.device.mark(DeviceLane.LEAVING), time.monotonic()
             for target, source, nbytes in copies:
-                self.copy(DeviceLane.D2H, target, source, nbytes)
-            self._inputs[visit.subgroup] = (self.device.mark(DeviceLane.D2H),)
+                self.copy(DeviceLane.LEAVING, target, source, nbytes)
+            ended = self.device.mark(DeviceLane.LEAVING)
+            self._inputs[visit.subgroup] = (ended,)
+            if copies:
+                brought_bytes = sum(nbytes for _, _, nbytes in copies)
+                self.timed.append(Timed("d2h", visit.subgroup, brought_bytes, due_s, began, ended))
 
     def inputs(self, subgroup: int) -> Mark | None:
         """Return a mark that a run on the CPU still has to wait for; None if its gradients are there."""

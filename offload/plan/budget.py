@@ -26,6 +26,11 @@ GPU_STAGING_SLOTS = 4
 WEIGHT_SLOTS = 4
 """In host memory, for new weights on their way to the GPU: two being made, one being pushed, and one to spare."""
 
+BROUGHT_AHEAD = 16
+"""Visits on the CPU whose gradients are fetched from a GPU before they begin. State leaves the GPU through the same
+copy engine, and over a slow link a subgroup's takes as long as several visits.
+"""
+
 CHECKPOINT_BUFFERS = 4
 """In host memory, for tiles on their way to or from a checkpoint: two being read, two being written or taken over."""
 
