@@ -107,6 +107,8 @@ class Budgets:
         gpu_bytes: Bytes of GPU memory for state at home there.
         gpu_staging_bytes: GPU memory for staging slots: state at home elsewhere passes through them to be updated.
         weights_on_gpu: Whether the weights lie on the GPU, so that those updated on the CPU are pushed there.
+        gradients_on_gpu: Whether gradients lie there, too, when a step begins: those of what the CPU updates are
+            fetched during it. Else they have left during backward.
         checkpoints: How many checkpoints are kept on the paths.
         checkpoints_required: Whether a plan without room for them is none.
         leftover_bytes: What stores of ended sessions take on the paths. A session that resumes goes on in them, or
@@ -121,6 +123,7 @@ class Budgets:
     gpu_bytes: int = 0
     gpu_staging_bytes: int = 0
     weights_on_gpu: bool = False
+    gradients_on_gpu: bool = False
     checkpoints: int = 0
     checkpoints_required: bool = False
     leftover_bytes: int = 0
