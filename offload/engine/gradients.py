@@ -22,10 +22,8 @@ from offload.kernels import CpuUpdateKernel, norm_sq_at
 from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter
 from offload.plan import Plan
+from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
-
-BROUGHT_AHEAD = 4
-"""Visits on the CPU whose gradients are fetched from a GPU before they begin: as many as there are weight slots."""
 
 
 @dataclass(frozen=True, slots=True)
