@@ -80,9 +80,9 @@ MAX_RUNS_IN_FLIGHT = 2
 """A second visit is handed over to a device while one runs, so that it does not idle while the engine reacts."""
 
 RESIDENT_RUNS_IN_FLIGHT = 4
-"""The same where no subgroup is streamed, which would have to wait behind what was handed over: another thread may keep
-Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine (bench/gpu.py section p:
-with such threads 2 made a simulated step 1.63 times as long, 3 1.11, 4 1.01)."""
+"""The same where no subgroup is streamed, which would have to wait behind what was handed over: another thread may
+keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine. With such threads
+2 made a simulated step 1.63 times as long, 3 1.11, 4 1.01 (bench/gpu.py section p)."""
 
 
 class Phase(Enum):

@@ -26,10 +26,9 @@ GPU_STAGING_SLOTS = 4
 
 WEIGHT_SLOTS = 20
 """In host memory, for new weights on their way to the GPU, each a sixth of its subgroup's state with 16-bit weights.
-A push waits behind state on its way to the GPU, of which `GPU_STAGING_SLOTS` copies may be ahead; meanwhile a CPU that
-is fast beside the link makes the weights of many subgroups. Simulated steps of 7e9 parameters on an H100 node, CPU and
-GPU sharing the work ("h100-node", bench/gpu.py section p), over their bound: 8 slots 1.28, 12 1.18, 16 1.09, 20 1.003.
-"""
+A push waits behind state on its way to the GPU, of which `GPU_STAGING_SLOTS` copies may be ahead; meanwhile a CPU
+that is fast beside the link makes the weights of many subgroups. Simulated steps of 7e9 parameters on the machine
+"h100-node", CPU and GPU sharing the work, over their bound: 8 slots 1.28, 12 1.18, 16 1.09, 20 1.003."""
 
 LEAST_COPY_BYTES = 1 << 20
 """Pieces of GPU memory of that size are copied to and from the host each on its own: the link takes 20 us or more
