@@ -298,6 +298,8 @@ class SimExecutor:
                 continue
             if self._costly:
                 ready_s = self._work(ready_s, self._rates.operation_s + self._calls(operation) * self._call_s)
+            if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0) and self._to_bring:
+                ready_s = self._coming(operation.tile.subgroup, ready_s)
             may_start_s = ready_s
             gpu_slot = operation.gpu_slot if isinstance(operation, CopyIn | CopyOut | Run) else None
             if gpu_slot is not None:
@@ -374,6 +376,13 @@ class SimExecutor:
             ready_s = self._fetch(subgroup, ready_s)
         self._ahead.discard(subgroup)
         return self._bring_ahead(ready_s)
+
+    def _coming(self, subgroup: int, ready_s: float) -> float:
+        """Fetch the gradients of a visit whose state is being fetched."""
+        if subgroup in self._to_bring:
+            ready_s = self._fetch(subgroup, ready_s)
+            self._ahead.add(subgroup)
+        return ready_s
 
     def _bring_ahead(self, ready_s: float) -> float:
         while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:

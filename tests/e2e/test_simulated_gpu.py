@@ -1128,3 +1128,23 @@ def test_nothing_is_measured_while_the_caller_is_at_work(tmp_path: Path) -> None
     device.update = update  # type: ignore[method-assign]
     with OnDevice(weights(), device=device, offload=config(tmp_path, placement="auto")):
         assert done
+
+
+def test_gradients_of_streamed_state_are_sent_for_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed subgroups run as soon as they are there, before others that come first in the step's order."""
+    parameters = weights()
+    settings = config(tmp_path, gpu_memory=0, placement="cpu")
+    with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
+        train(optimizer, parameters, range(2))
+        monkeypatch.setattr("offload.engine.gradients.BROUGHT_AHEAD", 0)
+        gradients, late = optimizer.engine._parts.gradients, []
+        plain = gradients.bring
+        monkeypatch.setattr(
+            gradients, "bring", lambda subgroup: (late.extend({subgroup} & set(gradients._to_bring)), plain(subgroup))
+        )
+        cached = set(optimizer.engine._parts.machine.slots)
+        train(optimizer, parameters, range(2, 3))
+        plan = optimizer.engine.plan
+        streamed = {s.index for s in plan.layout.subgroups if not plan.is_resident(s.index)}
+        assert streamed - cached
+        assert not (streamed - cached) & set(late)
