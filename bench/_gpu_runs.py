@@ -3,8 +3,8 @@
 A contender is started with `python _gpu_runs.py NAME SPECIFICATION` and prints one line of JSON. What keeps one from
 running, a package that is missing or memory that is not there, is its answer too.
 
-On device "simulated" weights lie in host memory, ours take that for a `SimulatedDevice`'s, and DeepSpeed runs on the
-CPU: that shows that everything runs, and nothing else.
+On device "simulated" weights lie in host memory, ours take that for a `SimulatedDevice`'s (under DeepSpeed, too), and
+DeepSpeed itself runs on the CPU: that shows that everything runs, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,19 +27,32 @@ import _common  # first of all, so that `deepspeed` is the package, not the benc
 import torch
 from _worker import SETTINGS, alone, memory
 
-OURS = ("offload-host", "offload-disk", "offload-deepspeed")
-PEERS = ("torchao", "deepspeed-zero3", "deepspeed-twinflow", "deepspeed-superoffload")
-CONTENDERS = ("in-memory", *OURS, *PEERS)
+IN_DEEPSPEED = (
+    "offload-deepspeed",
+    "offload-deepspeed-half",
+    "offload-deepspeed-zero2",
+    "offload-deepspeed-zero1",
+)
+OURS = ("offload-host", "offload-disk", *IN_DEEPSPEED)
+PEERS = ("torchao", "deepspeed-zero3", "deepspeed-zero2", "deepspeed-twinflow", "deepspeed-superoffload")
+INEXACT = ("deepspeed-zenflow",)
+"""Those that apply part of the gradients later: they are run, and compared with nobody."""
+CONTENDERS = ("in-memory", *OURS, *PEERS, *INEXACT)
 
 ABOUT = {
     "in-memory": "no offload: torch.optim.AdamW(fused=True) on fp32 masters, weights cast from them",
     "offload-host": "ours, state at home in host memory",
     "offload-disk": "ours, state at home on disk",
-    "offload-deepspeed": "ours under DeepSpeed's ZeRO-3, state at home in host memory",
-    "torchao": "CPUOffloadOptimizer; its masters are the bf16 weights and its moments are bf16",
+    "offload-deepspeed": "ours under ZeRO-3, state at home in host memory, the planner's share on the GPU",
+    "offload-deepspeed-half": "the same, half of the updates on the GPU",
+    "offload-deepspeed-zero2": "ours under ZeRO-2, the planner's share on the GPU",
+    "offload-deepspeed-zero1": "ours under ZeRO-1, the planner's share on the GPU",
+    "torchao": "CPUOffloadOptimizer; its masters are the bf16 weights and its moments are bf16; does not clip",
     "deepspeed-zero3": "ZeRO-3, offload_optimizer on the CPU, pinned",
-    "deepspeed-twinflow": "the same with ratio 0.5: half of the updates on the GPU",
-    "deepspeed-superoffload": "the same with super_offload",
+    "deepspeed-zero2": "ZeRO-2, likewise",
+    "deepspeed-twinflow": "ZeRO-3 with ratio 0.5: half of the updates on the GPU",
+    "deepspeed-superoffload": "ZeRO-3 with super_offload",
+    "deepspeed-zenflow": "ZeRO-2 with zenflow: all but the largest gradients are applied every fourth step",
 }
 
 
@@ -58,6 +71,7 @@ class Specification:
         device: "cuda", "cpu" or "simulated".
         folder: Where state on disk goes.
         rates: A rates file for ours, or "auto".
+        clip: The norm that gradients are clipped to.
     """
 
     params: float
@@ -68,6 +82,7 @@ class Specification:
     device: str
     folder: str
     rates: str = "auto"
+    clip: float = 1.0
 
     @property
     def place(self) -> str:
@@ -107,6 +122,7 @@ def in_memory(model: Any, spec: Specification) -> Contender:
         for master, weight in zip(masters, weights, strict=True):
             master.grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, spec.clip)
         optimizer.step()
         for master, weight in zip(masters, weights, strict=True):
             weight.copy_(master)
@@ -128,6 +144,7 @@ def offloaded(model: Any, spec: Specification, **config: Any) -> Contender:
         raise NotRun(f"offload.AdamW: {error}") from error
 
     def step() -> None:
+        optimizer.clip_grad_norm_(spec.clip)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -190,7 +207,25 @@ def torchao(model: Any, spec: Specification) -> Contender:
     return Contender(model, torch.Tensor.backward, step)
 
 
-def deepspeed(model: Any, spec: Specification, *, ours: bool = False, **kind: Any) -> Contender:
+def deepspeed(
+    model: Any,
+    spec: Specification,
+    *,
+    stage: int = 3,
+    ours: dict[str, Any] | None = None,
+    zenflow: dict[str, Any] | None = None,
+    **kind: Any,
+) -> Contender:
+    """Train under DeepSpeed.
+
+    Args:
+        model: What is trained.
+        spec: What all contenders do.
+        stage: Of ZeRO.
+        ours: What our backend's object in the config says besides its rates; None for stock.
+        zenflow: DeepSpeed's object of that name.
+        kind: What `offload_optimizer` says besides.
+    """
     if spec.device == "cpu":
         raise NotRun("deepspeed: compared on a GPU only, where its offload is meant to run")
     if spec.device == "simulated":
@@ -205,11 +240,13 @@ def deepspeed(model: Any, spec: Specification, *, ours: bool = False, **kind: An
         "train_batch_size": spec.batch,
         "train_micro_batch_size_per_gpu": spec.batch,
         "bf16": {"enabled": True},
+        "gradient_clipping": spec.clip,
         "optimizer": {"type": "AdamW", "params": {**SETTINGS, "betas": list(SETTINGS["betas"])}},
         "zero_optimization": {
-            "stage": 3,
+            "stage": stage,
             "overlap_comm": True,
             "offload_optimizer": {"device": "cpu", "pin_memory": True, **kind},
+            **({"zenflow": zenflow} if zenflow else {}),
         },
         "steps_per_print": 10**9,
     }
@@ -218,20 +255,27 @@ def deepspeed(model: Any, spec: Specification, *, ours: bool = False, **kind: An
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
         settings["zero_optimization"]["offload_optimizer"].pop("pin_memory")
         settings |= {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
-        if not ours:
+        if ours is None:
             client = torch.optim.AdamW(model.parameters(), **SETTINGS)
             del settings["optimizer"]
-    if ours:
-        from offload.integrations.deepspeed import enable
+    if ours is not None:
+        from offload.integrations.deepspeed import common, enable
+        from offload.sim import SimulatedDevice
 
-        settings["multi_tier_offload"] = {"rates": fitting_rates(spec.rates)[0]}
+        if spec.device == "simulated":
+            common.find_device = lambda weights: SimulatedDevice(1 << 30)
+            ours = {"subgroup_numel": 1 << 15, **ours}  # so that there are some to share out
+        settings["multi_tier_offload"] = {"rates": fitting_rates(spec.rates)[0], **ours}
         enable()
     parameters = model.parameters() if client is None else None
     engine, *_ = package.initialize(model=model, model_parameters=parameters, optimizer=client, config=settings)
 
     def details() -> dict[str, float]:
-        found = engine.optimizer.metrics() if ours else {}
-        return {name: found[name] for name in ("step_s", "resident_share") if name in found}
+        if ours is None:
+            return {}
+        found = engine.optimizer.metrics()
+        kept = {name: found[name] for name in ("step_s", "predicted_step_s", "resident_share") if name in found}
+        return kept | {"gpu_share": gpu_share(engine.optimizer.plan)}
 
     return Contender(engine, engine.backward, engine.step, engine.destroy, details)
 
@@ -242,11 +286,19 @@ MAKERS: dict[str, Callable[[Any, Specification], Contender]] = {
     "offload-disk": lambda model, spec: offloaded(
         model, spec, host_memory=0, paths=[tempfile.mkdtemp(dir=spec.folder)]
     ),
-    "offload-deepspeed": lambda model, spec: deepspeed(model, spec, ours=True),
+    "offload-deepspeed": lambda model, spec: deepspeed(model, spec, ours={}),
+    "offload-deepspeed-half": lambda model, spec: deepspeed(model, spec, ours={"placement": 0.5}),
+    "offload-deepspeed-zero2": lambda model, spec: deepspeed(model, spec, stage=2, ours={}),
+    "offload-deepspeed-zero1": lambda model, spec: deepspeed(model, spec, stage=1, ours={}),
     "torchao": torchao,
     "deepspeed-zero3": deepspeed,
+    "deepspeed-zero2": lambda model, spec: deepspeed(model, spec, stage=2),
     "deepspeed-twinflow": lambda model, spec: deepspeed(model, spec, ratio=0.5),
     "deepspeed-superoffload": lambda model, spec: deepspeed(model, spec, super_offload=True),
+    # What its documentation begins with, so that half of a step's gradients are not a measure of speed.
+    "deepspeed-zenflow": lambda model, spec: deepspeed(
+        model, spec, stage=2, zenflow={"topk_ratio": 0.1, "update_interval": 4, "overlap_step": True}
+    ),
 }
 
 

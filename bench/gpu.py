@@ -7,7 +7,8 @@
     d  iteration time of a Llama with bf16 weights, beside no offload at all and beside other offloaders, each in a
        process of its own on the same batches, losses compared (`--contenders` runs some of them)
     e  peak GPU and host memory of those that ran in d
-    p  steps at every share as predicted for published machines; needs no GPU
+    p  steps at every share as predicted for published machines; for a node with one H100 beside their bounds, and
+       with parts of the engine changed; needs no GPU
 
 `python bench/gpu.py --section b --json FILE` keeps the other sections that FILE holds; each section says on what
 machine, from what commit and by what command it was run. FILE gets a Markdown file beside it. Without a CUDA device
@@ -38,9 +39,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the smoke run's kernels; read when Triton is imported
 
 from _common import Target, arguments, cores, environment, progress, report, write_whole
+from _gpu_node import node
 from _gpu_runs import (
     ABOUT,
     CONTENDERS,
+    IN_DEEPSPEED,
     OURS,
     PEERS,
     Specification,
@@ -78,6 +81,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, "auto")
 SECTIONS = ("a", "b", "c", "d", "e", "p")
 MACHINES = ("h100-node", "a100-node")
 PREDICTED_ELEMENTS = (10**9, 3 * 10**9)
+NODE_ELEMENTS = 7 * 10**9
 
 Found = dict[str, Any]
 
@@ -392,9 +396,10 @@ def section_predictions(args: argparse.Namespace) -> Found:
         rows = {}
         for share in SHARES:
             plan = choose_plan(layout, budgets, rates, share)
-            step_s, bound_s = predict(plan, rates).step_s, estimate(plan, rates).bound_s
-            rows[str(share)] = {"gpu_share": gpu_share(plan), "step_s": step_s, "bound_s": bound_s}
+            step_s, least_s = predict(plan, rates).step_s, estimate(plan, rates).bound_s
+            rows[str(share)] = {"gpu_share": gpu_share(plan), "step_s": step_s, "bound_s": least_s}
         found["machines"][f"{machine}, {elements:.0e} parameters"] = rows
+    found["node"] = node(10**9 if args.smoke else NODE_ELEMENTS, bound_s, 10 if args.smoke else 100)
     return found
 
 
@@ -409,7 +414,7 @@ def section_training(args: argparse.Namespace, device: torch.device | None, befo
             spec = Specification(2e5, 2, 32, 1, 2, place, folder, args.rates)
         else:
             spec = Specification(args.params, args.batch, args.seq, 3, args.iterations, "cuda", folder, args.rates)
-        asked = {"parameters": spec.params, "batch": spec.batch, "seq": spec.seq}
+        asked = {"parameters": spec.params, "batch": spec.batch, "seq": spec.seq, "clip": spec.clip}
         found = before if before.get("asked") == asked else {"asked": asked, "contenders": {}}
         ends_s = time.monotonic() + args.limit
         for name in args.contenders:
@@ -477,6 +482,10 @@ def targets_of(results: dict[str, Found]) -> list[Target]:
     times = iteration_s(found[zero3]) / ours if ours and zero3 in found else None
     reason = results.get("d", {}).get("contenders", {}).get(zero3, {}).get("not_run", why("d"))
     targets.append(Target.at_least("iteration, times as fast as DeepSpeed ZeRO-3 CPU offload", times, 2.5, reason))
+    inside = iteration_s(found[IN_DEEPSPEED[0]]) if IN_DEEPSPEED[0] in found else None
+    times = iteration_s(found[zero3]) / inside if inside and zero3 in found else None
+    name = "iteration of ours in DeepSpeed ZeRO-3, times as fast as its CPU offload"
+    targets.append(Target.at_least(name, times, 2.5, reason))
     others = [iteration_s(found[name]) for name in PEERS if name in found and name != zero3]
     best = min(others) / ours if ours and others else None
     targets.append(Target.at_least("iteration, times as fast as the fastest other peer", best, 1.0, why("d")))
@@ -487,6 +496,14 @@ def targets_of(results: dict[str, Found]) -> list[Target]:
     best = [rows["auto"]["step_s"] / min(row["step_s"] for row in rows.values()) for rows in predicted]
     name = "predicted for published machines: planner's share beside the best share"
     targets.append(Target.at_most(name, max(best, default=None), 1.05, why("p")))
+    there = results.get("p", {}).get("node", {})
+    for placed in ("all on the CPU", "all on the GPU", "auto"):
+        step = there.get("steps", {}).get(placed)
+        over = step["step_s"] / step["bound_s"] if step else None
+        targets.append(Target.at_most(f"predicted for an H100: step, {placed}, over its bound", over, 1.05, why("p")))
+    over = there["steps"]["auto"]["step_s"] / there["best"]["step_s"] if there else None
+    name = "predicted for an H100: planner's share beside the best share"
+    targets.append(Target.at_most(name, over, 1.03, why("p")))
     return targets
 
 
@@ -548,6 +565,11 @@ def table_of(name: str, section: Found) -> list[str]:
             for share, entry in shares.items():
                 times = (f"{1e3 * entry['step_s']:.1f}", f"{entry['step_s'] / entry['bound_s']:.3f}")
                 rows.append((machine, share, f"{entry['gpu_share']:.2f}", *times))
+        there = section.get("node", {})
+        for placed, entry in there.get("steps", {}).items():
+            over = f"{entry['step_s'] / entry['bound_s']:.3f}"
+            machine = f"an H100, {there['elements']:.0e} parameters"
+            rows.append((machine, placed, f"{entry['gpu_share']:.2f}", f"{1e3 * entry['step_s']:.1f}", over))
     elif name == "e":
         head = ("contender", "peak GPU, GiB", "reserved, GiB", "peak host, GiB")
         for contender, entry in section.get("contenders", {}).items():
@@ -563,7 +585,19 @@ def table_of(name: str, section: Found) -> list[str]:
                 rows.append((key, f"{value:,.6g}" if isinstance(value, float) else f"{value}"))
     if not rows:
         return []
-    return [" | ".join(("", *row, "")).strip() for row in (head, ("---",) * len(head), *rows)]
+    lines = [" | ".join(("", *row, "")).strip() for row in (head, ("---",) * len(head), *rows)]
+    if name == "p" and "node" in section:
+        lines += ["", *parts_of_node(section["node"])]
+    return lines
+
+
+def parts_of_node(there: Found) -> list[str]:
+    """Return what each part of the engine changes on the node, as a Markdown table."""
+    lines = ["| changed | updates on | GPU's part | step, ms | over the engine's as it is |", "|---|---|---|---|---|"]
+    for row in there["parts"]:
+        figures = f"{row['gpu_share']:.2f} | {1e3 * row['step_s']:.1f} | {row['over']:.3f}"
+        lines.append(f"| {row['what']} | {row['updates']} | {figures} |")
+    return lines
 
 
 def described(simulated: bool = False) -> dict[str, Any]:

@@ -433,6 +433,67 @@ def ours_published(page: Path) -> str:
     return "\n".join([*head, *(row.line() for row in OURS)])
 
 
+def changed_part(*rows: tuple[str, str]) -> Find:
+    """Read by how much a step on the simulated node is longer with parts of the engine changed."""
+
+    def find(report: Report) -> list[float]:
+        over = {(row["what"], row["updates"]): row["over"] for row in report["results"]["p"]["node"]["parts"]}
+        return [over[row] for row in rows]
+
+    return find
+
+
+H100 = "predicted for an H100: "
+BUSY = "updates in flight, other Python threads busy"
+NODE = (
+    Row(
+        "step over its bound: all updates on the CPU, all on the GPU, the planner's share of both",
+        ("{}, {}, {}",),
+        one("gpu", *(f"{H100}step, {who}, over its bound" for who in ("all on the CPU", "all on the GPU", "auto")), form=".3f"),
+    ),
+    Row(
+        "the planner's share, beside the best of all shares",
+        ("{} times",),
+        one("gpu", f"{H100}planner's share beside the best share", form=".3f"),
+    ),
+    Row(
+        "the planner's step, gradients all fetched at the begin; 4 visits ahead on the stream of state",
+        ("{}; {} times as long",),
+        tuple(
+            Figure(("gpu",), changed_part((what, "auto")), ".2f")
+            for what in (
+                "gradients fetched all at the begin",
+                "gradients on the stream of state, 4 visits ahead",
+            )
+        ),
+    ),
+    Row(
+        "all on the CPU while other Python threads hold the interpreter, with 2, 3, 4 updates in flight",
+        ("{}, {}, {} times as long",),
+        tuple(Figure(("gpu",), changed_part((f"{count} {BUSY}", "CPU")), ".2f") for count in (2, 3, 4)),
+    ),
+    Row(
+        "the planner's step by rates that were measured in the CPU's caches, 2 and 3 times too fast",
+        ("{}, {} times as long",),
+        tuple(
+            Figure(
+                ("gpu",),
+                changed_part((f"rates of a probe that sees no contention, the CPU's {factor} times", "auto")),
+                ".2f",
+            )
+            for factor in (2, 3)
+        ),
+    ),
+)
+
+
+def node(page: Path) -> str:
+    """Return what a step takes on a simulated node with one H100."""
+    elements = read("gpu")["results"]["p"]["node"]["elements"]
+    head = [f"| {elements / 1e9:.0f}B parameters, all state in host memory, one H100 | simulated |", "|---|---|"]
+    return "\n".join([*head, *(row.line() for row in NODE), "", sources(NODE, page)])
+
+
 # docs/checkpoints.md
 
 

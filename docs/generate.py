@@ -118,7 +118,7 @@ PAGES = {DOCS / "configuration.md": configuration, DOCS / "api.md": reference.pa
 PARTS = {
     ROOT / "README.md": {"trainings": figures.trainings},
     DOCS / "benchmarks.md": {"benchmarks": figures.benchmarks, "measured": figures.measured},
-    DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published},
+    DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published, "node": figures.node},
     DOCS / "checkpoints.md": {"stalls": figures.stalled},
     DOCS / "install.md": {"versions": versions},
 }

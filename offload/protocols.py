@@ -218,7 +218,8 @@ class DeviceLane(IntEnum):
     GRADIENTS = 4
     """Sums of gradients, as they arrive during backward; comes after `LEAVING` for each of them."""
     LEAVING = 5
-    """Copies of gradients that leave during backward: beside their sums, as both only read."""
+    """Copies of gradients to the host: in backward beside their sums, as both only read; in a step beside state. In a
+    step also copies of weights."""
     PIECES = 6
     """Small pieces of device memory on their way to or from a buffer there, which is copied as one."""
 

@@ -42,6 +42,22 @@ def test_the_index_has_every_benchmark_and_its_links_lead_somewhere() -> None:
 
 
 @pytest.mark.slow
+def test_a_simulated_gpu_node_keeps_to_its_bounds(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    command = [sys.executable, str(BENCH / "gpu.py"), "--smoke", "--section", "p", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text())
+    promised = [target for target in report["targets"] if target["name"].startswith("predicted for an H100")]
+    assert len(promised) == 4
+    assert all(target["met"] for target in promised), promised
+    over = {(row["what"], row["updates"]): row["over"] for row in report["results"]["p"]["node"]["parts"]}
+    assert over["1 updates in flight", "CPU"] > 1.05
+    assert over["gradients fetched all at the begin", "auto"] > over["gradients fetched 4 visits ahead", "auto"]
+    assert "an H100, 1e+09 parameters" in path.with_suffix(".md").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_gpu_benchmark_without_a_gpu_says_so_and_keeps_what_was_found(tmp_path: Path) -> None:
     path = tmp_path / "report.json"

@@ -2,7 +2,8 @@
 
     check  facts about the machine; the GPU's kernels bit by bit; the device; sessions; compute-sanitizer
     rates  the full probe, to a rates file; then sections a, c and b of bench/gpu.py with it
-    train  section d of bench/gpu.py: in memory, ours, DeepSpeed's and torchao's, at a size that fits; losses compared
+    train  section d of bench/gpu.py: in memory, ours, ours in DeepSpeed, DeepSpeed's own and torchao's, at a size
+           that fits; losses compared
     micro  the measurements that decide what the engine should do next (bench/gpu/micro.py)
 
 A stage is a row of parts, the most valuable first. Each is a process of its own with a limit of its own; one that
@@ -529,14 +530,27 @@ def train(stage: Stage) -> Iterator[Part]:
         ("memory", "offload-deepspeed", params, 120.0),
         ("disk", "in-memory", min(params, DISK_PARAMS), 60.0),
         ("disk", "offload-disk", min(params, DISK_PARAMS), 100.0),
+        ("memory", "offload-deepspeed-half", params, 100.0),
+        ("memory", "offload-deepspeed-zero2", params, 100.0),
+        ("memory", "deepspeed-zero2", params, 150.0),
         ("memory", "torchao", params, 90.0),
+        ("memory", "offload-deepspeed-zero1", params, 100.0),
+        ("memory", "deepspeed-twinflow", params, 150.0),
+        ("memory", "deepspeed-superoffload", params, 150.0),
+        ("memory", "deepspeed-zenflow", params, 150.0),
     ]
+    asked = stage.args.contenders
     for file, name, numel, limit_s in plan:
+        if asked and name not in asked:
+            continue
         command = gpu_bench(stage, file, "--section", "d", "--contenders", name, "--params", f"{numel:g}", *sizes)
         label = f"{name}, {numel:.2g} parameters"
-        missing = "needs a GPU" if name == "torchao" and stage.args.simulated else ""
+        missing = "needs a GPU" if name in ON_A_GPU and stage.args.simulated else ""
         yield Part(label, None if missing else command, limit_s, of_section(stage, file, "d", name), missing=missing)
 
+
+ON_A_GPU = ("torchao", "deepspeed-twinflow", "deepspeed-superoffload", "deepspeed-zenflow")
+"""Contenders that refuse anything else."""
 
 SMOKE_PARAMS = 2e5
 """What `bench/gpu.py` trains at smoke size."""
@@ -610,6 +624,11 @@ def main() -> int:
         "--rates", type=Path, metavar="FILE", help="rates file (default: FOLDER/rates.json, if there)"
     )
     parser.add_argument("--params", type=float, help="parameters of the model in train (default: what fits)")
+    parser.add_argument(
+        "--contenders",
+        type=lambda text: text.split(","),
+        help="only these in train (default: all, as long as there is time)",
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it still run?")
     parser.add_argument(
         "--simulated", action="store_true", help="a simulated device in the GPU's place, at smoke sizes"

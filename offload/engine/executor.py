@@ -81,8 +81,16 @@ Visitor = Callable[[Run], "Any | None"]
 """Works on a subgroup's state: returns a segment table for the kernel, or None if it did the work itself."""
 
 
+Coming = Callable[[int], None]
+"""Told of a subgroup."""
+
+
 def visit_nothing(run: Run) -> None:
     """The visitor between requests."""
+
+
+def nothing_comes(subgroup: int) -> None:
+    """Tell nobody."""
 
 
 class LiveExecutor:
@@ -126,6 +134,7 @@ class LiveExecutor:
         self._waiting: dict[int, npt.NDArray[Any]] = {}
         self._silence = waits.Silence()
         self._visitor: Visitor = visit_nothing
+        self._coming: Coming = nothing_comes
         self.save_source: SaveSource | None = None
         self._others = {} if others is None else others
         self._slot_bytes = 0
@@ -146,9 +155,9 @@ class LiveExecutor:
         """Return the memory address of a staging slot."""
         return self._staging_address + slot * self._slot_bytes
 
-    def visit_with(self, visitor: Visitor) -> None:
-        """Use `visitor` for the runs of the next sweep."""
-        self._visitor = visitor
+    def visit_with(self, visitor: Visitor, coming: Coming = nothing_comes) -> None:
+        """Use `visitor` for the runs of the next sweep; `coming` is told of each subgroup that is being fetched."""
+        self._visitor, self._coming = visitor, coming
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Start operations; one that cannot be started is reported as failed by the next `wait`."""
@@ -212,6 +221,8 @@ class LiveExecutor:
         self._in_flight[operation.op] = (operation, request)
         tier = self._tier(location.path)
         if reads:
+            if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0):  # the first of a subgroup
+                self._coming(operation.tile.subgroup)
             tier.read(request)
         else:
             tier.write(request)

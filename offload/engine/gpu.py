@@ -186,7 +186,7 @@ class GpuLanes:
     def follow_caller(self) -> None:
         """Make the lanes of a step wait for all work that the caller has enqueued so far."""
         mark = self.device.mark(DeviceLane.CALLER, timed=False)
-        for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.PIECES):
+        for lane in (DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.PIECES, DeviceLane.LEAVING):
             self.device.follow(lane, mark)
 
     def lead_caller(self) -> None:
@@ -264,14 +264,15 @@ class GpuLanes:
         self._to_push[run.visit.subgroup] = copies
 
     def fetch_weights(self, operation: FetchWeights, due_s: float) -> None:
-        """Copy a subgroup's weights from the device; reports when they are in their slot."""
+        """Copy a subgroup's weights from the device, as `bring` does; reports when they are in their slot."""
         copies = self._weight_copies(operation.subgroup, self.image(operation.weight_slot))
         for mark in self._written.get(operation.subgroup, ()):
-            for lane in (DeviceLane.D2H, DeviceLane.PIECES):
+            for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                 self.device.follow(lane, mark)
-        began = self.device.mark(DeviceLane.D2H)
-        self.pieces.to_host(copies[copies[:, 0] > 0])  # a weight that is not bound is not updated
-        ended = self.device.mark(DeviceLane.D2H)
+        began = self.device.mark(DeviceLane.LEAVING)
+        bound = copies[copies[:, 0] > 0]  # a weight that is not bound is not updated
+        self.pieces.to_host(bound, lane=DeviceLane.LEAVING)
+        ended = self.device.mark(DeviceLane.LEAVING)
         self._time("d2h", operation.subgroup, operation.nbytes, due_s, began, ended)
         self.device.report(ended, self._queue, operation.op)
 
@@ -294,6 +295,8 @@ class GpuLanes:
     def bring(self, visit: Visit, marks: Sequence[Mark], copies: Pieces, gap_bytes: int) -> None:
         """Fetch the gradients of a visit, and make its run wait for them.
 
+        They have a lane of their own: on that of state, copies wait for updates to end that have not begun.
+
         Args:
             visit: The visit.
             marks: Of gradients that arrived during backward: once reached, they are where the run reads them.
@@ -304,9 +307,13 @@ class GpuLanes:
             self._inputs[visit.subgroup] = tuple(marks)
         elif marks or len(copies):
             for mark in marks:
-                self.device.follow(DeviceLane.D2H, mark)
-            self.pieces.to_host(copies, gap_bytes)
-            self._inputs[visit.subgroup] = (self.device.mark(DeviceLane.D2H),)
+                self.device.follow(DeviceLane.LEAVING, mark)
+            began, due_s = self.device.mark(DeviceLane.LEAVING), time.monotonic()
+            self.pieces.to_host(copies, gap_bytes, DeviceLane.LEAVING)
+            ended = self.device.mark(DeviceLane.LEAVING)
+            self._inputs[visit.subgroup] = (ended,)
+            if len(copies):
+                self._time("d2h", visit.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def inputs(self, subgroup: int) -> Mark | None:
         """Return a mark that a run on the CPU still has to wait for; None if its gradients are there."""

@@ -22,10 +22,8 @@ from offload.kernels import CpuUpdateKernel, norm_sq_at
 from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter
 from offload.plan import Plan
+from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
-
-BROUGHT_AHEAD = 4
-"""Visits on the CPU whose gradients are fetched from a GPU before they begin: as many as there are weight slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,14 +383,21 @@ class Gradients:
         self._ahead.discard(subgroup)
         self._bring_ahead(self._gpu)
 
+    def coming(self, subgroup: int) -> None:
+        """Fetch the gradients of a visit whose state is being fetched: it runs as soon as that is there."""
+        if self._gpu is not None and subgroup in self._to_bring:
+            self._bring_early(self._gpu, subgroup)
+
+    def _bring_early(self, gpu: GpuLanes, subgroup: int) -> None:
+        visit, marks, copies = self._to_bring.pop(subgroup)
+        gpu.bring(visit, marks, copies, self._gap_bytes)
+        if len(copies):
+            self._ahead.add(subgroup)
+
     def _bring_ahead(self, gpu: GpuLanes) -> None:
         """Have gradients of `BROUGHT_AHEAD` visits on their way that have not begun."""
         while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:
-            subgroup = next(iter(self._to_bring))
-            visit, marks, copies = self._to_bring.pop(subgroup)
-            gpu.bring(visit, marks, copies, self._gap_bytes)
-            if len(copies):
-                self._ahead.add(subgroup)
+            self._bring_early(gpu, next(iter(self._to_bring)))
 
     def _wide_slot(self, position: int) -> torch.Tensor:
         """Return the second slot of a parameter: for the fp32 gradient of a 16-bit weight."""

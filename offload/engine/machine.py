@@ -77,9 +77,12 @@ from offload.plan.budget import Home, Plan
 from offload.protocols import TileId
 
 MAX_RUNS_IN_FLIGHT = 2
-"""A second visit is handed over to a device while one runs, so that it does not idle while the engine reacts. A third
-one is where no subgroup is streamed, which would have to wait behind it: another thread may keep Python's lock for
-5 ms (`sys.getswitchinterval`)."""
+"""A second visit is handed over to a device while one runs, so that it does not idle while the engine reacts."""
+
+RESIDENT_RUNS_IN_FLIGHT = 4
+"""The same where no subgroup is streamed, which would have to wait behind what was handed over: another thread may
+keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine. With such threads
+2 made a simulated step 1.63 times as long, 3 1.11, 4 1.01 (bench/gpu.py section p)."""
 
 
 class Phase(Enum):
@@ -581,7 +584,7 @@ class Machine:
         return self._stopped or all(isinstance(o, SaveOperation) for o in self._in_flight.values())
 
     def _start_runs(self) -> None:
-        most = MAX_RUNS_IN_FLIGHT + (not self.plan.staging_slots)
+        most = MAX_RUNS_IN_FLIGHT if self.plan.staging_slots else RESIDENT_RUNS_IN_FLIGHT
         for device in (self._cpu, self._gpu):
             while self._sweep is not None and device.runs < most and device:
                 subgroup = device.first()

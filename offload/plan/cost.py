@@ -10,10 +10,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from offload.dtypes import DtypeCode
 from offload.plan.budget import Home, Placement, Plan
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST, Rates
 
 BISECTIONS = 7
+
+CALLS = 5
+"""Calls of the GPU's runtime for a copy of state or an update there: itself, two waits, an event on each side."""
+
+PASSING_CALLS = 2
+"""Calls for the gradients or new weights of a subgroup, besides a copy for each of its segments: the events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,8 @@ class Estimate:
     Attributes:
         step_s: Seconds of a steady-state step that updates everything, filling and draining included.
         lane_s: For each lane its bytes over its rate, its operations' latencies included; for "memory", the traffic
-            of all lanes over the host's bandwidth. No order of the same operations can be faster than the longest.
+            of all lanes over the host's bandwidth; for "engine", where its costs are known, the work of the engine's
+            thread. No order of the same operations can be faster than the longest.
     """
 
     step_s: float
@@ -57,18 +65,22 @@ class Mix:
         host: Parts of the state at home in host memory, likewise.
         gpu: State at home on the GPU.
         pushed_bytes: New weights of what the CPU updates, pushed to the GPU.
+        brought_bytes: Gradients of what the CPU updates, and fp32 weights, fetched from the GPU in the step.
         slots: Staging slots in host memory.
         gpu_slots: Staging slots on the GPU.
         tiles: Tiles of a mean streamed subgroup.
+        segments: Segments of a mean subgroup.
     """
 
     streamed: tuple[Part, Part]
     host: tuple[Part, Part]
     gpu: Part
     pushed_bytes: float
+    brought_bytes: float
     slots: int
     gpu_slots: int
     tiles: float
+    segments: float
 
 
 def mix_of(plan: Plan) -> Mix:
@@ -80,12 +92,15 @@ def mix_of(plan: Plan) -> Mix:
         return Part(len(sizes), sum(sizes))
 
     (_, gpu), host, streamed = ((part(home, Placement.CPU), part(home, Placement.GPU)) for home in Home)
-    pushed_bytes = 0
-    if plan.weights_on_gpu:
-        pushed_bytes = sum(s.weight_bytes for s in subgroups if not plan.updates_on_gpu(s.index))
+    pushed = [s for s in subgroups if plan.weights_on_gpu and not plan.updates_on_gpu(s.index)]
+    pushed_bytes = sum(subgroup.weight_bytes for subgroup in pushed)
+    brought_bytes = pushed_bytes if plan.budgets.gradients_on_gpu else 0  # a gradient has its weight's dtype
+    brought_bytes += sum(s.weight_bytes for s in pushed if s.dtype is DtypeCode.FLOAT32)
     tiles = sum(s.tile_count for s in subgroups if not plan.is_resident(s.index))
     mean_tiles = tiles / max(plan.homes.count(Home.STREAMED), 1)
-    return Mix(streamed, host, gpu, pushed_bytes, plan.staging_slots, plan.gpu_slots, mean_tiles)
+    segments = sum(len(s.segments) for s in subgroups) / max(len(subgroups), 1)
+    slots = plan.staging_slots, plan.gpu_slots
+    return Mix(streamed, host, gpu, pushed_bytes, brought_bytes, *slots, mean_tiles, segments)
 
 
 def estimate(plan: Plan, rates: Rates) -> Estimate:
@@ -118,7 +133,7 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     }
     traffic = {lane: (lanes[lane][0] * cost, lanes[lane][1]) for lane, cost in costs.items()}
     if rates.gpu is not None:  # while the CPU still works, the last copies out are not behind the step
-        copied = mix.streamed[1].nbytes + mix.host[1].nbytes
+        copied = mix.streamed[1].nbytes + mix.host[1].nbytes + mix.brought_bytes
         traffic["d2h"] = copied * rates.gpu.memory_cost, copied / rates.gpu.d2h_bytes_per_s
     step_s, span_s = _step_s(mix, shares, rates, lanes, 1.0)
     if _mean_speed(rates, traffic, span_s) < 1:
@@ -133,6 +148,9 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
         moved_bytes = sum(lanes[lane][0] * cost for lane, cost in costs.items())
         lane_s["memory"] = (lanes["cpu"][0] * UPDATE_MEMORY_COST + moved_bytes) / rates.memory_bytes_per_s
         step_s = max(step_s, lane_s["memory"])
+    if rates.operation_s or (rates.gpu is not None and rates.gpu.call_s):
+        lane_s["engine"] = _engine_s(mix, rates)
+        step_s = max(step_s, lane_s["engine"])
     return Estimate(step_s, lane_s)
 
 
@@ -157,6 +175,16 @@ def _mean_speed(rates: Rates, traffic: Mapping[str, tuple[float, float]], span_s
     return sum(p * rates.cpu_speed(d) for p, d in states)
 
 
+def _engine_s(mix: Mix, rates: Rates) -> float:
+    """Return what the engine's thread does in a step, which is one thing after the other."""
+    on_cpu, copied = (mix.streamed[n].count + mix.host[n].count for n in (0, 1))
+    moved, _ = _moved(mix)
+    operations = on_cpu * (3 if mix.pushed_bytes else 1) + 3 * copied + mix.gpu.count + 2 * moved * mix.tiles
+    passing = (mix.pushed_bytes > 0) + (mix.brought_bytes > 0)
+    calls = CALLS * (3 * copied + mix.gpu.count) + passing * on_cpu * (PASSING_CALLS + mix.segments)
+    return operations * rates.operation_s + calls * (rates.gpu.call_s if rates.gpu is not None else 0.0)
+
+
 def _moved(mix: Mix) -> tuple[int, float]:
     """Return how many subgroups a step flushes and fetches, and the bytes of a mean one."""
     count = mix.streamed[0].count + mix.streamed[1].count
@@ -175,7 +203,7 @@ def _lanes(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, tuple
         lanes["h2d"] = inward, inward / rates.gpu.h2d_bytes_per_s
         # The last ones are copied out behind the step.
         count = mix.streamed[1].count + mix.host[1].count
-        outward = copied * max(0, count - mix.gpu_slots) / max(count, 1)
+        outward = copied * max(0, count - mix.gpu_slots) / max(count, 1) + mix.brought_bytes
         lanes["d2h"] = outward, outward / rates.gpu.d2h_bytes_per_s
     moved, mean_bytes = _moved(mix)
     for number, (share, path) in enumerate(zip(shares, rates.paths, strict=True)):
@@ -203,7 +231,8 @@ def _step_s(
         )
     on_cpu = mix.streamed[0].count + mix.host[0].count
     push_s = mix.pushed_bytes / on_cpu * in_s if on_cpu else 0.0
-    gpu_s = _gpu_s(mix, in_s, up_s, out_s, push_s, rates.reaction_s)
+    bring_s = mix.brought_bytes / on_cpu * out_s if on_cpu else 0.0
+    gpu_s = _gpu_s(mix, in_s, up_s, out_s, push_s, bring_s, rates.reaction_s)
     moved, mean_bytes = _moved(mix)
     pipeline_s = last_s = 0.0
     if moved:
@@ -212,7 +241,7 @@ def _step_s(
         write_s = max(lanes[f"write:{number}"][1] for number in range(len(shares))) / moved
         on_gpu = mix.streamed[1].count / streamed
         update_s = mean_bytes * cpu_s_per_byte
-        chain_s = mean_bytes * (in_s + up_s + out_s) + 2 * rates.reaction_s
+        chain_s = mean_bytes * (in_s + up_s + out_s)
         last_s = max((on_gpu < 1) * (update_s + push_s), (on_gpu > 0) * mean_bytes * (in_s + up_s))
         away_s = write_s + read_s + 3 * rates.reaction_s
         round_s = (1 - on_gpu) * update_s + on_gpu * chain_s + away_s
@@ -243,19 +272,22 @@ def _step_s(
     cpu_s = lanes["cpu"][0] * cpu_s_per_byte
     if cpu_s > span_s:
         cpu_s = span_s + (cpu_s - span_s) * speed
-    return max(cpu_s + push_s, pipeline_s + last_s, gpu_s) + 2 * rates.reaction_s, span_s
+    return max(bring_s + cpu_s + push_s, pipeline_s + last_s, gpu_s) + 2 * rates.reaction_s, span_s
 
 
-def _gpu_s(mix: Mix, in_s: float, up_s: float, out_s: float, push_s: float, reaction_s: float) -> float:
+def _gpu_s(
+    mix: Mix, in_s: float, up_s: float, out_s: float, push_s: float, bring_s: float, reaction_s: float
+) -> float:
     """Return when the last update on the GPU has ended, and the last copy to it.
 
-    What passes through its slots is copied in, updated and copied out; the last copies out end behind the step.
+    What passes through its slots is copied in, updated and copied out, all of that enqueued at once; the last copies
+    out end behind the step.
     """
     count = mix.host[1].count + mix.streamed[1].count
     total_s = mix.gpu.nbytes * up_s
-    pushes_s = push_s * (mix.host[0].count + mix.streamed[0].count)
+    pushes_s, brings_s = (each_s * (mix.host[0].count + mix.streamed[0].count) for each_s in (push_s, bring_s))
     if not count:
-        return max(total_s, pushes_s)
+        return max(total_s, pushes_s, brings_s)
     mean_bytes = (mix.host[1].nbytes + mix.streamed[1].nbytes) / count
     in_s, up_s, out_s = mean_bytes * in_s, mean_bytes * up_s, mean_bytes * out_s
     again = max(0, count - mix.gpu_slots)  # that have to wait for a slot
@@ -263,6 +295,6 @@ def _gpu_s(mix: Mix, in_s: float, up_s: float, out_s: float, push_s: float, reac
     return max(
         count * in_s + pushes_s + up_s,
         in_s + count * up_s + total_s,
-        (again > 0) * (in_s + up_s + again * out_s) + in_s + up_s,
-        turns * (in_s + up_s + out_s + 3 * reaction_s) + rest * max(in_s, up_s) + in_s + up_s + reaction_s,
+        (again > 0) * (in_s + up_s + again * out_s + brings_s) + in_s + up_s,
+        turns * (in_s + up_s + out_s + reaction_s) + rest * max(in_s, up_s) + in_s + up_s,
     )

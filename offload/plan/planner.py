@@ -159,6 +159,7 @@ def _cheapest(plan: Plan, mix: Mix, rates: Rates) -> tuple[tuple[Placement, ...]
             host=_split(base.host[0], *parts[0]),
             streamed=_split(base.streamed[0], *parts[1]),
             pushed_bytes=base.pushed_bytes * left,
+            brought_bytes=base.brought_bytes * left,
         )
 
     def cost_s(mix: Mix) -> float:

@@ -58,6 +58,7 @@ class GpuRates:
         d2h_bytes_per_s: Bandwidth to pinned host memory.
         memory_bytes: Size of its memory; 0 where unknown.
         memory_cost: Bytes of host memory bandwidth that updates lose for each byte copied.
+        call_s: What the engine's thread takes for one call of the GPU's runtime: a copy, a kernel, an event.
     """
 
     update_bytes_per_s: float
@@ -65,6 +66,7 @@ class GpuRates:
     d2h_bytes_per_s: float
     memory_bytes: int = 0
     memory_cost: float = 1.0
+    call_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,11 @@ class Rates:
         compute_flops_per_s: What forward and backward reach, for predictions of whole iterations; 0 where unknown.
         reaction_s: What the engine takes from the end of an operation until a lane that is idle has taken up the one
             that follows from it: threads that wake up, and its own work. Where a lane has more to do, that is hidden.
+            Other Python threads that hold the interpreter make it longer, by up to the 5 ms of CPython's switch
+            interval.
+        operation_s: What the engine's one thread takes to start an operation and to take in its end, calls of the
+            GPU's runtime (`GpuRates.call_s`) not counted. The thread does one after the other, so this bounds how
+            many operations there are in a second.
 
     Raises:
         ConfigError: If a rate is not a finite number greater than zero.
@@ -92,6 +99,7 @@ class Rates:
     memory_bytes_per_s: float = math.inf
     compute_flops_per_s: float = 0.0
     reaction_s: float = 0.0
+    operation_s: float = 0.0
 
     def __post_init__(self) -> None:
         parts: list[tuple[str, Any]] = [("", self)]
@@ -161,7 +169,15 @@ class Rates:
 
 
 _LEAST, _MOST = 1e-9, 1e24  # far beyond any machine; times of bytes over rates stay finite
-_MAY_BE_ZERO = ("latency_s", "memory_cost", "memory_bytes", "compute_flops_per_s", "reaction_s")
+_MAY_BE_ZERO = (
+    "latency_s",
+    "memory_cost",
+    "memory_bytes",
+    "compute_flops_per_s",
+    "reaction_s",
+    "operation_s",
+    "call_s",
+)
 
 
 def _check(name: str, field: str, value: object) -> None:

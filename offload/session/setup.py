@@ -93,6 +93,7 @@ def first_budgets(
         gpu_bytes=gpu_bytes,
         gpu_staging_bytes=gpu_slots_bytes,
         weights_on_gpu=device is not None,
+        gradients_on_gpu=device is not None and config.keep_grads,
         host_bytes=int(host),
         staging_bytes=None if staging is None else int(staging),
         paths=tuple(paths),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from offload.engine.executor import nothing_comes
 from offload.engine.machine import update_visits
 from offload.engine.operations import Reshare, Run, Stop, Sweep, Visit
 from offload.engine.timeline import Interval
@@ -134,12 +135,16 @@ class Visits:
             parts.gradients.bring(run.visit.subgroup)
             return parts.views.update_table(run, parts.gradients.addresses)
 
-        return self._sweep(visits, update, changes=True)
+        return self._sweep(visits, update, changes=True, coming=parts.gradients.coming)
 
     def _sweep(
-        self, visits: tuple[Visit, ...], visitor: Callable[[Run], npt.NDArray[Any] | None], changes: bool
+        self,
+        visits: tuple[Visit, ...],
+        visitor: Callable[[Run], npt.NDArray[Any] | None],
+        changes: bool,
+        coming: Callable[[int], None] = nothing_comes,
     ) -> Sweep:
-        self._parts.executor.visit_with(visitor)
+        self._parts.executor.visit_with(visitor, coming)
         self._sweeps += 1
         self.version += changes
         return Sweep(self._sweeps, self.version, visits)

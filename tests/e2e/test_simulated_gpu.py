@@ -33,9 +33,10 @@ from offload.dtypes import DtypeCode
 from offload.engine import pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
-from offload.engine.gradients import BROUGHT_AHEAD
+from offload.engine.machine import RESIDENT_RUNS_IN_FLIGHT
 from offload.optim import routes
 from offload.plan import Home
+from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import SEGMENT_DTYPE, DeviceLane
 from offload.session import setup
 from offload.sim import HazardError, SimulatedDevice
@@ -641,12 +642,14 @@ def test_what_the_lanes_did_is_reported(tmp_path: Path) -> None:
         found, plan = optimizer.metrics(), optimizer.engine.plan
         copied = sum(s.state_bytes for s in plan.layout.subgroups if plan.updates_on_gpu(s.index))
         pushed = 2 * sum(s.numel for s in plan.layout.subgroups if not plan.updates_on_gpu(s.index))
+        here = [s for s in plan.layout.subgroups if not plan.updates_on_gpu(s.index)]
+        brought = sum(segment.numel * s.weight_bytes // s.numel for s in here for segment in s.segments)
         optimizer.state_for(parameters[0])
         device.mark(DeviceLane.D2H).wait()
         found = optimizer.metrics()
         fetched = sum(plan.layout.subgroups[subgroup].weight_bytes for subgroup, _ in plan.layout.places[0])
         assert found["lane/gpu/bytes"] == copied
-        assert found["lane/d2h/bytes"] == copied + fetched, "to read state, its weights have been fetched"
+        assert found["lane/d2h/bytes"] == copied + brought + fetched, "to read state, its weights have been fetched"
         assert copied < found["lane/h2d/bytes"] <= copied + pushed
         assert {i.lane for i in optimizer.timeline()} >= {"cpu", "gpu", "h2d", "d2h", "read:0", "write:0"}
         assert "h2d" in str(optimizer.explain())
@@ -1101,7 +1104,7 @@ def test_updates_begin_before_all_gradients_have_been_sent_for(monkeypatch: pyte
             plain(op, table)
 
         def noted(lane: DeviceLane, *where: int) -> None:
-            done.extend(["gradient"] * (lane is DeviceLane.D2H))
+            done.extend(["gradient"] * (lane is DeviceLane.LEAVING))
             copy(lane, *where)
 
         monkeypatch.setattr(kernel, "submit", submit)
@@ -1109,7 +1112,7 @@ def test_updates_begin_before_all_gradients_have_been_sent_for(monkeypatch: pyte
         optimizer.step()
     assert done.count("run") == done.count("gradient") == 24
     ahead = [done[: place + 1].count("gradient") - done[:place].count("run") for place in range(len(done))]
-    assert max(ahead) <= BROUGHT_AHEAD + 3  # the runs in flight have begun
+    assert max(ahead) <= BROUGHT_AHEAD + RESIDENT_RUNS_IN_FLIGHT  # the runs in flight have begun
 
 
 def test_nothing_is_measured_while_the_caller_is_at_work(tmp_path: Path) -> None:
@@ -1125,3 +1128,23 @@ def test_nothing_is_measured_while_the_caller_is_at_work(tmp_path: Path) -> None
     device.update = update  # type: ignore[method-assign]
     with OnDevice(weights(), device=device, offload=config(tmp_path, placement="auto")):
         assert done
+
+
+def test_gradients_of_streamed_state_are_sent_for_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed subgroups run as soon as they are there, before others that come first in the step's order."""
+    parameters = weights()
+    settings = config(tmp_path, gpu_memory=0, placement="cpu")
+    with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
+        train(optimizer, parameters, range(2))
+        monkeypatch.setattr("offload.engine.gradients.BROUGHT_AHEAD", 0)
+        gradients, late = optimizer.engine._parts.gradients, []
+        plain = gradients.bring
+        monkeypatch.setattr(
+            gradients, "bring", lambda subgroup: (late.extend({subgroup} & set(gradients._to_bring)), plain(subgroup))
+        )
+        cached = set(optimizer.engine._parts.machine.slots)
+        train(optimizer, parameters, range(2, 3))
+        plan = optimizer.engine.plan
+        streamed = {s.index for s in plan.layout.subgroups if not plan.is_resident(s.index)}
+        assert streamed - cached
+        assert not (streamed - cached) & set(late)
