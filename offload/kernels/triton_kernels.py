@@ -153,8 +153,8 @@ def as_stored(values, random, STATE_FORMAT: tl.constexpr):
     else:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + (random & 0xFFFF)) >> 16
-        # What carried into the exponent of infinity was finite: infinity has no bits below that could carry. (A look at
-        # the magnitude before would be made `abs.f32`, and that a floating-point addition.)
+        # What carried into the exponent of infinity was finite: infinity has no bits below that could carry. (A look
+        # at the magnitude before would be made `abs.f32`, and that a floating-point addition.)
         carried = ((rounded & 0x7FFF) == 0x7F80) & ((bits & 0xFFFF) != 0)
         rounded = tl.where(carried, bits >> 16, rounded)
         return tl.where(values != values, 0x7FC0, rounded).to(tl.uint16)
