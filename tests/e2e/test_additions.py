@@ -14,6 +14,7 @@ import torch
 from mirror import same_bits
 from simulated import OnDevice
 from test_interrupts import Interrupted
+from test_small_tensors import Counting, vectors
 
 import offload
 from offload.engine import additions, gpu_gradients
@@ -139,6 +140,22 @@ def test_backward_waits_only_where_all_buffers_are_taken(
             accumulate(twins, 2 + BUFFERS)
             twin.step()
             assert same(states(optimizer, parameters), states(twin, twins))
+
+
+def test_what_a_further_pass_asks_of_the_device(tmp_path: Path) -> None:
+    """For each gradient, on which lane backward runs; all else for all of them together."""
+    seen = []
+    for count in (100, 400):
+        device, parameters = Counting(), vectors(count, 128)
+        settings = config(tmp_path, host_memory="10MB", subgroup_numel=1 << 16, paths=[])
+        with OnDevice(parameters, device=device, offload=settings) as optimizer:
+            accumulate(parameters, 1)
+            device.asked.clear()
+            accumulate(parameters, 1)
+            optimizer.engine.settle_gradients()
+            assert device.asked.pop("caller") == len(parameters)
+            seen.append(device.asked.total())
+    assert max(seen) < 50  # some for each buffer
 
 
 def _early(what: Additions, patch: pytest.MonkeyPatch) -> None:
