@@ -114,6 +114,7 @@ KINDS = {
             "tests/kernels/test_update_pool.py",
             "tests/kernels/test_update_kernel.py::test_threads_change_nothing",
             "tests/kernels/test_gradient_blocks.py::test_threads_change_nothing",
+            "tests/kernels/test_add.py",
             "tests/tiers/test_io_backends.py",
             "tests/tiers/test_path_lock.py",
             "tests/tiers/test_file_tier.py",

@@ -94,6 +94,21 @@ class CpuKernels {
     pool_.run(job);
     for (std::size_t i = 0; i < rows; ++i) reinterpret_cast<std::uint64_t*>(found)[i] = job.fingerprint(i);
   }
+  void add(std::uintptr_t table, std::size_t rows, std::int32_t dtype) {
+    if (dtype < kBfloat16 || dtype > kFloat32)
+      throw std::invalid_argument("dtype " + std::to_string(dtype) + " is not a dtype code");
+    const auto* cell = reinterpret_cast<const std::uint64_t*>(table);
+    std::vector<AddJob::Row> found;
+    found.reserve(rows);
+    for (std::size_t i = 0; i < rows; ++i, cell += 3) {
+      if (cell[2] != 0 && (cell[0] == 0 || cell[1] == 0))
+        throw std::invalid_argument("gradient " + std::to_string(i) + ": an address is null");
+      found.push_back({reinterpret_cast<char*>(static_cast<std::uintptr_t>(cell[0])),
+                       reinterpret_cast<const char*>(static_cast<std::uintptr_t>(cell[1])), cell[2]});
+    }
+    AddJob job(std::move(found), dtype, kernels_);
+    pool_.run(job);
+  }
   void close() { pool_.close(); }
 
  private:
@@ -158,5 +173,6 @@ void bind_kernels(nb::module_& module) {
            nb::arg("numel"), nb::arg("blocks"), nb::arg("destination"), nb::arg("destination_dtype"))
       .def("fingerprints", &CpuKernels::fingerprints, release(), nb::arg("addresses"), nb::arg("sizes"),
            nb::arg("rows"), nb::arg("found"))
+      .def("add", &CpuKernels::add, release(), nb::arg("table"), nb::arg("rows"), nb::arg("dtype"))
       .def("close", &CpuKernels::close, release());
 }

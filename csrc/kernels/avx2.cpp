@@ -121,5 +121,5 @@ struct Simd {
 #include "body.h"
 
 namespace offload {
-const KernelSet kAvx2Kernels = {"avx2", update, gradient_blocks, fingerprint, stream};
+const KernelSet kAvx2Kernels = {"avx2", update, gradient_blocks, fingerprint, add, stream};
 }  // namespace offload

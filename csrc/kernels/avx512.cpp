@@ -117,5 +117,5 @@ struct Simd {
 #include "body.h"
 
 namespace offload {
-const KernelSet kAvx512Kernels = {"avx512", update, gradient_blocks, fingerprint, stream};
+const KernelSet kAvx512Kernels = {"avx512", update, gradient_blocks, fingerprint, add, stream};
 }  // namespace offload

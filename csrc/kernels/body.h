@@ -742,6 +742,37 @@ std::uint64_t gradient_blocks(const void* source, std::int32_t source_dtype, std
   }
 }
 
+template <class V, int dtype>
+inline void add_vector(Byte* target, const Byte* source) {
+  const typename V::F sum = V::add(V::template widen<dtype>(target), V::template widen<dtype>(source));
+  if constexpr (dtype == kFloat32) {
+    V::store(target, sum);
+  } else {
+    V::store_half(target, V::template narrow<dtype>(sum));
+  }
+}
+
+template <int dtype>
+void add_elements(Byte* target, const Byte* source, std::uint64_t numel) {
+  constexpr std::size_t item = size_of<dtype>();
+  std::uint64_t i = 0;
+  for (; i + Simd::kWidth <= numel; i += Simd::kWidth) add_vector<Simd, dtype>(target + item * i, source + item * i);
+  for (; i < numel; ++i) add_vector<Single, dtype>(target + item * i, source + item * i);
+}
+
+void add(void* target, const void* source, std::int32_t dtype, std::uint64_t numel) {
+  Byte* to = static_cast<Byte*>(target);
+  const Byte* from = static_cast<const Byte*>(source);
+  switch (dtype) {
+    case kBfloat16:
+      return add_elements<kBfloat16>(to, from, numel);
+    case kFloat16:
+      return add_elements<kFloat16>(to, from, numel);
+    default:
+      return add_elements<kFloat32>(to, from, numel);
+  }
+}
+
 template <bool nontemporal>
 inline void stream_state(Byte* address) {
   const Simd::F value = Simd::negate(Simd::load(address));

@@ -184,6 +184,34 @@ void FingerprintsJob::run_piece(std::size_t index) noexcept {
   }
 }
 
+namespace {
+
+std::vector<std::uint64_t> numels_of(const std::vector<AddJob::Row>& rows) {
+  std::vector<std::uint64_t> numels;
+  numels.reserve(rows.size());
+  for (const AddJob::Row& row : rows) numels.push_back(row.numel);
+  return numels;
+}
+
+}  // namespace
+
+AddJob::AddJob(std::vector<Row> rows, std::int32_t dtype, const KernelSet& kernels)
+    : AddJob(rows, cut_rows(numels_of(rows)), dtype, kernels) {}
+
+AddJob::AddJob(std::vector<Row> rows, std::vector<Piece> pieces, std::int32_t dtype, const KernelSet& kernels)
+    : Job(pieces.size()), rows_(std::move(rows)), pieces_(std::move(pieces)), dtype_(dtype), kernels_(kernels) {}
+
+void AddJob::run_piece(std::size_t index) noexcept {
+  const Piece& piece = pieces_[index];
+  for (std::uint32_t i = piece.first; i <= piece.last; ++i) {
+    const Row& row = rows_[i];
+    const std::uint64_t begin = i == piece.first ? piece.begin : 0;
+    const std::uint64_t end = i == piece.last ? piece.end : row.numel;
+    const std::size_t offset = begin * size_of_dtype(dtype_);
+    if (begin < end) kernels_.add(row.target + offset, row.source + offset, dtype_, end - begin);
+  }
+}
+
 double sum_in_order(const double* values, std::size_t count) {
   double total = 0.0;
   for (std::size_t i = 0; i < count; ++i) total = total + values[i];

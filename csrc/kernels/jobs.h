@@ -136,6 +136,30 @@ class FingerprintsJob final : public Job {
   std::vector<std::atomic<std::uint64_t>> found_;
 };
 
+// Adds gradients of one dtype to others; pieces may span many small ones.
+class AddJob final : public Job {
+ public:
+  struct Row {
+    char* target;
+    const char* source;
+    std::uint64_t numel;
+  };
+
+  AddJob(std::vector<Row> rows, std::int32_t dtype, const KernelSet& kernels);
+
+ protected:
+  void run_piece(std::size_t piece) noexcept override;
+  void finished(double, double) noexcept override {}
+
+ private:
+  AddJob(std::vector<Row> rows, std::vector<Piece> pieces, std::int32_t dtype, const KernelSet& kernels);
+
+  const std::vector<Row> rows_;
+  const std::vector<Piece> pieces_;
+  const std::int32_t dtype_;
+  const KernelSet& kernels_;
+};
+
 // Add doubles one after the other, starting from zero.
 double sum_in_order(const double* values, std::size_t count);
 

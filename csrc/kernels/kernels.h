@@ -42,6 +42,9 @@ struct KernelSet {
   // the position of the first of them. A gradient's fingerprint is the sum of its parts modulo 2^64.
   std::uint64_t (*fingerprint)(const void* source, std::uint64_t nbytes, std::uint64_t first_byte);
 
+  // Add elements to others that do not overlap them: in fp32, rounded to their dtype.
+  void (*add)(void* target, const void* source, std::int32_t dtype, std::uint64_t numel);
+
   // Touch the bytes that an update of [begin, end) touches (negated state, gradient copied to the
   // weight) with next to no arithmetic. Gradient and weight must have the same element size.
   void (*stream)(const Segment& segment, std::uint64_t begin, std::uint64_t end, std::uint32_t variant);

@@ -2,7 +2,8 @@
 
 A gradient that the CPU will use is copied to its slot in host memory, in its own dtype; one that the GPU will use
 stays where it is. Its squares are summed on the GPU in the same pass. Gradients of further backward passes are added
-on the GPU where the first one has stayed, and in host memory where it has left, so that nothing travels twice.
+on the GPU where the first one has stayed, and in host memory where it has left (see `additions.py`), so that nothing
+travels twice.
 
 Small gradients are collected in a bucket, and leave together: in few copies (see `pieces.py`), and with one kernel
 for all their sums. A bucket leaves when it is full, with a large gradient, when backward ends, and whenever somebody
@@ -20,15 +21,13 @@ import numpy.typing as npt
 import torch
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.engine.additions import Additions, Sending
 from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
 from offload.engine.pieces import as_pieces
 from offload.errors import ConfigError, InternalError
 from offload.kernels import CpuUpdateKernel
-from offload.protocols import NORM_BLOCK_NUMEL, SECTOR_BYTES, DeviceLane, Mark
-
-PASSING = 2
-"""Gradients that may be on their way to be added in host memory; one more waits for the first of them."""
+from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
 
 BLOCK_BYTES = 8
 
@@ -70,13 +69,6 @@ class _Region:
     host: Arena
 
 
-@dataclass(slots=True)
-class _Passing:
-    mark: Mark
-    position: int
-    buffer: torch.Tensor
-
-
 class Departure:
     """The mark of a bucket's gradients. It is on no lane before they leave, so only `on_lane` may be followed."""
 
@@ -108,19 +100,23 @@ class Departure:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gradients that are the first of their parameters, and wait for others to leave with.
+    """Gradients of different parameters that wait for others to leave with.
 
     Attributes:
         caller: The lane of backward on which they are made.
         departure: Their mark.
-        arrived: Position, address and dtype of each.
+        first: Position, address and dtype of those that are the first of their parameters.
+        further: The same of those that are added in host memory.
         nbytes: Of all.
+        sending: How far the further ones have come, once they have begun to leave.
     """
 
     caller: Hashable
     departure: Departure
-    arrived: list[tuple[int, int, DtypeCode]] = field(default_factory=list)
+    first: list[tuple[int, int, DtypeCode]] = field(default_factory=list)
+    further: list[tuple[int, int, DtypeCode]] = field(default_factory=list)
     nbytes: int = 0
+    sending: Sending | None = None
 
 
 @dataclass
@@ -143,10 +139,10 @@ class GpuGradients:
     _bucket: _Bucket | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _regions: list[_Region] = field(default_factory=list)
-    _passing: list[_Passing] = field(default_factory=list)
-    _buffers: Arena | None = None
-    _largest: int = 0
-    _taken: int = 0
+    _slots_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.additions = Additions(self.lanes, self.kernel)
 
     def add(self, numels: list[int], slots: list[torch.Tensor], stay: list[bool], region: Arena | None) -> None:
         """Take up more parameters.
@@ -166,15 +162,14 @@ class GpuGradients:
         for numel, slot, stays in zip(numels, slots, stay, strict=True):
             count = -(-numel // NORM_BLOCK_NUMEL)
             blocks = region.numpy(offset, count, np.float64) if region is not None else np.zeros(0)
-            self._largest = max(self._largest, slot.numel() * slot.element_size())
             self.positions.append(_Parameter(numel, slot, stays, blocks, device + offset))
             offset += count * BLOCK_BYTES
 
     def place(self, slots: list[torch.Tensor], stay: list[bool]) -> None:
         """Exchange the slots of the first parameters, of which nothing has arrived, and whether each one stays."""
         for found, slot, stays in zip(self.positions, slots, stay, strict=False):
-            self._largest = max(self._largest, slot.numel() * slot.element_size())
             found.slot, found.stays = slot, stays
+        self._slots_bytes = sum(found.slot.nbytes for found in self.positions)
 
     # During backward
 
@@ -191,30 +186,50 @@ class GpuGradients:
         found = self.positions[position]
         with self._lock:
             self._check_dtype(found, dtype)
-            if found.arrivals:
-                found.mark = self._add(position, address)
-            else:
-                found.mark = self._collect(position, address, dtype)
+            if self._bucket is not None and found.mark is self._bucket.departure:
+                self.leave()  # the one before
+            if not found.arrivals:
+                found.mark = self._collect(position, address, dtype, first=True)
                 found.kept, found.dtype = address, dtype
+            else:
+                mark = self._accumulate(found, address) if found.stays else None
+                if mark is None or found.slot.numel():
+                    mark = self._collect(position, address, dtype, first=False)
+                    found.added = True
+                found.mark = mark
             found.arrivals += 1
             return found.mark
 
-    def _collect(self, position: int, address: int, dtype: DtypeCode) -> Departure:
-        """Have the first gradient of a parameter leave, by itself or with others."""
+    def _collect(self, position: int, address: int, dtype: DtypeCode, *, first: bool) -> Departure:
+        """Have a gradient leave to its slot, or to be added there; by itself or with others."""
         caller = self.lanes.device.caller()
         if self._bucket is not None and self._bucket.caller != caller:
             self.leave()
         if self._bucket is None:
             self._bucket = _Bucket(caller, Departure(self.leave))
         bucket, nbytes = self._bucket, self.positions[position].numel * int(ITEM_BYTES[dtype])
-        bucket.arrived.append((position, address, dtype))
+        (bucket.first if first else bucket.further).append((position, address, dtype))
         bucket.nbytes += nbytes
-        if nbytes >= LARGE_BYTES or bucket.nbytes >= BUCKET_BYTES or len(bucket.arrived) >= BUCKET_COUNT:
+        count = len(bucket.first) + len(bucket.further)
+        if nbytes >= LARGE_BYTES or bucket.nbytes >= BUCKET_BYTES or count >= BUCKET_COUNT:
             self.leave()
         return bucket.departure
 
+    def _accumulate(self, found: _Parameter, address: int) -> Departure:
+        """Add the gradient of a further pass on the GPU."""
+        device = self.lanes.device
+        device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
+        where, added = (address, found.dtype, found.numel, found.device_blocks), (found.kept, found.dtype, True)
+        device.gradient_blocks(DeviceLane.GRADIENTS, *where, *added)
+        departure = Departure(self.leave)
+        departure.left = device.mark(DeviceLane.GRADIENTS, timed=False)
+        return departure
+
     def leave(self) -> None:
-        """Have the gradients in the bucket leave; any thread. After an interrupt they leave again, whole."""
+        """Have the gradients in the bucket leave; any thread.
+
+        After an interrupt they leave again, whole, except that none is added twice.
+        """
         with self._lock:
             bucket, device = self._bucket, self.lanes.device
             if bucket is None:
@@ -222,16 +237,19 @@ class GpuGradients:
             made = device.mark_caller(bucket.caller)
             leaving = [
                 (address, found.slot.data_ptr(), found.numel * int(ITEM_BYTES[dtype]))
-                for position, address, dtype in bucket.arrived
+                for position, address, dtype in bucket.first
                 if (found := self.positions[position]).slot.numel()
             ]
+            count = len(leaving) + len(bucket.further)
+            for lane in (DeviceLane.LEAVING, DeviceLane.PIECES)[:count]:
+                device.follow(lane, made)
             if leaving:
-                for lane in (DeviceLane.LEAVING, DeviceLane.PIECES)[: len(leaving)]:
-                    device.follow(lane, made)
                 self.lanes.pieces.to_host(as_pieces(leaving), self.gap_bytes, DeviceLane.LEAVING)
             device.follow(DeviceLane.GRADIENTS, made)
-            self._sum(bucket.arrived)
-            if leaving:  # after the sums, so that these do not wait for their own copies
+            self._sum(bucket.first)
+            if bucket.further:
+                self._send(bucket)
+            if count:  # after the sums, so that these do not wait for their own copies
                 device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.LEAVING, timed=False))
             bucket.departure.left = device.mark(DeviceLane.GRADIENTS, timed=False)
             self._bucket = None
@@ -249,27 +267,16 @@ class GpuGradients:
             rows = [(address, found.numel, found.device_blocks) for found, address in found_at]
             device.sum_gradients(DeviceLane.GRADIENTS, dtype, np.array(rows, np.uint64))
 
-    def _add(self, position: int, address: int) -> Departure:
-        """Add the gradient of a further pass."""
-        found, device, left = self.positions[position], self.lanes.device, None
-        self.leave()  # the first may not have left
-        made = device.mark(DeviceLane.CALLER, timed=False)
-        if found.slot.numel():
-            target = self._buffer(found)
-            device.follow(DeviceLane.LEAVING, made)
-            nbytes = found.numel * int(ITEM_BYTES[found.dtype])
-            self.lanes.copy(DeviceLane.LEAVING, target.data_ptr(), address, nbytes)
-            left = device.mark(DeviceLane.LEAVING, timed=False)
-            self._passing.append(_Passing(left, position, target))
-        if found.stays:
-            device.follow(DeviceLane.GRADIENTS, made)
-            where, added = (address, found.dtype, found.numel, found.device_blocks), (found.kept, found.dtype, True)
-            device.gradient_blocks(DeviceLane.GRADIENTS, *where, *added)
-        if left is not None:  # after the sums, so that these do not wait for their own copy
-            device.follow(DeviceLane.GRADIENTS, left)
-        departure = Departure(self.leave)
-        departure.left = device.mark(DeviceLane.GRADIENTS, timed=False)
-        return departure
+    def _send(self, bucket: _Bucket) -> None:
+        """Have the further gradients in a bucket leave to be added."""
+        if bucket.sending is None:
+            rows = [
+                (address, found.slot.data_ptr(), found.numel, dtype)
+                for position, address, dtype in bucket.further
+                if (found := self.positions[position]).slot.numel()
+            ]
+            bucket.sending = self.additions.prepare(rows, self._slots_bytes)
+        self.additions.send(bucket.sending)
 
     def _check_dtype(self, found: _Parameter, dtype: DtypeCode) -> None:
         item = int(ITEM_BYTES[dtype])
@@ -279,24 +286,6 @@ class GpuGradients:
             raise ConfigError(
                 "gradient dtype", dtype.name.lower(), "use that of the weights, or gradient_dtype float32, throughout"
             )
-
-    def _buffer(self, found: _Parameter) -> torch.Tensor:
-        size = -(-self._largest // SECTOR_BYTES) * SECTOR_BYTES
-        if self._buffers is None or self._buffers.nbytes < PASSING * size:
-            self.finish_additions()
-            self._close_buffers()
-            self._buffers = self.lanes.arena(PASSING * size)
-        if len(self._passing) == PASSING:
-            self._add_first()
-        self._taken = (self._taken + 1) % PASSING
-        return self._buffers.tensor(self._taken * size, found.numel, found.slot.dtype)
-
-    def _add_first(self) -> None:
-        passing = self._passing.pop(0)
-        passing.mark.wait()
-        found = self.positions[passing.position]
-        found.slot.add_(passing.buffer)
-        found.added = True
 
     # Between passes
 
@@ -311,20 +300,18 @@ class GpuGradients:
         """Drop what arrived of one parameter: the caller has another gradient for it."""
         found = self.positions[position]
         if found.arrivals:
-            self.leave()
-            self.finish_additions()
+            self.finish()
             found.forget()
 
-    def finish_additions(self) -> None:
-        """Wait for gradients on their way to be added in host memory, and add them."""
-        while self._passing:
-            self._add_first()
+    def finish(self) -> None:
+        """Have all gradients leave, and wait until those of further passes have been added in host memory."""
+        self.leave()
+        self.additions.finish()
 
     def settle(self) -> None:
         """Finish all additions, and copy all block sums to host memory."""
         device = self.lanes.device
-        self.leave()
-        self.finish_additions()
+        self.finish()
         for region in self._regions:
             self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
         device.mark(DeviceLane.GRADIENTS, timed=False).wait()
@@ -342,19 +329,11 @@ class GpuGradients:
         with self._lock:
             if self._bucket is not None:  # nobody has begun to read what it holds
                 self._bucket.departure.left, self._bucket = mark, None
-        for passing in self._passing:
-            passing.mark.wait()
-        self._passing.clear()
+        self.additions.forget()
         for found in self.positions:
             found.forget()
-
-    def _close_buffers(self) -> None:
-        if self._buffers is not None:
-            self.lanes.give_back(self._buffers)
-            self._buffers = None
 
     def close(self) -> None:
         """Give the memory for additions back; the device has been closed."""
         self._bucket = None
-        self._passing.clear()
-        self._close_buffers()
+        self.additions.close()

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.engine.additions import BUFFERS, buffer_bytes
 from offload.engine.gpu import GpuLanes
-from offload.engine.gpu_gradients import BLOCK_BYTES, PASSING, Departure, GpuGradients
+from offload.engine.gpu_gradients import BLOCK_BYTES, Departure, GpuGradients
 from offload.engine.host import HostMemory
 from offload.engine.memory import Arena
 from offload.engine.operations import Visit
@@ -33,7 +34,7 @@ class GradientSlots:
     Attributes:
         dtype: Element type of all slots; None for each parameter's own.
         wanted: Whether there are slots at all.
-        passing: Whether gradients on their way from a GPU need buffers, from which they are added to their slots.
+        passing: Whether gradients on their way from a GPU may need buffers, from which they are added to their slots.
     """
 
     dtype: DtypeCode | None
@@ -53,8 +54,8 @@ class GradientSlots:
 
     def total_bytes(self, parameters: Sequence[Parameter]) -> int:
         """Return the host memory for the gradients of these parameters, buffers included."""
-        sizes = [self.bytes_of(parameter) for parameter in parameters]
-        return sum(sizes) + (PASSING * max(sizes, default=0) if self.passing else 0)
+        slots = sum(self.bytes_of(parameter) for parameter in parameters)
+        return slots + (BUFFERS * buffer_bytes(slots) if self.passing else 0)
 
 
 class Gradients:
@@ -343,8 +344,7 @@ class Gradients:
             return False
         wide = len(self._wide)
         gpu.forget_inputs()
-        gradients.leave()
-        gradients.finish_additions()
+        gradients.finish()
         self._to_bring.clear()
         self._ahead.clear()
         self.addresses = addresses = self._slot_addresses.copy()

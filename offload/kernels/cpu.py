@@ -211,6 +211,23 @@ class CpuUpdateKernel:
         self._call("fingerprints", addresses.ctypes.data, sizes.ctypes.data, addresses.size, found.ctypes.data)
         return found
 
+    def add(self, rows: npt.NDArray[np.uint64], dtype: DtypeCode) -> None:
+        """Add gradients to others of the same dtype, each element as torch's `add_` does (a NaN is the quiet one).
+
+        Synchronous; the GIL is released.
+
+        Args:
+            rows: Of (target, source, elements), at any alignment; no target overlaps anything else.
+            dtype: Of all elements.
+
+        Raises:
+            InternalError: The arguments cannot be right. Nothing was written.
+            SessionBrokenError: The kernel is closed, or belongs to the parent process.
+        """
+        rows = np.ascontiguousarray(rows, np.uint64)
+        invariant(rows.ndim == 2 and rows.shape[1] == 3, f"gradients to be added as a table of shape {rows.shape}")
+        self._call("add", rows.ctypes.data, len(rows), int(dtype))
+
     def stream(self, table: npt.NDArray[Any], variant: StreamVariant) -> None:
         """Move the bytes that `run` would move, with next to no arithmetic, to measure what memory allows.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import offload
+from offload.dtypes import ITEM_BYTES
 from offload.kernels.table import checked
 from offload.protocols import SegmentFlag, StateFormat
 from offload.rules import ADAM
@@ -57,6 +58,17 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
         plain(op, table)
 
     parts.kernel.submit = submit  # type: ignore[method-assign]
+    if parts.gradients.on_gpu is not None:
+        additions = parts.gradients.on_gpu.additions
+
+        def add(filling: Any, plain: Any = additions._add) -> None:
+            for dtype, rows in filling.rows.items():
+                for target, source, numel in rows:
+                    device.host_access(source, int(ITEM_BYTES[dtype]) * numel, writes=False)
+                    device.host_access(target, int(ITEM_BYTES[dtype]) * numel, writes=True)
+            plain(filling)
+
+        additions._add = add  # type: ignore[method-assign]
     for tier in parts.tiers:
 
         def read(request: Any, plain: Any = tier.read) -> None:

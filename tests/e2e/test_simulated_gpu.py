@@ -202,18 +202,9 @@ PLANTED: dict[str, Callable[[GpuLanes, GpuGradients], None]] = {
         lanes.device, "report", lambda mark, queue, op: queue.post(op)
     ),
     "gradients are added before they have arrived": lambda _, gradients: setattr(
-        gradients, "_add_first", lambda: _added_at_once(gradients)
+        gradients.additions, "_await", lambda mark: None
     ),
 }
-
-
-def _added_at_once(gradients: GpuGradients) -> None:
-    passing = gradients._passing.pop(0)
-    found = gradients.positions[passing.position]
-    size = passing.buffer.numel() * passing.buffer.element_size()
-    gradients.lanes.device.host_access(passing.buffer.data_ptr(), size, writes=False)  # type: ignore[attr-defined]
-    found.slot.add_(passing.buffer)
-    found.added = True
 
 
 @pytest.mark.parametrize("bug", PLANTED)
@@ -767,7 +758,7 @@ def test_memory_is_pinned_as_far_as_the_system_allows(
             backward(parameters, 10 + step)  # which is added in host memory
             train(optimizer, parameters, range(step, step + 1))
         found, parts = optimizer.metrics(), optimizer.engine._parts
-        arenas = [*parts.memory.arenas, parts.gradients.on_gpu._buffers]  # type: ignore[union-attr]
+        arenas = [*parts.memory.arenas, parts.gradients.on_gpu.additions.arena]  # type: ignore[union-attr]
         assert found["pinned_bytes"] == sum(device.pinned.values())
         assert found["pinned_bytes"] + found["unpinned_bytes"] == sum(arena.nbytes for arena in arenas if arena)
         assert all_pinned == (found["unpinned_bytes"] == 0) == (device.pageable_bytes == 0)
@@ -1068,7 +1059,7 @@ def test_the_plan_names_the_host_memory_that_is_used(tmp_path: Path, keep_grads:
         optimizer.step()
         optimizer.state_for(parameters[0])
         parts, plan = optimizer.engine._parts, optimizer.engine.plan
-        arenas = [*parts.memory.arenas, parts.gradients.on_gpu._buffers]  # type: ignore[union-attr]
+        arenas = [*parts.memory.arenas, parts.gradients.on_gpu.additions.arena]  # type: ignore[union-attr]
         used = sum(arena.nbytes for arena in arenas if arena is not None)
         assert used <= plan.host_bytes - plan.overhead_bytes + 8 * -(-410_000 // 4096) + 65536  # block sums; rounding
         assert used > 0.9 * (plan.host_bytes - plan.overhead_bytes)

@@ -1,0 +1,234 @@
+"""Gradients of further backward passes on their way out of a GPU, and their additions in host memory.
+
+They pass through a ring of pinned buffers. Whoever sends them puts copies on lane `LEAVING`, and waits only where all
+buffers are taken; a thread waits for each copy and has the session's workers add it. A gradient that is larger than
+what is left of a buffer is cut. All is added in the order in which it was sent.
+
+An interrupt may end any method of the sender's at any line: a `Sending` knows how far it came, and whoever sends it
+again goes on there.
+
+Not done here: buckets, order with other lanes, and knowing what gradients are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import numpy as np
+
+from offload import waits
+from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.engine.gpu import GpuLanes
+from offload.engine.memory import Arena
+from offload.engine.pieces import Pieces, as_pieces
+from offload.errors import OffloadError
+from offload.kernels import CpuUpdateKernel
+from offload.plan.budget import PIECE_ALIGNMENT
+from offload.protocols import SECTOR_BYTES, DeviceLane, Mark
+
+BUFFERS = 4
+"""Buffers of the ring: one is added while others are filled."""
+
+MOST_BUFFER_BYTES = 32 << 20
+"""Size that a buffer has at most: the link takes a millisecond or less for it, many times what its calls take."""
+
+
+def buffer_bytes(slots_bytes: int) -> int:
+    """Return the size of each of the `BUFFERS` buffers; 0 for none.
+
+    Args:
+        slots_bytes: Of all slots that are added to.
+    """
+    return min(-(-slots_bytes // (BUFFERS * SECTOR_BYTES)) * SECTOR_BYTES, MOST_BUFFER_BYTES)
+
+
+@dataclass(eq=False, slots=True)
+class Filling:
+    """What one buffer holds once.
+
+    Attributes:
+        buffer: Number of the buffer.
+        copies: From the device to the buffer.
+        rows: What is added then: (target, source, elements), by dtype.
+        mark: Of the copies, when they are on their lane.
+        sent: Whether the thread has it for certain.
+        ended: Set when the buffer is free again.
+    """
+
+    buffer: int
+    copies: Pieces
+    rows: dict[DtypeCode, list[tuple[int, int, int]]]
+    mark: Mark | None = None
+    sent: bool = False
+    ended: waits.Latch = field(default_factory=waits.Latch)
+
+
+Sending = list[Filling]
+"""What is sent together."""
+
+
+class Additions:
+    """Those of one session, whose gradients are added between two calls of `forget`.
+
+    `send` belongs to one thread at a time, all else is called between backward passes.
+
+    Args:
+        lanes: The session's lanes.
+        kernel: Adds.
+    """
+
+    def __init__(self, lanes: GpuLanes, kernel: CpuUpdateKernel) -> None:
+        self.arena: Arena | None = None
+        """The buffers; None before they are needed."""
+        self._lanes = lanes
+        self._kernel = kernel
+        self._size = 0
+        self._next = 0
+        self._ring: list[Filling | None] = [None] * BUFFERS
+        self._error: BaseException | None = None
+        self._work: SimpleQueue[Filling | None] = SimpleQueue()
+        self._serving = threading.Lock()
+        self._ended = waits.Latch()
+
+    def prepare(self, gradients: Sequence[tuple[int, int, int, DtypeCode]], slots_bytes: int) -> Sending:
+        """Give gradients their places in buffers.
+
+        Args:
+            gradients: Of (device address, slot's address, elements, dtype).
+            slots_bytes: See `buffer_bytes`.
+        """
+        size = buffer_bytes(slots_bytes)
+        if self.arena is None or self._size < size:
+            if self.arena is not None:
+                self.finish()
+                # What has been forgotten may still be copied, if an interrupt came before its mark.
+                self._lanes.device.mark(DeviceLane.LEAVING, timed=False).wait()
+                self._close_buffers()
+            self._size = size
+            self.arena = self._lanes.arena(BUFFERS * size)
+        found: Sending = []
+        copies: list[tuple[int, int, int]] = []
+        rows: dict[DtypeCode, list[tuple[int, int, int]]] = {}
+        at = 0
+        for source, target, numel, dtype in gradients:
+            item, done = int(ITEM_BYTES[dtype]), 0
+            while done < numel:
+                if at == self._size:
+                    found.append(self._filling(copies, rows))
+                    copies, rows, at = [], {}, 0
+                count = min(numel - done, (self._size - at) // item)
+                place = self.arena.address + (self._next * self._size) + at
+                copies.append((source + item * done, place, item * count))
+                rows.setdefault(dtype, []).append((target + item * done, place, count))
+                at += -(-item * count // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+                done += count
+        if copies:
+            found.append(self._filling(copies, rows))
+        return found
+
+    def _filling(
+        self, copies: list[tuple[int, int, int]], rows: dict[DtypeCode, list[tuple[int, int, int]]]
+    ) -> Filling:
+        buffer, self._next = self._next, (self._next + 1) % BUFFERS
+        return Filling(buffer, as_pieces(copies), rows)
+
+    def send(self, sending: Sending) -> None:
+        """Put copies on lane `LEAVING`, which follows what they read, and have them added; again after an interrupt.
+
+        Raises:
+            OffloadError: The device has failed, or an addition.
+        """
+        if not self._serving.locked():  # a second thread returns at once
+            threading.Thread(target=self._serve, name="offload-add", daemon=True).start()
+        for filling in sending:
+            if filling.sent:
+                continue
+            if filling.mark is None:
+                before = self._ring[filling.buffer]
+                if before is not None and before is not filling and not before.ended.is_set():
+                    self._wait(before)
+                    self._check()
+                self._ring[filling.buffer] = filling
+                self._lanes.pieces.to_host(filling.copies, PIECE_ALIGNMENT, DeviceLane.LEAVING)
+                filling.mark = self._lanes.device.mark(DeviceLane.LEAVING, timed=False)
+            self._work.put(filling)  # twice is as once
+            filling.sent = True
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been added.
+
+        Raises:
+            OffloadError: Something has not been.
+        """
+        self._wait_for_all()
+        self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def forget(self) -> None:
+        """Wait until nothing is on its way, whatever came of it."""
+        self._wait_for_all()
+        self._ring = [None] * BUFFERS
+        self._error = None
+
+    def _wait_for_all(self) -> None:
+        for filling in self._ring:
+            if filling is not None:
+                if not filling.sent:  # or not for certain: its sending was interrupted
+                    self._work.put(filling)
+                self._wait(filling)
+
+    def _wait(self, filling: Filling) -> None:
+        waits.wait_for(filling.ended.wait, lambda: "gradients that leave the GPU to be added in host memory")
+
+    # On the thread
+
+    def _serve(self) -> None:
+        if not self._serving.acquire(blocking=False):
+            return
+        try:
+            with contextlib.suppress(OffloadError):  # a device that has failed says so with every mark
+                self._lanes.device.adopt_thread()
+            while (filling := self._work.get()) is not None:
+                if not filling.ended.is_set():
+                    self._end(filling)
+        finally:
+            self._ended.set()
+
+    def _end(self, filling: Filling) -> None:
+        try:
+            if filling.mark is not None and self._error is None:
+                self._await(filling.mark)
+                self._add(filling)
+        except BaseException as error:  # raised by who waits for this
+            self._error = error
+        finally:
+            filling.ended.set()
+
+    def _await(self, mark: Mark) -> None:
+        mark.wait()
+
+    def _add(self, filling: Filling) -> None:
+        for dtype, rows in filling.rows.items():
+            self._kernel.add(np.array(rows, np.uint64), dtype)
+
+    # The end
+
+    def _close_buffers(self) -> None:
+        if self.arena is not None:
+            self._lanes.give_back(self.arena)
+            self.arena = None
+
+    def close(self) -> None:
+        """End the thread and give the buffers back; the device has been closed."""
+        if self._serving.acquire(blocking=False):  # it never began, nor will
+            self._ended.set()
+        self._work.put(None)
+        self._ended.wait()
+        self._close_buffers()

@@ -1,0 +1,309 @@
+"""Gradients of further passes, added in host memory beside backward: the same bits, and backward does not wait."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from mirror import same_bits
+from simulated import OnDevice
+from test_interrupts import Interrupted
+from test_small_tensors import Counting, vectors
+
+import offload
+from offload.engine import additions, gpu_gradients
+from offload.engine.additions import BUFFERS, Additions, Filling, buffer_bytes
+from offload.sim import HazardError, SimulatedDevice
+
+SHAPES = ((70, 40), (3000,), (17,), (150, 100))
+LONG_S = 60.0
+
+
+def weights(dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def gradients(parameters: list[torch.nn.Parameter], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return [torch.randn(p.shape, generator=generator).to(p.dtype) * 10.0**seed for p in parameters]
+
+
+def accumulate(parameters: list[torch.nn.Parameter], passes: int, first: int = 0) -> None:
+    for number in range(first, first + passes):
+        torch.autograd.backward(parameters, gradients(parameters, number))
+
+
+def config(folder: Path, **changes: Any) -> offload.OffloadConfig:
+    chosen = {"host_memory": 60_000, "gpu_memory": 0, "paths": [folder], "subgroup_numel": 4096, "placement": "cpu"}
+    return offload.OffloadConfig(**{**chosen, "threads": 1, "keep_grads": False, **changes})
+
+
+def states(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    found = [p.detach().clone() for p in parameters]
+    for parameter in parameters:
+        found += optimizer.state_for(parameter).values()
+    return found
+
+
+def expected(passes: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    parameters = weights(dtype)
+    with offload.AdamW(parameters) as optimizer:
+        accumulate(parameters, passes)
+        optimizer.step()
+        return states(optimizer, parameters)
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(same_bits(a, b) for a, b in zip(left, right, strict=True))
+
+
+def of(optimizer: offload.AdamW) -> Additions:
+    on_gpu = optimizer.engine._parts.gradients.on_gpu
+    assert on_gpu is not None
+    return on_gpu.additions
+
+
+@pytest.fixture(params=[True, False], ids=["lazy", "threads"])
+def device(request: pytest.FixtureRequest) -> SimulatedDevice:
+    return SimulatedDevice(lazy=request.param, delay_s=0.0 if request.param else 2e-4)
+
+
+@pytest.mark.parametrize("size", [4096, 1 << 16], ids=["cut", "whole"])
+@pytest.mark.parametrize("alone", [True, False], ids=["each alone", "together"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_same_bits(
+    tmp_path: Path,
+    device: SimulatedDevice,
+    dtype: torch.dtype,
+    alone: bool,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of gradients that share a buffer, and of those that are larger than one."""
+    monkeypatch.setattr(additions, "buffer_bytes", lambda slots_bytes: size)
+    if alone:
+        monkeypatch.setattr(gpu_gradients, "LARGE_BYTES", 1)
+    parameters = weights(dtype)
+    with OnDevice(parameters, device=device, offload=config(tmp_path)) as optimizer:
+        accumulate(parameters, 4)
+        optimizer.step()
+        assert same(states(optimizer, parameters), expected(4, dtype))
+
+
+class Held:
+    """Keeps additions from being made until it is let go, and counts what waits for buffers meanwhile."""
+
+    def __init__(self, what: Additions) -> None:
+        self.waits = 0
+        self.waiting, self.go = threading.Event(), threading.Event()
+        self.plain, self.plain_wait = what._add, what._wait
+        what._add, what._wait = self.add, self.wait  # type: ignore[method-assign]
+
+    def add(self, filling: Filling) -> None:
+        assert self.go.wait(LONG_S)
+        self.plain(filling)
+
+    def wait(self, filling: Filling) -> None:
+        self.waits += 1
+        self.waiting.set()
+        self.plain_wait(filling)
+
+
+def test_backward_waits_only_where_all_buffers_are_taken(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of four passes, each of which takes one buffer; the fifth finds none."""
+    parameters = weights()[:1]
+    monkeypatch.setattr(additions, "BUFFERS", BUFFERS)
+    monkeypatch.setattr(additions, "buffer_bytes", lambda slots_bytes: 8192)
+    with OnDevice(parameters, device=device, offload=config(tmp_path)) as optimizer:
+        held = Held(of(optimizer))
+        accumulate(parameters, 1 + BUFFERS)
+        assert held.waits == 0
+        last = threading.Thread(target=accumulate, args=(parameters, 1, 1 + BUFFERS))
+        last.start()
+        assert held.waiting.wait(LONG_S)
+        assert last.is_alive()
+        held.go.set()
+        last.join()
+        assert held.waits == 1
+        optimizer.step()
+        twins = weights()[:1]
+        with offload.AdamW(twins) as twin:
+            accumulate(twins, 2 + BUFFERS)
+            twin.step()
+            assert same(states(optimizer, parameters), states(twin, twins))
+
+
+def test_what_a_further_pass_asks_of_the_device(tmp_path: Path) -> None:
+    """For each gradient, on which lane backward runs; all else for all of them together."""
+    seen = []
+    for count in (100, 400):
+        device, parameters = Counting(), vectors(count, 128)
+        settings = config(tmp_path, host_memory="10MB", subgroup_numel=1 << 16, paths=[])
+        with OnDevice(parameters, device=device, offload=settings) as optimizer:
+            accumulate(parameters, 1)
+            device.asked.clear()
+            accumulate(parameters, 1)
+            optimizer.engine.settle_gradients()
+            assert device.asked.pop("caller") == len(parameters)
+            seen.append(device.asked.total())
+    assert max(seen) < 50  # some for each buffer
+
+
+def _early(what: Additions, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(what, "_await", lambda mark: None)
+
+
+def _taken_again(what: Additions, patch: pytest.MonkeyPatch) -> None:
+    held, wait = Held(what), what._wait
+
+    def let_go() -> None:
+        held.go.set()
+        Additions._wait_for_all(what)
+
+    patch.setattr(what, "_wait_for_all", let_go)
+    patch.setattr(what, "_wait", lambda filling: wait(filling) if held.go.is_set() else None)
+
+
+def _exchanged(what: Additions, patch: pytest.MonkeyPatch) -> None:
+    """Two passes of one parameter; at their end, as nobody waits for the first before."""
+    work, put, kept = what._work, what._work.put, []
+
+    class Exchanging:
+        get = work.get
+
+        def put(self, filling: Filling | None) -> None:
+            kept.append(filling)
+            if len(kept) % 2 == 0 or filling is None:
+                while kept:
+                    put(kept.pop())
+
+    patch.setattr(what, "_work", Exchanging())
+
+
+BUGS: dict[str, Callable[[Additions, pytest.MonkeyPatch], None]] = {
+    "added before they have been copied": _early,
+    "a buffer is taken again before it has been added": _taken_again,
+    "two passes are exchanged": _exchanged,
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_what_is_added_too_early_or_out_of_order_is_found(
+    tmp_path: Path, bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(additions, "buffer_bytes", lambda slots_bytes: 1 << 16)
+    passes = 3 if "exchanged" in bug else 2 + BUFFERS
+    parameters = weights()
+    optimizer = OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=config(tmp_path))
+    BUGS[bug](of(optimizer), monkeypatch)
+    try:
+        accumulate(parameters, passes)
+        optimizer.step()
+        found = states(optimizer, parameters)
+        seen = "other bits" if not same(found, expected(passes)) else "nothing"
+    except offload.OffloadError as error:
+        caused = [error, error.__cause__, error.__context__]
+        seen = "a hazard" if any(isinstance(cause, HazardError) for cause in caused) else str(error)
+    finally:
+        monkeypatch.undo()
+        with contextlib.suppress(offload.OffloadError):
+            optimizer.close()
+    assert seen == ("other bits" if "exchanged" in bug else "a hazard")
+
+
+def test_an_addition_that_fails_is_told_until_gradients_are_forgotten(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = weights()
+    with OnDevice(parameters, device=device, offload=config(tmp_path)) as optimizer:
+        with monkeypatch.context() as patch:
+
+            def fail(filling: Filling) -> None:
+                raise offload.OffloadError("it cannot be added")
+
+            patch.setattr(of(optimizer), "_add", fail)
+            accumulate(parameters, 2)
+            for ask in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.engine.settle_gradients):
+                with pytest.raises(offload.OffloadError, match="it cannot be added"):
+                    ask()
+        optimizer.zero_grad()
+        accumulate(parameters, 2)
+        optimizer.step()
+        assert same(states(optimizer, parameters), expected(2))
+
+
+@pytest.mark.parametrize("fail_at", [2, 4, 6])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_device_that_fails_hangs_nothing(tmp_path: Path, lazy: bool, fail_at: int) -> None:
+    parameters = weights()
+    device = SimulatedDevice(lazy=lazy)
+    before = threading.active_count()
+    optimizer = OnDevice(parameters, device=device, offload=config(tmp_path))
+    device._fail_at = device.done + fail_at
+
+    def train() -> None:
+        accumulate(parameters, 9)
+        optimizer.clip_grad_norm_(1.0)
+
+    with pytest.raises(offload.OffloadError, match="has failed"):
+        train()
+    optimizer.close()
+    assert threading.active_count() <= before
+
+
+class InterruptedHere(Interrupted):
+    """Not in the simulated device, whose queues an interrupt would tear."""
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return super()._enter(frame, event, argument) if "/sim/" not in frame.f_code.co_filename else None
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_line_neither_loses_nor_doubles_an_addition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a bucket leaves, and while it is added."""
+    monkeypatch.setattr(additions, "MOST_BUFFER_BYTES", 4096)
+    parameters, wanted = weights(), expected(2)[: len(SHAPES)]
+    begin = [p.detach().clone() for p in parameters]
+    nth, fired = 0, True
+    while fired:
+        for parameter, value in zip(parameters, begin, strict=True):
+            parameter.data.copy_(value)
+        with OnDevice(parameters, device=SimulatedDevice(), offload=config(tmp_path)) as optimizer:
+            accumulate(parameters, 1)
+            for parameter, gradient in zip(parameters, gradients(parameters, 1), strict=True):
+                parameter.grad = gradient
+                optimizer._route.arrived(optimizer._weights.bound[parameter])
+            interrupted = InterruptedHere(nth)
+            try:
+                interrupted(optimizer.engine.settle_gradients)
+            except KeyboardInterrupt:
+                optimizer.engine.settle_gradients()
+            fired = interrupted.has_fired
+            optimizer.step()
+            assert same([p.detach() for p in parameters], wanted), interrupted.where
+        nth += 7
+
+
+def test_the_plan_counts_the_buffers(tmp_path: Path) -> None:
+    assert BUFFERS * buffer_bytes(1000) == BUFFERS * 4096
+    assert BUFFERS * buffer_bytes(1 << 20) == 1 << 20
+    assert BUFFERS * buffer_bytes(1 << 40) == 128 << 20
+    assert buffer_bytes(0) == 0
+    parameters = weights()
+    with OnDevice(parameters, device=SimulatedDevice(), offload=config(tmp_path)) as optimizer:
+        accumulate(parameters, 2)
+        slots = optimizer.engine._parts.gradients
+        taken = sum(arena.nbytes for arena, _ in slots._arenas)
+        assert slots.used_bytes(optimizer.engine.plan) == taken + BUFFERS * buffer_bytes(taken)
+        assert of(optimizer).arena.nbytes <= BUFFERS * buffer_bytes(taken)  # type: ignore[union-attr]
