@@ -85,13 +85,13 @@ def random_bits(key: int, first_index: int, numel: int) -> torch.Tensor:
         first_index: Index of the first element in the unsharded parameter.
         numel: How many elements.
     """
-    bits = torch.empty(numel, dtype=torch.int64)
+    bits = torch.empty(numel, dtype=torch.int64, device="cpu")
     done = 0
     while done < numel:
         upper, lower = divmod(first_index + done, 1 << 32)
         count = min(numel - done, (1 << 32) - lower)
         inner, mixed = divmod(int(mix64((key + upper * INDEX_STEP) % (1 << 64))[0]), 1 << 32)
-        x = torch.arange(lower, lower + count, dtype=torch.int64) * COUNTER_STEP + mixed & 0xFFFFFFFF
+        x = torch.arange(lower, lower + count, dtype=torch.int64, device="cpu") * COUNTER_STEP + mixed & 0xFFFFFFFF
         x = x ^ (x >> 16)
         x = x * 0x7FEB352D & 0xFFFFFFFF
         x = x ^ (x >> 15) ^ inner
