@@ -8,6 +8,9 @@ One run, one set of buffers, interleaved rounds. Each contender twice:
 
 Both touch at least 28 bytes a parameter. 100% is the fastest of several ways to stream over those bytes with
 next to no arithmetic, in the same run with the same number of threads.
+
+`offload/compact16` is the whole job with moments in bf16: 20 bytes a parameter. It is compared with the fastest
+stream over those bytes and with `cached/compact16`, the same update of state in the first-level cache, on one core.
 """
 
 from __future__ import annotations
@@ -17,22 +20,25 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from _common import Target, arguments, cores, environment, huge_tensors, interleaved, report, speedup
 from _needs import NATIVE, require
 
-from offload.kernels import CpuUpdateKernel, StreamVariant, reference, scalars
+from offload.kernels import CpuUpdateKernel, StreamVariant, reference, rounding_keys, scalars
 from offload.kernels.reference import SegmentTensors, segment_table
-from offload.protocols import SegmentFlag
+from offload.protocols import SegmentFlag, StateFormat
 
 BYTES_PER_PARAMETER = 28
+COMPACT16_BYTES = 20
+CACHED_NUMEL = 1024  # 28 bytes of each are 28 KiB: a first-level cache has 32 or more
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 GRAD_SCALE = 0.37
 FLAGS = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY
 
 
 class Buffers:
-    """The tensors that all contenders share: fp32 state and gradient, bf16 gradient and weight."""
+    """The tensors that all contenders share: fp32 state and gradient, bf16 moments, gradient and weight."""
 
     def __init__(self, numel: int) -> None:
         half, full = torch.bfloat16, torch.float32
@@ -43,7 +49,9 @@ class Buffers:
             self.gradient32,
             self.gradient,
             self.weight,
-        ) = huge_tensors((numel, full), (numel, full), (numel, full), (numel, full), (numel, half), (numel, half))
+            self.exp_avg16,
+            self.exp_avg_sq16,
+        ) = huge_tensors(*[(numel, full)] * 4, *[(numel, half)] * 4)
         self.reset()
 
     def reset(self) -> None:
@@ -55,38 +63,52 @@ class Buffers:
         self.gradient32.copy_(self.gradient)
         self.exp_avg.zero_()
         self.exp_avg_sq.zero_()
+        self.exp_avg16.zero_()
+        self.exp_avg_sq16.zero_()
         self.weight.copy_(self.master)
 
-    def segment(self, step: int, *, whole: bool, numel: int | None = None) -> SegmentTensors:
+    def segment(
+        self,
+        step: int,
+        *,
+        whole: bool,
+        numel: int | None = None,
+        state_format: StateFormat = StateFormat.EXACT,
+    ) -> SegmentTensors:
         """Return the buffers (or their first `numel` elements) as one segment."""
         cut = slice(numel)
+        exact = state_format is StateFormat.EXACT
+        moments = (self.exp_avg, self.exp_avg_sq) if exact else (self.exp_avg16, self.exp_avg_sq16)
         return SegmentTensors(
             self.master[cut],
-            (self.exp_avg[cut], self.exp_avg_sq[cut]),
+            [moment[cut] for moment in moments],
             self.gradient[cut] if whole else self.gradient32[cut],
             self.weight[cut] if whole else None,
             FLAGS,
             scalars(step, decoupled=True, grad_scale=GRAD_SCALE, **SETTINGS),
+            state_format=state_format,
+            rounding_key=int(rounding_keys(0, 0, step)[0]),
         )
 
 
 def checked_checksum(kernel: CpuUpdateKernel, buffers: Buffers) -> str:
     """Compare the first elements with the reference, bit for bit; return a digest after three steps."""
     numel = min(buffers.master.numel(), 100_000)
-    buffers.reset()
-    for step in (1, 2, 3):
-        reference.update(buffers.segment(step, whole=True, numel=numel))
-    names = ("master", "exp_avg", "exp_avg_sq", "weight")
-    expected = [getattr(buffers, name)[:numel].clone() for name in names]
-    buffers.reset()
-    for step in (1, 2, 3):
-        kernel.run(segment_table([buffers.segment(step, whole=True)]))
     digest = hashlib.sha256()
-    for name, tensor in zip(names, expected, strict=True):
-        ours = getattr(buffers, name)
-        if not torch.equal(ours[:numel].view(torch.uint8), tensor.view(torch.uint8)):
-            raise SystemExit(f"{name} is not what the reference computes; nothing was timed")
-        digest.update(memoryview(ours.view(torch.uint8).numpy()))
+    for state_format in StateFormat:
+        buffers.reset()
+        for step in (1, 2, 3):
+            reference.update(buffers.segment(step, whole=True, numel=numel, state_format=state_format))
+        names = ("master", "exp_avg", "exp_avg_sq", "exp_avg16", "exp_avg_sq16", "weight")
+        expected = [getattr(buffers, name)[:numel].clone() for name in names]
+        buffers.reset()
+        for step in (1, 2, 3):
+            kernel.run(segment_table([buffers.segment(step, whole=True, state_format=state_format)]))
+        for name, tensor in zip(names, expected, strict=True):
+            ours = getattr(buffers, name)
+            if not torch.equal(ours[:numel].view(torch.uint8), tensor.view(torch.uint8)):
+                raise SystemExit(f"{name} is not what the reference computes; nothing was timed")
+            digest.update(memoryview(ours.view(torch.uint8).numpy()))
     return digest.hexdigest()[:16]
 
 
@@ -140,6 +162,8 @@ def main() -> None:
 
     whole = segment_table([buffers.segment(4, whole=True)])
     alone = segment_table([buffers.segment(4, whole=False)])
+    compact = segment_table([buffers.segment(4, whole=True, state_format=StateFormat.COMPACT16)])
+    one_core = CpuUpdateKernel(threads=1)
     contenders: dict[str, dict[str, Any] | str] = {
         "offload": {"update": lambda: kernel.run(alone), "whole": lambda: kernel.run(whole)},
         "torch_fused": torch_contender(buffers, fused=True),
@@ -160,11 +184,22 @@ def main() -> None:
         kinds = [kind.name.lower() for kind in (weight, state, apart, ahead) if kind in variant and kind.name]
         label = "+".join(kinds) or "plain"
         functions[f"stream/{label}"] = lambda variant=variant: kernel.stream(whole, variant)
+        functions[f"stream16/{label}"] = lambda variant=variant: kernel.stream(compact, variant)
+    functions["offload/compact16"] = lambda: kernel.run(compact)
+    small = Buffers(CACHED_NUMEL)
+    for state_format in StateFormat:
+        row = segment_table([small.segment(4, whole=True, state_format=state_format)])
+        rows = np.repeat(row, numel // CACHED_NUMEL)
+        functions[f"cached/{state_format.name.lower()}"] = lambda rows=rows: one_core.run(rows)
 
     times = interleaved(functions, rounds)
     kernel.close()
+    one_core.close()
     rates = {name: numel / statistics.median(seconds) for name, seconds in times.items()}
-    stream = max((name for name in rates if name.startswith("stream/")), key=rates.__getitem__)
+    stream, stream16 = (
+        max((name for name in rates if name.startswith(f"{kind}/")), key=rates.__getitem__)
+        for kind in ("stream", "stream16")
+    )
     results = {
         "numel": numel,
         "rounds": rounds,
@@ -173,6 +208,14 @@ def main() -> None:
         "stream": {
             "fastest": stream,
             "bytes_per_s": rates[stream] * BYTES_PER_PARAMETER,
+        },
+        "compact16": {
+            "fastest_stream": stream16,
+            "bytes_per_s": rates[stream16] * COMPACT16_BYTES,
+            "parameters_per_s_a_core": rates["offload/compact16"] / args.threads,
+            "share_of_stream": speedup(times, "offload/compact16", stream16),
+            "share_of_cached": speedup(times, "offload/compact16", "cached/compact16") / args.threads,
+            "times_exact": speedup(times, "offload/compact16", "offload/whole"),
         },
         "contenders": {
             name: {
@@ -187,6 +230,8 @@ def main() -> None:
     print(f"{numel} parameters, {args.threads} threads, {kernel.instruction_set}, 100% is {stream}")
     for name in times:
         print(f"  {name:46} {rates[name] / 1e6:8.0f} Mparam/s {speedup(times, name, stream):6.2f} of stream")
+    for name, value in results["compact16"].items():
+        print(f"  compact16, {name}: {value if isinstance(value, str) else format(value, '.4g')}")
     for name, reason in results["not_run"].items():
         print(f"  {name:46} not run: {reason}")
 
@@ -207,6 +252,11 @@ def main() -> None:
                 "whole job, times DeepSpeed CPU Adam", faster("deepspeed")[0], 1.2, faster("deepspeed")[1]
             ),
             Target.at_least("whole job, times torch foreach", faster("torch_foreach")[0], 8.0),
+            Target.at_least(
+                "compact16, share of the slower of its stream and its update in the cache",
+                max(results["compact16"][name] for name in ("share_of_stream", "share_of_cached")),
+                0.9,
+            ),
         ],
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from offload.errors import ConfigError
 from offload.protocols import MAX_DEPTH
+from offload.rules import STATE_FORMATS
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -158,6 +159,11 @@ class OffloadConfig:
             `offload probe` writes, if there is one that fits and has all paths, else a short probe (about
             half a second; it passes over as much memory as the session takes, up to 512 MiB or three times the
             last-level caches, and at most an eighth of what is free). Or such a file, which must fit.
+        state_format: How state is stored, everywhere: "exact" (fp32), or "compact16": the master in fp32, the tensors
+            beside it in bf16, rounded stochastically. With Adam and 16-bit weights that is 8 bytes a parameter and
+            not 12. The same seed gives the same bits on every placement.
+        seed: What stochastic rounding depends on, beside each parameter's number, update and element. A checkpoint
+            brings its own.
     """
 
     host_memory: int | str | None = None
@@ -176,6 +182,8 @@ class OffloadConfig:
     lock_timeout_s: float = 30.0
     placement: str | float = "auto"
     rates: str | os.PathLike[str] = "auto"
+    state_format: str = "exact"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for field in ("host_memory", "staging_memory"):
@@ -210,6 +218,8 @@ class OffloadConfig:
             if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
                 raise ConfigError(field, timeout_s, "give seconds, greater than 0")
         self._check_placement()
+        _check_choice("state_format", self.state_format, tuple(STATE_FORMATS))
+        _check_int("seed", self.seed, 0)
         if not isinstance(self.rates, str | os.PathLike) or not os.fspath(self.rates):
             raise ConfigError("rates", self.rates, 'use "auto" or name a file that `offload probe` wrote')
         self._set("rates", os.fspath(self.rates))

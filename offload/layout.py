@@ -4,8 +4,8 @@ Invariants:
   * a subgroup holds parameters of one group and one weight dtype, in order;
   * every segment starts at a multiple of `SEGMENT_ALIGN_NUMEL` elements in its subgroup and in its parameter, so
     vector loads of state and weight stay aligned;
-  * a subgroup's tensors are whole sectors; its tiles cut each tensor into equal aligned pieces (the last may be
-    shorter);
+  * a subgroup's tensors are whole sectors, whatever format they are in; its tiles cut each tensor into equal aligned
+    pieces (the last may be shorter);
   * a parameter's segments cover it once, in order. Frozen or empty parameters have none.
 
 Not here: which tier anything lives in (`offload.plan`) or where in memory or on disk (`offload.engine`).
@@ -23,7 +23,7 @@ from itertools import accumulate
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.rules import ADAMW, MASTER, StateTensor, UpdateRule
+from offload.rules import ADAMW, MASTER, Format, StateTensor, UpdateRule
 
 SECTOR_NUMEL = SECTOR_BYTES // MASTER.format.item_bytes
 SEGMENT_ALIGN_NUMEL = 64
@@ -175,6 +175,10 @@ class Subgroup:
             if tile.tensor == 0
         )
 
+    def format_of(self, tensor: int) -> Format:
+        """Return how a tensor is stored, by the number that tiles have it by."""
+        return self.tensors[tensor].format if tensor < len(self.tensors) else MASTER.format
+
     def tensor_name(self, tensor: int) -> str:
         """Return the name of a tensor by the number that tiles have it by."""
         return self.names[tensor] if tensor < len(self.tensors) else MASTER.name
@@ -240,15 +244,16 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def check_subgroup_numel(subgroup_numel: int) -> int:
-    """Return the usable subgroup size: whole sectors, at least one.
+def check_subgroup_numel(subgroup_numel: int, rule: UpdateRule = ADAMW) -> int:
+    """Return the usable subgroup size: whole sectors of every tensor, at least one.
 
     Raises:
         ConfigError: If it is smaller than one sector's elements.
     """
-    if subgroup_numel < SECTOR_NUMEL:
-        raise ConfigError("subgroup_numel", subgroup_numel, f"use at least {SECTOR_NUMEL} elements")
-    return subgroup_numel // SECTOR_NUMEL * SECTOR_NUMEL
+    unit = rule.sector_numel
+    if subgroup_numel < unit:
+        raise ConfigError("subgroup_numel", subgroup_numel, f"use at least {unit} elements")
+    return subgroup_numel // unit * unit
 
 
 def build_layout(
@@ -278,7 +283,7 @@ def extend_layout(
     layout: Layout, added: Iterable[Parameter], subgroup_numel: int, max_tile_bytes: int = MAX_TILE_BYTES
 ) -> Layout:
     """Return `layout` with more parameters; its subgroups stay as they are and new ones follow."""
-    subgroup_numel = check_subgroup_numel(subgroup_numel)
+    unit, subgroup_numel = layout.rule.sector_numel, check_subgroup_numel(subgroup_numel, layout.rule)
     added = tuple(added)
     parameters = layout.parameters + added
     if len({parameter.name for parameter in parameters}) != len(parameters):
@@ -291,11 +296,11 @@ def extend_layout(
             buckets.setdefault((parameter.group, parameter.dtype), []).append(index)
     subgroups = list(layout.subgroups)
     for (group, dtype), members in buckets.items():
-        for segments in _cut(members, parameters, subgroup_numel):
+        for segments in _cut(members, parameters, subgroup_numel, unit):
             last = segments[-1]
-            numel = _round_up(last.offset + last.numel, SECTOR_NUMEL)
+            numel = _round_up(last.offset + last.numel, unit)
             tile_count = -(-MASTER.format.nbytes(numel) // _round_up(max_tile_bytes, SECTOR_BYTES))
-            tile_numel = _round_up(-(-numel // tile_count), SECTOR_NUMEL)
+            tile_numel = _round_up(-(-numel // tile_count), unit)
             tensors = stored_tensors(layout.rule, dtype)
             subgroups.append(Subgroup(len(subgroups), group, dtype, tensors, numel, tuple(segments), tile_numel))
     result = Layout(parameters, tuple(subgroups), layout.rule)
@@ -303,11 +308,11 @@ def extend_layout(
     return result
 
 
-def _cut(members: Sequence[int], parameters: Sequence[Parameter], limit: int) -> list[list[Segment]]:
+def _cut(members: Sequence[int], parameters: Sequence[Parameter], limit: int, unit: int) -> list[list[Segment]]:
     """Fill subgroups of equal size, none over `limit` elements, cutting parameters where one is full."""
     total = sum(_round_up(parameters[index].numel, SEGMENT_ALIGN_NUMEL) for index in members)
     count = -(-total // limit)
-    size = min(limit, _round_up(-(-total // count), SECTOR_NUMEL))
+    size = min(limit, _round_up(-(-total // count), unit))
     cut: list[list[Segment]] = [[]]
     used = 0
     for index in members:
@@ -332,7 +337,9 @@ def check_layout(layout: Layout) -> None:
     covered = [0] * len(layout.parameters)
     for index, subgroup in enumerate(layout.subgroups):
         invariant(subgroup.index == index, f"subgroup {index} is numbered {subgroup.index}")
-        invariant(subgroup.numel % SECTOR_NUMEL == 0, f"subgroup {index} is not whole sectors")
+        unit = layout.rule.sector_numel
+        invariant(subgroup.numel % unit == 0, f"subgroup {index} is not whole sectors")
+        invariant(subgroup.tile_numel % unit == 0, f"tiles of subgroup {index} are not whole sectors")
         end = 0
         for segment in subgroup.segments:
             parameter = layout.parameters[segment.parameter]

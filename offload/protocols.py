@@ -163,8 +163,17 @@ class SegmentFlag(IntFlag):
     """First take the state beside the master as zero; what the buffers hold is not read."""
 
 
+class StateFormat(IntEnum):
+    """How a segment's state lies in memory; the master is fp32 in each."""
+
+    EXACT = 0
+    """State beside the master is fp32."""
+    COMPACT16 = 1
+    """State beside the master is bf16, rounded stochastically (`offload.kernels.reference.rounding`)."""
+
+
 MAX_STATES = 2
-MAX_SCALARS = 10
+MAX_SCALARS = 11
 
 SEGMENT_DTYPE = np.dtype(
     [
@@ -175,10 +184,13 @@ SEGMENT_DTYPE = np.dtype(
         ("gradient", np.uint64),
         ("state", np.uint64, MAX_STATES),
         ("numel", np.uint64),
+        ("first_index", np.uint64),
+        ("rounding_key", np.uint64),
         ("gradient_dtype", np.int32),
         ("weight_dtype", np.int32),
         ("flags", np.uint32),
         ("rule", np.uint32),
+        ("state_format", np.uint32),
         ("grad_scale", np.float32),
         ("decay", np.float32),
         ("scalars", np.float32, MAX_SCALARS),
@@ -186,11 +198,15 @@ SEGMENT_DTYPE = np.dtype(
 )
 """One row of an update's segment table, the native `Segment` (csrc/kernels/segment.h).
 
-The first six fields are memory addresses of the segment's first element. Master and state are fp32; the gradient is
-in `gradient_dtype`; the weight in `weight_dtype`, or 0 where the weight is fp32 and therefore *is* the master
-(`master` then points at it). Where `new_master` and `new_weight` are not 0, what is updated is written there, and the
-old ones are only read. `rule` is the number of an update rule, which has names for `state` and `scalars`
-(`offload.rules.segment_dtype`); `decay` is what `UpdateRule.decoupled` says.
+The first six fields are memory addresses of the segment's first element. The master is fp32, the state what
+`state_format` says; the gradient is in `gradient_dtype`; the weight in `weight_dtype`, or 0 where the weight is fp32
+and therefore *is* the master (`master` then points at it). Where `new_master` and `new_weight` are not 0, what is
+updated is written there, and the old ones are only read. `rule` is the number of an update rule, which has names for
+`state` and `scalars` (`offload.rules.segment_dtype`); `decay` is what `UpdateRule.decoupled` says.
+
+State that is rounded stochastically needs two more numbers, which `EXACT` ignores: `first_index`, the index of the
+segment's first element in the *unsharded* parameter, and `rounding_key`, which `offload.kernels.rounding_keys`
+returns for this update of the parameter.
 """
 
 
@@ -269,7 +285,7 @@ class Device(Protocol):
         Whatever it asks of the device leaves other devices, and captures of CUDA graphs by other threads, alone.
         """
 
-    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]], state_format: StateFormat) -> None:
         """Make ready what updates by a rule, and sums, need for dtypes of gradients and weights; may take seconds."""
 
     def free_bytes(self) -> int:

@@ -13,6 +13,7 @@ using Byte = unsigned char;
 struct Simd {
   using F = __m256;
   using H = __m128i;
+  using I = __m256i;
   using D = __m256d;
   using U = __m256i;
   static constexpr std::size_t kWidth = 8;
@@ -56,6 +57,28 @@ struct Simd {
     const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
     const __m256i rounded = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), is_nan);
     return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+  }
+
+  static H narrow_adding(F value, I random) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff));
+    const __m256i rounds = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7f7f0000), magnitude);
+    const __m256i sum = _mm256_add_epi32(bits, _mm256_and_si256(random, rounds));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    const __m256i rounded = _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), is_nan);
+    return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+  }
+  static I set1_int(std::uint32_t value) { return _mm256_set1_epi32(static_cast<int>(value)); }
+  static I load_ints(const std::uint32_t* address) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address));
+  }
+  static I add_ints(I a, I b) { return _mm256_add_epi32(a, b); }
+  static I mul_ints(I a, I b) { return _mm256_mullo_epi32(a, b); }
+  static I xor_ints(I a, I b) { return _mm256_xor_si256(a, b); }
+  static I and_ints(I a, I b) { return _mm256_and_si256(a, b); }
+  template <int bits>
+  static I shift_ints(I a) {
+    return _mm256_srli_epi32(a, bits);
   }
 
   static H load_half(const Byte* address) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(address)); }

@@ -13,6 +13,7 @@ using Byte = unsigned char;
 struct Simd {
   using F = __m512;
   using H = __m256i;
+  using I = __m512i;
   using D = __m512d;
   using U = __m512i;
   static constexpr std::size_t kWidth = 16;
@@ -56,6 +57,26 @@ struct Simd {
     const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
     return _mm512_cvtepi32_epi16(
         _mm512_mask_blend_epi32(is_nan, _mm512_srli_epi32(sum, 16), _mm512_set1_epi32(0x7fc0)));
+  }
+
+  static H narrow_adding(F value, I random) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
+    const __mmask16 rounds = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(0x7f7f0000));
+    const __m512i sum = _mm512_mask_add_epi32(bits, rounds, bits, random);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_cvtepi32_epi16(
+        _mm512_mask_blend_epi32(is_nan, _mm512_srli_epi32(sum, 16), _mm512_set1_epi32(0x7fc0)));
+  }
+  static I set1_int(std::uint32_t value) { return _mm512_set1_epi32(static_cast<int>(value)); }
+  static I load_ints(const std::uint32_t* address) { return _mm512_loadu_si512(address); }
+  static I add_ints(I a, I b) { return _mm512_add_epi32(a, b); }
+  static I mul_ints(I a, I b) { return _mm512_mullo_epi32(a, b); }
+  static I xor_ints(I a, I b) { return _mm512_xor_si512(a, b); }
+  static I and_ints(I a, I b) { return _mm512_and_si512(a, b); }
+  template <int bits>
+  static I shift_ints(I a) {
+    return _mm512_srli_epi32(a, bits);
   }
 
   static H load_half(const Byte* address) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)); }

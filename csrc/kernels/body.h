@@ -12,6 +12,8 @@
 //   kWidth, kDoubleWidth, kPairBytes (alignment that `stream_pair` needs; 0: not available)
 //   set1, zero, load, store, stream, add, sub, mul, div, sqrt, negate, sign    on F; a zero or NaN is its own sign
 //   widen<dtype>(address) -> F, narrow<dtype>(F) -> H, store_half(address, H), stream_pair(address, H, H)
+//   I: as many 32-bit integers as F has elements; set1_int, load_ints, add_ints, mul_ints (both modulo 2^32),
+//   xor_ints, and_ints, shift_ints<bits> (right, zeros come in), narrow_adding(F, I) -> H: see `to_bfloat16_adding`
 //   load_double<dtype>(address) -> D, add_double, square_double, load_d, store_d
 //   U: vector of 64-bit words; kWords, load_words, store_words, set1_word, add_words (modulo 2^64), xor_words,
 //   upper_halves (as words), swap_halves, mul_lower_halves (32 by 32 bits, the whole product)
@@ -42,6 +44,16 @@ inline std::uint16_t to_bfloat16(float value) {
   const std::uint32_t bits = float_to_bits(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
   return static_cast<std::uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Add `random` (below 2^16) to the bits that bf16 has no room for, and cut them off: away from zero with a probability
+// of what is cut off, in 65536ths. NaN becomes the one NaN of `to_bfloat16`; a finite value beyond the greatest bf16
+// becomes that one, never infinity.
+inline std::uint16_t to_bfloat16_adding(float value, std::uint32_t random) {
+  const std::uint32_t bits = float_to_bits(value);
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return 0x7fc0;
+  return static_cast<std::uint16_t>((magnitude < 0x7f7f0000u ? bits + random : bits) >> 16);
 }
 
 // Round to nearest even; below 2^-14 to subnormals, from 65520 on to infinity.
@@ -100,6 +112,7 @@ inline float widen_one(const Byte* address) {
 struct Single {
   using F = float;
   using H = std::uint16_t;
+  using I = std::uint32_t;
   using D = double;
   using U = std::uint64_t;
   static constexpr std::size_t kWidth = 1;
@@ -127,6 +140,17 @@ struct Single {
   static H narrow(F value) {
     if constexpr (dtype == kBfloat16) return to_bfloat16(value);
     return to_float16(value);
+  }
+  static H narrow_adding(F value, I random) { return to_bfloat16_adding(value, random); }
+  static I set1_int(std::uint32_t value) { return value; }
+  static I load_ints(const std::uint32_t* address) { return *address; }
+  static I add_ints(I a, I b) { return a + b; }
+  static I mul_ints(I a, I b) { return a * b; }
+  static I xor_ints(I a, I b) { return a ^ b; }
+  static I and_ints(I a, I b) { return a & b; }
+  template <int bits>
+  static I shift_ints(I a) {
+    return a >> bits;
   }
   static H load_half(const Byte* address) {
     H value;
@@ -176,12 +200,106 @@ inline typename Rule::template Scalars<V> in_registers(const Segment& segment) {
   return scalars;
 }
 
+// Mix 64 bits: every bit of the result depends on every bit of the value, and no two values have one result. (The last
+// stage of splitmix64 with the constants of D. Stafford's variant 13; G. Steele et al., "Fast Splittable Pseudorandom
+// Number Generators", OOPSLA 2014, section 4.)
+inline std::uint64_t mix64(std::uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+// How state lies in memory: a struct that loads and stores vectors of it as fp32. `begin` is the first element of a range
+// whose indices in the unsharded parameter agree in their upper 32 bits.
+
+struct Exact {
+  static constexpr std::size_t kStateBytes = 4;
+
+  template <class V>
+  struct Rounding {
+    Rounding(const Segment&, std::uint64_t) {}
+    void draw(std::uint64_t, typename V::I*) const {}
+  };
+
+  template <class V>
+  static typename V::F load(const Byte* address) {
+    return V::load(address);
+  }
+  template <class V>
+  static void store(Byte* address, typename V::F value, typename V::I) {
+    V::store(address, value);
+  }
+};
+
+// 0 to 15 times the step of an element's counter, for lanes.
+constexpr std::uint32_t kCounterStep = 0x9e3779b9u;
+alignas(64) constexpr std::uint32_t kCounterSteps[16] = {
+    0,
+    kCounterStep,
+    2 * kCounterStep,
+    3 * kCounterStep,
+    4 * kCounterStep,
+    5 * kCounterStep,
+    6 * kCounterStep,
+    7 * kCounterStep,
+    8 * kCounterStep,
+    9 * kCounterStep,
+    10 * kCounterStep,
+    11 * kCounterStep,
+    12 * kCounterStep,
+    13 * kCounterStep,
+    14 * kCounterStep,
+    15 * kCounterStep,
+};
+
+struct Compact16 {
+  static constexpr std::size_t kStateBytes = 2;
+
+  // The random bits of an element; offload/kernels/reference/rounding.py defines them.
+  template <class V>
+  struct Rounding {
+    Rounding(const Segment& s, std::uint64_t begin) {
+      const std::uint64_t upper = (s.first_index + begin) >> 32;
+      const std::uint64_t key = mix64(s.rounding_key + upper * 0x9e3779b97f4a7c15u);
+      offset = static_cast<std::uint32_t>(s.first_index) * kCounterStep + static_cast<std::uint32_t>(key);
+      inner = V::set1_int(static_cast<std::uint32_t>(key >> 32));
+    }
+
+    // Write 16 bits for each state tensor, of elements `i` and following.
+    void draw(std::uint64_t i, typename V::I* random) const {
+      using I = typename V::I;
+      const std::uint32_t counter = offset + static_cast<std::uint32_t>(i) * kCounterStep;
+      I x = V::add_ints(V::set1_int(counter), V::load_ints(kCounterSteps));
+      x = V::xor_ints(x, V::template shift_ints<16>(x));
+      x = V::mul_ints(x, V::set1_int(0x7feb352du));
+      x = V::xor_ints(V::xor_ints(x, V::template shift_ints<15>(x)), inner);
+      x = V::mul_ints(x, V::set1_int(0x846ca68bu));
+      const I upper = V::template shift_ints<16>(x);
+      random[0] = V::and_ints(V::xor_ints(x, upper), V::set1_int(0xffffu));
+      random[1] = upper;
+    }
+
+    std::uint32_t offset;
+    typename V::I inner;
+  };
+
+  template <class V>
+  static typename V::F load(const Byte* address) {
+    return V::template widen<kBfloat16>(address);
+  }
+  template <class V>
+  static void store(Byte* address, typename V::F value, typename V::I random) {
+    V::store_half(address, V::narrow_adding(value, random));
+  }
+};
+
 // What a segment says, in registers. Flags stay run-time values: their branches are the same all the way
 // through a range, so they cost nothing beside memory, and they would multiply the code by twelve.
-template <class V, class Rule>
+template <class V, class Rule, class Format>
 struct Constants {
-  explicit Constants(const Segment& s)
+  Constants(const Segment& s, std::uint64_t begin)
       : scalars(in_registers<V, Rule>(s)),
+        rounding(s, begin),
         grad_scale(V::set1(s.grad_scale)),
         decay(V::set1(s.decay)),
         mode((s.flags & kDecoupledDecay) ? Decay::kDecoupled
@@ -198,6 +316,7 @@ struct Constants {
   }
 
   typename Rule::template Scalars<V> scalars;
+  typename Format::template Rounding<V> rounding;
   typename V::F grad_scale, decay;
   Decay mode;
   bool load_master, zero_state;
@@ -211,31 +330,40 @@ struct Constants {
 
 // The update, in the parts that depend on one tensor each.
 
-template <int weight_dtype, class V, class Rule>
-inline typename V::F old_master(const Constants<V, Rule>& c, std::uint64_t i) {
+template <int weight_dtype, class V, class Rule, class Format>
+inline typename V::F old_master(const Constants<V, Rule, Format>& c, std::uint64_t i) {
   if constexpr (weight_dtype != kNone) {
     if (c.load_master) return V::template widen<weight_dtype>(c.weight + 2 * i);
   }
   return V::load(c.master + 4 * i);
 }
 
-template <int gradient_dtype, class V, class Rule>
-inline typename V::F scaled_gradient(const Constants<V, Rule>& c, std::uint64_t i) {
+template <int gradient_dtype, class V, class Rule, class Format>
+inline typename V::F scaled_gradient(const Constants<V, Rule, Format>& c, std::uint64_t i) {
   return V::mul(V::template widen<gradient_dtype>(c.gradient + size_of<gradient_dtype>() * i), c.grad_scale);
 }
 
-template <class V, class Rule>
-inline typename V::F with_l2_term(const Constants<V, Rule>& c, typename V::F g, typename V::F p) {
+template <class V, class Rule, class Format>
+inline typename V::F with_l2_term(const Constants<V, Rule, Format>& c, typename V::F g, typename V::F p) {
   return V::add(g, V::mul(p, c.decay));
 }
 
-template <class V, class Rule>
-inline typename V::F old_state(const Constants<V, Rule>& c, int k, std::uint64_t i) {
-  return c.zero_state ? V::zero() : V::load(c.state[k] + 4 * i);
+template <class V, class Rule, class Format>
+inline typename V::F old_state(const Constants<V, Rule, Format>& c, int k, std::uint64_t i) {
+  return c.zero_state ? V::zero() : Format::template load<V>(c.state[k] + Format::kStateBytes * i);
 }
 
-template <class V, class Rule>
-inline typename V::F update_master(const Constants<V, Rule>& c, std::uint64_t i, typename V::F p,
+// Store V::kWidth elements of each state tensor from `i` on, `new_state(k)` being those of tensor `k`.
+template <class V, class Rule, class Format, class NewState>
+inline void store_state(const Constants<V, Rule, Format>& c, std::uint64_t i, NewState new_state) {
+  typename V::I random[kMaxStates] = {};
+  c.rounding.draw(i, random);
+  for (int k = 0; k < Rule::kStates; ++k)
+    Format::template store<V>(c.state[k] + Format::kStateBytes * i, new_state(k), random[k]);
+}
+
+template <class V, class Rule, class Format>
+inline typename V::F update_master(const Constants<V, Rule, Format>& c, std::uint64_t i, typename V::F p,
                                    typename V::F change) {
   if (c.mode == Decay::kDecoupled) p = V::mul(p, c.decay);
   p = V::sub(p, change);
@@ -244,8 +372,8 @@ inline typename V::F update_master(const Constants<V, Rule>& c, std::uint64_t i,
 }
 
 // Update V::kWidth elements from `i` on; return the new master.
-template <int gradient_dtype, int weight_dtype, class V, class Rule>
-inline typename V::F update_vector(const Constants<V, Rule>& c, std::uint64_t i) {
+template <int gradient_dtype, int weight_dtype, class V, class Rule, class Format>
+inline typename V::F update_vector(const Constants<V, Rule, Format>& c, std::uint64_t i) {
   using F = typename V::F;
   const F p = old_master<weight_dtype>(c, i);
   F g = scaled_gradient<gradient_dtype>(c, i);
@@ -253,12 +381,12 @@ inline typename V::F update_vector(const Constants<V, Rule>& c, std::uint64_t i)
   F state[Rule::kStates];
   for (int k = 0; k < Rule::kStates; ++k) state[k] = old_state(c, k, i);
   const F change = Rule::template change<V>(c.scalars, g, state);
-  for (int k = 0; k < Rule::kStates; ++k) V::store(c.state[k] + 4 * i, state[k]);
+  store_state(c, i, [&](int k) { return state[k]; });
   return update_master(c, i, p, change);
 }
 
-template <int gradient_dtype, int weight_dtype, class V, class Rule>
-inline void update_and_store(const Constants<V, Rule>& c, std::uint64_t i) {
+template <int gradient_dtype, int weight_dtype, class V, class Rule, class Format>
+inline void update_and_store(const Constants<V, Rule, Format>& c, std::uint64_t i) {
   const typename V::F p = update_vector<gradient_dtype, weight_dtype>(c, i);
   if constexpr (weight_dtype != kNone) V::store_half(c.new_weight + 2 * i, V::template narrow<weight_dtype>(p));
   (void)p;
@@ -268,8 +396,8 @@ inline void update_and_store(const Constants<V, Rule>& c, std::uint64_t i) {
 // would be loaded again for every vector.
 
 // Call `next_master(i)` for every vector in [begin, end), a whole number of vectors, and write the weights.
-template <int weight_dtype, class V, class Rule, class NextMaster>
-inline void for_each_vector(Constants<V, Rule> c, std::uint64_t begin, std::uint64_t end, NextMaster next_master) {
+template <int weight_dtype, class V, class Rule, class Format, class NextMaster>
+inline void for_each_vector(Constants<V, Rule, Format> c, std::uint64_t begin, std::uint64_t end, NextMaster next_master) {
   constexpr std::uint64_t width = V::kWidth;
   std::uint64_t i = begin;
   if constexpr (weight_dtype == kNone) {
@@ -299,9 +427,9 @@ struct Page {
 
 // The update of at most a page, one tensor after the other; what comes between stays in the first-level cache. A few
 // instructions more for the same numbers.
-template <int gradient_dtype, int weight_dtype, class V, class Rule>
+template <int gradient_dtype, int weight_dtype, class V, class Rule, class Format>
 void update_apart(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
-  const Constants<V, Rule> c(segment);
+  const Constants<V, Rule, Format> c(segment, begin);
   constexpr std::uint64_t width = V::kWidth;
   Page changes, states[Rule::kStates];
   for (std::uint64_t i = begin; i < end; i += width) {
@@ -317,9 +445,8 @@ void update_apart(const Segment& segment, std::uint64_t begin, std::uint64_t end
     V::store(changes.bytes + at, Rule::template change<V>(c.scalars, V::load(changes.bytes + at), state));
     for (int k = 0; k < Rule::kStates; ++k) V::store(states[k].bytes + at, state[k]);
   }
-  for (int k = 0; k < Rule::kStates; ++k)
-    for (std::uint64_t i = begin; i < end; i += width)
-      V::store(c.state[k] + 4 * i, V::load(states[k].bytes + 4 * (i - begin)));
+  for (std::uint64_t i = begin; i < end; i += width)
+    store_state(c, i, [&](int k) { return V::load(states[k].bytes + 4 * (i - begin)); });
   for_each_vector<weight_dtype>(c, begin, end, [&](std::uint64_t i) {
     return update_master(c, i, old_master<weight_dtype>(c, i), V::load(changes.bytes + 4 * (i - begin)));
   });
@@ -331,12 +458,12 @@ void update_apart(const Segment& segment, std::uint64_t begin, std::uint64_t end
 inline void prefetch(const Byte* address) { __builtin_prefetch(address + 512); }
 
 // The update side by side: every tensor is at the same element at the same time.
-template <int gradient_dtype, int weight_dtype, class V, class Rule>
+template <int gradient_dtype, int weight_dtype, class V, class Rule, class Format>
 void update_together(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
-  const Constants<V, Rule> c(segment);
+  const Constants<V, Rule, Format> c(segment, begin);
   for_each_vector<weight_dtype>(c, begin, end, [c](std::uint64_t i) {
     prefetch(c.master + 4 * i);
-    for (int k = 0; k < Rule::kStates; ++k) prefetch(c.state[k] + 4 * i);
+    for (int k = 0; k < Rule::kStates; ++k) prefetch(c.state[k] + Format::kStateBytes * i);
     prefetch(c.gradient + size_of<gradient_dtype>() * i);
     return update_vector<gradient_dtype, weight_dtype>(c, i);
   });
@@ -358,13 +485,15 @@ inline bool compete(const Byte* a, const Byte* b) {
          (((d >> 3) ^ (d >> 8)) & 31) == 0;
 }
 
-template <int gradient_dtype, class V, class Rule>
-inline bool must_be_apart(const Constants<V, Rule>& c, std::uint64_t i) {
-  const Byte* streams[Rule::kStates + 2] = {c.master + 4 * i};
-  for (int k = 0; k < Rule::kStates; ++k) streams[k + 1] = c.state[k] + 4 * i;
-  int count = Rule::kStates + 1;
-  // A 16-bit gradient passes through the sets at another pace.
-  if constexpr (gradient_dtype == kFloat32) streams[count++] = c.gradient + 4 * i;
+template <int gradient_dtype, class V, class Rule, class Format>
+inline bool must_be_apart(const Constants<V, Rule, Format>& c, std::uint64_t i) {
+  // Tensors with elements of 16 bits pass through the sets at another pace than those of 32, but all at one.
+  const Byte* streams[Rule::kStates + 2];
+  int count = 0;
+  for (int k = 0; k < Rule::kStates; ++k) streams[count++] = c.state[k] + Format::kStateBytes * i;
+  if constexpr (Format::kStateBytes == 4) streams[count++] = c.master + 4 * i;
+  if constexpr (Format::kStateBytes == size_of<gradient_dtype>())
+    streams[count++] = c.gradient + Format::kStateBytes * i;
   for (int a = 0; a < count; ++a)
     for (int b = a + 1; b < count; ++b)
       if (compete(streams[a], streams[b])) return true;
@@ -378,11 +507,11 @@ inline std::uint64_t head_numel(const Byte* address, std::uint64_t numel) {
   return numel >= 64 ? head : 0;
 }
 
-template <class Rule, int gradient_dtype, int weight_dtype>
+template <class Rule, class Format, int gradient_dtype, int weight_dtype>
 void update_active(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   constexpr std::uint64_t width = Simd::kWidth;
-  const Constants<Single, Rule> single(segment);
-  const Constants<Simd, Rule> c(segment);
+  const Constants<Single, Rule, Format> single(segment, begin);
+  const Constants<Simd, Rule, Format> c(segment, begin);
   std::uint64_t i = begin;
   const std::uint64_t body = begin + head_numel(c.master + 4 * begin, end - begin);
   for (; i < body; ++i) update_and_store<gradient_dtype, weight_dtype>(single, i);
@@ -396,11 +525,11 @@ void update_active(const Segment& segment, std::uint64_t begin, std::uint64_t en
   while (i < vectors_end) {
     std::uint64_t stop = page_end(i);
     if (must_be_apart<gradient_dtype>(c, i)) {
-      update_apart<gradient_dtype, weight_dtype, Simd, Rule>(segment, i, stop);
+      update_apart<gradient_dtype, weight_dtype, Simd, Rule, Format>(segment, i, stop);
     } else {
       // As far as it goes: a loop that ends at every page would empty the pipeline there.
       while (stop < vectors_end && !must_be_apart<gradient_dtype>(c, stop)) stop = page_end(stop);
-      update_together<gradient_dtype, weight_dtype, Simd, Rule>(segment, i, stop);
+      update_together<gradient_dtype, weight_dtype, Simd, Rule, Format>(segment, i, stop);
     }
     i = stop;
   }
@@ -417,28 +546,28 @@ void load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end)
   for (; i < end; ++i) Single::store(master + 4 * i, widen_one<weight_dtype>(weight + 2 * i));
 }
 
-template <class Rule, int gradient_dtype>
+template <class Rule, class Format, int gradient_dtype>
 void update_for_gradient(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   switch (segment.weight ? segment.weight_dtype : kNone) {
     case kBfloat16:
-      return update_active<Rule, gradient_dtype, kBfloat16>(segment, begin, end);
+      return update_active<Rule, Format, gradient_dtype, kBfloat16>(segment, begin, end);
     case kFloat16:
-      return update_active<Rule, gradient_dtype, kFloat16>(segment, begin, end);
+      return update_active<Rule, Format, gradient_dtype, kFloat16>(segment, begin, end);
     default:
-      return update_active<Rule, gradient_dtype, kNone>(segment, begin, end);
+      return update_active<Rule, Format, gradient_dtype, kNone>(segment, begin, end);
   }
 }
 
-template <class Rule>
+template <class Rule, class Format>
 void update_with(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   if (segment.flags & kActive) {
     switch (segment.gradient_dtype) {
       case kBfloat16:
-        return update_for_gradient<Rule, kBfloat16>(segment, begin, end);
+        return update_for_gradient<Rule, Format, kBfloat16>(segment, begin, end);
       case kFloat16:
-        return update_for_gradient<Rule, kFloat16>(segment, begin, end);
+        return update_for_gradient<Rule, Format, kFloat16>(segment, begin, end);
       default:
-        return update_for_gradient<Rule, kFloat32>(segment, begin, end);
+        return update_for_gradient<Rule, Format, kFloat32>(segment, begin, end);
     }
   }
   if ((segment.flags & kLoadMaster) && segment.weight) {
@@ -447,12 +576,23 @@ void update_with(const Segment& segment, std::uint64_t begin, std::uint64_t end)
   }
   if (segment.flags & kZeroState)
     for (int k = 0; k < Rule::kStates; ++k)
-      __builtin_memset(pointer(segment.state[k]) + 4 * begin, 0, 4 * (end - begin));
+      __builtin_memset(pointer(segment.state[k]) + Format::kStateBytes * begin, 0, Format::kStateBytes * (end - begin));
 }
 
 void update(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   with_rule(segment.rule, 0, [&](auto rule) {
-    update_with<decltype(rule)>(segment, begin, end);
+    using Rule = decltype(rule);
+    if (segment.state_format == kExact) {
+      update_with<Rule, Exact>(segment, begin, end);
+      return 0;
+    }
+    // A piece for each value of the upper half of an element's index.
+    for (std::uint64_t from = begin; from < end;) {
+      const std::uint64_t left = 0x100000000u - ((segment.first_index + from) & 0xffffffffu);
+      const std::uint64_t to = end - from < left ? end : from + left;
+      update_with<Rule, Compact16>(segment, from, to);
+      from = to;
+    }
     return 0;
   });
 }
@@ -657,16 +797,20 @@ inline void stream_weight(Byte* weight, const Byte* gradient) {
 
 template <bool state_nontemporal, bool weight_nontemporal>
 void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end, bool tensor_by_tensor, bool ahead) {
-  constexpr std::uint64_t step = 2 * Simd::kWidth;
-  Byte* states[] = {pointer(segment.master), pointer(segment.state[0]), pointer(segment.state[1])};
+  constexpr std::uint64_t step = 2 * Simd::kWidth, vector = 4 * Simd::kWidth;
+  const std::uint64_t item = segment.state_format == kExact ? 4 : 2;
+  struct {
+    Byte* first;
+    std::uint64_t item;
+  } const tensors[] = {{pointer(segment.master), 4}, {pointer(segment.state[0]), item}, {pointer(segment.state[1]), item}};
   const Byte* gradient = pointer(segment.gradient);
   Byte* weight = pointer(segment.weight);
   if (tensor_by_tensor) {
     for (std::uint64_t from = begin; from < end; from += kNormBlockNumel) {
       const std::uint64_t to = from + kNormBlockNumel < end ? from + kNormBlockNumel : end;
-      for (Byte* state : states)
-        for (std::uint64_t i = from; i + Simd::kWidth <= to; i += Simd::kWidth)
-          stream_state<state_nontemporal>(state + 4 * i);
+      for (const auto& tensor : tensors)
+        for (std::uint64_t at = tensor.item * from; at + vector <= tensor.item * to; at += vector)
+          stream_state<state_nontemporal>(tensor.first + at);
       for (std::uint64_t i = from; i + step <= to; i += step)
         stream_weight<weight_nontemporal>(weight + 2 * i, gradient + 2 * i);
     }
@@ -674,15 +818,14 @@ void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end
   }
   for (std::uint64_t i = begin; i + step <= end; i += step) {
     if (ahead) {
-      for (Byte* state : states)
-        for (std::uint64_t k = i; k < i + step; k += Simd::kWidth) prefetch(state + 4 * k);
+      for (const auto& tensor : tensors)
+        for (std::uint64_t at = tensor.item * i; at < tensor.item * (i + step); at += vector)
+          prefetch(tensor.first + at);
       prefetch(gradient + 2 * i);
     }
-    for (std::uint64_t k = i; k < i + step; k += Simd::kWidth) {
-      stream_state<state_nontemporal>(states[0] + 4 * k);
-      stream_state<state_nontemporal>(states[1] + 4 * k);
-      stream_state<state_nontemporal>(states[2] + 4 * k);
-    }
+    for (const auto& tensor : tensors)
+      for (std::uint64_t at = tensor.item * i; at < tensor.item * (i + step); at += vector)
+        stream_state<state_nontemporal>(tensor.first + at);
     stream_weight<weight_nontemporal>(weight + 2 * i, gradient + 2 * i);
   }
 }

@@ -41,12 +41,15 @@ std::string check_segment(const Segment& s) {
   if (s.weight % 2 || s.new_weight % 2) return "weight is not aligned to 2 bytes";
   if (s.new_weight != 0 && s.weight == 0) return "new_weight is given but weight is null";
   if ((active || loads) && s.master == 0) return "master is null";
-  std::uint64_t addresses = s.master | s.new_master;
+  if (s.state_format > kLastStateFormat) return "unknown state_format " + std::to_string(s.state_format);
+  const unsigned state_bytes = s.state_format == kExact ? 4 : 2;
+  std::uint64_t state_addresses = 0;
   for (int k = 0; k < states; ++k) {
     if ((active || zeroes) && s.state[k] == 0) return "state " + std::to_string(k) + " is null";
-    addresses |= s.state[k];
+    state_addresses |= s.state[k];
   }
-  if (addresses % 4) return "state is not aligned to 4 bytes";
+  if ((s.master | s.new_master) % 4) return "master is not aligned to 4 bytes";
+  if (state_addresses % state_bytes) return "state is not aligned to " + std::to_string(state_bytes) + " bytes";
   if (active && s.gradient == 0) return "gradient is null";
   if (active && (s.gradient_dtype < kBfloat16 || s.gradient_dtype > kFloat32))
     return "gradient_dtype " + std::to_string(s.gradient_dtype) + " is not a dtype code";

@@ -22,12 +22,15 @@ enum : std::uint32_t {
   kAllFlags = 15,
 };
 
-constexpr int kMaxStates = 2;
-constexpr int kMaxScalars = 10;
+// How state lies in memory; StateFormat of offload/protocols.py.
+enum : std::uint32_t { kExact = 0, kCompact16 = 1, kLastStateFormat = kCompact16 };
 
-// One parameter's run of elements with its own scalars. Addresses are of the first element: master and state are
-// fp32 at any multiple of 4 (fastest at 64), the weight at any multiple of its element size, the gradient anywhere.
-// The ranges must not overlap each other or another segment's.
+constexpr int kMaxStates = 2;
+constexpr int kMaxScalars = 11;
+
+// One parameter's run of elements with its own scalars. Addresses are of the first element: the master is fp32 at any
+// multiple of 4 (fastest at 64), state fp32 or bf16 and the weight at any multiple of their element's size, the gradient
+// anywhere. The ranges must not overlap each other or another segment's.
 struct Segment {
   std::uint64_t master;
   std::uint64_t new_master;  // 0: where the old one is
@@ -36,10 +39,13 @@ struct Segment {
   std::uint64_t gradient;
   std::uint64_t state[kMaxStates];
   std::uint64_t numel;
+  std::uint64_t first_index;   // of the first element in the unsharded parameter; kExact ignores it, as the key
+  std::uint64_t rounding_key;  // of this update of the parameter
   std::int32_t gradient_dtype;
   std::int32_t weight_dtype;
   std::uint32_t flags;
   std::uint32_t rule;
+  std::uint32_t state_format;
   float grad_scale;
   float decay;
   float scalars[kMaxScalars];
@@ -48,9 +54,11 @@ struct Segment {
 static_assert(offsetof(Segment, master) == 0 && offsetof(Segment, new_master) == 8 && offsetof(Segment, weight) == 16 &&
               offsetof(Segment, new_weight) == 24 && offsetof(Segment, gradient) == 32 &&
               offsetof(Segment, state) == 40 && offsetof(Segment, numel) == 56 &&
-              offsetof(Segment, gradient_dtype) == 64 && offsetof(Segment, weight_dtype) == 68 &&
-              offsetof(Segment, flags) == 72 && offsetof(Segment, rule) == 76 && offsetof(Segment, grad_scale) == 80 &&
-              offsetof(Segment, decay) == 84 && offsetof(Segment, scalars) == 88);
-static_assert(sizeof(Segment) == 128, "must match SEGMENT_DTYPE in offload/protocols.py");
+              offsetof(Segment, first_index) == 64 && offsetof(Segment, rounding_key) == 72 &&
+              offsetof(Segment, gradient_dtype) == 80 && offsetof(Segment, weight_dtype) == 84 &&
+              offsetof(Segment, flags) == 88 && offsetof(Segment, rule) == 92 &&
+              offsetof(Segment, state_format) == 96 && offsetof(Segment, grad_scale) == 100 &&
+              offsetof(Segment, decay) == 104 && offsetof(Segment, scalars) == 108);
+static_assert(sizeof(Segment) == 152, "must match SEGMENT_DTYPE in offload/protocols.py");
 
 }  // namespace offload

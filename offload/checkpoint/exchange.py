@@ -197,6 +197,11 @@ class SafetensorsSource:
         shape = self._entries[f"state.{name}{self._first}"][0]
         return shape, tuple(torch.empty(shape, dtype=torch.float32, device="meta").stride())
 
+    @property
+    def rounding(self) -> None:
+        """See `StateSource.rounding`."""
+        return None
+
     def step_of(self, name: str) -> int:
         """Return the number of updates that a parameter has had."""
         key = f"state.{name}.step"

@@ -27,7 +27,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, OffloadError
 from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout, stored_tensors
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.rules import ADAMW, MASTER, RULES, UpdateRule
+from offload.rules import ADAMW, MASTER, RULES, STATE_FORMATS, UpdateRule
 from offload.tiers.remote import crc32c_of
 
 FORMAT = 1
@@ -92,6 +92,8 @@ class Manifest:
         checksums: Whether the tiles carry checksums.
         metadata: What the caller gave: hyperparameters and such, as JSON.
         extra: Name, size and checksum of the file with what else the caller gave.
+        seed: Of stochastic rounding; None in manifests of versions that had none.
+        numbers: What stochastic rounding knows each parameter by.
     """
 
     id: str
@@ -105,6 +107,8 @@ class Manifest:
     checksums: bool
     metadata: Mapping[str, Any] = field(default_factory=dict)
     extra: tuple[str, int, int] | None = None
+    seed: int | None = None
+    numbers: tuple[int, ...] = ()
 
     @cached_property
     def tile_bytes(self) -> dict[TileId, int]:
@@ -305,6 +309,8 @@ def encode(manifest: Manifest) -> bytes:
             "extra": manifest.extra,
             "rule": layout.rule.name,
             "formats": _formats(layout.rule),
+            "seed": manifest.seed,
+            "numbers": manifest.numbers,
         },
     )
 
@@ -347,6 +353,8 @@ class _Body(msgspec.Struct):
     extra: tuple[str, Count, Checksum] | None
     rule: str = ADAMW.name  # what older manifests do not say
     formats: dict[str, str] | None = None
+    seed: Count | None = None
+    numbers: tuple[Count, ...] = ()
 
 
 _ROWS: dict[str, type[Row]] = {"stores": StoreRef, "parameters": _Parameter, "subgroups": _Subgroup, "tiles": TileRef}
@@ -416,8 +424,18 @@ def _decode(body: _Body) -> Manifest:
         for parameter, *_ in s.segments:
             known = parameter < len(body.parameters)
             _must(known, f"a parameter of subgroup {index}", parameter, f"below {len(body.parameters)}")
-    rule = RULES[body.rule]
-    _must(body.formats in (None, _formats(rule)), "formats", body.formats, f"{_formats(rule)} in this version")
+    known_formats = {name: RULES[body.rule].stored_in(form) for name, form in STATE_FORMATS.items()}
+    found = (rule for rule in known_formats.values() if body.formats in (None, _formats(rule)))
+    rule = next(found, None)
+    if rule is None:
+        allowed = " or ".join(str(_formats(rule)) for rule in known_formats.values())
+        raise ValueError(f"formats is {_short(body.formats)}; it must be {allowed} in this version")
+    _must(
+        body.seed is None or len(body.numbers) == len(body.parameters),
+        "the number of numbers",
+        len(body.numbers),
+        "one for each parameter",
+    )
 
     def subgroup(index: int, s: _Subgroup) -> Subgroup:
         segments = tuple(Segment(*row) for row in s.segments)
@@ -464,4 +482,6 @@ def _decode(body: _Body) -> Manifest:
         checksums=body.checksums,
         metadata=body.metadata,
         extra=body.extra,
+        seed=body.seed,
+        numbers=body.numbers,
     )

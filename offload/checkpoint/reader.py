@@ -26,7 +26,7 @@ from offload.checkpoint.stores import is_same, places_of
 from offload.engine.executor import STALL_S
 from offload.engine.flights import Flights
 from offload.engine.memory import Arena
-from offload.engine.views import tensor_at
+from offload.engine.views import STORED_DTYPES, tensor_at
 from offload.errors import CheckpointError, TierError, invariant
 from offload.kernels.reference import store_rounded
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
@@ -93,6 +93,10 @@ class StateSource(Protocol):
     @property
     def names(self) -> list[str]:
         """Names of all parameters."""
+
+    @property
+    def rounding(self) -> tuple[int, Mapping[str, int]] | None:
+        """Seed of stochastic rounding, and the number of each parameter; None where nothing was rounded so."""
 
     @property
     def step(self) -> int:
@@ -219,6 +223,16 @@ class Checkpoint:
         return None if piece.shape is None or piece.stride is None else (piece.shape, piece.stride)
 
     @property
+    def rounding(self) -> tuple[int, Mapping[str, int]] | None:
+        """See `StateSource.rounding`."""
+        numbers: dict[str, int] = {}
+        for manifest in self.manifests:
+            if manifest.seed is None:  # written before there was any
+                return None
+            numbers |= dict(zip(manifest.layout.index_by_name, manifest.numbers, strict=True))
+        return self.manifests[0].seed or 0, numbers
+
+    @property
     def last_version(self) -> int:
         """The newest version of any tile."""
         return max((ref.step for manifest in self.manifests for ref in manifest.tiles.values()), default=0)
@@ -246,9 +260,13 @@ class Checkpoint:
             for key, offset, out in self._pieces(item):
                 wanted.setdefault(key, []).append((offset, out))
         for key, buffer in self._tiles(wanted):
-            tile = tensor_at(self._address(buffer), self.manifests[key[0]].tile_bytes[key[1]] // FP32.item_bytes)
+            manifest, (_, id) = self.manifests[key[0]], key
+            stored = manifest.layout.subgroups[id.subgroup].format_of(id.tensor)
+            tile = tensor_at(
+                self._address(buffer), manifest.tile_bytes[id] // stored.item_bytes, STORED_DTYPES[stored]
+            )
             for offset, out in wanted[key]:
-                store_rounded(tile[offset : offset + out.numel()], out)
+                store_rounded(tile[offset : offset + out.numel()].to(torch.float32), out)
 
     def lend(self, address: int, nbytes: int) -> None:
         """See `StateSource.lend`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+
+import torch
 
 from offload.checkpoint.reader import Range, StateSource
 from offload.dtypes import DtypeCode
@@ -12,7 +15,7 @@ from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError
 from offload.kernels.reference import store_rounded
-from offload.layout import Parameter, Subgroup
+from offload.layout import Parameter, Segment, Subgroup
 
 
 class Restorer:
@@ -72,17 +75,23 @@ class Restorer:
                 )
 
     def take_steps(self) -> None:
-        """Take the step counts."""
+        """Take the step counts, and what stochastic rounding depends on."""
         self._tables.steps[:] = [self._source.step_of(name) for name in self.names]
+        rounding = self._source.rounding
+        if rounding is not None:
+            self._tables.seed, numbers = rounding
+            self._tables.numbers[:] = [numbers[name] for name in self.names]
 
     def restore(self, run: Run) -> None:
         """Take a subgroup's state, and make the weights that follow from it."""
-        with self._views.on_host(run) as view:
-            self._restore(run, view)
+        subgroup = self._views.plan.layout.subgroups[run.visit.subgroup]
+        with self._views.on_host(run) as view, contextlib.ExitStack() as pieces:
+            parts = [(s, pieces.enter_context(self._views.piece(run, view, s))) for s in subgroup.segments]
+            self._restore(subgroup.index, parts, view)
 
-    def _restore(self, run: Run, view: View) -> None:
-        subgroup = run.visit.subgroup
-        parts = self._views.pieces(run, view)
+    def _restore(
+        self, subgroup: int, parts: Sequence[tuple[Segment, Mapping[str, torch.Tensor]]], view: View
+    ) -> None:
         self._source.read(
             [
                 Range(

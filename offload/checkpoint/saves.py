@@ -85,6 +85,8 @@ class Snapshot:
         rank: This rank.
         ranks: How many there are.
         copy: Whether everything is copied to the folder.
+        seed: Of stochastic rounding.
+        numbers: What it knows each parameter by.
     """
 
     layout: Layout
@@ -96,6 +98,8 @@ class Snapshot:
     rank: int
     ranks: int
     copy: bool
+    seed: int
+    numbers: tuple[int, ...]
 
 
 SETTLE_S = waits.SETTLE_S
@@ -414,6 +418,8 @@ class Saves:
             checksums=self._checksum,
             metadata=snapshot.metadata,
             extra=None if extra is None else (extra_name(snapshot.id, snapshot.rank), len(extra), crc32c_of(extra)),
+            seed=snapshot.seed,
+            numbers=snapshot.numbers,
         )
         # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
         older = [*self.kept, *(kept for kept in self._newer if kept.folder == pending.folder.path)]

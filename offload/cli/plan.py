@@ -19,7 +19,7 @@ from offload.cli.record import to_json
 from offload.cli.values import parse_count
 from offload.config import parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
-from offload.rules import RULES
+from offload.rules import RULES, STATE_FORMATS, UpdateRule
 from offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ def add_parser(commands: Any) -> None:
     model.add_argument("--params", metavar="N", help="parameters of the model: 70e9, 70B")
     model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or the directory it lies in")
     parser.add_argument("--rule", choices=tuple(RULES), default="adam", help="update rule (default: %(default)s)")
+    parser.add_argument(
+        "--state-format", choices=tuple(STATE_FORMATS), default="exact", help="how state is stored (default: exact)"
+    )
     parser.add_argument("--rates", metavar="FILE", required=True, help="rates file, or the name of a known machine")
     parser.add_argument(
         "--ranks", metavar="N", type=int, default=1, help="processes that share the node (default: 1)"
@@ -117,6 +120,7 @@ class Question:
         recompute: Whether backward repeats the forward pass.
         tokens: Tokens of one rank in an iteration; None to predict the step alone.
         rule: Name of the update rule.
+        state_format: How its state is stored.
         node: What the node has.
     """
 
@@ -134,6 +138,7 @@ class Question:
     tokens: int | None = None
     recompute: bool = False
     rule: str = "adam"
+    state_format: str = "exact"
     node: Node = UNKNOWN
 
 
@@ -176,12 +181,12 @@ class Answer:
 
 
 @functools.lru_cache(maxsize=4)
-def _layout(numel: int, subgroup_numel: int, rule: str) -> Layout:
+def _layout(numel: int, subgroup_numel: int, rule: UpdateRule) -> Layout:
     """Return the layout of one rank's part of a model; advice asks about one again and again."""
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, build_layout
 
-    return build_layout([Parameter("model", numel, DtypeCode.BFLOAT16, 0)], subgroup_numel, rule=RULES[rule])
+    return build_layout([Parameter("model", numel, DtypeCode.BFLOAT16, 0)], subgroup_numel, rule=rule)
 
 
 def _budgets(question: Question) -> tuple[Layout, Budgets]:
@@ -189,10 +194,9 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
     from offload.plan import Budgets, PathBudget, choose_subgroup_numel
 
     numel = math.ceil(question.params / question.ranks)
-    subgroup_numel = question.subgroup_numel or choose_subgroup_numel(
-        numel, question.staging_memory, RULES[question.rule]
-    )
-    layout, rates = _layout(numel, subgroup_numel, question.rule), question.rates
+    rule = RULES[question.rule].stored_in(STATE_FORMATS[question.state_format])
+    subgroup_numel = question.subgroup_numel or choose_subgroup_numel(numel, question.staging_memory, rule)
+    layout, rates = _layout(numel, subgroup_numel, rule), question.rates
     staging = question.gpu_staging
     if staging is None:
         staging = 4 * layout.max_subgroup_bytes if rates.gpu is not None else 0
@@ -514,6 +518,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         weights_on_gpu=weights_on == "gpu",
         recompute=arguments.recompute,
         rule=arguments.rule,
+        state_format=arguments.state_format,
         node=node,
         **values,
         **counts,

@@ -10,6 +10,7 @@ from typing import Any
 from offload.cli.values import parse_count
 from offload.config import parse_bytes
 from offload.errors import ConfigError
+from offload.rules import STATE_FORMATS
 
 DTYPES = ("bf16", "fp32")
 
@@ -34,6 +35,7 @@ class TrainSettings:
     subgroup_numel: int | None
     threads: int | None
     rates: str
+    state_format: str
     device: str
     dtype: str
     seed: int
@@ -177,6 +179,12 @@ def add_parser(commands: Any) -> None:
     )
     offloading.add_argument(
         "--threads", metavar="N", type=int, help="CPU threads of model and updates (default: one a core)"
+    )
+    offloading.add_argument(
+        "--state-format",
+        choices=tuple(STATE_FORMATS),
+        default="exact",
+        help="how state is stored: exact (fp32), or compact16 (bf16 beside the master)",
     )
     offloading.add_argument(
         "--rates",

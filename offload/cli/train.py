@@ -39,6 +39,7 @@ from offload.cli.settings import TrainSettings
 from offload.cli.text import VOCABULARY, Batches, Text, load_text
 from offload.engine.memory import available_bytes
 from offload.errors import ConfigError, OffloadError
+from offload.rules import ADAMW, MASTER, STATE_FORMATS
 from offload.units import format_bytes
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -305,8 +306,9 @@ def _check_memory(settings: TrainSettings, shape: Shape) -> None:
 
 def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...]) -> Any:
     """Return the configuration asked for; without a budget, a quarter of the state stays in host memory."""
-    # An fp32 weight is its own master; the moments are fp32 either way.
-    bytes_per_parameter = 8 if settings.dtype == "fp32" else 12
+    rule = ADAMW.stored_in(STATE_FORMATS[settings.state_format])
+    # An fp32 weight is its own master.
+    bytes_per_parameter = rule.item_bytes - (MASTER.format.item_bytes if settings.dtype == "fp32" else 0)
     host_memory = settings.host_memory
     if host_memory is None:
         host_memory = shape.numel * bytes_per_parameter // 4
@@ -317,12 +319,13 @@ def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...
         subgroup_numel=settings.subgroup_numel,
         threads=settings.threads,
         rates=settings.rates,
+        state_format=settings.state_format,
     )
 
 
 def _in_memory_config(settings: TrainSettings) -> Any:
     return importlib.import_module("offload").OffloadConfig(
-        subgroup_numel=settings.subgroup_numel, threads=settings.threads
+        subgroup_numel=settings.subgroup_numel, threads=settings.threads, state_format=settings.state_format
     )
 
 

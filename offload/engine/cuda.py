@@ -24,7 +24,7 @@ import torch
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
 from offload.kernels.gpu import GpuUpdateKernel
-from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue
+from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue, StateFormat
 from offload.rules import RULES
 
 log = logging.getLogger("offload")
@@ -209,10 +209,10 @@ class CudaDevice:
             if time.monotonic() - self.base[1] > REBASE_S:
                 self.base = self._now()
 
-    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]], state_format: StateFormat) -> None:
         """See `Device.prepare`."""
         with self.current():
-            self._kernel.compile(RULES[rule], dtypes)
+            self._kernel.compile(RULES[rule], dtypes, state_format)
 
     # Memory
 

@@ -6,6 +6,7 @@ known only then.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +14,27 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.kernels import rounding_keys
 from offload.kernels.table import segment_table
 from offload.layout import Layout
-from offload.protocols import SegmentFlag
+from offload.protocols import SegmentFlag, StateFormat
+
+
+def number_of(name: str) -> int:
+    """Return what stochastic rounding knows a parameter by: the same on all ranks, whatever order they come in."""
+    return (
+        int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 2
+    )  # manifests have 62 bits
 
 
 class Tables:
     """Addresses, step counts and flags of all parameters, and the segment tables made from them."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        """Of stochastic rounding; a checkpoint brings its own."""
+        self.numbers: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        """Number of each parameter, for stochastic rounding; likewise."""
         self.weights: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         """Address of each parameter's weight."""
         self.gradients: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -29,6 +42,7 @@ class Tables:
         self.gradient_dtypes: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self.steps: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         """Number of updates that each parameter has had."""
+        self._starts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # of pieces, in the unsharded parameters
         self._scalars: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._flags: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
         self._columns: list[tuple[npt.NDArray[np.uint64], ...]] = []
@@ -42,6 +56,9 @@ class Tables:
         self.gradients = np.concatenate([self.gradients, np.zeros(added, np.uint64)])
         self.gradient_dtypes = np.concatenate([self.gradient_dtypes, np.zeros(added, np.int32)])
         self.steps = np.concatenate([self.steps, np.zeros(added, np.int64)])
+        numbers = [number_of(parameter.name) for parameter in layout.parameters[len(self.numbers) :]]
+        self.numbers = np.concatenate([self.numbers, np.array(numbers, np.uint64)])
+        self._starts = np.array([parameter.start for parameter in layout.parameters], np.uint64)
         for subgroup in layout.subgroups[len(self._columns) :]:
             rows = [(s.parameter, s.start, s.offset, s.numel) for s in subgroup.segments]
             self._columns.append(tuple(np.array(rows, np.uint64).T))
@@ -117,6 +134,11 @@ class Tables:
             flags |= np.where(reload, np.uint32(SegmentFlag.LOAD_MASTER), np.uint32(0))
         dtypes: Any = DtypeCode.NONE
         scalars = None
+        rounding: dict[str, Any] = {}
+        if update and self._layout.rule.state_format is not StateFormat.EXACT:
+            updates = self.steps[parameter] + 1
+            rounding["rounding_key"] = rounding_keys(self.seed, self.numbers[parameter], updates)
+            rounding["first_index"] = self._starts[parameter] + start
         if update:
             dtypes, scalars = self.gradient_dtypes[parameter], self._scalars[parameter].T
             found = self.gradients if gradients is None else gradients
@@ -129,6 +151,7 @@ class Tables:
             gradient_dtype=dtypes,
             flags=flags,
             scalars=scalars,
+            **rounding,
         )
 
     def weight_copies(self, subgroup: int, image_address: int) -> npt.NDArray[np.uint64]:

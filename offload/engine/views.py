@@ -18,11 +18,13 @@ from offload.engine.operations import Run
 from offload.engine.pieces import as_pieces
 from offload.engine.tables import Tables
 from offload.kernels import CpuUpdateKernel
-from offload.kernels.reference import TORCH_DTYPES
+from offload.kernels.reference import TORCH_DTYPES, store_rounded
 from offload.layout import Segment
 from offload.plan import Plan
 from offload.protocols import SegmentFlag, TileId
-from offload.rules import FP32
+from offload.rules import BF16, FP32
+
+STORED_DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -147,21 +149,23 @@ class StateViews:
             address = view.weights_address + segment.offset * item
         return tensor_at(address, segment.numel, TORCH_DTYPES[dtype])
 
-    def pieces(self, run: Run, view: View) -> list[tuple[Segment, dict[str, torch.Tensor]]]:
-        """Return each segment of a subgroup in memory with views of its state tensors."""
+    @contextlib.contextmanager
+    def piece(self, run: Run, view: View, segment: Segment) -> Iterator[dict[str, torch.Tensor]]:
+        """Lend a segment's state in fp32: where it lies, or copies, which go back if the visit changes it."""
         subgroup = self.plan.layout.subgroups[run.visit.subgroup]
-        pieces = []
-        for segment in subgroup.segments:
-            views = {
-                tensor.name: tensor_at(
-                    view.address + subgroup.offsets[tensor.name] + tensor.format.nbytes(segment.offset), segment.numel
-                )
-                for tensor in subgroup.tensors
-            }
-            if "master" not in views:
-                views["master"] = self.weight(subgroup.index, segment, view)
-            pieces.append((segment, views))
-        return pieces
+        views, copies = {}, []
+        for tensor in subgroup.tensors:
+            address = view.address + subgroup.offsets[tensor.name] + tensor.format.nbytes(segment.offset)
+            stored = views[tensor.name] = tensor_at(address, segment.numel, STORED_DTYPES[tensor.format])
+            if stored.dtype is not torch.float32:
+                views[tensor.name] = stored.to(torch.float32)
+                copies.append((views[tensor.name], stored))
+        if "master" not in views:
+            views["master"] = self.weight(subgroup.index, segment, view)
+        yield views
+        if run.visit.changes:
+            for values, stored in copies:
+                store_rounded(values, stored)
 
     def gather_tile(self, tile: TileId, address: int) -> None:
         """Copy a tile of state on the GPU to `address`, or the masters that a weight tile is; padding is zero."""

@@ -10,7 +10,7 @@ from offload.kernels.cpu import (
     sum_in_order,
 )
 from offload.kernels.gpu import GpuUpdateKernel
-from offload.kernels.reference import Scalars, scalars
+from offload.kernels.reference import Scalars, rounding_keys, scalars
 
 __all__ = [
     "CpuUpdateKernel",
@@ -21,6 +21,7 @@ __all__ = [
     "instruction_sets",
     "norm_sq",
     "norm_sq_at",
+    "rounding_keys",
     "scalars",
     "sum_in_order",
 ]

@@ -23,7 +23,7 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.kernels.cpu import blocks_numel
 from offload.kernels.table import checked
-from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag, StateFormat
 from offload.rules import RULES, UpdateRule
 
 if TYPE_CHECKING:
@@ -94,12 +94,18 @@ class GpuUpdateKernel:
         streams: Any = torch.cuda
         self._uploads: Any = streams.Stream(chosen) if chosen.type == "cuda" else None
 
-    def compile(self, rule: UpdateRule, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+    def compile(
+        self,
+        rule: UpdateRule,
+        dtypes: Iterable[tuple[DtypeCode, DtypeCode]],
+        state_format: StateFormat = StateFormat.EXACT,
+    ) -> None:
         """Compile what aligned gradients and weights need, so that nothing waits for that later.
 
         Args:
             rule: The update rule.
             dtypes: Those of gradients with those of their weights.
+            state_format: How the state beside the master is stored.
         """
         with self._current():
             self._kernels.copy_pieces.warmup(
@@ -115,6 +121,7 @@ class GpuUpdateKernel:
                     GRADIENT=int(gradient),
                     WEIGHT=int(weight) if weight is not DtypeCode.FLOAT32 else int(DtypeCode.NONE),
                     ALIGNED=True,
+                    STATE_FORMAT=int(state_format),
                     BLOCK=BLOCK_NUMEL,
                     grid=(1,),
                     **UPDATE_OPTIONS,
@@ -137,7 +144,7 @@ class GpuUpdateKernel:
                     )
 
     def update(self, table: npt.NDArray[Any]) -> None:
-        """Enqueue the update of the segments of `table`, a launch for each combination of dtypes.
+        """Enqueue the update of the segments of `table`, a launch for each combination of dtypes and format.
 
         The table is copied before this returns; the memory that it points at must live until the stream has come to
         the update's end. Fastest where addresses are multiples of four elements.
@@ -164,8 +171,11 @@ class GpuUpdateKernel:
 
         aligned = (used["weight"] | used["new_weight"]) % (4 * _ITEM_BYTES[weights]) == 0
         aligned &= ~active | (used["gradient"] % (4 * _ITEM_BYTES[gradients]) == 0)
-        aligned &= (used["master"] | used["new_master"] | np.bitwise_or.reduce(used["state"], axis=1)) % 16 == 0
-        group = ((used["rule"].astype(np.int64) * 4 + gradients) * 4 + weights) * 2 + aligned
+        aligned &= (used["master"] | used["new_master"]) % 16 == 0
+        state_items = np.where(used["state_format"] == int(StateFormat.EXACT), 4, 2)
+        aligned &= np.bitwise_or.reduce(used["state"], axis=1) % (4 * state_items) == 0
+        rules = used["rule"].astype(np.int64) * len(StateFormat) + used["state_format"]
+        group = ((rules * 4 + gradients) * 4 + weights) * 2 + aligned
         order = np.argsort(group, kind="stable")
         blocks = -(-used["numel"][order].astype(np.int64) // BLOCK_NUMEL)
         row_words = touched.size * SEGMENT_DTYPE.itemsize // 8
@@ -177,15 +187,17 @@ class GpuUpdateKernel:
             first = 0
             for key in np.flatnonzero(programs).tolist():
                 count = int(programs[key])
+                rule, state_format = divmod(key // 32, len(StateFormat))
                 self._kernels.update[(count,)](
                     there[:row_words],
                     there[row_words:].view(torch.int32),
                     first,
-                    RULE=key // 32,
-                    STATES=_STATES[key // 32],
+                    RULE=rule,
+                    STATES=_STATES[rule],
                     GRADIENT=key // 8 % 4,
                     WEIGHT=key // 2 % 4,
                     ALIGNED=bool(key % 2),
+                    STATE_FORMAT=state_format,
                     BLOCK=BLOCK_NUMEL,
                     **UPDATE_OPTIONS,
                 )

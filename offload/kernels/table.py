@@ -10,7 +10,7 @@ import numpy as np
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import invariant
-from offload.protocols import SEGMENT_DTYPE, SegmentFlag
+from offload.protocols import SEGMENT_DTYPE, SegmentFlag, StateFormat
 from offload.rules import MASTER, UpdateRule, segment_dtype
 
 if TYPE_CHECKING:
@@ -26,8 +26,11 @@ def segment_table(
     gradient_dtype: Any = DtypeCode.NONE,
     flags: Any = 0,
     scalars: Any = None,
+    state_format: StateFormat | None = None,
+    rounding_key: Any = 0,
+    first_index: Any = 0,
 ) -> npt.NDArray[Any]:
-    """Return a segment table; every argument but `rule` and `weight_dtype` is a number, or an array with one a row.
+    """Return a segment table; every argument is a number, or an array with one a row, unless its type says otherwise.
 
     Args:
         rule: The update rule.
@@ -37,9 +40,14 @@ def segment_table(
         gradient_dtype: `DtypeCode` of the gradients.
         flags: `SegmentFlag`.
         scalars: What `rule.row` returns, or columns of it.
+        state_format: How the state beside the master is stored; None for the rule's.
+        rounding_key: Of the update, from `offload.kernels.rounding_keys`; `EXACT` ignores it, as the index.
+        first_index: Index of a segment's first element in the unsharded parameter.
     """
     table = np.zeros(np.size(numel), segment_dtype(rule))
     table["rule"], table["numel"], table["flags"] = rule.code, numel, flags
+    state_format = rule.state_format if state_format is None else state_format
+    table["state_format"], table["rounding_key"], table["first_index"] = state_format, rounding_key, first_index
     is_master = weight_dtype is DtypeCode.FLOAT32
     for name, address in addresses.items():
         table[MASTER.name if is_master and name == "weight" else name] = address

@@ -12,7 +12,7 @@ operation on its own):
     square root         `tl.sqrt_rn`: `sqrt.rn.f32`. `tl.sqrt` is `sqrt.approx`.
     subnormals          No instruction here has `.ftz`. Triton sets it for functions of libdevice only; none is used.
     16 bits to fp32     Exact. bf16 is shifted as an integer, fp16 is `cvt.f32.f16`.
-    fp32 to bf16        Integer arithmetic, as in the reference.
+    fp32 to bf16        Integer arithmetic, as in the reference, whether to nearest or stochastically.
     fp32 to fp16        `cvt.rn.f16.f32` (or its pair form `cvt.rn.f16x2.f32`): to nearest even, subnormals kept,
                         overflow to infinity.
     fp16 additions      A sum of two in fp32, rounded to fp16, is what `add.rn.f16` gives at once (24 bits are at
@@ -32,7 +32,8 @@ import triton.language as tl
 
 from offload import rules
 from offload.dtypes import DtypeCode
-from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag
+from offload.kernels.reference.rounding import COUNTER_STEP, INDEX_STEP
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag, StateFormat
 
 SEGMENT_OFFSETS = {name: field[1] for name, field in (SEGMENT_DTYPE.fields or {}).items()}
 
@@ -49,10 +50,13 @@ DECOUPLED_DECAY = tl.constexpr(int(SegmentFlag.DECOUPLED_DECAY))
 LOAD_MASTER = tl.constexpr(int(SegmentFlag.LOAD_MASTER))
 ZERO_STATE = tl.constexpr(int(SegmentFlag.ZERO_STATE))
 NORM_BLOCK, NORM_LEVELS = tl.constexpr(NORM_BLOCK_NUMEL), tl.constexpr(NORM_BLOCK_NUMEL.bit_length() - 1)
+EXACT = tl.constexpr(int(StateFormat.EXACT))
+INDEX_STEP_, COUNTER_STEP_ = tl.constexpr(INDEX_STEP), tl.constexpr(COUNTER_STEP)
 ROW_WORDS = tl.constexpr(SEGMENT_DTYPE.itemsize // 8)
 MASTER, NEW_MASTER, STATE = _word("master", 8), _word("new_master", 8), _word("state", 8)
 WEIGHT_ADDRESS, NEW_WEIGHT = _word("weight", 8), _word("new_weight", 8)
 GRADIENT_ADDRESS, NUMEL = _word("gradient", 8), _word("numel", 8)
+FIRST_INDEX, ROUNDING_KEY = _word("first_index", 8), _word("rounding_key", 8)
 FLAGS, GRAD_SCALE, DECAY, SCALARS = _word("flags", 4), _word("grad_scale", 4), _word("decay", 4), _word("scalars", 4)
 ADAM, LION = tl.constexpr(rules.ADAMW.code), tl.constexpr(rules.LION.code)
 ADAGRAD, SGD = tl.constexpr(rules.ADAGRAD.code), tl.constexpr(rules.SGD_MOMENTUM.code)
@@ -117,6 +121,46 @@ def narrow(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def mix64(z):
+    """Mix 64 bits (uint64), as `offload.kernels.reference.rounding.mix64` does."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def random_bits(row, start, BLOCK: tl.constexpr):
+    """Return 32 random bits for each element of a block, as `offload.kernels.reference.rounding.random_bits` does."""
+    first = (tl.load(row + FIRST_INDEX) + start).to(tl.uint64)
+    # A block may lie on both sides of a multiple of 2^32.
+    seed = tl.load(row + ROUNDING_KEY).to(tl.uint64) + (first >> 32) * INDEX_STEP_
+    before, after = mix64(seed), mix64(seed + INDEX_STEP_)
+    lower = first.to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
+    crossed = lower < first.to(tl.uint32)
+    x = lower * COUNTER_STEP_ + tl.where(crossed, after.to(tl.uint32), before.to(tl.uint32))
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15) ^ tl.where(crossed, (after >> 32).to(tl.uint32), (before >> 32).to(tl.uint32))
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def as_stored(values, random, STATE_FORMAT: tl.constexpr):
+    """Return new state as it is stored, rounded with the lower 16 of the random bits where it is compact."""
+    if STATE_FORMAT == EXACT:
+        return values
+    else:
+        bits = values.to(tl.uint32, bitcast=True)
+        rounded = (bits + (random & 0xFFFF)) >> 16
+        # What carried into the exponent of infinity was finite: infinity has no bits below that could carry. (A look
+        # at the magnitude before would be made `abs.f32`, and that a floating-point addition.)
+        carried = ((rounded & 0x7FFF) == 0x7F80) & ((bits & 0xFFFF) != 0)
+        rounded = tl.where(carried, bits >> 16, rounded)
+        return tl.where(values != values, 0x7FC0, rounded).to(tl.uint16)
+
+
+@triton.jit
 def adam(s, g, m, v):
     """Return what the master moves by, and the new exp_avg and exp_avg_sq."""
     m = m * tl.load(s) + g * tl.load(s + 1)
@@ -172,6 +216,7 @@ def update_block(
     GRADIENT: tl.constexpr,
     WEIGHT: tl.constexpr,
     ALIGNED: tl.constexpr,
+    STATE_FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
@@ -185,14 +230,15 @@ def update_block(
     old, new = tl.load(row + WEIGHT_ADDRESS), tl.load(row + NEW_WEIGHT)
     weight = pointers(old, start, BLOCK, WEIGHT, ALIGNED)
     new_weight = pointers(tl.where(new == 0, old, new), start, BLOCK, WEIGHT, ALIGNED)
-    first = pointers(tl.load(row + STATE), start, BLOCK, 0, ALIGNED)
-    second = pointers(tl.load(row + STATE + 1), start, BLOCK, 0, ALIGNED)
+    ITEM: tl.constexpr = NONE if STATE_FORMAT == EXACT else BFLOAT16
+    first = pointers(tl.load(row + STATE), start, BLOCK, ITEM, ALIGNED)
+    second = pointers(tl.load(row + STATE + 1), start, BLOCK, ITEM, ALIGNED)
 
     if GRADIENT == NONE:
         if WEIGHT != NONE and (flags & LOAD_MASTER) != 0:
             write(new_master, widen(read(weight, room, BLOCK, FULL), WEIGHT), room, BLOCK, FULL)
         if (flags & ZERO_STATE) != 0:
-            zeros = tl.full([BLOCK], 0.0, tl.float32)
+            zeros = tl.full([BLOCK], 0, first.dtype.element_ty)
             write(first, zeros, room, BLOCK, FULL)
             if STATES == 2:
                 write(second, zeros, room, BLOCK, FULL)
@@ -208,10 +254,10 @@ def update_block(
             m = tl.full([BLOCK], 0.0, tl.float32)
             v = tl.full([BLOCK], 0.0, tl.float32)
         else:
-            m = read(first, room, BLOCK, FULL)
+            m = widen(read(first, room, BLOCK, FULL), ITEM)
             v = m
             if STATES == 2:
-                v = read(second, room, BLOCK, FULL)
+                v = widen(read(second, room, BLOCK, FULL), ITEM)
         decayed = p * decay
         if (flags & DECOUPLED_DECAY) != 0:
             p = decayed
@@ -220,9 +266,12 @@ def update_block(
         change, m, v = change_of(scalars + SCALARS, g, m, v, RULE)
         p = p - change
         write(new_master, p, room, BLOCK, FULL)
-        write(first, m, room, BLOCK, FULL)
+        random = 0
+        if STATE_FORMAT != EXACT:
+            random = random_bits(row, start, BLOCK)
+        write(first, as_stored(m, random, STATE_FORMAT), room, BLOCK, FULL)
         if STATES == 2:
-            write(second, v, room, BLOCK, FULL)
+            write(second, as_stored(v, random >> 16, STATE_FORMAT), room, BLOCK, FULL)
         if WEIGHT != NONE:
             write(new_weight, narrow(p, WEIGHT), room, BLOCK, FULL)
 
@@ -237,6 +286,7 @@ def update(
     GRADIENT: tl.constexpr,
     WEIGHT: tl.constexpr,
     ALIGNED: tl.constexpr,
+    STATE_FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Update one block of one segment.
@@ -249,7 +299,8 @@ def update(
         STATES: How many state tensors it has beside the master.
         GRADIENT: Dtype code of the gradients; NONE for segments that are not active.
         WEIGHT: Dtype code of the weights; NONE where they are the masters.
-        ALIGNED: Whether every address is a multiple of 16.
+        ALIGNED: Whether every address is a multiple of four elements.
+        STATE_FORMAT: How the state beside the master is stored.
         BLOCK: Elements of a block.
     """
     piece = pieces + 2 * (first + tl.program_id(0))
@@ -257,9 +308,9 @@ def update(
     start = tl.load(piece + 1).to(tl.int64) * BLOCK
     room = tl.load(row + NUMEL) - start
     if room >= BLOCK:
-        update_block(row, start, room, RULE, STATES, GRADIENT, WEIGHT, ALIGNED, BLOCK, True)
+        update_block(row, start, room, RULE, STATES, GRADIENT, WEIGHT, ALIGNED, STATE_FORMAT, BLOCK, True)
     else:
-        update_block(row, start, room, RULE, STATES, GRADIENT, WEIGHT, ALIGNED, BLOCK, False)
+        update_block(row, start, room, RULE, STATES, GRADIENT, WEIGHT, ALIGNED, STATE_FORMAT, BLOCK, False)
 
 
 @triton.jit

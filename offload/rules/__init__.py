@@ -2,7 +2,7 @@
 
 from offload.rules.adagrad import ADAGRAD
 from offload.rules.adam import ADAM, ADAMW, GroupScalars
-from offload.rules.formats import FP32, Format
+from offload.rules.formats import BF16, FP32, STATE_FORMATS, Format
 from offload.rules.lion import LION
 from offload.rules.rule import MASTER, StateTensor, UpdateRule, number, segment_dtype
 from offload.rules.sgd import SGD_MOMENTUM
@@ -14,11 +14,13 @@ __all__ = [
     "ADAGRAD",
     "ADAM",
     "ADAMW",
+    "BF16",
     "FP32",
     "LION",
     "MASTER",
     "RULES",
     "SGD_MOMENTUM",
+    "STATE_FORMATS",
     "Format",
     "GroupScalars",
     "StateTensor",

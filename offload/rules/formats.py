@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from offload.protocols import StateFormat
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -26,3 +28,12 @@ class Format:
 
 
 FP32 = Format("fp32", 4)
+
+BF16 = Format("bf16", 2)
+"""Rounded stochastically by updates (`offload.kernels.reference.rounding`), to nearest where state is set."""
+
+STATE_FORMATS = {"exact": StateFormat.EXACT, "compact16": StateFormat.COMPACT16}
+"""What a user calls the formats of a session's state."""
+
+BESIDE_THE_MASTER = {StateFormat.EXACT: FP32, StateFormat.COMPACT16: BF16}
+"""How each stores every tensor but the master, which is fp32."""

@@ -6,6 +6,7 @@ Each rule has arithmetic in csrc/kernels/rules/, a block in `offload.kernels.tri
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
 from abc import ABC, abstractmethod
@@ -16,8 +17,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from offload.errors import ConfigError
-from offload.protocols import SEGMENT_DTYPE
-from offload.rules.formats import FP32, Format
+from offload.protocols import SECTOR_BYTES, SEGMENT_DTYPE, StateFormat
+from offload.rules.formats import BESIDE_THE_MASTER, FP32, Format
 
 
 class StateTensor(NamedTuple):
@@ -40,8 +41,11 @@ class UpdateRule(ABC):
     code: ClassVar[int]
     """Number of the rule in csrc/kernels/rules.h."""
 
-    state: ClassVar[tuple[StateTensor, ...]]
+    state: tuple[StateTensor, ...]
     """The tensors beside the master, each of which starts from zeros; at most `protocols.MAX_STATES`."""
+
+    state_format: StateFormat = StateFormat.EXACT
+    """How these are stored; see `stored_in`."""
 
     scalars: ClassVar[Any]
     """A named tuple of what an update needs beside tensors, each number one of float32's.
@@ -88,6 +92,10 @@ class UpdateRule(ABC):
         """Return whether an update starts from zeros, whatever the state holds (which may not be finite)."""
         return False
 
+    def stored_in(self, state_format: StateFormat) -> UpdateRule:
+        """Return this rule with its state in a format: of two calls, the same object."""
+        return self if state_format is self.state_format else _stored_in(self, state_format)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors, the master first."""
@@ -99,9 +107,22 @@ class UpdateRule(ABC):
         return sum(tensor.format.item_bytes for tensor in (MASTER, *self.state))
 
     @property
+    def sector_numel(self) -> int:
+        """Elements of which every state tensor is whole sectors."""
+        return SECTOR_BYTES // min(tensor.format.item_bytes for tensor in (MASTER, *self.state))
+
+    @property
     def memory_cost(self) -> float:
         """Bytes that an update reads and writes for each byte of state, gradient and weight having 16 bits."""
         return (2 * self.item_bytes + 2 + 2) / self.item_bytes
+
+
+@cache
+def _stored_in(rule: UpdateRule, state_format: StateFormat) -> UpdateRule:
+    found = copy.copy(rule)
+    found.state_format = state_format
+    found.state = tuple(StateTensor(name, BESIDE_THE_MASTER[state_format]) for name, _ in rule.state)
+    return found
 
 
 @cache

@@ -507,6 +507,8 @@ class Engine:
                 rank=rank,
                 ranks=ranks,
                 copy=copy,
+                seed=self._parts.tables.seed,
+                numbers=() if replica else tuple(self._parts.tables.numbers.tolist()),
             )
 
         with self._thread.turn():

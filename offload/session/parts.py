@@ -33,7 +33,7 @@ from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
 from offload.measure import quick_probe, session_rates, tune_depth
 from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
 from offload.protocols import Completion, Device, Mark, Tier, TileRequest
-from offload.rules import UpdateRule
+from offload.rules import STATE_FORMATS, UpdateRule
 from offload.session.setup import (
     LEAST_TILE_BYTES,
     default_threads,
@@ -71,9 +71,9 @@ class Parts:
 
     def __init__(self, config: OffloadConfig, gradient_slots: bool, device: Device | None, rule: UpdateRule) -> None:
         self.config = config
-        self.rule = rule
+        self.rule = rule.stored_in(STATE_FORMATS[config.state_format])
         self.is_whole = False
-        self.tables = Tables()
+        self.tables = Tables(config.seed)
         self.tiers: list[Tier] = []
         self.others: dict[int, Tier] = {}
         """Stores that are no path of the plan; see `LiveExecutor`."""
@@ -246,7 +246,8 @@ class Parts:
         """Take memory for what `plan` adds on the GPU and for it; return the plan with its gradients' bytes."""
         slots = self._gradient_slots
         layout = plan.layout
-        gpu.device.prepare(layout.rule.name, {(slots.dtype_of(found), found.dtype) for found in layout.parameters})
+        dtypes = {(slots.dtype_of(found), found.dtype) for found in layout.parameters}
+        gpu.device.prepare(layout.rule.name, dtypes, layout.rule.state_format)
         self.memory.adopt_gpu(gpu, plan, before)
         return self.counting_gradients(plan)
 

@@ -73,15 +73,16 @@ class Visits:
 
     def visitor(self, take: Take, changes: bool) -> Callable[[Run], None]:
         """Return a visitor for which every segment of a run is taken; see `visit`."""
-        views, tables = self._parts.views, self._parts.tables
+        parts, views, tables = self._parts, self._parts.views, self._parts.tables
 
         def visit(run: Run) -> None:
             with views.on_host(run) as view:
                 views.make_whole(run, view)
                 if changes:
                     tables.changed(run.visit.subgroup)
-                for segment, tensors in views.pieces(run, view):
-                    take(segment, tensors)
+                for segment in parts.plan.layout.subgroups[run.visit.subgroup].segments:
+                    with views.piece(run, view, segment) as tensors:
+                        take(segment, tensors)
 
         return visit
 

@@ -32,8 +32,18 @@ from offload.errors import ConfigError, InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
 from offload.kernels.table import checked
-from offload.protocols import ERROR_DEVICE, LANES, NORM_BLOCK_NUMEL, DeviceLane, Mark, Queue, SegmentFlag
+from offload.protocols import (
+    ERROR_DEVICE,
+    LANES,
+    NORM_BLOCK_NUMEL,
+    DeviceLane,
+    Mark,
+    Queue,
+    SegmentFlag,
+    StateFormat,
+)
 from offload.rules import RULES
+from offload.rules.formats import BESIDE_THE_MASTER
 
 ALIGNMENT = 256
 TABLES = "tables"
@@ -277,7 +287,7 @@ class SimulatedDevice:
     def _caller(self) -> Lane:
         return getattr(self._thread, "stream", DeviceLane.CALLER)
 
-    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]]) -> None:
+    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]], state_format: StateFormat) -> None:
         """See `Device.prepare`."""
         self.prepared |= set(dtypes)
 
@@ -493,7 +503,9 @@ class SimulatedDevice:
             numel, active = int(row["numel"]), bool(row["flags"] & int(SegmentFlag.ACTIVE))
             if not numel:
                 continue
-            columns = [(address, 4, True) for address in (row["master"], row["new_master"], *row["state"])]
+            item = BESIDE_THE_MASTER[StateFormat(row["state_format"])].item_bytes
+            columns = [(address, 4, True) for address in (row["master"], row["new_master"])]
+            columns += [(address, item, True) for address in row["state"]]
             columns += [(row[name], int(ITEM_BYTES[row["weight_dtype"]]), True) for name in ("weight", "new_weight")]
             columns.append((row["gradient"] if active else 0, int(ITEM_BYTES[row["gradient_dtype"]]), False))
             spans += [(int(at), int(at) + numel * item, writes) for at, item, writes in columns if at]

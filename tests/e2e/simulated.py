@@ -9,7 +9,7 @@ import torch
 import offload
 from offload.dtypes import ITEM_BYTES
 from offload.kernels.table import checked
-from offload.protocols import SegmentFlag
+from offload.protocols import SegmentFlag, StateFormat
 from offload.rules import ADAM
 from offload.sim import SimulatedDevice
 
@@ -46,9 +46,10 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
             numel = int(row["numel"])
             if not numel:
                 continue
-            for address in (row["master"], *row["state"]):
+            stored = 2 if row["state_format"] == int(StateFormat.COMPACT16) else 4
+            for address, item in ((row["master"], 4), *((state, stored) for state in row["state"])):
                 if address:
-                    device.host_access(int(address), 4 * numel, writes=True)
+                    device.host_access(int(address), item * numel, writes=True)
             if row["flags"] & int(SegmentFlag.ACTIVE):
                 item = 4 if row["gradient_dtype"] == 3 else 2
                 device.host_access(int(row["gradient"]), item * numel, writes=False)

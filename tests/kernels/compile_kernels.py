@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from offload.dtypes import DtypeCode
 from offload.kernels import triton_kernels
 from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES, COPY_OPTIONS, GATHER_OPTIONS, UPDATE_OPTIONS
+from offload.protocols import StateFormat
 from offload.rules import ADAMW, RULES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -68,12 +69,14 @@ def main() -> None:
     combinations = [*itertools.product((none, bfloat16, float16, float32), (none, bfloat16, float16), (True,))]
     for gradient, weight, aligned in [*combinations, (bfloat16, bfloat16, False), (float16, float16, False)]:
         kinds = {"GRADIENT": gradient, "WEIGHT": weight, "ALIGNED": aligned, "BLOCK": BLOCK_NUMEL}
-        constants = {"RULE": ADAMW.code, "STATES": 2, **kinds}
+        constants = {"RULE": ADAMW.code, "STATES": 2, "STATE_FORMAT": int(StateFormat.EXACT), **kinds}
         compiled("update", capability, tables, constants)
-    for rule in RULES.values():
-        constants |= {"RULE": rule.code, "STATES": len(rule.state)}
+    for rule, state_format in itertools.product(RULES.values(), StateFormat):
+        constants |= {"RULE": rule.code, "STATES": len(rule.state), "STATE_FORMAT": int(state_format)}
         compiled("update", capability, tables, constants)
-    constants |= {"RULE": ADAMW.code, "STATES": 2}
+    constants |= {"ALIGNED": True}
+    compiled("update", capability, tables, constants)
+    constants |= {"RULE": ADAMW.code, "STATES": 2, "STATE_FORMAT": int(StateFormat.EXACT)}
     compiled("update", capability, tables, constants, enable_fp_fusion=True)
     addresses = {"source": "i64", "numel": "i64", "blocks": "i64", "destination": "i64"}
     for source, destination, add, aligned in (

@@ -13,6 +13,7 @@ SLOW = (
     "test_any_table[interpreter",
     "test_every_sixteen_bit_gradient_and_weight[interpreter",
     "test_rounding_of_the_weight[interpreter",
+    "test_state_at_any_multiple_of_two[interpreter",
     "test_sizes[interpreter-12345",
 )
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from offload.kernels import reference
+from offload.kernels import reference, rounding_keys
 from offload.kernels.reference import SegmentTensors
-from offload.protocols import SegmentFlag
+from offload.protocols import SegmentFlag, StateFormat
 from offload.rules import ADAMW, UpdateRule, segment_dtype
 
 GUARD = 0xA5
@@ -101,6 +101,9 @@ class Case:
     tensors: SegmentTensors
     placed: dict[str, Placed]
 
+    state_format: ClassVar[StateFormat] = StateFormat.EXACT
+    """Of all segments that are made."""
+
     @classmethod
     def make(
         cls,
@@ -115,19 +118,23 @@ class Case:
         offsets: tuple[int, ...] = (),
         rule: UpdateRule = ADAMW,
     ) -> Case:
+        state_dtype = torch.float32 if cls.state_format is StateFormat.EXACT else torch.bfloat16
         tensors = SegmentTensors(
             master=values(seed, numel, torch.float32, kind),
             state=[
                 # What a root is taken of is negative by mistake only.
                 state.abs() if kind == "plain" and tensor.name in never_negative(rule) else state
                 for number, tensor in enumerate(rule.state)
-                for state in [values(seed + 1 + number, numel, torch.float32, kind)]
+                for state in [values(seed + 1 + number, numel, state_dtype, kind)]
             ],
             gradient=values(seed + 3, numel, gradient_dtype, kind),
             weight=None if weight_dtype is None else values(seed + 4, numel, weight_dtype, kind),
             flags=flags,
             scalars=scalars or some_scalars(flags, rule=rule),
             rule=rule,
+            state_format=cls.state_format,
+            rounding_key=int(rounding_keys(seed, 0, 1)[0]),
+            first_index=some_index(seed, numel),
         )
         named = tensors.tensors()
         names = (*tensors.rule.names, "gradient", "weight")
@@ -150,6 +157,12 @@ class Case:
         reference.update(self.tensors)
         for name, placed in self.placed.items():
             assert same_bits(placed.tensor(), self.tensors.tensors()[name]), f"{name} differs from the reference"
+
+
+def some_index(seed: int, numel: int) -> int:
+    """Return a first index: zero, large, and such that a multiple of 2^32 lies inside the segment."""
+    crossing = (1 << 32) * (1 + seed % 1000) - numel // 2
+    return (0, crossing, (1 << 63) + 12345, crossing - 1, 1_000_003)[seed % 5] % (1 << 64)
 
 
 def some_scalars(

@@ -24,11 +24,12 @@ import torch
 
 from offload.dtypes import DtypeCode
 from offload.kernels.reference import adagrad, adam, lion, sgd
-from offload.kernels.reference.rounding import round_to_bfloat16
+from offload.kernels.reference.rounding import random_bits, round_stochastically, round_to_bfloat16
+from offload.kernels.reference.rounding import rounding_keys as rounding_keys
 from offload.kernels.reference.rounding import square_root as square_root
 from offload.kernels.table import segment_table as table_of
-from offload.protocols import NORM_BLOCK_NUMEL, SegmentFlag
-from offload.rules import ADAMW, UpdateRule, segment_dtype
+from offload.protocols import NORM_BLOCK_NUMEL, SegmentFlag, StateFormat
+from offload.rules import ADAMW, MASTER, UpdateRule, segment_dtype
 from offload.rules.adam import Scalars as Scalars
 from offload.rules.adam import scalars as scalars
 
@@ -64,12 +65,15 @@ class SegmentTensors:
 
     Attributes:
         master: fp32, shape [numel], contiguous, on CPU. Where the weight is fp32, the weight itself.
-        state: fp32, shape [numel] each, in the order of `rule.state`.
+        state: fp32, or what `state_format` says, shape [numel] each, in the order of `rule.state`.
         gradient: bf16, fp16 or fp32, shape [numel]; may be None if the segment is not active.
         weight: bf16 or fp16, shape [numel]; None where the weight is fp32.
         flags: What to do.
         scalars: What `rule.row` returns; may be None if the segment is not active.
         rule: The update rule.
+        state_format: How the state is stored.
+        rounding_key: Of this update, from `rounding_keys`; `EXACT` ignores it, as the index.
+        first_index: Index of the first element in the unsharded parameter.
     """
 
     master: torch.Tensor
@@ -79,6 +83,9 @@ class SegmentTensors:
     flags: SegmentFlag
     scalars: Any
     rule: UpdateRule = ADAMW
+    state_format: StateFormat = StateFormat.EXACT
+    rounding_key: int = 0
+    first_index: int = 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what there is by its name in a segment table."""
@@ -110,6 +117,9 @@ def update(segment: SegmentTensors) -> None:
 
     The L2 term is left out where `decay` is 0: adding 0 * p would make NaN of an infinite weight.
     Decoupled decay is always a multiplication (by 1 where weight_decay is 0).
+
+    Compact state is widened, exactly, before the update, and rounded after it: the master moves by what the new state
+    is before it is rounded.
     """
     flags, p, s = segment.flags, segment.master, segment.scalars
     if flags & SegmentFlag.LOAD_MASTER and segment.weight is not None:
@@ -127,9 +137,25 @@ def update(segment: SegmentTensors) -> None:
         p.copy_(p * s.decay)
     elif s.decay != 0.0:
         g = g + p * s.decay
-    p.copy_(p - _CHANGES[segment.rule.name](s, g, segment.state))
+    state = [tensor.to(torch.float32) for tensor in segment.state]
+    p.copy_(p - _CHANGES[segment.rule.name](s, g, state))
+    store_state(segment, state)
     if segment.weight is not None:
         segment.weight.copy_(round_weight(p, segment.weight.dtype))
+
+
+def store_state(segment: SegmentTensors, state: Sequence[torch.Tensor]) -> None:
+    """Put new state, in fp32, into a segment's tensors as its format says.
+
+    `COMPACT16` rounds the first tensor with the lower 16 of an element's random bits, the second with the upper 16.
+    """
+    if segment.state_format is StateFormat.EXACT:
+        for tensor, values in zip(segment.state, state, strict=True):
+            tensor.copy_(values)
+        return
+    random = random_bits(segment.rounding_key, segment.first_index, segment.master.numel())
+    for number, (tensor, values) in enumerate(zip(segment.state, state, strict=True)):
+        tensor.copy_(round_stochastically(values, random >> 16 * number & 0xFFFF))
 
 
 def update_table(segments: Iterable[SegmentTensors]) -> None:
@@ -149,9 +175,11 @@ def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
     table = np.zeros(len(segments), segment_dtype(segments[0].rule if segments else ADAMW))
     for row, segment in enumerate(segments):
         numel = segment.master.numel()
+        item = torch.float32 if segment.state_format is StateFormat.EXACT else torch.bfloat16
+        stored = dict.fromkeys(segment.rule.names, item) | {MASTER.name: torch.float32}
         for name, tensor in segment.tensors().items():
-            state = name not in ("gradient", "weight")
-            if tensor.dtype not in DTYPE_CODES or (state and tensor.dtype != torch.float32):
+            wanted = stored.get(name, tensor.dtype)
+            if tensor.dtype not in DTYPE_CODES or tensor.dtype != wanted:
                 raise ValueError(f"{name}: dtype {tensor.dtype} cannot be used")
             if tensor.numel() != numel or not tensor.is_contiguous() or tensor.device.type != "cpu":
                 raise ValueError(f"{name}: must be a contiguous CPU tensor of {numel} elements")
@@ -164,6 +192,9 @@ def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
             gradient_dtype=DtypeCode.NONE if gradient is None else DTYPE_CODES[gradient.dtype],
             flags=segment.flags,
             scalars=segment.scalars,
+            state_format=segment.state_format,
+            rounding_key=segment.rounding_key,
+            first_index=segment.first_index,
         )[0]
     return table
 
