@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,32 @@ def test_an_unknown_format_is_refused() -> None:
         offload.OffloadConfig(state_format="compact4")
     with pytest.raises(ConfigError, match="seed"):
         offload.OffloadConfig(seed=-1)
+
+
+def piece(weight: torch.Tensor, start: int, whole: int) -> tuple[offload.Engine, torch.Tensor]:
+    """Return an engine for a run of a parameter, and the memory of its gradient."""
+    gradient = torch.zeros_like(weight)
+    parameter = offload.Parameter("p", weight.numel(), offload.DtypeCode.BFLOAT16, 0, start, whole)
+    config = offload.OffloadConfig(state_format="compact16", subgroup_numel=2048)
+    engine = offload.Engine([parameter], config, gradient_slots=False)
+    engine.bind_weight(0, weight.data_ptr())
+    engine.bind_gradient(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
+    return engine, gradient
+
+
+def test_bits_do_not_depend_on_how_a_parameter_is_sharded() -> None:
+    numel, groups = 10_000, [offload.GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)]
+    found = []
+    for cuts in ([0, numel], [0, 3_333, 3_334, 8_192, numel]):
+        weight = torch.linspace(-1, 1, numel).to(torch.bfloat16)
+        pieces = [(first, last, *piece(weight[first:last], first, numel)) for first, last in pairwise(cuts)]
+        for step in range(STEPS):
+            values = torch.randn(numel, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+            for first, last, engine, gradient in pieces:
+                gradient.copy_(values[first:last])
+                engine.step(groups)
+        states = [engine.read_state([0])[0] for *_, engine, _ in pieces]
+        found.append([weight, *(torch.cat([state[name] for state in states]) for name in states[0])])
+        for *_, engine, _ in pieces:
+            engine.close()
+    assert same(*found)
