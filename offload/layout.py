@@ -138,9 +138,17 @@ class Subgroup:
     @property
     def tile_sizes(self) -> tuple[tuple[int, int], ...]:
         """Each payload size of its tiles in bytes, and how many have it."""
+        return self._sizes(self.tensors)
+
+    @property
+    def weight_tile_sizes(self) -> tuple[tuple[int, int], ...]:
+        """The same of its `weight_tiles`."""
+        return () if MASTER in self.tensors else self._sizes((MASTER,))
+
+    def _sizes(self, tensors: Sequence[StateTensor]) -> tuple[tuple[int, int], ...]:
         whole, rest = divmod(self.numel, self.tile_numel)
         found: Counter[int] = Counter()
-        for tensor in self.tensors:
+        for tensor in tensors:
             found[tensor.format.nbytes(self.tile_numel)] += whole
             found[tensor.format.nbytes(rest)] += 1
         return tuple((nbytes, count) for nbytes, count in found.items() if nbytes and count)
@@ -169,10 +177,14 @@ class Subgroup:
         """
         if MASTER in self.tensors:
             return ()
+        nbytes = MASTER.format.nbytes
         return tuple(
-            (tile._replace(tensor=len(self.tensors)), offset, nbytes)
-            for tile, offset, nbytes in self.tiles
-            if tile.tensor == 0
+            (
+                TileId(self.index, len(self.tensors), tile),
+                nbytes(start),
+                nbytes(min(self.tile_numel, self.numel - start)),
+            )
+            for tile, start in enumerate(range(0, self.numel, self.tile_numel))
         )
 
     def format_of(self, tensor: int) -> Format:

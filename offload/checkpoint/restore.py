@@ -129,5 +129,6 @@ class Restorer:
             ]
         )
         if gpu is not None and view.weights_address is not None:
-            gpu.store(self._tables.weight_copies(number, view.weights_address).tolist())
+            copies = self._tables.weight_copies(number, view.weights_address)
+            gpu.store(copies[copies[:, 0] > 0].tolist())
         self._tables.changed(number)

@@ -101,6 +101,8 @@ class Additions:
             gradients: Of (device address, slot's address, elements, dtype).
             slots_bytes: See `buffer_bytes`.
         """
+        if not any(numel for _, _, numel, _ in gradients):
+            return []
         size = buffer_bytes(slots_bytes)
         if self.arena is None or self._size < size:
             if self.arena is not None:

@@ -19,6 +19,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -72,7 +73,7 @@ class TileIndex:
         self, stores: Sequence[tuple[int, float]], slot_counts: Mapping[int, int], checkpoint_bytes: int = 0
     ) -> None:
         self._planned = dict(slot_counts)
-        self._unmade = dict(slot_counts)
+        self._unmade = Counter(slot_counts)
         self._stores = [_Store(limit, share) for limit, share in stores]
         self._drifting = False
         self._records: dict[TileId, Record] = {}

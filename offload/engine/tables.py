@@ -155,10 +155,15 @@ class Tables:
         )
 
     def weight_copies(self, subgroup: int, image_address: int) -> npt.NDArray[np.uint64]:
-        """Return (address of the weight, address in an image of the subgroup's weights, bytes) of each segment."""
+        """Return (address of the weight, address in an image of the subgroup's weights, bytes) of each segment.
+
+        The first is 0 where no weight is bound.
+        """
         parameter, start, offset, numel = self._columns[subgroup]
         item = ITEM_BYTES[self._layout.subgroups[subgroup].dtype]
-        columns = (self.weights[parameter] + start * item, np.uint64(image_address) + offset * item, numel * item)
+        weights = self.weights[parameter]
+        there = np.where(weights == 0, np.uint64(0), weights + start * item)
+        columns = (there, np.uint64(image_address) + offset * item, numel * item)
         return np.stack(columns, axis=1)
 
     def changed(self, subgroup: int) -> None:

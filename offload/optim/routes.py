@@ -238,7 +238,12 @@ class Departing(Route):
         """See `Route.forget`."""
         if self._left:
             kept = [gradient for gradient in self._left.values() if gradient is not None]
-            self._engine.forget_gradients([*kept, *(gradient for _, gradient in self._in_transit)])
+            dropped = [*kept, *(gradient for _, gradient in self._in_transit)]
+            try:
+                self._engine.forget_gradients(dropped)
+            finally:  # it may be interrupted, having forgotten them
+                self.release()
+            return
         self.release()
 
     def release(self) -> None:

@@ -15,7 +15,7 @@ from offload.errors import InfeasiblePlanError
 from offload.layout import SECTOR_NUMEL, Layout, Subgroup
 from offload.plan.rates import Rates
 from offload.protocols import SECTOR_BYTES
-from offload.rules import ADAMW, MASTER, UpdateRule
+from offload.rules import ADAMW, UpdateRule
 from offload.units import format_bytes
 
 DEFAULT_STAGING_SLOTS = 4
@@ -284,9 +284,8 @@ class Plan:
             return 0
         whole = 0
         for subgroup in self.layout.subgroups:
-            tensors = len(subgroup.tensors)
-            for nbytes, count in subgroup.tile_sizes:
-                whole += (nbytes + SECTOR_BYTES) * count * (tensors + (MASTER not in subgroup.tensors)) // tensors
+            for nbytes, count in (*subgroup.tile_sizes, *subgroup.weight_tile_sizes):
+                whole += (nbytes + SECTOR_BYTES) * count
         return (self.budgets.checkpoints + 1) * whole
 
     @cached_property
@@ -312,7 +311,8 @@ class Plan:
     @cached_property
     def largest_tile_bytes(self) -> int:
         """Bytes of the largest tile; 0 without state."""
-        return max((nbytes for s in self.layout.subgroups for nbytes, _ in s.tile_sizes), default=0)
+        sizes = (n for s in self.layout.subgroups for n, _ in (*s.tile_sizes, *s.weight_tile_sizes))
+        return max(sizes, default=0)
 
     @property
     def checkpoint_buffer_bytes(self) -> int:

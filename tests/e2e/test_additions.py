@@ -307,3 +307,39 @@ def test_the_plan_counts_the_buffers(tmp_path: Path) -> None:
         taken = sum(arena.nbytes for arena, _ in slots._arenas)
         assert slots.used_bytes(optimizer.engine.plan) == taken + BUFFERS * buffer_bytes(taken)
         assert of(optimizer).arena.nbytes <= BUFFERS * buffer_bytes(taken)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("placement", ["cpu", "gpu"])
+def test_a_parameter_without_elements_passes_again(placement: str) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (5000, 0)]
+    settings = offload.OffloadConfig(placement=placement, keep_grads=False)
+    with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
+        for _ in range(2):
+            for _ in range(3):
+                torch.autograd.backward(parameters, [torch.ones_like(parameter) for parameter in parameters])
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_gradients_are_let_go_although_a_review_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has forgotten them by then, and reads what comes next as the first."""
+    parameters = [torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))]
+    settings = offload.OffloadConfig(placement="gpu", keep_grads=False)
+    with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
+        for _ in range(2):
+            torch.autograd.backward(parameters, [torch.ones_like(parameter) for parameter in parameters])
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.autograd.backward(parameters, [torch.ones_like(parameter) for parameter in parameters])
+
+        def interrupted(begin: object) -> None:
+            raise KeyboardInterrupt
+
+        thread = optimizer.engine._thread
+        optimizer.engine._visits.placing.due = True
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(thread, "request", interrupted)
+            optimizer.zero_grad()
+        optimizer.engine._visits.placing.due = False
+        assert not optimizer._route._left
+        assert not optimizer._route._in_transit

@@ -136,11 +136,12 @@ def test_bits_are_the_same_on_a_gpu(placement: Any, tmp_path: Path) -> None:
         assert same(states(optimizer, parameters), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("copy", [False, True])
-def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(copy: bool, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(copy: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """The seed and each parameter's number are the checkpoint's, whatever the order and the seed of the new run."""
-    expected = run({"seed": 3})
-    parameters = weights()
+    expected = run({"seed": 3}, dtype)
+    parameters = weights(dtype)
     (tmp_path / "paths").mkdir()
     settings = {
         "paths": [tmp_path / "paths"],
@@ -152,7 +153,7 @@ def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(copy: bool, tmp_path: Path)
     with offload.AdamW(named(parameters), lr=1e-2, offload=first) as optimizer:
         train(optimizer, parameters, range(3))
         optimizer.save_checkpoint(tmp_path / "checkpoint", copy=copy)
-    fresh = weights()
+    fresh = weights(dtype)
     second = offload.OffloadConfig(state_format="compact16", seed=99, **settings)
     with offload.AdamW(named(fresh), lr=1e-2, offload=second) as optimizer:
         optimizer.load_checkpoint(tmp_path / "checkpoint")
@@ -223,3 +224,18 @@ def test_bits_do_not_depend_on_how_a_parameter_is_sharded() -> None:
         for *_, engine, _ in pieces:
             engine.close()
     assert same(*found)
+
+
+@pytest.mark.parametrize("here", ["compact16", "exact"])
+def test_masters_that_are_weights_are_saved_whole(here: str, tmp_path: Path) -> None:
+    """They are fp32 in every format, and so twice as large as the tiles of what lies beside them."""
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 10_000))
+    settings = offload.OffloadConfig(state_format=here, paths=[tmp_path], host_memory=0, subgroup_numel=4096)
+    with offload.AdamW([parameter], offload=settings) as optimizer:
+        train(optimizer, [parameter], range(2))
+        saved = parameter.detach().clone()
+        optimizer.save_checkpoint(tmp_path / "checkpoint")
+        optimizer.wait_checkpoint()
+        parameter.data.zero_()
+        optimizer.load_checkpoint(tmp_path / "checkpoint")
+        assert same_bits(parameter.detach(), saved)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.dtypes import DtypeCode
+from offload.engine.tables import Tables
 from offload.errors import ConfigError, InternalError
 from offload.layout import (
     SECTOR_NUMEL,
@@ -168,3 +169,17 @@ def test_check_finds_what_is_wrong(change, message):
 def test_a_place_that_no_checkpoint_could_name_is_refused(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         Parameter(**{"name": "w", "numel": 10, "dtype": DtypeCode.BFLOAT16, "group": 0, **fields})
+
+
+def test_a_weight_that_is_not_bound_has_no_address() -> None:
+    layout = build_layout([Parameter("p", 4096, DtypeCode.BFLOAT16, 0)], 1024)
+    tables = Tables()
+    tables.extend(layout)
+    assert [tables.weight_copies(subgroup, 1 << 20)[0, 0] for subgroup in range(4)] == [0] * 4
+    tables.weights[0] = 1 << 30
+    assert [tables.weight_copies(subgroup, 1 << 20)[0, 0] - (1 << 30) for subgroup in range(4)] == [
+        0,
+        2048,
+        4096,
+        6144,
+    ]
