@@ -309,8 +309,7 @@ def encode(manifest: Manifest) -> bytes:
             "extra": manifest.extra,
             "rule": layout.rule.name,
             "formats": _formats(layout.rule),
-            "seed": manifest.seed,
-            "numbers": manifest.numbers,
+            **({"seed": manifest.seed, "numbers": manifest.numbers} if manifest.seed is not None else {}),
         },
     )
 
