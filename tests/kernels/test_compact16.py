@@ -207,9 +207,7 @@ def test_wrong_tables_are_refused(kernel, changes, message):
 def test_tensors_of_another_format_are_refused():
     case = Case.make(4)
     case.tensors.state_format = StateFormat.COMPACT16
-    case.tensors.state = [
-        tensor.to(torch.float32) for tensor in case.tensors.state
-    ]  # whatever cases are made of here
+    case.tensors.state = [tensor.to(torch.float32) for tensor in case.tensors.state]
     with pytest.raises(ValueError, match=r"exp_avg: dtype torch\.float32"):
         reference.segment_table([case.tensors])
 
