@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -161,13 +161,14 @@ class Subgroup:
     @cached_property
     def tiles(self) -> tuple[tuple[TileId, int, int], ...]:
         """Every tile as (id, byte offset in the subgroup's state, bytes)."""
-        found = []
-        for number, tensor in enumerate(self.tensors):
-            for tile, start in enumerate(range(0, self.numel, self.tile_numel)):
-                nbytes = tensor.format.nbytes(min(self.tile_numel, self.numel - start))
-                offset = self.offsets[tensor.name] + tensor.format.nbytes(start)
-                found.append((TileId(self.index, number, tile), offset, nbytes))
-        return tuple(found)
+        found = (self._tiles_of(number, t, self.offsets[t.name]) for number, t in enumerate(self.tensors))
+        return tuple(tile for tiles in found for tile in tiles)
+
+    def _tiles_of(self, number: int, tensor: StateTensor, offset: int) -> Iterator[tuple[TileId, int, int]]:
+        nbytes = tensor.format.nbytes
+        for tile, start in enumerate(range(0, self.numel, self.tile_numel)):
+            size = nbytes(min(self.tile_numel, self.numel - start))
+            yield TileId(self.index, number, tile), offset + nbytes(start), size
 
     @cached_property
     def weight_tiles(self) -> tuple[tuple[TileId, int, int], ...]:
@@ -175,17 +176,7 @@ class Subgroup:
 
         Each as (id, byte offset in a tensor, bytes), cut and numbered as one more tensor.
         """
-        if MASTER in self.tensors:
-            return ()
-        nbytes = MASTER.format.nbytes
-        return tuple(
-            (
-                TileId(self.index, len(self.tensors), tile),
-                nbytes(start),
-                nbytes(min(self.tile_numel, self.numel - start)),
-            )
-            for tile, start in enumerate(range(0, self.numel, self.tile_numel))
-        )
+        return () if MASTER in self.tensors else tuple(self._tiles_of(len(self.tensors), MASTER, 0))
 
     def format_of(self, tensor: int) -> Format:
         """Return how a tensor is stored, by the number that tiles have it by."""

@@ -92,7 +92,7 @@ class Manifest:
         checksums: Whether the tiles carry checksums.
         metadata: What the caller gave: hyperparameters and such, as JSON.
         extra: Name, size and checksum of the file with what else the caller gave.
-        seed: Of stochastic rounding; None in manifests of versions that had none.
+        seed: Of stochastic rounding; None where nothing was rounded so.
         numbers: What stochastic rounding knows each parameter by.
     """
 
@@ -431,9 +431,9 @@ def _decode(body: _Body) -> Manifest:
         raise ValueError(f"formats is {_short(body.formats)}; it must be {allowed} in this version")
     _must(
         body.seed is None or len(body.numbers) == len(body.parameters),
-        "the number of numbers",
+        "the length of numbers",
         len(body.numbers),
-        "one for each parameter",
+        f"{len(body.parameters)}, one for each parameter",
     )
 
     def subgroup(index: int, s: _Subgroup) -> Subgroup:

@@ -29,7 +29,7 @@ from offload.engine.memory import Arena
 from offload.engine.views import STORED_DTYPES, tensor_at
 from offload.errors import CheckpointError, TierError, invariant
 from offload.kernels.reference import store_rounded
-from offload.protocols import SECTOR_BYTES, StateFormat, Tier, TileId, TileRequest
+from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
 from offload.rules import FP32, UpdateRule
 from offload.tiers import open_existing, tier_error
 
@@ -227,9 +227,7 @@ class Checkpoint:
         """See `StateSource.rounding`."""
         numbers: dict[str, int] = {}
         for manifest in self.manifests:
-            if manifest.seed is None:  # written before there was any
-                return None
-            if manifest.layout.rule.state_format is StateFormat.EXACT and manifest.layout.subgroups:
+            if manifest.seed is None:
                 return None
             numbers |= dict(zip(manifest.layout.index_by_name, manifest.numbers, strict=True))
         return self.manifests[0].seed or 0, numbers

@@ -129,6 +129,5 @@ class Restorer:
             ]
         )
         if gpu is not None and view.weights_address is not None:
-            copies = self._tables.weight_copies(number, view.weights_address)
-            gpu.store(copies[copies[:, 0] > 0].tolist())
+            gpu.store(self._tables.weight_copies(number, view.weights_address).tolist())
         self._tables.changed(number)

@@ -85,7 +85,7 @@ class Snapshot:
         rank: This rank.
         ranks: How many there are.
         copy: Whether everything is copied to the folder.
-        seed: Of stochastic rounding.
+        seed: Of stochastic rounding; None where nothing is rounded so.
         numbers: What it knows each parameter by.
     """
 
@@ -98,7 +98,7 @@ class Snapshot:
     rank: int
     ranks: int
     copy: bool
-    seed: int
+    seed: int | None
     numbers: tuple[int, ...]
 
 

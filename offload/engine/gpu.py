@@ -2,8 +2,8 @@
 
 The machine decides; this turns its decisions into work on lanes, orders lanes that depend on each other, and knows
 every address. A copy to the GPU, or an update there, counts as done once it is enqueued: work that depends on it is
-enqueued behind it, so no thread wakes up in between and a step ends when the GPU knows all its work. Only copies from
-the GPU are reported when they have really finished, since host code reads them.
+enqueued behind it, so no thread wakes up in between and a step ends when the GPU knows all its work. A report waits
+for the end only where host memory is read or used again: of copies from the GPU, and of weights leaving their slot.
 
 All methods belong to the engine thread, except those of `GpuLanes` that say otherwise.
 """
@@ -87,7 +87,6 @@ class GpuLanes:
         self._weight_copies = weight_copies
         self._weights_address = 0
         self._to_push: dict[int, npt.NDArray[np.uint64]] = {}
-        self._pushed: dict[int, Mark] = {}
         self._written: dict[int, tuple[Mark, ...]] = {}  # after these, weights are as the last visit made them
         self._inputs: dict[int, tuple[Mark, ...]] = {}
 
@@ -270,8 +269,7 @@ class GpuLanes:
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                 self.device.follow(lane, mark)
         began = self.device.mark(DeviceLane.LEAVING)
-        bound = copies[copies[:, 0] > 0]  # a weight that is not bound is not updated
-        self.pieces.to_host(bound, lane=DeviceLane.LEAVING)
+        self.pieces.to_host(copies, lane=DeviceLane.LEAVING)
         ended = self.device.mark(DeviceLane.LEAVING)
         self._time("d2h", operation.subgroup, operation.nbytes, due_s, began, ended)
         self.device.report(ended, self._queue, operation.op)
@@ -280,15 +278,16 @@ class GpuLanes:
         """Send a subgroup's new weights to the device."""
         copies = self._to_push.pop(operation.subgroup)
         began = self.device.mark(DeviceLane.H2D)
-        self.pieces.to_device(copies[copies[:, 0] > 0])
-        ended = self._pushed[operation.weight_slot] = self.device.mark(DeviceLane.H2D)
+        self.pieces.to_device(copies)
+        ended = self.device.mark(DeviceLane.H2D)
         self._written[operation.subgroup] = ended, self.device.mark(DeviceLane.PIECES, timed=False)
         self._time("h2d", operation.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
         self._post(operation.op)
 
     def await_push(self, operation: AwaitPush) -> None:
         """Report when a subgroup's new weights have left their slot."""
-        self.device.report(self._pushed.pop(operation.weight_slot), self._queue, operation.op)
+        pushed, _ = self._written[operation.subgroup]
+        self.device.report(pushed, self._queue, operation.op)
 
     # Gradients that the CPU needs
 

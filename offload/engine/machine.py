@@ -209,11 +209,11 @@ class Machine:
         self._unfetched: deque[int] = deque()  # ... streamed and without a staging slot
         self._cpu = _Waiting()  # ... whole in host memory
         self._copies = _Waiting()  # ... whole in host memory, wanted on the GPU
-        self._fetched = _Waiting()  # ... whole in host memory, with weights to be fetched from the GPU
+        self._for_weights = _Waiting()  # ... whole in host memory, and its weights are to be fetched
         self._gpu = _Waiting()  # ... at home on the GPU; also visits under way whose state has been copied there
         self._gpu_slots: dict[int, tuple[int, Visit]] = {}
         self._weight_slots: dict[int, Visit] = {}  # by weight slot
-        self._fetching: dict[int, tuple[int, Visit]] = {}  # weight slots of visits under way that have not run
+        self._with_weights: dict[int, tuple[int, Visit]] = {}  # ... of visits under way, until they run
         self._stopped = False
         self._unfinished = 0
         self._next_op = 1
@@ -334,7 +334,7 @@ class Machine:
             invariant(self._phases[owner] is Phase.BUSY, f"GPU slot {gpu_slot} is {self._phases[owner]}'s")
         used = {gpu_slot for gpu_slot, _ in self._gpu_slots.values()}
         invariant(len(used) == len(self._gpu_slots), "two subgroups have one GPU slot")
-        for subgroup, (weight_slot, visit) in self._fetching.items():
+        for subgroup, (weight_slot, visit) in self._with_weights.items():
             mine = self._phases[subgroup] is Phase.BUSY and self._weight_slots.get(weight_slot) is visit
             invariant(mine, f"weight slot {weight_slot} is not that of the visit of {subgroup}")
         for device in (self._cpu, self._gpu):
@@ -475,7 +475,7 @@ class Machine:
     def _queue_of(self, visit: Visit) -> _Waiting:
         """Return what a visit waits for when its state is whole."""
         if visit.fetches:
-            return self._fetched
+            return self._for_weights
         copied = visit.gpu and not self.plan.at_home_on_gpu(visit.subgroup)
         return self._copies if copied else self._device_of(visit)
 
@@ -574,7 +574,7 @@ class Machine:
         if self._sweep is not None and (self._gives_up() or not self._unfinished):
             self.finished, self._sweep = self._sweep, None
             self.failed = self._unfinished > 0
-            for waiting in (self._pending, self._unfetched, self._cpu, self._copies, self._fetched, self._gpu):
+            for waiting in (self._pending, self._unfetched, self._cpu, self._copies, self._for_weights, self._gpu):
                 waiting.clear()
 
     def _gives_up(self) -> bool:
@@ -591,8 +591,8 @@ class Machine:
                 gpu_slot = weight_slot = None
                 if subgroup in self._gpu_slots:
                     gpu_slot, visit = self._gpu_slots[subgroup]
-                elif subgroup in self._fetching:
-                    weight_slot, visit = self._fetching.pop(subgroup)
+                elif subgroup in self._with_weights:
+                    weight_slot, visit = self._with_weights.pop(subgroup)
                 else:
                     visit = self._pending[subgroup]
                     if visit.weight_bytes and (weight_slot := self._take_weight_slot(visit)) is None:
@@ -618,13 +618,13 @@ class Machine:
 
     def _start_fetches(self) -> None:
         """Give weight slots to the visits whose weights are to be fetched."""
-        while self._fetched:
-            visit = self._pending[self._fetched.first()]
+        while self._for_weights:
+            visit = self._pending[self._for_weights.first()]
             weight_slot = self._take_weight_slot(visit)
             if weight_slot is None:
                 return
-            subgroup = self._fetched.take()
-            self._fetching[subgroup] = weight_slot, self._pending.pop(subgroup)
+            subgroup = self._for_weights.take()
+            self._with_weights[subgroup] = weight_slot, self._pending.pop(subgroup)
             self._to(subgroup, Phase.BUSY)
             self._issue(FetchWeights(self._take_op(), subgroup, weight_slot, visit.weight_bytes))
 

@@ -22,9 +22,8 @@ from offload.protocols import SegmentFlag, StateFormat
 
 def number_of(name: str) -> int:
     """Return what stochastic rounding knows a parameter by: the same on all ranks, whatever order they come in."""
-    return (
-        int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 2
-    )  # manifests have 62 bits
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2  # manifests have 62 bits
 
 
 class Tables:
@@ -154,17 +153,25 @@ class Tables:
             **rounding,
         )
 
-    def weight_copies(self, subgroup: int, image_address: int) -> npt.NDArray[np.uint64]:
-        """Return (address of the weight, address in an image of the subgroup's weights, bytes) of each segment.
+    def weight_copies(
+        self, subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None
+    ) -> npt.NDArray[np.uint64]:
+        """Return where the weights of segments lie, as far as they are bound.
 
-        The first is 0 where no weight is bound.
+        Args:
+            subgroup: Whose.
+            image_address: Of an image of the subgroup's weights.
+            chosen: For each segment, whether it is asked for; None for all.
+
+        Returns:
+            Rows of (address of the weight, address in the image, bytes).
         """
         parameter, start, offset, numel = self._columns[subgroup]
         item = ITEM_BYTES[self._layout.subgroups[subgroup].dtype]
-        weights = self.weights[parameter]
-        there = np.where(weights == 0, np.uint64(0), weights + start * item)
-        columns = (there, np.uint64(image_address) + offset * item, numel * item)
-        return np.stack(columns, axis=1)
+        columns = (self.weights[parameter] + start * item, np.uint64(image_address) + offset * item, numel * item)
+        rows: npt.NDArray[np.uint64] = np.stack(columns, axis=1)
+        bound = self.weights[parameter] != 0
+        return rows[np.flatnonzero(bound if chosen is None else bound & chosen)]
 
     def changed(self, subgroup: int) -> None:
         """The state of a subgroup was made whole and is kept: masters that were to be reloaded have been."""

@@ -101,7 +101,7 @@ class StateViews:
             subgroup, self._address(run), fresh=run.fresh, update=True, weights_address=image, gradients=gradients
         )
         active = (table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
-        gpu.will_push(run, self._tables.weight_copies(subgroup, image)[active])
+        gpu.will_push(run, self._tables.weight_copies(subgroup, image, active))
         return table
 
     # Tensors

@@ -236,15 +236,12 @@ class Departing(Route):
 
     def forget(self) -> None:
         """See `Route.forget`."""
-        if self._left:
-            kept = [gradient for gradient in self._left.values() if gradient is not None]
-            dropped = [*kept, *(gradient for _, gradient in self._in_transit)]
-            try:
-                self._engine.forget_gradients(dropped)
-            finally:  # it may be interrupted, having forgotten them
-                self.release()
-            return
-        self.release()
+        try:
+            if self._left:
+                kept = [gradient for gradient in self._left.values() if gradient is not None]
+                self._engine.forget_gradients([*kept, *(gradient for _, gradient in self._in_transit)])
+        finally:  # it may be interrupted, having forgotten them
+            self.release()
 
     def release(self) -> None:
         """See `Route.release`."""

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from offload.dtypes import ITEM_BYTES
 from offload.errors import InfeasiblePlanError
-from offload.layout import SECTOR_NUMEL, Layout, Subgroup
+from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
 from offload.protocols import SECTOR_BYTES
 from offload.rules import ADAMW, UpdateRule
@@ -81,7 +81,7 @@ def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, rule: Up
     chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
     if staging_bytes is not None and staging_bytes >= LEAST_SLOT_BYTES:  # else `make_plan` says that it is too little
         chosen = min(chosen, staging_bytes // (DEFAULT_STAGING_SLOTS * rule.item_bytes))
-    return max(SECTOR_NUMEL, chosen // SECTOR_NUMEL * SECTOR_NUMEL)
+    return max(rule.sector_numel, chosen // rule.sector_numel * rule.sector_numel)
 
 
 class Home(Enum):

@@ -35,7 +35,7 @@ from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAb
 from offload.layout import Layout, Parameter, Segment
 from offload.measure import lane_totals
 from offload.plan import Home, Plan, Rates
-from offload.protocols import Device, DeviceLane, Mark
+from offload.protocols import Device, DeviceLane, Mark, StateFormat
 from offload.rules import ADAMW, UpdateRule
 from offload.session.checkpoints import Checkpoints
 from offload.session.ending import Ending
@@ -496,19 +496,20 @@ class Engine:
         copy = copy or not self.config.paths
 
         def describe() -> Snapshot:
-            layout = self.plan.layout
+            layout, tables = self.plan.layout, self._parts.tables
+            rounds = layout.rule.state_format is not StateFormat.EXACT
             return Snapshot(
                 layout=Layout((), (), layout.rule) if replica else layout,
                 step=self._visits.step_number,
-                steps=() if replica else tuple(self._parts.tables.steps.tolist()),
+                steps=() if replica else tuple(tables.steps.tolist()),
                 metadata=metadata or {},
                 extra=extra,
                 id=id,
                 rank=rank,
                 ranks=ranks,
                 copy=copy,
-                seed=self._parts.tables.seed,
-                numbers=() if replica else tuple(self._parts.tables.numbers.tolist()),
+                seed=tables.seed if rounds else None,
+                numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
             )
 
         with self._thread.turn():

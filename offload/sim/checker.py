@@ -429,7 +429,7 @@ class CheckedExecutor:
             self._weight_slots[slot] = _WeightSlot(number, stage)
 
     def _next_stage(self, operation: WeightOperation | Run, before: str, after: str, rule: str) -> None:
-        slot = self._weight_slots.get(-1 if operation.weight_slot is None else operation.weight_slot)
+        slot = None if operation.weight_slot is None else self._weight_slots.get(operation.weight_slot)
         known = slot is not None and slot.subgroup == _subgroup_of(operation) and slot.stage == before
         self._require(known, rule)
         if slot is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import offload
 from offload.kernels import reference
 from offload.protocols import SegmentFlag
 
@@ -84,3 +85,16 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
     equal = left.contiguous().view(whole) == right.contiguous().view(whole)
     return bool((equal | (left.isnan() & right.isnan())).all())
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    """Whether as many tensors hold the same bits, each pair of them."""
+    return all(same_bits(a, b) for a, b in zip(left, right, strict=True))
+
+
+def states(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Return copies of all weights, then the state of each."""
+    found = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        found += optimizer.state_for(parameter).values()
+    return found

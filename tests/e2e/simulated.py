@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+import pytest
 import torch
 
 import offload
+from offload.checkpoint.folder import DirectoryFolder
+from offload.checkpoint.manifest import COMMIT_NAME
 from offload.dtypes import ITEM_BYTES
 from offload.kernels.table import checked
 from offload.protocols import SegmentFlag, StateFormat
@@ -80,3 +84,18 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
             plain(request)
 
         tier.read, tier.write = read, write  # type: ignore[method-assign]
+
+
+def hung_commit(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Have commits of checkpoints wait: return the events that one has been reached, and that it may go on."""
+    reached, go_on = threading.Event(), threading.Event()
+    plain = DirectoryFolder.write
+
+    def write(folder: DirectoryFolder, name: str, data: bytes) -> None:
+        if name == COMMIT_NAME:
+            reached.set()
+            assert go_on.wait(60.0)
+        plain(folder, name, data)
+
+    monkeypatch.setattr(DirectoryFolder, "write", write)
+    return reached, go_on

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from mirror import same_bits
+from mirror import same, states
 from simulated import OnDevice
 from test_interrupts import Interrupted
 from test_small_tensors import Counting, vectors
@@ -45,23 +45,12 @@ def config(folder: Path, **changes: Any) -> offload.OffloadConfig:
     return offload.OffloadConfig(**{**chosen, "threads": 1, "keep_grads": False, **changes})
 
 
-def states(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    found = [p.detach().clone() for p in parameters]
-    for parameter in parameters:
-        found += optimizer.state_for(parameter).values()
-    return found
-
-
 def expected(passes: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     parameters = weights(dtype)
     with offload.AdamW(parameters) as optimizer:
         accumulate(parameters, passes)
         optimizer.step()
         return states(optimizer, parameters)
-
-
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(same_bits(a, b) for a, b in zip(left, right, strict=True))
 
 
 def of(optimizer: offload.AdamW) -> Additions:

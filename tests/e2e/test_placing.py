@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import tempfile
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from simulated import OnDevice
+from simulated import OnDevice, hung_commit
 from test_simulated_gpu import backward, on_cpu, same, states, train, weights
 
 import offload
-from offload.checkpoint.folder import DirectoryFolder
-from offload.checkpoint.manifest import COMMIT_NAME
 from offload.errors import OffloadError
 from offload.measure import HISTORY
 from offload.plan import GpuRates, PathRates, Placement, Plan, Rates, choose_plan
@@ -192,16 +189,7 @@ def test_gradient_memory_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_nothing_changes_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(monkeypatch, GPU, MIX)
-    reached, go_on = threading.Event(), threading.Event()
-    plain = DirectoryFolder.write
-
-    def write(folder: DirectoryFolder, name: str, data: bytes) -> None:
-        if name == COMMIT_NAME:
-            reached.set()
-            assert go_on.wait(60)
-        plain(folder, name, data)
-
-    monkeypatch.setattr(DirectoryFolder, "write", write)
+    reached, go_on = hung_commit(monkeypatch)
     parameters = weights()
     with OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=config()) as optimizer:
         train(optimizer, parameters, range(FIRST - 1))

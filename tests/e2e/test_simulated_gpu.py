@@ -21,14 +21,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from mirror import Mirror, same_bits
-from simulated import OnDevice, OnDeviceAdam
+from mirror import Mirror, same, states
+from simulated import OnDevice, OnDeviceAdam, hung_commit
 from test_exact import GROUPS, make_groups
 
 import offload
 from offload.checkpoint import saves
-from offload.checkpoint.folder import DirectoryFolder
-from offload.checkpoint.manifest import COMMIT_NAME
 from offload.dtypes import DtypeCode
 from offload.engine import pinning
 from offload.engine.gpu import GpuLanes
@@ -155,22 +153,11 @@ def train(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], steps:
         optimizer.zero_grad()
 
 
-def states(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    found = [p.detach().clone() for p in parameters]
-    for parameter in parameters:
-        found += optimizer.state_for(parameter).values()
-    return found
-
-
 def on_cpu(steps: range, dtype: torch.dtype = torch.bfloat16, clip: bool = True) -> list[torch.Tensor]:
     parameters = weights(dtype=dtype)
     with offload.AdamW(parameters) as optimizer:
         train(optimizer, parameters, steps, clip)
         return states(optimizer, parameters)
-
-
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(same_bits(a, b) for a, b in zip(left, right, strict=True))
 
 
 def _forget(lanes: GpuLanes, wanted: DeviceLane, when: str) -> None:
@@ -877,16 +864,7 @@ def wait_for_copies(device: SimulatedDevice) -> None:
 
 def test_a_gpu_that_fails_leaves_the_checkpoint_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even one whose commit hangs meanwhile, and ends when the session has long been closed."""
-    reached, go_on = threading.Event(), threading.Event()
-    plain = DirectoryFolder.write
-
-    def write(folder: DirectoryFolder, name: str, data: bytes) -> None:
-        if name == COMMIT_NAME:
-            reached.set()
-            assert go_on.wait(60.0)
-        plain(folder, name, data)
-
-    monkeypatch.setattr(DirectoryFolder, "write", write)
+    reached, go_on = hung_commit(monkeypatch)
     monkeypatch.setattr(saves, "SETTLE_S", 0.0)
     parameters = weights()
     device = SimulatedDevice()

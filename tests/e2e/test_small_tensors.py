@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from mirror import same_bits
+from mirror import same, states
 from simulated import OnDevice
 from test_simulated_gpu import train_behind
 
@@ -79,17 +79,6 @@ def train(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], steps:
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def states(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    found = [p.detach().clone() for p in parameters]
-    for parameter in parameters:
-        found += optimizer.state_for(parameter).values()
-    return found
-
-
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(same_bits(a, b) for a, b in zip(left, right, strict=True))
 
 
 def config(folder: Path, **changes: Any) -> offload.OffloadConfig:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mirror import same_bits
+from mirror import same, same_bits, states
 from simulated import OnDevice
 
 import offload
@@ -38,17 +38,6 @@ def train(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], steps:
         optimizer.clip_grad_norm_(20.0)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def states(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    found = [parameter.detach().clone() for parameter in parameters]
-    for parameter in parameters:
-        found += optimizer.state_for(parameter).values()
-    return found
-
-
-def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(same_bits(a, b) for a, b in zip(left, right, strict=True))
 
 
 def named(parameters: list[torch.nn.Parameter]) -> list[tuple[str, torch.nn.Parameter]]:
