@@ -152,11 +152,11 @@ class Budgets:
         """Return the part of all tiles that each path should hold; the sum is 1.
 
         A step reads what a path holds and writes as much, both ways at once, so all paths end together if each
-        holds in proportion to its slower direction.
+        holds in proportion to what it moves each way.
         """
         weights = [path.share for path in self.paths]
         if self.follow_rates and rates is not None:
-            weights = [min(path.read_bytes_per_s, path.write_bytes_per_s) for path in rates.paths]
+            weights = [path.each_way_bytes_per_s for path in rates.paths]
         return tuple(weight / sum(weights) for weight in weights)
 
 

@@ -16,6 +16,9 @@ from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST, Rates
 
 BISECTIONS = 7
 
+PATH_LANES = "read", "write", "path"
+"""What the lanes of paths, and paths whose directions share them, begin with."""
+
 CALLS = 5
 """Calls of the GPU's runtime for a copy of state or an update there: itself, two waits, an event on each side."""
 
@@ -29,9 +32,10 @@ class Estimate:
 
     Attributes:
         step_s: Seconds of a steady-state step that updates everything, filling and draining included.
-        lane_s: For each lane its bytes over its rate, its operations' latencies included; for "memory", the traffic
-            of all lanes over the host's bandwidth; for "engine", where its costs are known, the work of the engine's
-            thread. No order of the same operations can be faster than the longest.
+        lane_s: For each lane its bytes over its rate, its operations' latencies included (of a path's directions,
+            the rate alone); for "path:<n>", where its directions hinder each other, what both take at once; for
+            "memory", the traffic of all lanes over the host's bandwidth; for "engine", where its costs are known,
+            the work of the engine's thread. No order of the same operations can be faster than the longest.
     """
 
     step_s: float
@@ -115,8 +119,9 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     takes u seconds to update (on the GPU: copies included), w to flush, r to fetch. A slot goes through update,
     flush and fetch in turn, the engine reacting in between, so subgroups come back every max(r, w, what each device
     and link needs for one, (u + w + r + reactions) / A) seconds, after the first has gone all the way; the last one
-    is then updated. Resident subgroups fill the waits of the CPU; while they last, one that comes back has to wait
-    its turn. What passes through the GPU's own slots is a pipeline of the same form.
+    is then updated. A path of one bandwidth for both directions needs r + w for one; a slot waits for w and r as they
+    are alone: with few slots, directions seldom meet. Resident subgroups fill the waits of the CPU; while they last,
+    one that comes back has to wait its turn. What passes through the GPU's own slots is a pipeline of the same form.
 
     Updates on the CPU slow down while other lanes use the host's memory: how much follows from the part of the step
     in which those are busy, which is found by bisection.
@@ -208,8 +213,10 @@ def _lanes(mix: Mix, shares: tuple[float, ...], rates: Rates) -> dict[str, tuple
     moved, mean_bytes = _moved(mix)
     for number, (share, path) in enumerate(zip(shares, rates.paths, strict=True)):
         nbytes, latency_s = moved * mean_bytes * share, moved * mix.tiles * share * path.latency_s
-        lanes[f"read:{number}"] = nbytes, latency_s + nbytes / path.read_bytes_per_s
-        lanes[f"write:{number}"] = nbytes, latency_s + nbytes / path.write_bytes_per_s
+        lanes[f"read:{number}"] = nbytes, latency_s + nbytes / path.read.alone
+        lanes[f"write:{number}"] = nbytes, latency_s + nbytes / path.write.alone
+        if path.is_shared:
+            lanes[f"path:{number}"] = 2 * nbytes, latency_s + nbytes / path.each_way_bytes_per_s
     return lanes
 
 
@@ -239,6 +246,7 @@ def _step_s(
         streamed = mix.streamed[0].count + mix.streamed[1].count
         read_s = max(lanes[f"read:{number}"][1] for number in range(len(shares))) / moved
         write_s = max(lanes[f"write:{number}"][1] for number in range(len(shares))) / moved
+        path_s = max(seconds for lane, (_, seconds) in lanes.items() if lane.startswith(PATH_LANES)) / moved
         on_gpu = mix.streamed[1].count / streamed
         update_s = mean_bytes * cpu_s_per_byte
         chain_s = mean_bytes * (in_s + up_s + out_s)
@@ -246,8 +254,7 @@ def _step_s(
         away_s = write_s + read_s + 3 * rates.reaction_s
         round_s = (1 - on_gpu) * update_s + on_gpu * chain_s + away_s
         every_s = max(
-            read_s,
-            write_s,
+            path_s,
             (1 - on_gpu) * update_s,
             on_gpu * mean_bytes * max(up_s, in_s, out_s),
             on_gpu * (chain_s + rates.reaction_s) / max(mix.gpu_slots, 1),

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
 from offload.rules import ADAMW
@@ -30,22 +30,69 @@ def cpu_speed(cpu_bytes_per_s: float, memory_bytes_per_s: float, beside_bytes_pe
     return min(1.0, max(LEAST_CPU_SPEED, left / (cpu_bytes_per_s * UPDATE_MEMORY_COST)))
 
 
-@dataclass(frozen=True, slots=True)
-class PathRates:
-    """Speed of one path, both directions running at the same time, as they do in a step.
+class Direction(NamedTuple):
+    """Bytes per second of one direction of a path.
 
     Attributes:
-        read_bytes_per_s: Bandwidth towards memory.
-        write_bytes_per_s: Bandwidth towards the path.
+        beside: While the other direction works, too.
+        alone: While it does not; as much at least.
+    """
+
+    beside: float
+    alone: float
+
+    @property
+    def is_hindered(self) -> bool:
+        """Whether it is slower beside the other."""
+        return self.alone > self.beside
+
+
+@dataclass(frozen=True, slots=True)
+class PathRates:
+    """Speed of one path.
+
+    Most devices have one bandwidth for both directions, so that each is slower beside the other. Where the rates
+    alone are not known, or are less, directions do not hinder each other.
+
+    Attributes:
+        read_bytes_per_s: Bandwidth towards memory, while something is written.
+        write_bytes_per_s: Bandwidth towards the path, while something is read.
         latency_s: Time of one operation before its first byte.
         memory_cost: Bytes of memory bandwidth that updates lose for each byte moved (1 for plain DMA, more with
             checksums or copies).
+        read_alone_bytes_per_s: Bandwidth towards memory while nothing is written; 0 where unknown.
+        write_alone_bytes_per_s: Bandwidth towards the path while nothing is read; 0 where unknown.
     """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
     latency_s: float = 0.0
     memory_cost: float = 1.0
+    read_alone_bytes_per_s: float = 0.0
+    write_alone_bytes_per_s: float = 0.0
+
+    @property
+    def read(self) -> Direction:
+        """The rates of reads."""
+        return Direction(self.read_bytes_per_s, max(self.read_bytes_per_s, self.read_alone_bytes_per_s))
+
+    @property
+    def write(self) -> Direction:
+        """The rates of writes."""
+        return Direction(self.write_bytes_per_s, max(self.write_bytes_per_s, self.write_alone_bytes_per_s))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a direction is slower beside the other."""
+        return self.read.is_hindered or self.write.is_hindered
+
+    @property
+    def each_way_bytes_per_s(self) -> float:
+        """Bytes read a second where as many are written: the direction that is through first lets the other go on."""
+        first, last = sorted((self.read, self.write), key=lambda direction: -direction.beside)
+        if last.beside == first.beside or not last.is_hindered:
+            return last.beside
+        return 1 / (1 / first.beside + (1 - last.beside / first.beside) / last.alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +176,8 @@ class Rates:
                 path,
                 read_bytes_per_s=path.read_bytes_per_s / ranks,
                 write_bytes_per_s=path.write_bytes_per_s / ranks,
+                read_alone_bytes_per_s=path.read_alone_bytes_per_s / ranks,
+                write_alone_bytes_per_s=path.write_alone_bytes_per_s / ranks,
             )
             for path in self.paths
         )
@@ -172,6 +221,8 @@ _LEAST, _MOST = 1e-9, 1e24  # far beyond any machine; times of bytes over rates 
 _MAY_BE_ZERO = (
     "latency_s",
     "memory_cost",
+    "read_alone_bytes_per_s",
+    "write_alone_bytes_per_s",
     "memory_bytes",
     "compute_flops_per_s",
     "reaction_s",

@@ -1,12 +1,13 @@
 """The simulated executor: a virtual clock and a heap of completions in place of real lanes.
 
-A lane is a serial resource: each path's reads, each path's writes, the CPU; with a GPU also its updates ("gpu") and
-its copy engines, one each way ("h2d", "d2h"), that carry state, weights and gradients in the order in which they are
-given. An operation takes the lane's latency and its bytes over the lane's rate, after what was given to the lane
-before it, and not before the engine has reacted to what it follows from. Where the rates know what the engine's own
-thread takes for an operation, that is a lane, too ("engine"). Where they know the host's memory bandwidth, updates on
-the CPU have what the other lanes leave of it at each moment (`Rates.cpu_speed`). Two fidelities: timing only, and,
-given `SimData`, with bytes. Same arguments, same run.
+A lane is a serial resource: each path's reads, each path's writes (where each is slower beside the other, by
+`SharedPath`), the CPU; with a GPU also its updates ("gpu") and its copy engines, one each way ("h2d", "d2h"), that
+carry state, weights and gradients in the order in which they are given. An operation takes the lane's latency and its
+bytes over the lane's rate, after what was given to the lane before it, and not before the engine has reacted to what
+it follows from. Where the rates know what the engine's own thread takes for an operation, that is a lane, too
+("engine"). Where they know the host's memory bandwidth, updates on the CPU have what the other lanes leave of it at
+each moment (`Rates.cpu_speed`). Two fidelities: timing only, and, given `SimData`, with bytes. Same arguments, same
+run.
 
 With even lanes and no bytes, as in predictions, the GPU is driven as the live engine drives it: a copy to it or an
 update there counts as done once it is enqueued, and what follows waits for it on the GPU. Gradients that wait on the
@@ -17,8 +18,9 @@ Invariants:
   * an operation is reported once, or (stuck) never;
   * virtual time never goes back.
 
-Non-goals: contention between a path's reads and its writes (its rates are those of both at once), contention for
-memory together with faults, disorder or bytes; a host so much slower than its lanes that they wait for it in turn.
+Non-goals: contention for memory, or of a path's reads and writes with each other, together with faults, disorder or
+bytes (there a path always has its rates of both at once); a host so much slower than its lanes that they wait for it
+in turn.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ from offload.sim.faults import (
     SlowLane,
     StuckOperation,
 )
+from offload.sim.shared import SharedPath, Transfer
 
 _OperationFault = FailOperation | ShortTransfer | StuckOperation | CorruptPayload | MisdirectedWrite
 
@@ -98,7 +101,7 @@ ORDERLY = Disorder()
 
 
 class _Lane:
-    __slots__ = ("busy_s", "free_s", "latency_s", "memory_cost", "name", "nbytes", "s_per_byte")
+    __slots__ = ("busy_s", "free_s", "latency_s", "memory_cost", "name", "nbytes", "s_per_byte", "shared")
 
     def __init__(
         self, name: str, bytes_per_s: float, latency_s: float = 0.0, memory_cost: float = 0.0, servers: int = 1
@@ -110,6 +113,7 @@ class _Lane:
         self.free_s = [0.0] * servers
         self.busy_s = 0.0
         self.nbytes = 0
+        self.shared: SharedPath[Operation] | None = None
 
 
 class SimExecutor:
@@ -200,6 +204,12 @@ class SimExecutor:
                 case FailOperation(kind, number) | ShortTransfer(kind, number) | StuckOperation(kind, number):
                     self._planned[kind, number] = fault
         self._even = disorder == ORDERLY and not faults and data is None
+        # Paths whose directions share what there is: what a transfer takes there is known when it has ended.
+        self._shared: list[SharedPath[Operation]] = []
+        for number, path in enumerate(rates.paths):
+            if self._even and path.is_shared:
+                self._shared.append(SharedPath(path))
+                self._reads[number].shared = self._writes[number].shared = self._shared[-1]
         # What the engine's thread does, one thing after the other.
         self._engine = _Lane("engine", 1.0)
         self._call_s = rates.gpu.call_s if rates.gpu is not None else 0.0
@@ -207,6 +217,9 @@ class SimExecutor:
         self._costly = self._even and bool(rates.operation_s or self._call_s)
         # Updates that share the memory end when the others let them: they wait here, not in the heap.
         demand = sum(lane.memory_cost * servers / lane.s_per_byte for lane in self._lanes())
+        demand += sum(
+            path.memory_cost * (path.read.alone + path.write.alone) for path in rates.paths if path.is_shared
+        )
         # So do those that wait for gradients.
         waits = rates.cpu_speed(demand) < 1 or plan.budgets.gradients_on_gpu
         self._contended = self._even and waits
@@ -320,6 +333,9 @@ class SimExecutor:
             if isinstance(operation, AwaitPush):
                 self._push(max(ready_s, self._pushed_s.pop(operation.weight_slot)), operation, None)
                 continue
+            if lane.shared is not None:
+                self._give_shared(lane, lane.shared, operation, nbytes, may_start_s)
+                continue
             finished_s = reported_s = self._give(lane, operation, nbytes, may_start_s)
             if _is_enqueued(operation):
                 reported_s = ready_s
@@ -346,6 +362,30 @@ class SimExecutor:
         if self.record_timeline:
             self._started.append((lane, what, started_s, finished_s, nbytes))
         return finished_s
+
+    def _give_shared(
+        self, lane: _Lane, path: SharedPath[Operation], operation: Operation, nbytes: int, may_start_s: float
+    ) -> None:
+        """Put work on a lane that shares its path with the other direction's."""
+        before = path.demand
+        path.give(lane.name.partition(":")[0], Transfer(operation, nbytes, may_start_s), self.now_s)
+        self._note_demand(path.demand - before)
+
+    def _change(self, path: SharedPath[Operation]) -> None:
+        """Let the next transfers of a shared path begin or end, now."""
+        before = path.demand
+        for _, transfer in path.change():
+            lane, _ = self.lane_of(transfer.what)
+            lane.busy_s += self.now_s - transfer.started_s
+            lane.nbytes += transfer.nbytes
+            if self.record_timeline:
+                self._started.append((lane, transfer.what, transfer.started_s, self.now_s, transfer.nbytes))
+            self._push(self.now_s, transfer.what, None)
+        self._note_demand(path.demand - before)
+
+    def _note_demand(self, change: float) -> None:
+        if self._contended and change:
+            heappush(self._demands, (self.now_s, change))
 
     def _work(self, from_s: float, seconds: float) -> float:
         """Let the engine's thread work; return when it is through."""
@@ -512,16 +552,21 @@ class SimExecutor:
             InternalError: If nothing is out and nothing was injected: a live engine would wait for ever.
             SimulatedCrash: If the process dies here.
         """
-        while self._updates or self._leaving[0] or self._leaving[1]:
+        while self._updates or self._leaving[0] or self._leaving[1] or self._shared:
             leaves_s, reported_s = self._leaves_s(), self._heap[0][0] if self._heap else math.inf
+            path = min(self._shared, key=lambda path: path.changes_s, default=None)
+            changes_s = min(leaves_s, path.changes_s) if path is not None else leaves_s
             if self._updates:
-                through_s = self._work_until(min(leaves_s, reported_s))
+                through_s = self._work_until(min(changes_s, reported_s))
                 if through_s is not None:
                     return self._end_update(through_s)
-            if leaves_s > reported_s or leaves_s == math.inf:
+            if changes_s > reported_s or changes_s == math.inf:
                 break
-            self.now_s = max(self.now_s, leaves_s)
-            self._leave()
+            self.now_s = max(self.now_s, changes_s)
+            if path is None or leaves_s <= path.changes_s:
+                self._leave()
+            else:
+                self._change(path)
         if not self._heap:
             if not self._out:
                 raise InternalError(f"the engine waits at {self.now_s} s with nothing in flight")

@@ -61,7 +61,8 @@ def predict(
     Args:
         plan: What to predict.
         rates: Speed of every lane; one entry for each path of the plan.
-        steps: Steps to simulate; at least 2 for a steady state. Costs about 10 us for each tile of each step.
+        steps: Steps to simulate; at least 2 for a steady state. Costs about 10 us for each tile of each step,
+            twice that on a path whose directions hinder each other.
         timeline: Whether the prediction has a timeline.
         report: Told how many visits of how many have been simulated.
 

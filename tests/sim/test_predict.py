@@ -341,3 +341,84 @@ def test_closed_form_is_near_the_simulated_step():
         assert error < (0.1 if plan.staging_slots >= 3 else 0.25), (plan.staging_slots, rates, error)
         errors.append(error)
     assert sorted(errors)[len(errors) * 9 // 10] < 0.02
+
+
+def shared(read: float, write: float, keeps: float = 0.5, **others: float) -> PathRates:
+    """Return a path of which each direction keeps a part of its rate beside the other."""
+    alone = {"read_alone_bytes_per_s": read, "write_alone_bytes_per_s": write}
+    return PathRates(keeps * read, keeps * write, **others, **alone)
+
+
+def test_directions_that_take_turns_have_a_shared_path_for_themselves():
+    """Update, then flush, fetch and update twice over, as with a path that is not shared."""
+    plan = make(3, 1)
+    size = plan.slot_bytes
+    rates = Rates(size / 1.0, (shared(size / 10.0, size / 100.0),))
+    assert predict(plan, rates).step_s == pytest.approx(1 + 2 * 111)
+    assert estimate(plan, rates).step_s == pytest.approx(1 + 2 * 111)
+
+
+@pytest.mark.parametrize("slots", [2, 4, 8])
+def test_directions_of_a_shared_path_that_overlap_take_as_long_as_in_turn(slots):
+    plan = make(40, slots)
+    size = plan.slot_bytes
+    rates = Rates(size / 0.01, (shared(size / 1.0, size / 2.0),))
+    prediction = predict(plan, rates)
+    # What comes in last finds the path idle: only the first flush has it for itself, and then the last fetch.
+    assert prediction.step_s == pytest.approx((40 - slots) * 3, rel=0.01)
+    assert estimate(plan, rates).step_s == pytest.approx(prediction.step_s, rel=0.01)
+    if slots > 2:
+        assert prediction.busy_s["read:0"] > 1.5 * (40 - slots), "reads are slower beside writes"
+    assert estimate(plan, rates).bound_by == "path:0"
+
+
+def test_a_direction_speeds_up_when_the_other_has_ended():
+    """The second flush begins with the first fetch; both keep three quarters of their rates."""
+    plan = make(4, 2)
+    size = plan.slot_bytes
+    rates = Rates(size / 1e-6, (shared(size / 3.0, size / 3.0, keeps=0.75),))
+    # 3 s for the first flush, 4 s for a fetch beside the second flush, 3 s for the second fetch.
+    prediction = predict(plan, rates)
+    assert prediction.step_s == pytest.approx(3 + 4 + 3, abs=1e-4)
+    assert prediction.busy_s["read:0"] == pytest.approx(7, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_path_that_is_hardly_shared_is_as_one_that_is_not():
+    """With contention for memory, a GPU, latencies and reactions: two ways to simulate the same machine."""
+    rng = random.Random(1)
+    for number in range(40):
+        plan, rates = random_problem(rng, whole=number % 2 == 0)
+        paths = [replace(path, memory_cost=rng.choice((0.5, 1.0, 3.0))) for path in rates.paths]
+        rates = replace(rates, paths=tuple(paths))
+        hardly = tuple(
+            shared(path.read_bytes_per_s, path.write_bytes_per_s, 1 - 1e-12,
+                   latency_s=path.latency_s, memory_cost=path.memory_cost)
+            for path in paths
+        )  # fmt: skip
+        one, other = predict(plan, rates, 2), predict(plan, replace(rates, paths=hardly), 2)
+        assert other.step_s == pytest.approx(one.step_s, rel=1e-6)
+        assert other.lane_bytes == one.lane_bytes
+        assert other.busy_s == pytest.approx(one.busy_s, rel=1e-6)
+        assert len(other.timeline) == len(one.timeline)
+
+
+@pytest.mark.slow
+def test_closed_form_is_near_the_simulated_step_of_shared_paths():
+    """As near as with paths that are not shared."""
+    rng = random.Random(0)
+    errors = []
+    for _ in range(400):
+        shares = [rng.uniform(0.5, 3.0) for _ in range(rng.randrange(1, 4))]
+        subgroups = rng.randrange(2, 40)
+        plan = make(subgroups, rng.randrange(1, 8), rng.randrange(subgroups), shares, 1024 * rng.choice((8, 16)))
+        latency_s, keeps = rng.choice((0.0, 1e-6, 1e-4)), rng.choice((0.5, 0.5, 0.6, 0.8))
+        paths = [
+            shared(share * rng.uniform(0.5e9, 2e9), share * rng.uniform(0.3e9, 1.5e9), keeps, latency_s=latency_s)
+            for share in shares
+        ]
+        rates = Rates(10 ** rng.uniform(8, 10), tuple(paths))
+        error = abs(estimate(plan, rates).step_s / predict(plan, rates, steps=2).step_s - 1)
+        assert error < (0.1 if plan.staging_slots >= 3 else 0.25), (plan.staging_slots, rates, error)
+        errors.append(error)
+    assert sorted(errors)[len(errors) * 9 // 10] < 0.02
