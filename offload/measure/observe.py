@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
 from offload.engine.timeline import Interval
-from offload.plan import Rates
-from offload.plan.rates import UPDATE_MEMORY_COST, cpu_speed
+from offload.plan import PathRates, Rates
+from offload.plan.rates import UPDATE_MEMORY_COST, Direction, cpu_speed
 
 LEAST_BYTES = 1 << 20
 """A lane that moved less than this in a step says nothing about its bandwidth."""
@@ -25,6 +26,15 @@ LEARNT = ("_bytes_per_s", "memory_cost", "reaction_s")
 IMPOSSIBLE = 0.05
 """Known rates are called wrong when an update has done more than they allow by this part of it."""
 
+LEAST_SHOWN = 0.05
+"""A step says nothing of a path's direction alone, or beside the other, that was so for less than this part of its
+busy time."""
+
+LEAST_KEPT = 0.1
+"""The part of its rate alone that a direction keeps beside the other is at least this, and 1 at most: what a noisy
+step shows beyond that is not believed."""
+
+REFINEMENTS = 30
 BISECTIONS = 40
 TOLERANCE = 1e-6
 
@@ -41,27 +51,38 @@ def lane_totals(timeline: Sequence[Interval]) -> dict[str, tuple[int, float]]:
 def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     """Return the rates that lanes reached in one step; known ones for lanes that did too little.
 
-    A lane's rate is its bytes over its busy time, less latency. The CPU's rate is its rate alone: memory bandwidth
-    that other lanes took, by their traffic in this step and their known `memory_cost`, is not counted against it.
-    Where too little bandwidth would be left for what the CPU did, the costs are lowered.
+    A lane's rate is its bytes over its busy time, less latency; of a path's directions, each beside the other and
+    alone. The CPU's rate is its rate alone: memory bandwidth that other lanes took, by their traffic in this step and
+    their known `memory_cost`, is not counted against it. Where too little bandwidth would be left for what the CPU
+    did, the costs are lowered.
     """
-    totals = lane_totals(timeline)
-    operations = Counter(interval.lane for interval in timeline)
+    totals, spans = lane_totals(timeline), _busy_spans(timeline)
+    intervals: dict[str, list[Interval]] = {}
+    for interval in timeline:
+        intervals.setdefault(interval.lane, []).append(interval)
     demands: dict[str, float] = {}
 
-    def seen(lane: str, rate: float, memory_cost: float = 0.0, latency_s: float = 0.0) -> float:
+    def is_seen(lane: str, rate: float, memory_cost: float) -> bool:
         nbytes, busy_s = totals.get(lane, (0, 0.0))
-        if nbytes >= LEAST_BYTES and busy_s > 0:
-            demands[lane] = nbytes / busy_s * memory_cost
-            return nbytes / max(busy_s - operations[lane] * latency_s, busy_s / 2)
-        demands[lane] = rate * memory_cost
-        return rate
+        shows = nbytes >= LEAST_BYTES and busy_s > 0
+        demands[lane] = (nbytes / busy_s if shows else rate) * memory_cost
+        return shows
+
+    def seen(lane: str, rate: float, memory_cost: float = 0.0) -> float:
+        nbytes, busy_s = totals.get(lane, (0, 0.0))
+        return nbytes / busy_s if is_seen(lane, rate, memory_cost) else rate
+
+    def direction(verb: str, other: str, number: int, path: PathRates) -> dict[str, float]:
+        lane, rates = f"{verb}:{number}", getattr(path, verb)
+        if not is_seen(lane, rates.beside, path.memory_cost):
+            return {}
+        others = spans.get(f"{other}:{number}", ())
+        found = _direction(rates, path.latency_s, intervals[lane], spans[lane], others)
+        return {f"{verb}_bytes_per_s": found.beside, f"{verb}_alone_bytes_per_s": found.alone}
 
     paths = tuple(
         dataclasses.replace(
-            path,
-            read_bytes_per_s=seen(f"read:{number}", path.read_bytes_per_s, path.memory_cost, path.latency_s),
-            write_bytes_per_s=seen(f"write:{number}", path.write_bytes_per_s, path.memory_cost, path.latency_s),
+            path, **direction("read", "write", number, path), **direction("write", "read", number, path)
         )
         for number, path in enumerate(known.paths)
     )
@@ -77,7 +98,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     nbytes, busy_s = totals.get("cpu", (0, 0.0))
     if nbytes < LEAST_BYTES or busy_s <= 0:
         return found
-    cpu, memory, factor = _shared_memory(known, nbytes, _seconds_by_demand(_busy_spans(timeline), demands))
+    cpu, memory, factor = _shared_memory(known, nbytes, _seconds_by_demand(spans, demands))
     if factor < 1:
         paths = tuple(dataclasses.replace(path, memory_cost=path.memory_cost * factor) for path in paths)
         gpu = dataclasses.replace(gpu, memory_cost=gpu.memory_cost * factor) if gpu is not None else None
@@ -113,6 +134,51 @@ def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, flo
         else:
             lane.append((interval.started_s, max(interval.started_s, interval.finished_s)))
     return spans
+
+
+def _direction(
+    known: Direction,
+    latency_s: float,
+    intervals: Sequence[Interval],
+    spans: Sequence[tuple[float, float]],
+    others: Sequence[tuple[float, float]],
+) -> Direction:
+    """Return what one direction of a path reached beside the other and alone.
+
+    An operation of which a part was beside the other direction does not say how many of its bytes that part moved.
+    They are taken as spread by the rates that all operations together show, which is found by doing so again and
+    again, from the known proportion on. That stays where a step hardly shows one of the two.
+
+    Args:
+        known: What is known of it.
+        latency_s: Of one operation, as known.
+        intervals: Its operations.
+        spans: When it was busy.
+        others: When the other direction was.
+    """
+    nbytes, begins_s, ends_s = np.array([(i.nbytes, i.started_s, i.finished_s) for i in intervals]).T
+    edges_s = np.array(others).ravel() if others else np.zeros(1)
+    # The other's busy seconds up to each moment.
+    busy_s = np.concatenate(((0.0,), np.cumsum(np.diff(edges_s) * (np.arange(len(edges_s) - 1) % 2 == 0))))
+
+    def beside_s(from_s: Any, to_s: Any) -> Any:
+        return np.interp(to_s, edges_s, busy_s) - np.interp(from_s, edges_s, busy_s)
+
+    whole_s = sum(end_s - begin_s for begin_s, end_s in spans)
+    both_s = float(beside_s(*np.array(spans).T).sum())
+    # Of each operation, and for all of them: beside the other direction, and alone.
+    parts_s = np.array([beside_s(begins_s, ends_s), ends_s - begins_s - beside_s(begins_s, ends_s)]).clip(0.0)
+    totals_s = np.array([both_s, whole_s - both_s])
+    keeps = known.beside / known.alone
+    for _ in range(REFINEMENTS if totals_s.min() >= LEAST_SHOWN * whole_s else 0):
+        weights = np.array([[keeps], [1.0]]) * parts_s
+        moved = nbytes * weights / np.maximum(weights.sum(axis=0), TOLERANCE)
+        beside, alone = moved.sum(axis=1) / totals_s
+        keeps = float(np.clip(beside / max(alone, TOLERANCE), LEAST_KEPT, 1.0))
+    alone = float(nbytes.sum() / (keeps * totals_s[0] + totals_s[1]))
+    idle_s = min(len(intervals) * latency_s, whole_s / 2)
+    alone *= whole_s / (whole_s - idle_s)
+    return Direction(keeps * alone, alone)
 
 
 def _reaction_s(timeline: Sequence[Interval], known_s: float) -> float:

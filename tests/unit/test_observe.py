@@ -9,7 +9,7 @@ import pytest
 
 from offload.engine.timeline import Interval
 from offload.measure import lane_totals, observe, typical
-from offload.measure.observe import IMPOSSIBLE
+from offload.measure.observe import IMPOSSIBLE, LEAST_KEPT
 from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
 
@@ -59,6 +59,91 @@ def test_each_lane_has_its_bytes_over_its_time() -> None:
     assert found.paths[0].read_bytes_per_s == 100 * MB
     assert found.paths[0].write_bytes_per_s == 25 * MB
     assert found.cpu_bytes_per_s == 200 * MB
+
+
+def shared(read: float, write: float, keeps: float = 0.5) -> PathRates:
+    """Return a path of which each direction keeps a part of its rate (GB/s) beside the other."""
+    alone = {"read_alone_bytes_per_s": read * GB, "write_alone_bytes_per_s": write * GB}
+    return PathRates(keeps * read * GB, keeps * write * GB, **alone)
+
+
+def seen_path(known: PathRates, timeline: list[Interval]) -> PathRates:
+    return observe(Rates(1.0, (known,)), timeline).paths[0]
+
+
+@pytest.mark.parametrize("known", [PathRates(1 * GB, 1 * GB), shared(9, 1, 0.9), PathRates(4 * GB, 1 * GB)])
+def test_a_direction_is_seen_alone_and_beside_the_other(known: PathRates) -> None:
+    """4 GB/s of reads alone, 1 beside writes; 2 GB/s of writes, whether or not something is read."""
+    timeline = [
+        *spans("write:0", (0, 2), nbytes=int(4 * GB)),
+        *spans("read:0", (1, 1.75), nbytes=int(0.75 * GB)),
+        *spans("read:0", (1.75, 3), nbytes=int(4.25 * GB)),  # a quarter of a second beside the write
+        *spans("read:0", (3, 5), nbytes=int(8 * GB)),
+        *spans("write:0", (5, 6), nbytes=int(2 * GB)),
+    ]
+    found = seen_path(known, timeline)
+    assert found.read_bytes_per_s == pytest.approx(1 * GB, rel=0.01)
+    assert found.read_alone_bytes_per_s == pytest.approx(4 * GB, rel=0.01)
+    assert found.write_bytes_per_s == pytest.approx(2 * GB, rel=0.01)
+    assert found.write_alone_bytes_per_s == pytest.approx(2 * GB, rel=0.01)
+
+
+def test_no_step_makes_a_direction_stand_still_beside_the_other() -> None:
+    """All reads end later the less they were beside the write: as if they had moved nothing meanwhile."""
+    timeline = [
+        *spans("write:0", (0, 4), nbytes=int(4 * GB)),
+        *spans("read:0", (1, 4.5), nbytes=int(1 * GB)),
+        *spans("read:0", (4.5, 5.5), nbytes=int(4 * GB)),
+    ]
+    found = seen_path(PathRates(1 * GB, 1 * GB), timeline)
+    assert found.read_alone_bytes_per_s * LEAST_KEPT == pytest.approx(found.read_bytes_per_s)
+    assert 1.5 * found.read_alone_bytes_per_s + 3 * found.read_bytes_per_s == pytest.approx(5 * GB)
+    # Nor faster than alone.
+    timeline = [
+        *spans("write:0", (0, 4), nbytes=int(4 * GB)),
+        *spans("read:0", (2, 4), nbytes=int(4 * GB)),
+        *spans("read:0", (4, 6), nbytes=int(1 * GB)),
+    ]
+    found = seen_path(PathRates(1 * GB, 1 * GB), timeline)
+    assert found.read_alone_bytes_per_s == pytest.approx(found.read_bytes_per_s) == pytest.approx(5 / 4 * GB)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_what_a_step_does_not_show_keeps_its_proportion_to_what_it_does(together: bool) -> None:
+    """A path that has become half as fast: nothing was read beside a write, or nothing without one."""
+    known = shared(4, 2)
+    writes = (0, 2) if together else (2, 4)
+    speed = 0.5 if together else 1.0
+    timeline = spans("read:0", (0, 2), nbytes=int(speed * 4 * GB)) + spans(
+        "write:0", writes, nbytes=int(speed * 2 * GB)
+    )
+    found = seen_path(known, timeline)
+    for verb, alone in (("read", 2 * GB), ("write", 1 * GB)):
+        assert getattr(found, verb).alone == pytest.approx(alone, rel=1e-6)
+        assert getattr(found, verb).beside == pytest.approx(alone / 2, rel=1e-6)
+
+
+def test_lanes_that_take_turns_are_not_predicted_to_overlap() -> None:
+    """Both slots are flushed together and fetched together, as requests in flight let them: whatever the order, the
+    path moves no more than it can."""
+    from offload.dtypes import DtypeCode
+    from offload.layout import Parameter, build_layout
+    from offload.plan import Budgets, PathBudget, estimate, make_plan
+    from offload.sim import predict
+
+    layout = build_layout([Parameter("p", 40 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20)
+    size = layout.max_subgroup_bytes
+    plan = make_plan(layout, Budgets(0, 2 * size, (PathBudget("path", 4 * layout.state_bytes),)))
+    timeline, now_s, update_s = [], 0.0, 1e-4
+    for _ in range(19):
+        turns = [("cpu", update_s), ("cpu", update_s), ("write:0", size / GB), ("read:0", size / 2 / GB)]
+        for lane, seconds in turns:
+            timeline += (1 if lane == "cpu" else 2) * spans(lane, (now_s, now_s + seconds), nbytes=size)
+            now_s += seconds
+    known = Rates(1 * GB, (shared(1, 3),))
+    found = observe(known, timeline)
+    assert predict(plan, found).step_s == pytest.approx(now_s, rel=0.05)
+    assert estimate(plan, found).step_s == pytest.approx(now_s, rel=0.05)
 
 
 def test_latency_is_not_counted_against_bandwidth() -> None:
