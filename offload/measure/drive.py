@@ -18,6 +18,9 @@ from offload.errors import OffloadError
 from offload.measure.observe import lane_totals
 from offload.protocols import Completion, Queue
 
+ENOUGH_TOGETHER = 0.3
+"""Lanes that are at work together for so much of the longest one's time show what they reach then."""
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -79,6 +82,22 @@ def drive(queue: Queue, loads: Sequence[Load]) -> list[Interval]:
 def lane_rates(timeline: Sequence[Interval]) -> dict[str, float]:
     """Return the bytes per second of each lane over the time in which it was busy."""
     return {lane: nbytes / max(busy_s, 1e-9) for lane, (nbytes, busy_s) in lane_totals(timeline).items()}
+
+
+def rates_beside(timeline: Sequence[Interval]) -> dict[str, float]:
+    """Return the bytes per second of each lane while all were at work, if they were for long enough to tell.
+
+    Else, as where one is through before another has begun, those of `lane_rates`.
+    """
+    spans = [
+        (min(i.started_s for i in timeline if i.lane == lane), max(i.finished_s for i in timeline if i.lane == lane))
+        for lane in {interval.lane for interval in timeline}
+    ]
+    together_s = min(end_s for _, end_s in spans) - max(begin_s for begin_s, _ in spans)
+    found = lane_rates(timeline)
+    if together_s < ENOUGH_TOGETHER * max(end_s - begin_s for begin_s, end_s in spans):
+        return found
+    return {lane: bytes_per_s(timeline, lane) for lane in found}
 
 
 def bytes_per_s(timeline: Sequence[Interval], lane: str) -> float:

@@ -27,7 +27,7 @@ from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_bytes
 from offload.layout import MAX_TILE_BYTES
 from offload.measure.depth import tune_depth
-from offload.measure.drive import Load, bytes_per_s, drive, lane_rates
+from offload.measure.drive import Load, bytes_per_s, drive, lane_rates, rates_beside
 from offload.measure.gpu import GpuProbe, gpu_probe
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, path_facts, versions
 from offload.measure.workbench import CHUNK_NUMEL, STREAM_ITEM_BYTES, UPDATE_DEPTH, Slots, TrialState, memory_cost
@@ -197,8 +197,9 @@ def _result(
 
     rated, facts = [], []
     for name, tier in ((f"path {number}", probe.tier) for number, probe in enumerate(probes)):
-        read, write = median(f"{name}/read"), median(f"{name}/write")
-        rated.append(PathRates(read, write, median(f"{name}/latency"), cost(name, read + write)))
+        read, write, latency_s = (median(f"{name}/{what}") for what in ("read", "write", "latency"))
+        alone = (median(f"{name}/{verb} alone") for verb in ("read", "write"))
+        rated.append(PathRates(read, write, latency_s, cost(name, read + write), *alone))
         facts.append(path_facts(tier.path) | {"io": str(getattr(tier, "io_backend", tier.name))})
     gpu = None
     if on_gpu is not None:
@@ -346,9 +347,9 @@ class _PathProbe:
         return region.load(verb, slots, self._arena.address + half * PATH_DEPTH * MAX_TILE_BYTES, PATH_DEPTH, count)
 
     def _rates(self, verbs: Sequence[str], region: Slots) -> dict[str, float]:
-        """Return what each direction reaches, all at once and with as many bytes each, as in a step."""
+        """Return what each direction reaches beside the others, with as many bytes each."""
         name = f"{'+'.join(verbs)} {region.tile_bytes}"
-        return lane_rates(
+        return rates_beside(
             self._runs.run(name, 2 * PATH_DEPTH, lambda count: [self._load(verb, region, count) for verb in verbs])
         )
 

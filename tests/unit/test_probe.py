@@ -20,7 +20,7 @@ from offload.engine.gpu import GpuLanes
 from offload.engine.timeline import Interval
 from offload.errors import ConfigError, TierError
 from offload.measure import RatesFile, full, full_probe
-from offload.measure.drive import Load, bytes_per_s, drive
+from offload.measure.drive import Load, bytes_per_s, drive, rates_beside
 from offload.measure.full import LADDER_BYTES, PATH_SLOTS, ROUNDS, fit_latency, summarise, thread_counts
 from offload.measure.gpu import GpuProbe
 from offload.measure.workbench import memory_cost
@@ -147,6 +147,17 @@ def test_paths_without_room_or_without_existence(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=r"MiB are free there and the probe needs 4\.0 MiB"):
         probe(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_directions_are_measured_while_both_are_at_work() -> None:
+    """Reads are through first, and writes faster then."""
+    timeline = [Interval("read", "", float(at), at + 1.0, 30) for at in range(2)]
+    timeline += [Interval("write", "", float(at), at + 1.0, 10) for at in range(2)]
+    timeline.append(Interval("write", "", 2.0, 3.0, 40))
+    assert rates_beside(timeline) == {"read": 30.0, "write": 10.0}
+    assert rates_beside(timeline[-1:]) == {"write": 40.0}
+    # Where they hardly met, each has what it reached.
+    assert rates_beside([timeline[0], timeline[-1]]) == {"read": 30.0, "write": 40.0}
 
 
 def test_threads_are_measured_closely_where_it_matters() -> None:
