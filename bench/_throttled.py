@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import fcntl
 import heapq
+import math
 import mmap
 import os
 import struct
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError
 from offload.protocols import Completion, Queue, Tier, TileRequest
 from offload.tiers.common import Explaining
+
+GRAIN_S = 2e-4
+"""What a transfer gets of a shared device's time before it is the next one's turn."""
 
 
 class SharedLanes:
@@ -71,10 +77,62 @@ class OwnLanes:
         """Nothing to do."""
 
 
+@dataclass
+class _Transfer:
+    completion: Completion
+    submitted_s: float
+    left_s: float
+    started_s: float = 0.0
+
+
+class TakingGrains:
+    """An emulated device whose transfers, reads and writes alike, share its time: each gets a grain of it in turn.
+
+    Args:
+        at_once: Transfers that it serves at once; the others wait in the order in which they came.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._served: deque[_Transfer] = deque()
+        self._waiting: deque[_Transfer] = deque()
+        self._free_s = 0.0
+
+    def add(self, transfer: _Transfer) -> None:
+        """Take on a transfer."""
+        self._waiting.append(transfer)
+
+    def ended(self, now_s: float) -> list[tuple[float, _Transfer]]:
+        """Return what has ended by now, and when."""
+        ended = []
+        while self._free_s <= now_s:
+            while self._waiting and len(self._served) < self._at_once:
+                self._served.append(self._waiting.popleft())
+            if not self._served:
+                break
+            transfer = self._served.popleft()
+            began_s = max(self._free_s, transfer.submitted_s)
+            transfer.started_s = transfer.started_s or began_s
+            grain_s = min(transfer.left_s, GRAIN_S)
+            self._free_s = began_s + grain_s
+            transfer.left_s -= grain_s
+            if transfer.left_s > 0:
+                self._served.append(transfer)
+            else:
+                ended.append((self._free_s, transfer))
+        return ended
+
+    def next_s(self) -> float:
+        """Return when something may end, at the earliest; infinite where nothing is under way."""
+        left_s = min((transfer.left_s for transfer in (*self._served, *self._waiting)), default=math.inf)
+        return self._free_s + left_s
+
+
 class ThrottledTier:
     """A decorator that holds completions back until a serial lane of the given speed would have been through.
 
-    Each direction is a lane of its own. A transfer that the inner tier takes longer for takes longer.
+    Each direction is a lane of its own, or both share a device's time. A transfer that the inner tier takes longer
+    for takes longer.
 
     Args:
         inner: The tier that does the work, opened on `inner_queue`; closed with this one.
@@ -84,6 +142,7 @@ class ThrottledTier:
         write_bytes_per_s: Bandwidth of writes.
         latency_s: Added to every transfer; transfers wait for it side by side.
         lanes: The emulated device's, if other tiers (of other processes, too) are on it; closed with this tier.
+        at_once: If both directions share the device's time, the transfers that it serves at once; 0 if they do not.
 
     Raises:
         ConfigError: If a bandwidth is not greater than 0 or the latency less than 0.
@@ -99,6 +158,7 @@ class ThrottledTier:
         write_bytes_per_s: float,
         latency_s: float = 0.0,
         lanes: SharedLanes | None = None,
+        at_once: int = 0,
     ) -> None:
         if latency_s < 0:
             raise ConfigError("latency_s", latency_s, "give seconds >= 0")
@@ -112,6 +172,7 @@ class ThrottledTier:
         self._lock = threading.Lock()
         self._submitted: dict[int, tuple[str, int, float]] = {}
         self._lanes = lanes or OwnLanes()
+        self._device = TakingGrains(at_once) if at_once else None
         self._closing = False
         self.set_rates(read_bytes_per_s, write_bytes_per_s)
         self._thread = threading.Thread(target=self._serve, name="offload-throttle", daemon=True)
@@ -180,24 +241,33 @@ class ThrottledTier:
     def _serve(self) -> None:
         held: list[tuple[float, int, Completion]] = []
         ended = False
-        while held or not ended:
-            timeout_s = max(held[0][0] - time.monotonic(), 0.0) if held else -1.0
+        while held or not ended or (self._device and self._device.next_s() < math.inf):
+            next_s = min(held[0][0] if held else math.inf, self._device.next_s() if self._device else math.inf)
+            timeout_s = max(next_s - time.monotonic(), 0.0) if next_s < math.inf else -1.0
             for record in self._inner_queue.wait(timeout_s):
                 completion = Completion(*record)
                 ended = ended or completion.op == 0  # posted after everything else
                 if completion.op:
-                    heapq.heappush(held, self._due(completion))
+                    self._take(completion, held)
             now_s = time.monotonic()
+            for through_s, transfer in self._device.ended(now_s) if self._device else ():
+                heapq.heappush(held, self._late(transfer.completion, transfer.started_s, through_s))
             while held and held[0][0] <= now_s:
                 self._queue.post(*heapq.heappop(held)[2])
 
-    def _due(self, completion: Completion) -> tuple[float, int, Completion]:
+    def _take(self, completion: Completion, held: list[tuple[float, int, Completion]]) -> None:
         with self._lock:
             lane, nbytes, submitted_s = self._submitted.pop(completion.op, ("", 0, 0.0))
         if not lane:  # a sync
-            return completion.finished_s, completion.op, completion
+            heapq.heappush(held, (completion.finished_s, completion.op, completion))
+            return
         seconds = nbytes / self._rates[lane]
+        if self._device is not None:
+            self._device.add(_Transfer(completion, submitted_s, seconds))
+            return
         through_s = self._lanes.book(lane, submitted_s, seconds)
+        heapq.heappush(held, self._late(completion, through_s - seconds, through_s))
+
+    def _late(self, completion: Completion, started_s: float, through_s: float) -> tuple[float, int, Completion]:
         finished_s = max(completion.finished_s, through_s + self._latency_s)
-        late = completion._replace(started_s=through_s - seconds, finished_s=finished_s)
-        return finished_s, completion.op, late
+        return finished_s, completion.op, completion._replace(started_s=started_s, finished_s=finished_s)

@@ -29,10 +29,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from _common import ROOT, Target, arguments, environment, interleaved, report, run_sections
@@ -273,24 +273,46 @@ def depth_sweep(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, A
 # The engine over throttled paths
 
 
-class Throttles:
-    """Opens paths behind a `ThrottledTier` of the rate that each was given; an infinite one as it is."""
+class Pace(NamedTuple):
+    """A device to emulate.
 
-    def __init__(self, folder: Path, rates_mb_per_s: list[float]) -> None:
+    Attributes:
+        read: MB/s of reads alone.
+        write: MB/s of writes alone.
+        at_once: See `ThrottledTier`.
+    """
+
+    read: float
+    write: float
+    at_once: int = 0
+
+    def __str__(self) -> str:
+        if self.read == math.inf:
+            return "disk"
+        each_way = f"{self.read:.0f}" if self.read == self.write else f"{self.read:.0f}/{self.write:.0f}"
+        return f"{each_way} shared by {self.at_once}" if self.at_once else each_way
+
+
+class Throttles:
+    """Opens paths behind a `ThrottledTier` of the pace that each was given (or MB/s each way); an infinite one as it
+    is."""
+
+    def __init__(self, folder: Path, paces: Sequence[float | Pace]) -> None:
         self.tiers: dict[str, ThrottledTier] = {}
-        self.rates = {}
-        for number, rate in enumerate(rates_mb_per_s):
+        self.rates: dict[str, Pace] = {}
+        for number, pace in enumerate(paces):
             path = folder / f"path-{number}-{uuid.uuid4().hex[:8]}"
             path.mkdir()
-            self.rates[str(path)] = rate * MB
+            self.rates[str(path)] = pace if isinstance(pace, Pace) else Pace(pace, pace)
 
     def open(self, path: str, store: uuid.UUID, queue: CompletionQueue, **settings: Any) -> Tier:
-        rate = self.rates[path]
-        if math.isinf(rate):
+        read, write, at_once = self.rates[path]
+        if math.isinf(read):
             return open_tier(path, store, queue, **settings)
         inner_queue = CompletionQueue()
         inner = open_tier(path, store, inner_queue, **settings)
-        tier = ThrottledTier(inner, inner_queue, queue, read_bytes_per_s=rate, write_bytes_per_s=rate)
+        rates = {"read_bytes_per_s": read * MB, "write_bytes_per_s": write * MB}
+        tier = ThrottledTier(inner, inner_queue, queue, **rates, at_once=at_once)
         self.tiers[path] = tier
         return tier
 

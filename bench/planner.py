@@ -36,7 +36,7 @@ from unittest import mock
 import torch
 from _common import Target, arguments, cores, environment, progress, report, run_sections
 from _needs import require
-from paths import MB, Throttles
+from paths import MB, Pace, Throttles
 
 from offload import Engine, OffloadConfig
 from offload.dtypes import DtypeCode
@@ -48,8 +48,15 @@ from offload.rules import FP32, GroupScalars
 from offload.session import parts, setup
 from offload.sim import predict
 
-DISK = math.inf
-"""The path that is not throttled; other paths are given by their MB/s each way."""
+DISK = Pace(math.inf, math.inf)
+"""The path that is not throttled."""
+
+EACH_WAY = Pace(400, 400)
+THIRD = Pace(400 / 3, 400 / 3)
+SHARED = Pace(800, 800, at_once=16)
+SLOW_WRITES = Pace(800, 400)
+SHARED_SLOW_WRITES = Pace(800, 400, at_once=4)
+"""Paths whose directions are independent or have one bandwidth, of which a write may take twice as much; as MB/s."""
 
 WARM_UP = 5
 """Steps before the first that counts: one that finds fresh state, three that are learnt from, and one at whose end
@@ -78,14 +85,14 @@ class Configuration:
 
     Attributes:
         resident: Subgroups at home in host memory, as a part of all.
-        paths: What each path reaches each way, in MB/s; `DISK` for the disk itself.
+        paths: What each path reaches; `DISK` for the disk itself.
         slots: Staging slots.
         threads: Threads of the update.
         shares: How tiles are spread over the paths; empty for by their rates.
     """
 
     resident: float
-    paths: tuple[float, ...] = (DISK,)
+    paths: tuple[Pace, ...] = (DISK,)
     slots: int = 4
     threads: int = 2
     shares: tuple[float, ...] = ()
@@ -93,7 +100,7 @@ class Configuration:
     def __str__(self) -> str:
         if self.resident == 1:
             return f"all resident, {self.threads} threads"
-        paths = "+".join("disk" if rate == DISK else f"{rate:.0f}" for rate in self.paths)
+        paths = "+".join(map(str, self.paths))
         split = ":".join(f"{share:g}" for share in self.shares)
         split = f" split {split}" if split else ""
         return f"{self.resident:.0%} resident, {paths}{split}, {self.slots} slots, {self.threads} threads"
@@ -110,12 +117,22 @@ CONFIGURATIONS = (
     Configuration(0.9, slots=2),
     Configuration(1.0),
     Configuration(1.0, threads=1),
-    Configuration(0.0, (400,), slots=1),
-    Configuration(0.5, (400,)),
-    Configuration(0.0, (400, 400)),
-    Configuration(0.0, (400, 400), slots=8, threads=1),
-    Configuration(0.0, (400, 400 / 3)),
-    Configuration(0.25, (400, 200, 400 / 3)),
+    Configuration(0.0, (EACH_WAY,), slots=1),
+    Configuration(0.5, (EACH_WAY,)),
+    Configuration(0.0, (EACH_WAY, EACH_WAY)),
+    Configuration(0.0, (EACH_WAY, EACH_WAY), slots=8, threads=1),
+    Configuration(0.0, (EACH_WAY, THIRD)),
+    Configuration(0.25, (EACH_WAY, Pace(200, 200), THIRD)),
+    Configuration(0.0, (SHARED,), slots=2),
+    Configuration(0.5, (SHARED,), slots=2, threads=1),
+    Configuration(0.5, (SHARED,)),
+    Configuration(0.0, (SHARED,), slots=8),
+    Configuration(0.5, (SLOW_WRITES,), slots=2, threads=1),
+    Configuration(0.0, (SLOW_WRITES,)),
+    Configuration(0.0, (SHARED_SLOW_WRITES,), slots=2),
+    Configuration(0.5, (SHARED_SLOW_WRITES,), slots=2, threads=1),
+    Configuration(0.5, (SHARED_SLOW_WRITES,)),
+    Configuration(0.0, (SHARED, EACH_WAY)),
 )
 
 SPLITS = ((1, 1), (3, 1), (5, 1))
@@ -198,7 +215,7 @@ def sessions(
         yield opened
 
 
-def probe(folder: Path, size: Size, kinds: Sequence[float]) -> RatesFile:
+def probe(folder: Path, size: Size, kinds: Sequence[Pace]) -> RatesFile:
     """Return what the full probe measures of the CPU and of each kind of path."""
     throttles = Throttles(folder, list(kinds))
 
@@ -243,7 +260,7 @@ def rounds_of(opened: Sequence[Session], rounds: int, each: Callable[[Session], 
 
 
 def predictions(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
-    chosen = CONFIGURATIONS if size is FULL else CONFIGURATIONS[4::4]
+    chosen = CONFIGURATIONS if size is FULL else CONFIGURATIONS[4::4][:3]
     chosen = tuple(dataclasses.replace(each, threads=min(each.threads, cores())) for each in chosen)
     probed = Probed(folder, size, chosen)
     model = Model(size)
@@ -306,12 +323,12 @@ def choice(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
     depths = [slots for slots in STAGING_SLOTS if slots <= deepest]
     memory = 16 if size is FULL else deepest  # subgroups' worth of host memory, at home and staging
     found: dict[str, Any] = {}
-    probed = Probed(folder, size, [Configuration(0.0, (DISK, 400, 400 / 3))])
+    probed = Probed(folder, size, [Configuration(0.0, (DISK, EACH_WAY, THIRD))])
     model = Model(size)
-    for paths in ((DISK,), (400.0, 400 / 3)):
+    for paths in ((DISK,), (EACH_WAY, THIRD)):
         splits: tuple[tuple[float, ...], ...] = ((), *SPLITS) if len(paths) > 1 else ((),)
 
-        def configured(slots: int, split: tuple[float, ...], paths: tuple[float, ...] = paths) -> Configuration:
+        def configured(slots: int, split: tuple[float, ...], paths: tuple[Pace, ...] = paths) -> Configuration:
             return Configuration((memory - slots) / size.subgroups, paths, slots, threads, split)
 
         candidates = [configured(slots, split) for slots, split in itertools.product(depths, splits)]
@@ -327,7 +344,7 @@ def choice(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
         medians = {each: statistics.median(seconds) for each, seconds in steps.items()}
         best = min(medians, key=lambda each: medians[each])
         value = statistics.median(p / b for p, b in zip(steps[planned], steps[best], strict=True))
-        name = "+".join("disk" if rate == DISK else f"{rate:.0f}" for rate in paths)
+        name = "+".join(map(str, paths))
         print(f"  {name}: chosen {planned}: {medians[planned]:.4f} s; best of {len(candidates)} {best}: ", end="")
         print(f"{medians[best]:.4f} s")
         targets.append(Target.at_most(f"the planner's choice over the best of all, {name}", value, 1.05))
@@ -345,8 +362,8 @@ def choice(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
 
 
 def follow(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
-    rate = 400.0
-    configuration = Configuration(0.0, (rate, rate), threads=min(2, cores()))
+    rate = EACH_WAY.read
+    configuration = Configuration(0.0, (EACH_WAY, EACH_WAY), threads=min(2, cores()))
     probed = Probed(folder, size, [configuration])
     parts, seconds = [], []
     with sessions(folder, Model(size), probed.rates, [configuration]) as (one,):
