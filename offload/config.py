@@ -19,6 +19,9 @@ for _power, _letter in enumerate("kmgtp", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 
+LEAST_WITHOUT_UNIT = 1 << 20
+"""Nobody gives so few bytes: whoever writes a smaller number has left out its unit."""
+
 MAX_BYTES = (1 << 63) - 1
 MAX_INTEGER = (1 << 62) - 1
 MAX_DIGITS = 30
@@ -33,7 +36,7 @@ def parse_bytes(field: str, value: object) -> int:
     """Return a size in bytes from an integer or a string such as "8GiB" or "500MB".
 
     Raises:
-        ConfigError: If it is not a size; names `field`.
+        ConfigError: If it is not a size, or a string that seems to lack its unit; names `field`.
     """
     allowed = 'give bytes as an integer >= 0, or a string such as "8GiB" or "500MB"'
     if isinstance(value, bool) or not isinstance(value, int | str):
@@ -44,6 +47,8 @@ def parse_bytes(field: str, value: object) -> int:
             raise ConfigError(field, value, allowed)
         number, unit = match.group(1), _UNITS[match.group(2).lower()]
         nbytes = int(number) * unit if number.isdigit() else int(float(number) * unit)
+        if not match.group(2) and 0 < nbytes < LEAST_WITHOUT_UNIT:
+            raise ConfigError(field, value, f'give it a unit, such as "{number}GiB"; "{number}B" if bytes are meant')
     else:
         nbytes = value
     if not 0 <= nbytes <= MAX_BYTES:
