@@ -122,6 +122,7 @@ class Question:
         rule: Name of the update rule.
         state_format: How its state is stored.
         node: What the node has.
+        places: Directories of the first paths, or what else the rates call them; other paths have only a number.
     """
 
     params: int
@@ -140,6 +141,12 @@ class Question:
     rule: str = "adam"
     state_format: str = "exact"
     node: Node = UNKNOWN
+    places: tuple[str, ...] = ()
+
+    def path_name(self, number: int) -> str:
+        """Return what a path is called, by its number, as in the names of lanes, and where it is."""
+        place = self.places[number] if number < len(self.places) else ""
+        return f"path {number} ({place})" if place else f"path {number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +210,7 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
     return layout, Budgets(
         host_bytes=question.host_memory,
         staging_bytes=question.staging_memory,
-        paths=tuple(PathBudget(f"path {n}", question.path_bytes) for n in range(len(rates.paths))),
+        paths=tuple(PathBudget(question.path_name(n), question.path_bytes) for n in range(len(rates.paths))),
         gradient_bytes=GRADIENT_BYTES * numel,
         follow_rates=True,
         gpu_bytes=question.gpu_memory,
@@ -329,7 +336,7 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
     question, rates, use = answer.question, answer.question.rates, answer.use
     host_room = (question.node.memory_bytes or 1 << 60) // question.ranks - use.host_bytes
     if rates.paths:
-        best = max(rates.paths, key=lambda path: min(path.read_bytes_per_s, path.write_bytes_per_s))
+        best = max(rates.paths, key=lambda path: path.each_way_bytes_per_s)
         what = "a second path like this one" if len(rates.paths) == 1 else "one more path like the fastest"
         yield what, replace(question, rates=replace(rates, paths=(*rates.paths, best)))
     if streamed_bytes := answer.plan.home_bytes[Home.STREAMED]:
@@ -520,6 +527,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         rule=arguments.rule,
         state_format=arguments.state_format,
         node=node,
+        places=tuple(str(facts.get("path", "")) for facts in file.paths),
         **values,
         **counts,
     )
@@ -638,7 +646,7 @@ def _as_dict(
         }
         if prediction
         else {},
-        "paths": list(wear),
+        "paths": [{"name": answer.question.path_name(number), **row} for number, row in enumerate(wear)],
         "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in found],
     }
 
@@ -665,7 +673,8 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
         lines += str(answer.prediction).splitlines()[1:]
     for number, row in enumerate(wear):
         if row["written_bytes_per_step"]:
-            written = f"path {number} is written {format_bytes(row['written_bytes_per_step'])} a step by all ranks"
+            name = answer.question.path_name(number)
+            written = f"{name} is written {format_bytes(row['written_bytes_per_step'])} a step by all ranks"
             days = f"; {row['days']:,.0f} days until its endurance is used up" if "days" in row else ""
             lines.append(f"{written}, {row['steps_per_day']:,.0f} steps a day{days}")
     if found:

@@ -122,6 +122,21 @@ def test_advice_is_what_planning_again_says():
     assert list(found.values()) == sorted(found.values(), reverse=True)
 
 
+def test_paths_are_called_what_the_rates_call_them(tmp_path, capsys):
+    file, path = tmp_path / "named.json", {"read_bytes_per_s": 4e9, "write_bytes_per_s": 4e9}
+    known = {"format": 1, "rates": RATES | {"paths": [path, path]}, "paths": [{"path": "/mnt/a"}, {"path": "/mnt/b"}]}
+    file.write_text(json.dumps(known))
+    arguments = ["--params", "1e9", "--rates", str(file), "--weights-on", "cpu", "--placement", "cpu"]
+    found = plan_json(capsys, *arguments)
+    assert [row["name"] for row in found["paths"]] == ["path 0 (/mnt/a)", "path 1 (/mnt/b)"]
+    assert cli.main(["plan", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "path 0 (/mnt/a) is written" in printed
+    assert "path 1 (/mnt/b) is written" in printed
+    assert cli.main(["plan", *arguments, "--path-bytes", "1GB"]) == 2
+    assert "path 1 (/mnt/b): 953.7 MiB" in capsys.readouterr().err
+
+
 def test_tables_for_people(rates, capsys):
     arguments = ["plan", "--params", "7B", "--rates", rates, "--ranks", "2", "--tokens", "4096", "--endurance", "7PB"]
     assert cli.main(arguments) == 0
