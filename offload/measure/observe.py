@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -30,9 +31,10 @@ LEAST_SHOWN = 0.05
 """A step says nothing of a path's direction alone, or beside the other, that was so for less than this part of its
 busy time."""
 
-LEAST_KEPT = 0.1
-"""The part of its rate alone that a direction keeps beside the other is at least this, and 1 at most: what a noisy
-step shows beyond that is not believed."""
+LEAST_KEPT, LEAST_TOGETHER = 0.05, 1.0
+"""The part of its rate alone that a direction keeps beside the other is at least this, and 1 at most. Both together
+keep as much as if they took turns, or what was known, if that is less. Which operations met is a matter of chance:
+what a step shows beyond that is not believed."""
 
 REFINEMENTS = 30
 BISECTIONS = 40
@@ -72,20 +74,22 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
         nbytes, busy_s = totals.get(lane, (0, 0.0))
         return nbytes / busy_s if is_seen(lane, rate, memory_cost) else rate
 
-    def direction(verb: str, other: str, number: int, path: PathRates) -> dict[str, float]:
-        lane, rates = f"{verb}:{number}", getattr(path, verb)
-        if not is_seen(lane, rates.beside, path.memory_cost):
-            return {}
-        others = spans.get(f"{other}:{number}", ())
-        found = _direction(rates, path.latency_s, intervals[lane], spans[lane], others)
-        return {f"{verb}_bytes_per_s": found.beside, f"{verb}_alone_bytes_per_s": found.alone}
-
-    paths = tuple(
-        dataclasses.replace(
-            path, **direction("read", "write", number, path), **direction("write", "read", number, path)
+    def path_rates(number: int, path: PathRates) -> PathRates:
+        shown = {
+            verb: _shown(rates, path.latency_s, intervals[lane], spans[lane], spans.get(f"{other}:{number}", ()))
+            for verb, other, rates in (("read", "write", path.read), ("write", "read", path.write))
+            if is_seen(lane := f"{verb}:{number}", rates.beside, path.memory_cost)
+        }
+        known_keeps = {"read": path.read.keeps, "write": path.write.keeps}
+        keeps = known_keeps | {verb: each.keeps for verb, each in shown.items()}
+        more = max(1.0, min(LEAST_TOGETHER, sum(known_keeps.values())) / sum(keeps.values()))
+        found = {verb: each.rates(min(1.0, more * keeps[verb])) for verb, each in shown.items()}
+        beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in found.items()}
+        return dataclasses.replace(
+            path, **beside, **{f"{verb}_alone_bytes_per_s": rates.alone for verb, rates in found.items()}
         )
-        for number, path in enumerate(known.paths)
-    )
+
+    paths = tuple(path_rates(number, path) for number, path in enumerate(known.paths))
     gpu = known.gpu
     if gpu is not None:
         gpu = dataclasses.replace(
@@ -136,14 +140,39 @@ def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, flo
     return spans
 
 
-def _direction(
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What a step shows of one direction of a path.
+
+    Attributes:
+        keeps: The part of its rate alone that it keeps beside the other.
+        nbytes: What it moved.
+        beside_s: Seconds that it was busy beside the other.
+        alone_s: Seconds that it was busy alone.
+        idle_s: What of all these was latency.
+    """
+
+    keeps: float
+    nbytes: float
+    beside_s: float
+    alone_s: float
+    idle_s: float
+
+    def rates(self, keeps: float) -> Direction:
+        """Return the rates with which it moved these bytes, if it keeps that part."""
+        busy_s = self.beside_s + self.alone_s
+        alone = self.nbytes / (keeps * self.beside_s + self.alone_s) * busy_s / (busy_s - self.idle_s)
+        return Direction(keeps * alone, alone)
+
+
+def _shown(
     known: Direction,
     latency_s: float,
     intervals: Sequence[Interval],
     spans: Sequence[tuple[float, float]],
     others: Sequence[tuple[float, float]],
-) -> Direction:
-    """Return what one direction of a path reached beside the other and alone.
+) -> _Shown:
+    """Return what a step shows of one direction of a path.
 
     An operation of which a part was beside the other direction does not say how many of its bytes that part moved.
     They are taken as spread by the rates that all operations together show, which is found by doing so again and
@@ -169,16 +198,14 @@ def _direction(
     # Of each operation, and for all of them: beside the other direction, and alone.
     parts_s = np.array([beside_s(begins_s, ends_s), ends_s - begins_s - beside_s(begins_s, ends_s)]).clip(0.0)
     totals_s = np.array([both_s, whole_s - both_s])
-    keeps = known.beside / known.alone
+    keeps = known.keeps
     for _ in range(REFINEMENTS if totals_s.min() >= LEAST_SHOWN * whole_s else 0):
         weights = np.array([[keeps], [1.0]]) * parts_s
         moved = nbytes * weights / np.maximum(weights.sum(axis=0), TOLERANCE)
         beside, alone = moved.sum(axis=1) / totals_s
         keeps = float(np.clip(beside / max(alone, TOLERANCE), LEAST_KEPT, 1.0))
-    alone = float(nbytes.sum() / (keeps * totals_s[0] + totals_s[1]))
     idle_s = min(len(intervals) * latency_s, whole_s / 2)
-    alone *= whole_s / (whole_s - idle_s)
-    return Direction(keeps * alone, alone)
+    return _Shown(keeps, float(nbytes.sum()), both_s, whole_s - both_s, idle_s)
 
 
 def _reaction_s(timeline: Sequence[Interval], known_s: float) -> float:

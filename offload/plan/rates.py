@@ -46,6 +46,11 @@ class Direction(NamedTuple):
         """Whether it is slower beside the other."""
         return self.alone > self.beside
 
+    @property
+    def keeps(self) -> float:
+        """The part of its rate alone that it keeps beside the other."""
+        return self.beside / self.alone
+
 
 @dataclass(frozen=True, slots=True)
 class PathRates:

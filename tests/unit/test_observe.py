@@ -9,7 +9,7 @@ import pytest
 
 from offload.engine.timeline import Interval
 from offload.measure import lane_totals, observe, typical
-from offload.measure.observe import IMPOSSIBLE, LEAST_KEPT
+from offload.measure.observe import IMPOSSIBLE, LEAST_KEPT, LEAST_TOGETHER
 from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
 
@@ -98,6 +98,13 @@ def test_no_step_makes_a_direction_stand_still_beside_the_other() -> None:
     found = seen_path(PathRates(1 * GB, 1 * GB), timeline)
     assert found.read_alone_bytes_per_s * LEAST_KEPT == pytest.approx(found.read_bytes_per_s)
     assert 1.5 * found.read_alone_bytes_per_s + 3 * found.read_bytes_per_s == pytest.approx(5 * GB)
+    # Writes are hardly seen alone: they keep what reads leave of the device, at the least.
+    writes = spans("write:0", (0, 1), nbytes=int(4 * GB)) + spans("write:0", (1, 5), nbytes=1 << 20)
+    found = seen_path(PathRates(1 * GB, 1 * GB), writes + timeline[1:])
+    assert found.read.keeps + found.write.keeps >= LEAST_TOGETHER - 1e-6
+    # Unless a device was measured to do worse than taking turns.
+    found = seen_path(shared(1, 1, keeps=0.2), writes + timeline[1:])
+    assert found.read.keeps + found.write.keeps == pytest.approx(0.4)
     # Nor faster than alone.
     timeline = [
         *spans("write:0", (0, 4), nbytes=int(4 * GB)),
