@@ -170,6 +170,13 @@ class StateFormat(IntEnum):
     """State beside the master is fp32."""
     COMPACT16 = 1
     """State beside the master is bf16, rounded stochastically (`offload.kernels.reference.rounding`)."""
+    COMPACT8 = 2
+    """The master has 24 bits in two planes (fp32 where it is the weight), state beside it 8 in blocks that share
+    scales, all of it rounded stochastically (`offload.kernels.reference.minifloat`)."""
+
+
+BLOCK_NUMEL = 64
+"""Elements that share the scales of `COMPACT8`, counted from the start of the unsharded parameter."""
 
 
 MAX_STATES = 2
@@ -179,10 +186,13 @@ SEGMENT_DTYPE = np.dtype(
     [
         ("master", np.uint64),
         ("new_master", np.uint64),
+        ("master_low", np.uint64),
+        ("new_master_low", np.uint64),
         ("weight", np.uint64),
         ("new_weight", np.uint64),
         ("gradient", np.uint64),
         ("state", np.uint64, MAX_STATES),
+        ("scales", np.uint64),
         ("numel", np.uint64),
         ("first_index", np.uint64),
         ("rounding_key", np.uint64),
@@ -198,15 +208,18 @@ SEGMENT_DTYPE = np.dtype(
 )
 """One row of an update's segment table, the native `Segment` (csrc/kernels/segment.h).
 
-The first six fields are memory addresses of the segment's first element. The master is fp32, the state what
+The first eight fields are memory addresses of the segment's first element. The master is fp32, the state what
 `state_format` says; the gradient is in `gradient_dtype`; the weight in `weight_dtype`, or 0 where the weight is fp32
 and therefore *is* the master (`master` then points at it). Where `new_master` and `new_weight` are not 0, what is
-updated is written there, and the old ones are only read. `rule` is the number of an update rule, which has names for
-`state` and `scalars` (`offload.rules.segment_dtype`); `decay` is what `UpdateRule.decoupled` says.
+updated is written there, and the old ones are only read. In `COMPACT8` the master of a 16-bit weight lies in two
+planes, the upper 16 bits of each element at `master` and 8 more at `master_low`, and `scales` is the address of those
+of the first element's block: one byte for each state tensor, block after block. `rule` is the number of an update
+rule, which has names for `state` and `scalars` (`offload.rules.segment_dtype`); `decay` is what
+`UpdateRule.decoupled` says.
 
 State that is rounded stochastically needs two more numbers, which `EXACT` ignores: `first_index`, the index of the
-segment's first element in the *unsharded* parameter, and `rounding_key`, which `offload.kernels.rounding_keys`
-returns for this update of the parameter.
+segment's first element in the *unsharded* parameter, which also says where blocks begin, and `rounding_key`, which
+`offload.kernels.rounding_keys` returns for this update of the parameter.
 """
 
 

@@ -80,7 +80,7 @@ def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, rule: Up
     least, most = AUTO_SUBGROUP_NUMEL
     chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
     if staging_bytes is not None and staging_bytes >= LEAST_SLOT_BYTES:  # else `make_plan` says that it is too little
-        chosen = min(chosen, staging_bytes // (DEFAULT_STAGING_SLOTS * rule.item_bytes))
+        chosen = min(chosen, int(staging_bytes / (DEFAULT_STAGING_SLOTS * rule.item_bytes)))
     return max(rule.sector_numel, chosen // rule.sector_numel * rule.sector_numel)
 
 

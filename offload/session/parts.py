@@ -151,7 +151,7 @@ class Parts:
         numel = sum(parameter.numel for parameter in parameters)
         staging = None if config.staging_memory is None else int(config.staging_memory)
         self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging, self.rule)
-        state_bytes = self.rule.item_bytes * self._subgroup_numel
+        state_bytes = int(self.rule.item_bytes * self._subgroup_numel)
         striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
         layout = extend_layout(Layout((), (), self.rule), parameters, self._subgroup_numel, self._tile_bytes)
@@ -277,7 +277,7 @@ class Parts:
             return self._place(layout, budgets)
         except InfeasiblePlanError:
             # Larger slots may be the reason, as those there are in use: cut the new state to their size.
-            most = before.slot_bytes // before.layout.rule.item_bytes
+            most = int(before.slot_bytes / before.layout.rule.item_bytes)
             if most >= self._subgroup_numel or not before.staging_slots:
                 raise
             return self._place(extend_layout(before.layout, parameters, most, self._tile_bytes), budgets)
