@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
 
@@ -28,6 +29,9 @@ from offload.rules import ADAMW, MASTER, StateTensor, UpdateRule
 
 SECTOR_NUMEL = SECTOR_BYTES // MASTER.format.item_bytes
 SEGMENT_ALIGN_NUMEL = 64
+LEAST_COMPACT_NUMEL = 4096
+"""Elements of a parameter below which sharing scales saves nothing worth its noise."""
+
 MAX_TILE_BYTES = 8 << 20
 """Large enough that a disk reaches its bandwidth at depth 2, small enough to spread over several paths."""
 
@@ -247,6 +251,24 @@ class Layout:
 def stored_tensors(rule: UpdateRule, dtype: DtypeCode) -> tuple[StateTensor, ...]:
     """Return what state of weights of one dtype is stored in; an fp32 weight *is* its master and needs no copy."""
     return rule.beside if dtype is DtypeCode.FLOAT32 else (*rule.masters, *rule.beside)
+
+
+def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tuple[Parameter, ...]:
+    """Return parameters with `exact` set for those that suffer where elements share scales.
+
+    Args:
+        parameters: Of a session that stores state in blocks.
+        patterns: Names that are kept exact, as in a shell.
+    """
+    return tuple(
+        replace(
+            parameter,
+            exact=parameter.unsharded_numel < LEAST_COMPACT_NUMEL
+            or (parameter.shape is not None and len(parameter.shape) < 2)
+            or any(fnmatchcase(parameter.name, pattern) for pattern in patterns),
+        )
+        for parameter in parameters
+    )
 
 
 def _before(parameter: Parameter, state_format: StateFormat) -> int:

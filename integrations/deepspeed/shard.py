@@ -79,8 +79,9 @@ class Shard:
         self._arrived: dict[int, None] = {}
         self._open = False
         parameters = [
-            Parameter(p.name, p.numel, DtypeCode.of(self.weights[p.flat].dtype), p.group, p.start, p.unsharded_numel)
+            Parameter(p.name, p.numel, dtype, p.group, p.start, p.unsharded_numel, p.shape)
             for p in self.pieces
+            for dtype in (DtypeCode.of(self.weights[p.flat].dtype),)
         ]
         self._scratch = next((path.path for path in config.path_configs if "://" not in path.path), None)
         if device is not None:

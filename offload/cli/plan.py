@@ -17,8 +17,9 @@ from offload.cli.node import GPU, GRADIENT_BYTES, UNKNOWN, Node, Use, check_fits
 from offload.cli.progress import Progress
 from offload.cli.record import to_json
 from offload.cli.values import parse_count
-from offload.config import parse_bytes
+from offload.config import EXACT_NAMES, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
+from offload.protocols import StateFormat
 from offload.rules import RULES, STATE_FORMATS, UpdateRule
 from offload.units import format_bytes, format_seconds
 
@@ -121,6 +122,7 @@ class Question:
         tokens: Tokens of one rank in an iteration; None to predict the step alone.
         rule: Name of the update rule.
         state_format: How its state is stored.
+        exact_params: How many of `params` have exact state all the same.
         node: What the node has.
     """
 
@@ -139,6 +141,7 @@ class Question:
     recompute: bool = False
     rule: str = "adam"
     state_format: str = "exact"
+    exact_params: int = 0
     node: Node = UNKNOWN
 
 
@@ -181,12 +184,16 @@ class Answer:
 
 
 @functools.lru_cache(maxsize=4)
-def _layout(numel: int, subgroup_numel: int, rule: UpdateRule) -> Layout:
+def _layout(numel: int, exact_numel: int, subgroup_numel: int, rule: UpdateRule) -> Layout:
     """Return the layout of one rank's part of a model; advice asks about one again and again."""
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, build_layout
 
-    return build_layout([Parameter("model", numel, DtypeCode.BFLOAT16, 0)], subgroup_numel, rule=rule)
+    parameters = [
+        Parameter("model", numel - exact_numel, DtypeCode.BFLOAT16, 0),
+        Parameter("kept exact", exact_numel, DtypeCode.BFLOAT16, 0, exact=True),
+    ]
+    return build_layout(parameters if exact_numel else parameters[:1], subgroup_numel, rule=rule)
 
 
 def _budgets(question: Question) -> tuple[Layout, Budgets]:
@@ -196,7 +203,8 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
     numel = math.ceil(question.params / question.ranks)
     rule = RULES[question.rule].stored_in(STATE_FORMATS[question.state_format])
     subgroup_numel = question.subgroup_numel or choose_subgroup_numel(numel, question.staging_memory, rule)
-    layout, rates = _layout(numel, subgroup_numel, rule), question.rates
+    exact_numel = math.ceil(question.exact_params / question.ranks)
+    layout, rates = _layout(numel, exact_numel, subgroup_numel, rule), question.rates
     staging = question.gpu_staging
     if staging is None:
         staging = 4 * layout.max_subgroup_bytes if rates.gpu is not None else 0
@@ -498,7 +506,10 @@ def _question(arguments: argparse.Namespace) -> Question:
         rates = replace(rates, compute_flops_per_s=arguments.flops)
     if arguments.path_count is not None:
         rates = _first_paths(rates, arguments.path_count)
-    params = parse_count("--params", arguments.params) if arguments.params else _params_of(arguments.config)
+    if arguments.params:
+        params, exact_params = parse_count("--params", arguments.params), 0
+    else:
+        params, exact_params = _params_of(arguments.config)
     weights_on = arguments.weights_on or ("gpu" if rates.gpu is not None else "cpu")
     values = {
         name: parse_bytes(f"--{name.replace('_', '-')}", value)
@@ -519,6 +530,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         recompute=arguments.recompute,
         rule=arguments.rule,
         state_format=arguments.state_format,
+        exact_params=exact_params if STATE_FORMATS[arguments.state_format] is StateFormat.COMPACT8 else 0,
         node=node,
         **values,
         **counts,
@@ -546,9 +558,16 @@ def _parse_sweep(text: str) -> tuple[str, list[str]]:
     return name, [value.strip() for value in values.split(",")]
 
 
-def _params_of(file: str) -> int:
-    """Return the parameters of the model that a Hugging Face configuration describes, without making it."""
+def _params_of(file: str) -> tuple[int, int]:
+    """Return the parameters of the model that a Hugging Face configuration describes, without making it.
+
+    Returns:
+        How many, and how many of them are kept exact where others are stored in blocks.
+    """
     import json
+
+    from offload.dtypes import DtypeCode
+    from offload.layout import Parameter, keep_exact
 
     path = Path(file) / "config.json" if Path(file).is_dir() else Path(file)
     try:
@@ -572,7 +591,14 @@ def _params_of(file: str) -> int:
     except (ValueError, TypeError, KeyError, AttributeError) as cause:
         allowed = f"transformers {transformers.__version__} makes no model of it: {cause}"
         raise ConfigError("--config", file, allowed) from cause
-    return sum(parameter.numel() for parameter in model.parameters())
+    parameters = keep_exact(
+        [
+            Parameter(name, parameter.numel(), DtypeCode.BFLOAT16, 0, shape=tuple(parameter.shape))
+            for name, parameter in model.named_parameters()
+        ],
+        EXACT_NAMES,
+    )
+    return sum(p.numel for p in parameters), sum(p.numel for p in parameters if p.exact)
 
 
 def _wear(answer: Answer, arguments: argparse.Namespace) -> list[dict[str, float]]:
