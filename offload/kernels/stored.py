@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from offload.kernels.reference import SegmentTensors, decoded, master_of, state_of, store_master, store_state
+from offload.kernels.reference import (
+    SegmentTensors,
+    decoded,
+    master_of,
+    minifloat,
+    state_of,
+    store_master,
+    store_state,
+)
 from offload.protocols import SegmentFlag, StateFormat
 from offload.rules import MASTER, MASTER_LOW, SCALES, Format, UpdateRule
 from offload.rules.formats import BF16, FP24_UPPER, FP32
@@ -60,6 +68,11 @@ def as_fp32(
     if keep:
         store_state(segment, [views[tensor.name] for tensor in rule.state])
         store_master(segment, views[MASTER.name])
+
+
+def stored_master(values: torch.Tensor, state_format: StateFormat) -> torch.Tensor:
+    """Return the fp32 master of a 16-bit weight as it is once it has been stored in a format."""
+    return minifloat.join_master(*minifloat.split_master(values)) if state_format is StateFormat.COMPACT8 else values
 
 
 def tensor_as_fp32(rule: UpdateRule, name: str, stored: Mapping[str, torch.Tensor], first_index: int) -> torch.Tensor:

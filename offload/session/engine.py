@@ -413,16 +413,22 @@ class Engine:
 
         Where the weight is fp32 it *is* the master, and a master that is given is written to it. A tensor that is
         not given keeps its value.
+
+        Raises:
+            ConfigError: A tensor has another number of elements, or is negative where a compact format stores roots.
         """
         with self._thread.turn():
             tensors_of = {self._position(parameter): tensors for parameter, tensors in values.items()}
             counts = {self._position(parameter): step for parameter, step in (steps or {}).items()}
+            rule = self.plan.layout.rule
             for position, tensors in tensors_of.items():
                 parameter = self.plan.layout.parameters[position]
                 for name, tensor in tensors.items():
                     if tensor.numel() != parameter.numel:
                         allowed = f"give {parameter.numel} elements"
                         raise ConfigError(f"{name} of {parameter.name}", tensor.numel(), allowed)
+                    if name in rule.roots and rule.state_format is not StateFormat.EXACT and bool((tensor < 0).any()):
+                        raise ConfigError(f"{name} of {parameter.name}", float(tensor.min()), "give no negative ones")
 
             def write(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
                 for name, tensor in tensors_of.get(segment.parameter, {}).items():
