@@ -7,7 +7,8 @@ report gives mean differences with their 95% intervals (Student's t), and which 
 (one of 2.8 standard errors, with a power of 80%).
 
 `nearest` is bf16 moments rounded to nearest, known to freeze where beta2 is near 1
-(tests/kernels/test_format_decay.py); torchao's and bitsandbytes' 8-bit AdamW, with an fp32 master beside them, run where they are installed.
+(tests/kernels/test_format_decay.py); torchao's and bitsandbytes' 8-bit AdamW, with an fp32 master beside them, run
+where they are installed.
 """
 
 from __future__ import annotations
