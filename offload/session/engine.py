@@ -594,7 +594,8 @@ class Engine:
         away when the device answers.
         """
         self._ending.close()
-        self._finalizer.detach()
+        if self._ending.work is not None:  # else it was put off, for a request under way that may be interrupted
+            self._finalizer.detach()
 
     def __enter__(self) -> Engine:
         return self
