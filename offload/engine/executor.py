@@ -298,6 +298,12 @@ class LiveExecutor:
                 events.append(self._report(completion))
         return events
 
+    def drain(self) -> None:
+        """Wait until nothing is under way that touches a caller's memory, whatever comes of it, or a lane hangs."""
+        while any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values()):
+            if any(isinstance(event, Stop) for event in self.wait()):
+                return
+
     def take_timed(self) -> None:
         """Add what the GPU's lanes have done to the timeline."""
         if self._gpu is not None:

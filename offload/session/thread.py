@@ -208,10 +208,12 @@ class EngineThread:
             # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
             self.error = error
             self.say_broken(error)
+            executor = self._parts.executor
+            with contextlib.suppress(Exception):  # what has failed may fail again
+                executor.drain()  # whoever is answered may free what updates still write to
             self._end_save(error)
             if self._current is not None:
                 self._answer(error)
-            executor = self._parts.executor
             while True:
                 while not executor.requests:
                     executor.wait()
