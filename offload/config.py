@@ -162,8 +162,8 @@ class OffloadConfig:
         state_format: How state is stored, everywhere: "exact" (fp32), or "compact16": the master in fp32, the tensors
             beside it in bf16, rounded stochastically. With Adam and 16-bit weights that is 8 bytes a parameter and
             not 12. The same seed gives the same bits on every placement.
-        seed: What stochastic rounding depends on, beside each parameter's number, update and element. A checkpoint
-            brings its own.
+        seed: What stochastic rounding depends on, beside each parameter's number, update and element; the same on all
+            ranks. A checkpoint brings its own.
     """
 
     host_memory: int | str | None = None
