@@ -168,8 +168,8 @@ class OffloadConfig:
             parameter and not 12. The same seed gives the same bits on every placement.
         exact_names: Patterns (as in a shell) of names of parameters that "compact8" keeps exact, as it does all with
             fewer than two dimensions or 4,096 elements. By default those of embeddings and of the output layer.
-        seed: What stochastic rounding depends on, beside each parameter's number, update and element. A checkpoint
-            brings its own.
+        seed: What stochastic rounding depends on, beside each parameter's number, update and element; the same on all
+            ranks. A checkpoint brings its own.
     """
 
     host_memory: int | str | None = None

@@ -140,9 +140,9 @@ class Shard:
 
     def _open_window(self, lent: int | None = None) -> None:
         if not self._open:
-            self._open = True
-            self._arrived.clear()
             self.gradients.begin(lent)
+            self._arrived.clear()
+            self._open = True  # last: what is interrupted before is done anew
 
     def close_window(self) -> None:
         """The gradients have been used or thrown away; they stay readable until the next ones arrive."""

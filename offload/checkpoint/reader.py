@@ -9,6 +9,7 @@ verified, and what is wrong is told by parameter and file.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from offload.layout import Subgroup
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
 from offload.rules import FP32, UpdateRule
 from offload.tiers import open_existing, tier_error
+
+log = logging.getLogger("offload")
 
 BUFFERS = 12
 """Most tiles in memory at once: being read, or kept because the next range may need them again."""
@@ -251,12 +254,21 @@ class Checkpoint:
 
     @property
     def rounding(self) -> tuple[int, Mapping[str, int]] | None:
-        """See `StateSource.rounding`."""
+        """See `StateSource.rounding`; says so where ranks had different seeds, of which the first rank's counts."""
         numbers: dict[str, int] = {}
         for manifest in self.manifests:
             if manifest.seed is None:
                 return None
             numbers |= dict(zip(manifest.layout.index_by_name, manifest.numbers, strict=True))
+        seeds = [manifest.seed for manifest in self.manifests]
+        if len(set(seeds)) > 1:
+            log.warning(
+                "%s was saved by ranks with different seeds (%s); all go on with %d, so state is rounded as no run "
+                "without this break would: give every rank the same OffloadConfig.seed",
+                self.path,
+                ", ".join(map(str, seeds)),
+                seeds[0],
+            )
         return self.manifests[0].seed or 0, numbers
 
     @property

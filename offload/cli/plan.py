@@ -92,6 +92,12 @@ def add_parser(commands: Any) -> None:
         help='updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)',
     )
     parser.add_argument("--weights-on", choices=("cpu", "gpu"), help="where they lie (default: gpu, if there is one)")
+    parser.add_argument(
+        "--keep-grads",
+        action=argparse.BooleanOptionalAction,
+        help="gradients on the GPU stay until the step, as OffloadConfig(keep_grads=...) says; with --no-keep-grads, "
+        "and under ZeRO, they leave during backward (default: they stay with one rank)",
+    )
     node = parser.add_argument_group("the node, where it is another than that of the rates")
     node.add_argument("--node-memory", metavar="SIZE", help="host memory that all ranks have together")
     node.add_argument("--gpus", metavar="N", type=int, help="number of GPUs")
@@ -118,6 +124,7 @@ class Question:
     Attributes:
         params: Parameters of the whole model.
         rates: Of the node.
+        keep_grads: Whether gradients stay on the GPU, if weights lie there, until the step.
         recompute: Whether backward repeats the forward pass.
         tokens: Tokens of one rank in an iteration; None to predict the step alone.
         rule: Name of the update rule.
@@ -137,6 +144,7 @@ class Question:
     subgroup_numel: int | None = None
     placement: str | float = "auto"
     weights_on_gpu: bool = False
+    keep_grads: bool = False
     tokens: int | None = None
     recompute: bool = False
     rule: str = "adam"
@@ -217,6 +225,7 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
         gpu_bytes=question.gpu_memory,
         gpu_staging_bytes=staging,
         weights_on_gpu=question.weights_on_gpu,
+        gradients_on_gpu=question.weights_on_gpu and question.keep_grads,
     )
 
 
@@ -284,7 +293,7 @@ def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[f
     unit_s = question.params * question.tokens / rates.compute_flops_per_s
     forward_s = FLOPS_PER_WEIGHT["forward"] * unit_s
     backward_s = FLOPS_PER_WEIGHT["backward"] * unit_s + (forward_s if question.recompute else 0.0)
-    if question.weights_on_gpu and rates.gpu is not None:
+    if question.weights_on_gpu and not question.keep_grads and rates.gpu is not None:
         # Gradients of what the CPU updates leave the GPU meanwhile.
         subgroups = plan.layout.subgroups
         nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
@@ -527,6 +536,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         ranks=arguments.ranks,
         placement=_placement(arguments.placement),
         weights_on_gpu=weights_on == "gpu",
+        keep_grads=arguments.ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
         recompute=arguments.recompute,
         rule=arguments.rule,
         state_format=arguments.state_format,

@@ -298,6 +298,12 @@ class LiveExecutor:
                 events.append(self._report(completion))
         return events
 
+    def drain(self) -> None:
+        """Wait until nothing is under way that touches a caller's memory, whatever comes of it, or a lane hangs."""
+        while any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values()):
+            if any(isinstance(event, Stop) for event in self.wait()):
+                return
+
     def take_timed(self) -> None:
         """Add what the GPU's lanes have done to the timeline."""
         if self._gpu is not None:
@@ -312,6 +318,7 @@ class LiveExecutor:
         operation, request = self._in_flight.pop(completion.op)
         due_s = self._due_s.pop(completion.op)
         if completion.op in self._waiting or isinstance(operation, CopyIn | CopyOut | WeightOperation):
+            tier, path = self._place(operation)
             self._waiting.pop(completion.op, None)
             if completion.error == 0:
                 if self._gpu is not None and isinstance(operation, CopyOut | FetchWeights | AwaitPush):
@@ -319,8 +326,9 @@ class LiveExecutor:
                     with contextlib.suppress(OffloadError):  # a device that has failed says so with its next report
                         self._gpu.take_timed(self._add_timed, operation.subgroup)
                 return Done(completion.op)
-            failed = TierError("copy", tier="gpu", path="d2h", detail="the GPU has failed; see the log")
-            return Failed(completion.op, failed)
+            return Failed(
+                completion.op, TierError("copy", tier=tier, path=path, detail="the GPU has failed; see the log")
+            )
         if isinstance(operation, Sync | Commit):
             if completion.error == 0:
                 return Done(completion.op)
@@ -345,9 +353,9 @@ class LiveExecutor:
         if request is None or isinstance(operation, Run):
             detail = f"the kernel reports {completion.error}"
             return Failed(completion.op, TierError("update", tier="host", path="cpu", detail=detail))
-        tier = self._tier(operation.record.location.path)
+        used = self._tier(operation.record.location.path)
         verb = "read" if isinstance(operation, ReadTile | CopyTile) else "write"
-        return Failed(completion.op, self._tier_error(verb, completion, request, tier))
+        return Failed(completion.op, self._tier_error(verb, completion, request, used))
 
     def _stalled(self, lasts_s: float, what: str) -> TierError:
         """Return the error that names an operation whose lane is silent."""
@@ -375,7 +383,10 @@ class LiveExecutor:
             tier = self._tier(operation.record.location.path)
         if tier is not None:
             return tier.name, tier.path
-        return ("gpu", "d2h") if isinstance(operation, CopyOut) else ("host", "cpu")
+        if isinstance(operation, CopyIn | PushWeights | AwaitPush):
+            return "gpu", "h2d"
+        for_gradients = operation.op in self._waiting
+        return ("gpu", "d2h") if for_gradients or isinstance(operation, CopyOut | FetchWeights) else ("host", "cpu")
 
     def _awaited(self) -> str:
         """Return what a lane has been asked and does not answer, for the log."""

@@ -246,6 +246,10 @@ class Engine:
         """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
         return self._parts.gradients.stays(self._position(parameter))
 
+    def has_gradient(self, parameter: int | str) -> bool:
+        """Return whether a parameter's gradient has arrived on a GPU and has not been forgotten."""
+        return self._parts.gradients.has_arrived(self._position(parameter))
+
     def settle_gradients(self) -> None:
         """Wait until gradients that have arrived on a GPU are where the step reads them: slots, or where they lie."""
         self._thread.check_usable()
@@ -268,9 +272,9 @@ class Engine:
         """
         gpu = self._parts.gpu
         if self._thread.is_usable and gpu is not None:
-            self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
-            for gradient in dropped:
+            for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
                 gpu.device.give_up(gradient)
+            self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
             if self._visits.placing.due:  # and no gradient is here now
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
                     self._thread.request(self._visits.placing.review)
@@ -600,7 +604,8 @@ class Engine:
         away when the device answers.
         """
         self._ending.close()
-        self._finalizer.detach()
+        if self._ending.work is not None:  # else it was put off, for a request under way that may be interrupted
+            self._finalizer.detach()
 
     def __enter__(self) -> Engine:
         return self

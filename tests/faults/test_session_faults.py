@@ -16,7 +16,7 @@ import torch
 from faulty import Fault, FaultKind, FaultyTier, Operation
 
 import offload
-from offload.session import setup
+from offload.session import setup, visits
 from offload.tiers import open_tier
 
 PROBE_OPERATIONS = 12
@@ -329,3 +329,35 @@ def test_sessions_leave_no_descriptors(paths: list[Path], backend: str) -> None:
     gc.collect()  # what earlier tests have left goes now
     before = run()
     assert [run() for _ in range(3)] == [before] * 3
+
+
+def test_a_step_that_nothing_can_be_learnt_from_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = train([tmp_path])
+
+    def observe(*arguments: Any) -> None:
+        raise ZeroDivisionError("a rate of nothing")
+
+    monkeypatch.setattr(visits, "observe", observe)
+    assert all(map(torch.equal, train([tmp_path]), expected))
+    assert "nothing is learnt from the last step: ZeroDivisionError" in caplog.text
+
+
+def test_whoever_is_told_of_a_bug_may_free_what_updates_wrote_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug that ends the engine thread in the middle of a step is told when the step's updates have ended."""
+    parameters = [torch.nn.Parameter(torch.ones(5000).bfloat16()) for _ in range(4)]
+    with offload.AdamW(parameters, offload=offload.OffloadConfig(subgroup_numel=1024, threads=1)) as optimizer:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+
+        def learn() -> None:
+            raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr(optimizer.engine._visits, "learn", learn)
+        executor = optimizer.engine._parts.executor
+        with pytest.raises(offload.StepAbortedError, match="a bug"):
+            optimizer.step()
+        assert not executor._in_flight
+        with pytest.raises(offload.SessionBrokenError, match="a bug"):
+            optimizer.step()
