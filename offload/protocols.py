@@ -57,7 +57,10 @@ class TileRequest:
         nbytes: Payload bytes, a multiple of `SECTOR_BYTES`.
         numel: Elements of the payload that mean something; stored and verified.
         checksum: On read, the CRC32C that the index expects, or None to accept what the header says. On
-            write, ignored: the tier computes it and reports it in the completion.
+            write, that of the payload, or None where it is not known. A tier may take it from here, else it computes
+            it; it reports it in the completion.
+        verify: On read, whether the payload is compared with its checksum before the read completes. False where the
+            caller does that, before anything uses the payload; a tier may do it all the same.
     """
 
     op: int
@@ -68,6 +71,7 @@ class TileRequest:
     nbytes: int
     numel: int
     checksum: int | None = None
+    verify: bool = True
 
 
 class Completion(NamedTuple):
@@ -120,7 +124,7 @@ class Tier(Protocol):
     """Whether transfers go through the system's page cache, so that a short trial says nothing about the device."""
 
     def read(self, request: TileRequest) -> None:
-        """Start reading a slot into memory; header and checksum are verified before it completes."""
+        """Start reading a slot into memory; it is verified before it completes, as the request says."""
 
     def write(self, request: TileRequest) -> None:
         """Start writing a tile into a free slot; the header is made from the request."""
