@@ -214,6 +214,26 @@ returns for this update of the parameter.
 """
 
 
+class Seal(Protocol):
+    """Checksums of a subgroup's state as an update has left it, by blocks and by tiles."""
+
+    def checksum(self, tensor: int, tile: int) -> int:
+        """Return the CRC32C of a tile, once the update has ended well."""
+
+
+class SealedState(NamedTuple):
+    """Where the state of a subgroup lies: its tensors, and the segments in them."""
+
+    tensors: list[tuple[int, int]]
+    """Memory address and bytes of an element of each."""
+    offsets: npt.NDArray[np.uint64]
+    """Where each segment begins in each tensor, in elements; ascending."""
+    numel: int
+    """Elements of each tensor, padding included."""
+    tile_numel: int
+    """Elements of each tile but the last."""
+
+
 class UpdateKernel(Protocol):
     """Runs optimizer updates on one device, bit for bit as `offload.kernels.reference` defines them."""
 
@@ -221,6 +241,13 @@ class UpdateKernel(Protocol):
         """Start updating the segments of `table` (rows of `SEGMENT_DTYPE`); completes on the queue as `op`.
 
         The table is copied; the memory it points at must live until the completion.
+        """
+
+    def submit_sealed(self, op: int, table: npt.NDArray[Any], state: SealedState, expected: Seal | None) -> Seal:
+        """Likewise; compare each block of the state with a seal before it is updated, and seal it afterwards.
+
+        A block that is not as `expected` completes it with `ERROR_CHECKSUM`, and the number of the tensor << 32 |
+        that of the tile as `detail`. Without `expected` nothing is compared.
         """
 
     def close(self) -> None:
