@@ -57,7 +57,10 @@ class TileRequest:
         nbytes: Payload bytes, a multiple of `SECTOR_BYTES`.
         numel: Elements of the payload that mean something; stored and verified.
         checksum: On read, the CRC32C that the index expects, or None to accept what the header says. On
-            write, ignored: the tier computes it and reports it in the completion.
+            write, that of the payload, or None where it is not known. A tier may take it from here, else it computes
+            it; it reports it in the completion.
+        verify: On read, whether the payload is compared with its checksum before the read completes. False where the
+            caller does that, before anything uses the payload; a tier may do it all the same.
     """
 
     op: int
@@ -68,6 +71,7 @@ class TileRequest:
     nbytes: int
     numel: int
     checksum: int | None = None
+    verify: bool = True
 
 
 class Completion(NamedTuple):
@@ -120,7 +124,7 @@ class Tier(Protocol):
     """Whether transfers go through the system's page cache, so that a short trial says nothing about the device."""
 
     def read(self, request: TileRequest) -> None:
-        """Start reading a slot into memory; header and checksum are verified before it completes."""
+        """Start reading a slot into memory; it is verified before it completes, as the request says."""
 
     def write(self, request: TileRequest) -> None:
         """Start writing a tile into a free slot; the header is made from the request."""
@@ -223,6 +227,26 @@ segment's first element in the *unsharded* parameter, which also says where bloc
 """
 
 
+class Seal(Protocol):
+    """Checksums of a subgroup's state as an update has left it, by blocks and by tiles."""
+
+    def checksum(self, tensor: int, tile: int) -> int:
+        """Return the CRC32C of a tile, once the update has ended well."""
+
+
+class SealedState(NamedTuple):
+    """Where the state of a subgroup lies: its tensors, and the segments in them."""
+
+    tensors: list[tuple[int, int]]
+    """Memory address and bytes of an element of each."""
+    offsets: npt.NDArray[np.uint64]
+    """Where each segment begins in each tensor, in elements; ascending."""
+    numel: int
+    """Elements of each tensor, padding included."""
+    tile_numel: int
+    """Elements of each tile but the last."""
+
+
 class UpdateKernel(Protocol):
     """Runs optimizer updates on one device, bit for bit as `offload.kernels.reference` defines them."""
 
@@ -230,6 +254,13 @@ class UpdateKernel(Protocol):
         """Start updating the segments of `table` (rows of `SEGMENT_DTYPE`); completes on the queue as `op`.
 
         The table is copied; the memory it points at must live until the completion.
+        """
+
+    def submit_sealed(self, op: int, table: npt.NDArray[Any], state: SealedState, expected: Seal | None) -> Seal:
+        """Likewise; compare each block of the state with a seal before it is updated, and seal it afterwards.
+
+        A block that is not as `expected` completes it with `ERROR_CHECKSUM`, and the number of the tensor << 32 |
+        that of the tile as `detail`. Without `expected` nothing is compared.
         """
 
     def close(self) -> None:

@@ -18,13 +18,6 @@ constexpr std::uint64_t kRowCost = 64;
 
 std::size_t size_of_dtype(std::int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
-// Non-temporal stores are not ordered by the release that ends a piece; this makes them so.
-void drain_nontemporal_stores() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
-}
-
 std::string check_segment(const Segment& s) {
   if (s.flags & ~static_cast<std::uint32_t>(kAllFlags)) return "unknown flags " + std::to_string(s.flags);
   const bool active = s.flags & kActive;
@@ -57,6 +50,12 @@ std::string check_segment(const Segment& s) {
 }
 
 }  // namespace
+
+void drain_nontemporal_stores() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
 
 std::string check_table(const Segment* table, std::size_t rows) {
   if (rows > 0xffffffffu) return "more than 2^32 segments";
@@ -97,10 +96,7 @@ std::vector<Piece> cut_rows(const std::vector<std::uint64_t>& units) {
 TableJob::Cut::Cut(std::vector<Segment> table) : segments(std::move(table)) {
   std::vector<std::uint64_t> numels;
   numels.reserve(segments.size());
-  for (const Segment& segment : segments) {
-    const bool touched = segment.flags & (kActive | kLoadMaster | kZeroState);
-    numels.push_back(touched ? segment.numel : 0);
-  }
+  for (const Segment& segment : segments) numels.push_back(is_touched(segment) ? segment.numel : 0);
   pieces = cut_rows(numels);
 }
 

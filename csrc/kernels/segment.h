@@ -22,6 +22,12 @@ enum : std::uint32_t {
   kAllFlags = 15,
 };
 
+// Beside those, from native code only: the range is one of the blocks that follow each other (seal.h).
+constexpr std::uint32_t kInBlocks = std::uint32_t{1} << 31;
+
+// Elements of a block: its state stays in the first-level cache, and a checksum, 4 bytes a tensor, is small beside it.
+constexpr std::uint64_t kBlockNumel = 1024;
+
 // How state lies in memory; StateFormat of offload/protocols.py.
 enum : std::uint32_t { kExact = 0, kCompact16 = 1, kCompact8 = 2, kLastStateFormat = kCompact16 };
 

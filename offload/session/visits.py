@@ -138,7 +138,7 @@ class Visits:
             parts.gradients.bring(run.visit.subgroup)
             return parts.views.update_table(run, parts.gradients.addresses)
 
-        return self._sweep(visits, update, changes=True, coming=parts.gradients.coming)
+        return self._sweep(visits, update, changes=True, coming=parts.gradients.coming, updates=True)
 
     def _sweep(
         self,
@@ -146,8 +146,9 @@ class Visits:
         visitor: Callable[[Run], npt.NDArray[Any] | None],
         changes: bool,
         coming: Callable[[int], None] = nothing_comes,
+        updates: bool = False,
     ) -> Sweep:
-        self._parts.executor.visit_with(visitor, coming)
+        self._parts.executor.visit_with(visitor, coming, updates=updates)
         self._sweeps += 1
         self.version += changes
         return Sweep(self._sweeps, self.version, visits)
