@@ -35,6 +35,10 @@ std::vector<Segment> copy_table(std::uintptr_t address, std::size_t rows) {
   const Segment* table = reinterpret_cast<const Segment*>(address);
   const std::string problem = check_table(table, rows);
   if (!problem.empty()) throw std::invalid_argument(problem);
+  for (std::size_t i = 0; i < rows; ++i)
+    if (table[i].state_format > kLastStateFormat)
+      throw std::invalid_argument("segment " + std::to_string(i) + ": the CPU's kernels have no state_format " +
+                                  std::to_string(table[i].state_format));
   return std::vector<Segment>(table, table + rows);
 }
 

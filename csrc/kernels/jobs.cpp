@@ -41,14 +41,20 @@ std::string check_segment(const Segment& s) {
   if (s.weight % 2 || s.new_weight % 2) return "weight is not aligned to 2 bytes";
   if (s.new_weight != 0 && s.weight == 0) return "new_weight is given but weight is null";
   if ((active || loads) && s.master == 0) return "master is null";
-  if (s.state_format > kLastStateFormat) return "unknown state_format " + std::to_string(s.state_format);
-  const unsigned state_bytes = s.state_format == kExact ? 4 : 2;
+  if (s.state_format > kCompact8) return "unknown state_format " + std::to_string(s.state_format);
+  const bool in_blocks = s.state_format == kCompact8;
+  const bool in_planes = in_blocks && s.weight != 0;
+  if ((active || loads) && in_planes && s.master_low == 0) return "master_low is null";
+  if ((active || zeroes) && in_blocks && s.scales == 0) return "scales is null";
+  const unsigned master_bytes = in_planes ? 2 : 4;
+  const unsigned state_bytes = s.state_format == kExact ? 4 : in_blocks ? 1 : 2;
   std::uint64_t state_addresses = 0;
   for (int k = 0; k < states; ++k) {
     if ((active || zeroes) && s.state[k] == 0) return "state " + std::to_string(k) + " is null";
     state_addresses |= s.state[k];
   }
-  if ((s.master | s.new_master) % 4) return "master is not aligned to 4 bytes";
+  if ((s.master | s.new_master) % master_bytes)
+    return "master is not aligned to " + std::to_string(master_bytes) + " bytes";
   if (state_addresses % state_bytes) return "state is not aligned to " + std::to_string(state_bytes) + " bytes";
   if (active && s.gradient == 0) return "gradient is null";
   if (active && (s.gradient_dtype < kBfloat16 || s.gradient_dtype > kFloat32))

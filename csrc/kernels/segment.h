@@ -29,8 +29,8 @@ constexpr int kMaxStates = 2;
 constexpr int kMaxScalars = 11;
 
 // One parameter's run of elements with its own scalars. Addresses are of the first element: the master is fp32 at any
-// multiple of 4 (fastest at 64), state fp32 or bf16 and the weight at any multiple of their element's size, the gradient
-// anywhere. The ranges must not overlap each other or another segment's.
+// multiple of 4 (fastest at 64), or in two planes, state and the weight at any multiple of their element's size, the
+// gradient anywhere. The ranges must not overlap each other or another segment's.
 struct Segment {
   std::uint64_t master;
   std::uint64_t new_master;  // 0: where the old one is
