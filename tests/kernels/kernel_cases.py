@@ -11,7 +11,7 @@ import torch
 
 from offload.kernels import reference, rounding_keys
 from offload.kernels.reference import SegmentTensors
-from offload.protocols import SegmentFlag, StateFormat
+from offload.protocols import BLOCK_NUMEL, SegmentFlag, StateFormat
 from offload.rules import ADAMW, UpdateRule, segment_dtype
 
 GUARD = 0xA5
@@ -20,6 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, None)
 
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_INTEGERS |= {dtype: dtype for dtype in (torch.int16, torch.uint8)}
 _SPECIAL = (
     0.0,
     -0.0,
@@ -67,7 +68,7 @@ class Placed:
     """Whether an offset that is no multiple of the element's size is used as it is, or rounded down to one."""
 
     def __init__(self, tensor: torch.Tensor, offset: int = 0, memory: np.ndarray | None = None) -> None:
-        self.dtype = tensor.dtype
+        self.dtype, self._shape = tensor.dtype, tensor.shape
         self._nbytes = tensor.numel() * tensor.element_size()
         needed = self._nbytes + 1024
         if memory is None:
@@ -78,7 +79,7 @@ class Placed:
         if not self.unaligned:
             offset -= offset % self.dtype.itemsize
         self._start = 256 + (-self._raw.data_ptr() % 256) + offset
-        self._inside.copy_(tensor.contiguous().view(torch.uint8))
+        self._inside.copy_(tensor.reshape(-1).view(torch.uint8))
         self.address = self._raw.data_ptr() + self._start
 
     @property
@@ -91,7 +92,7 @@ class Placed:
         assert torch.all(outside == GUARD), "written out of bounds"
         tensor = torch.empty(self._nbytes // self.dtype.itemsize, dtype=self.dtype)
         tensor.view(torch.uint8).copy_(self._inside)
-        return tensor
+        return tensor.reshape(self._shape)
 
 
 @dataclass
@@ -117,8 +118,9 @@ class Case:
         scalars: Any = None,
         offsets: tuple[int, ...] = (),
         rule: UpdateRule = ADAMW,
+        first_index: int | None = None,
     ) -> Case:
-        state_dtype = torch.float32 if cls.state_format is StateFormat.EXACT else torch.bfloat16
+        state_dtype = torch.bfloat16 if cls.state_format is StateFormat.COMPACT16 else torch.float32
         tensors = SegmentTensors(
             master=values(seed, numel, torch.float32, kind),
             state=[
@@ -134,8 +136,10 @@ class Case:
             rule=rule,
             state_format=cls.state_format,
             rounding_key=int(rounding_keys(seed, 0, 1)[0]),
-            first_index=some_index(seed, numel),
+            first_index=some_index(seed, numel) if first_index is None else first_index,
         )
+        if cls.state_format is StateFormat.COMPACT8:
+            store_in_blocks(tensors, seed, kind)
         named = tensors.tensors()
         names = (*tensors.rule.names, "gradient", "weight")
         placed = {
@@ -143,6 +147,8 @@ class Case:
             for name, at in zip(names, offsets or [0] * len(names), strict=True)
             if name in named
         }
+        # Only COMPACT8 has more.
+        placed |= {name: Placed(named[name], sum(offsets[:1])) for name in named if name not in placed}
         return cls(tensors, placed)
 
     def row(self) -> np.ndarray:
@@ -157,6 +163,29 @@ class Case:
         reference.update(self.tensors)
         for name, placed in self.placed.items():
             assert same_bits(placed.tensor(), self.tensors.tensors()[name]), f"{name} differs from the reference"
+
+
+def store_in_blocks(tensors: SegmentTensors, seed: int, kind: str) -> None:
+    """Make fp32 state that of `COMPACT8`, "wild" one of any codes and scales."""
+    numel, master, state = tensors.master.numel(), tensors.master, tensors.state
+    if tensors.weight is not None:
+        tensors.master = torch.empty(numel, dtype=torch.int16)
+        tensors.master_low = torch.empty(numel, dtype=torch.uint8)
+        reference.store_master(tensors, master)
+    shape = reference.minifloat.blocks_numel(tensors.first_index, numel), len(state)
+    tensors.state = [torch.empty(numel, dtype=torch.uint8) for _ in state]
+    tensors.scales = torch.empty(shape, dtype=torch.uint8)
+    reference.store_state(tensors, state)
+    if kind == "wild":
+        generator = torch.Generator().manual_seed(seed)
+        any_scales = torch.randint(24, 255, shape, generator=generator, dtype=torch.uint8)
+        chosen = torch.rand(shape, generator=generator) < 0.8
+        tensors.scales.copy_(torch.where(chosen, any_scales, tensors.scales))
+        before = tensors.first_index % BLOCK_NUMEL
+        for codes, found in zip(tensors.state, chosen.T, strict=True):
+            any_codes = torch.randint(0, 256, codes.shape, generator=generator, dtype=torch.uint8)
+            found = found.repeat_interleave(BLOCK_NUMEL)[before : before + numel]
+            codes.copy_(torch.where(found, any_codes, codes))
 
 
 def some_index(seed: int, numel: int) -> int:
