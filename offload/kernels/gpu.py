@@ -97,24 +97,18 @@ class GpuUpdateKernel:
         streams: Any = torch.cuda
         self._uploads: Any = streams.Stream(chosen) if chosen.type == "cuda" else None
 
-    def compile(
-        self,
-        rule: UpdateRule,
-        dtypes: Iterable[tuple[DtypeCode, DtypeCode]],
-        state_format: StateFormat = StateFormat.EXACT,
-    ) -> None:
+    def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
         """Compile what aligned gradients and weights need, so that nothing waits for that later.
 
         Args:
             rule: The update rule.
-            dtypes: Those of gradients with those of their weights.
-            state_format: How the state beside the master is stored.
+            kinds: Of parameters: dtypes of the gradient and of the weight, and how the state is stored.
         """
         with self._current():
             self._kernels.copy_pieces.warmup(
                 torch.int64, torch.int32, BLOCK=COPY_BLOCK_BYTES, grid=(1,), **COPY_OPTIONS
             )
-            for gradient, weight in dtypes:
+            for gradient, weight, state_format in kinds:
                 self._kernels.update.warmup(
                     torch.int64,
                     torch.int32,
