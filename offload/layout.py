@@ -205,6 +205,10 @@ class Layout:
     subgroups: tuple[Subgroup, ...]
     rule: UpdateRule = ADAMW
 
+    def format_of(self, parameter: Parameter) -> StateFormat:
+        """Return how the state of a parameter is stored."""
+        return StateFormat.EXACT if parameter.exact else self.rule.state_format
+
     @cached_property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """For each parameter, its (subgroup, position of the segment in it), in order."""
@@ -329,7 +333,7 @@ def extend_layout(
     buckets: dict[tuple[int, DtypeCode, StateFormat], list[int]] = {}
     for index, parameter in enumerate(added, start=len(layout.parameters)):
         if parameter.numel > 0:
-            state_format = StateFormat.EXACT if parameter.exact else layout.rule.state_format
+            state_format = layout.format_of(parameter)
             buckets.setdefault((parameter.group, parameter.dtype, state_format), []).append(index)
     subgroups = list(layout.subgroups)
     for (group, dtype, state_format), members in buckets.items():

@@ -329,8 +329,13 @@ class Device(Protocol):
         Whatever it asks of the device leaves other devices, and captures of CUDA graphs by other threads, alone.
         """
 
-    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]], state_format: StateFormat) -> None:
-        """Make ready what updates by a rule, and sums, need for dtypes of gradients and weights; may take seconds."""
+    def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
+        """Make ready what updates by a rule, and sums, need; may take seconds.
+
+        Args:
+            rule: Its name.
+            kinds: Of parameters: dtypes of the gradient and of the weight, and how the state is stored.
+        """
 
     def free_bytes(self) -> int:
         """Return how much of its memory nobody has taken."""

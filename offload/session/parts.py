@@ -262,8 +262,8 @@ class Parts:
         """Take memory for what `plan` adds on the GPU and for it; return the plan with its gradients' bytes."""
         slots = self._gradient_slots
         layout = plan.layout
-        dtypes = {(slots.dtype_of(found), found.dtype) for found in layout.parameters}
-        gpu.device.prepare(layout.rule.name, dtypes, layout.rule.state_format)
+        kinds = {(slots.dtype_of(found), found.dtype, layout.format_of(found)) for found in layout.parameters}
+        gpu.device.prepare(layout.rule.name, kinds)
         self.memory.adopt_gpu(gpu, plan, before)
         return self.counting_gradients(plan)
 

@@ -209,8 +209,8 @@ class SimulatedDevice:
         self.capturing = False
         """Whether the user captures a CUDA graph from the caller's lane."""
         self._index = index
-        self.prepared: set[tuple[DtypeCode, DtypeCode]] = set()
-        """Dtypes of gradients and their weights for which a real device would have compiled its kernels."""
+        self.prepared: set[tuple[DtypeCode, DtypeCode, StateFormat]] = set()
+        """For what a real device would have compiled its kernels; see `Device.prepare`."""
         self._thread = threading.local()
         self._blocks: dict[int, _Block] = {}
         self._unused: defaultdict[tuple[Lane, int], list[_Block]] = defaultdict(list)
@@ -288,9 +288,9 @@ class SimulatedDevice:
     def _caller(self) -> Lane:
         return getattr(self._thread, "stream", DeviceLane.CALLER)
 
-    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]], state_format: StateFormat) -> None:
+    def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
         """See `Device.prepare`."""
-        self.prepared |= set(dtypes)
+        self.prepared |= set(kinds)
 
     # Memory
 

@@ -21,6 +21,7 @@ WEIGHT_DTYPES = (torch.bfloat16, torch.float16, None)
 
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _STATE_DTYPES = {StateFormat.EXACT: torch.float32, StateFormat.COMPACT16: torch.bfloat16}
+_INTEGERS |= {dtype: dtype for dtype in (torch.int16, torch.uint8)}
 _SPECIAL = (
     0.0,
     -0.0,
@@ -70,7 +71,7 @@ class Placed:
     """Whether an offset that is no multiple of the element's size is used as it is, or rounded down to one."""
 
     def __init__(self, tensor: torch.Tensor, offset: int = 0, memory: np.ndarray | None = None) -> None:
-        self.dtype = tensor.dtype
+        self.dtype, self._shape = tensor.dtype, tensor.shape
         self._nbytes = tensor.numel() * tensor.element_size()
         needed = self._nbytes + 1024
         if memory is None:
@@ -94,7 +95,7 @@ class Placed:
         assert torch.all(outside == GUARD), "written out of bounds"
         tensor = torch.empty(self._nbytes // self.dtype.itemsize, dtype=self.dtype)
         tensor.view(torch.uint8).copy_(self._inside)
-        return tensor
+        return tensor.reshape(self._shape)
 
 
 @dataclass
@@ -120,6 +121,7 @@ class Case:
         scalars: Any = None,
         offsets: tuple[int, ...] = (),
         rule: UpdateRule = ADAMW,
+        first_index: int | None = None,
     ) -> Case:
         state_dtype = _STATE_DTYPES.get(cls.state_format, torch.float32)
         tensors = SegmentTensors(
@@ -137,7 +139,7 @@ class Case:
             rule=rule,
             state_format=cls.state_format,
             rounding_key=int(rounding_keys(seed, 0, 1)[0]),
-            first_index=some_index(seed, numel),
+            first_index=some_index(seed, numel) if first_index is None else first_index,
         )
         if cls.state_format is StateFormat.COMPACT8:
             if kind == "wild":
@@ -162,9 +164,7 @@ class Case:
         """Run the reference and compare everything with what the kernel left behind."""
         reference.update(self.tensors)
         for name, placed in self.placed.items():
-            assert same_bits(placed.tensor(), self.tensors.tensors()[name].reshape(-1)), (
-                f"{name} differs from the reference"
-            )
+            assert same_bits(placed.tensor(), self.tensors.tensors()[name]), f"{name} differs from the reference"
 
 
 def mostly_finite(tensor: torch.Tensor, first_index: int, seed: int) -> torch.Tensor:

@@ -320,7 +320,7 @@ def test_codes_are_distinct_values_in_order(mantissa_bits, scale):
 
 @pytest.mark.parametrize("mantissa_bits", BITS)
 def test_what_was_decoded_is_coded_to_the_same_values(mantissa_bits):
-    """With any random bits, where the block's greatest value is no greater; where it is as great, as the same codes."""
+    """With any random bits, where no value of the block is greater; and as the same codes, where one is as great."""
     generator = torch.Generator().manual_seed(mantissa_bits)
     codes = torch.randint(0, 8 << mantissa_bits, (64_000,), generator=generator).to(torch.uint8)
     codes.view(-1, BLOCK_NUMEL)[:, 3] = torch.randint(
