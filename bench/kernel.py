@@ -95,7 +95,7 @@ def checked_checksum(kernel: CpuUpdateKernel, buffers: Buffers) -> str:
     """Compare the first elements with the reference, bit for bit; return a digest after three steps."""
     numel = min(buffers.master.numel(), 100_000)
     digest = hashlib.sha256()
-    for state_format in StateFormat:
+    for state_format in (StateFormat.EXACT, StateFormat.COMPACT16):
         buffers.reset()
         for step in (1, 2, 3):
             reference.update(buffers.segment(step, whole=True, numel=numel, state_format=state_format))
@@ -187,7 +187,7 @@ def main() -> None:
         functions[f"stream16/{label}"] = lambda variant=variant: kernel.stream(compact, variant)
     functions["offload/compact16"] = lambda: kernel.run(compact)
     small = Buffers(CACHED_NUMEL)
-    for state_format in StateFormat:
+    for state_format in (StateFormat.EXACT, StateFormat.COMPACT16):
         row = segment_table([small.segment(4, whole=True, state_format=state_format)])
         rows = np.repeat(row, numel // CACHED_NUMEL)
         functions[f"cached/{state_format.name.lower()}"] = lambda rows=rows: one_core.run(rows)

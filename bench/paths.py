@@ -10,6 +10,8 @@ Sections, each of which can be run alone (`--sections single,sum`):
   slow          a path that slows down to a third in mid-run, against the best fixed split for the new rates
   traffic       bytes that a step moves, against the least possible
   overlap       exposed step time against the staging memory, with a pause as long as the I/O before each step
+  cpu           CPU seconds that a gigabyte costs between staging memory and path, by thread, with checksums and
+                without: what steps take beyond those of the same state in memory
   interference  forward and backward passes alone, and while a path moves tiles at full speed
   remote        the same tiles to a directory and to an S3 server on loopback (a test server, so a lower bound)
 """
@@ -29,6 +31,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,6 +53,13 @@ from offload.tiers import FileTier, open_tier
 MB = 1_000_000
 MIB = 1 << 20
 SLOT_HEADER = 4096
+THREADS = {
+    "offload-update": "update",
+    "offload-ring": "I/O",
+    "offload-read": "I/O",
+    "offload-write": "I/O",
+}
+"""What a session's threads are for, by their names without numbers; the engine's and the caller's are Python's."""
 
 
 # One path, tile by tile
@@ -464,6 +474,81 @@ def overlap(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     return found
 
 
+def thread_seconds() -> Counter[str]:
+    """Return the CPU seconds of this process's threads so far, by what they are for."""
+    found: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            name = THREADS.get((task / "comm").read_text().strip().rstrip("0123456789"), "others")
+            found[name] += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+def cpu(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    subgroups, numel, rounds = (6, 1 << 14, 2) if smoke else (24, 1 << 21, 9)
+    gradients = [torch.randn(numel).bfloat16() for _ in range(subgroups)]
+    state_bytes = 12 * numel * subgroups
+    settings: dict[str, dict[str, Any]] = {
+        "resident": {"host_memory": 2 * state_bytes},
+        "checksums": {"host_memory": 0},
+        "no checksums": {"host_memory": 0, "checksum": False},
+    }
+    spent: dict[str, list[Counter[str]]] = {name: [] for name in settings}
+    moved: dict[str, int] = {}
+    digests = set()
+    with contextlib.ExitStack() as stack:
+        contenders: dict[str, Callable[[], object]] = {}
+        trained = {}
+        for name, more in settings.items():
+            torch.manual_seed(0)
+            weights = [torch.nn.Parameter(torch.randn(numel).bfloat16()) for _ in range(subgroups)]
+            config = offload.OffloadConfig(
+                paths=[folder], subgroup_numel=numel, staging_memory=4 * 12 * numel, **more
+            )
+            trained[name] = weights, stack.enter_context(offload.AdamW(weights, lr=1e-3, offload=config))
+
+        def step(name: str) -> None:
+            weights, optimizer = trained[name]
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient
+            before = thread_seconds()
+            optimizer.step()
+            after = thread_seconds()
+            after.subtract(before)
+            spent[name].append(after)
+            metrics = optimizer.metrics()
+            moved[name] = sum(int(metrics.get(f"path/0/{verb}_bytes", 0)) for verb in ("read", "write"))
+
+        for name in settings:
+            contenders[name] = partial(step, name)
+        interleaved(contenders, rounds + 3)
+        for weights, _ in trained.values():
+            digest = hashlib.sha256()
+            for weight in weights:
+                digest.update(weight.detach().view(torch.int16).numpy().tobytes())
+            digests.add(digest.hexdigest())
+    if len(digests) != 1:
+        raise SystemExit("the weights depend on where state lies")
+    found: dict[str, Any] = {}
+    base = spent["resident"][3:]
+    for name in ("checksums", "no checksums"):
+        beyond = [
+            {thread: 1e9 * (took[thread] - alone[thread]) / moved[name] for thread in (*took, *alone)}
+            for took, alone in zip(spent[name][3:], base, strict=True)
+        ]
+        threads = {
+            thread: statistics.median(each.get(thread, 0.0) for each in beyond)
+            for thread in (*dict.fromkeys(THREADS.values()), "others")
+        }
+        total = statistics.median(sum(each.values()) for each in beyond)
+        found[name] = {"cpu_s_per_gb": total, "threads": threads}
+        parts = ", ".join(f"{thread} {seconds:+.4f}" for thread, seconds in threads.items())
+        print(f"  {name:<13} {total:.4f} CPU-s/GB ({parts})")
+    found["update_cpu_s_per_gb"] = 1e9 * statistics.median(each["update"] for each in base) / state_bytes
+    print(f"  the update alone takes {found['update_cpu_s_per_gb']:.4f} CPU-s/GB of state")
+    return found
+
+
 def interference(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     width, layers, batch = (128, 2, 8) if smoke else (1024, 8, 256)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers))).bfloat16()
@@ -539,6 +624,7 @@ SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
     "slow": slow,
     "traffic": traffic,
     "overlap": overlap,
+    "cpu": cpu,
     "interference": interference,
     "remote": remote,
 }

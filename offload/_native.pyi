@@ -59,6 +59,7 @@ class IoEngine:
         address: int,
         nbytes: int,
         checksum: int | None = None,
+        verify: bool = True,
     ) -> None: ...
     def write(
         self,
@@ -72,6 +73,7 @@ class IoEngine:
         offset: int,
         address: int,
         nbytes: int,
+        checksum: int | None = None,
     ) -> None: ...
     def sync(self, file: StoreFile, op: int) -> None: ...
     def register_buffers(self, address: int, nbytes: int) -> int: ...

@@ -26,6 +26,9 @@ MAX_BYTES = (1 << 63) - 1
 MAX_INTEGER = (1 << 62) - 1
 MAX_DIGITS = 30
 MAX_SHARE = 1e100
+EXACT_NAMES = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
+"""What embeddings and output layers are called: few rows have a gradient in a step, and each row is a token's own."""
+
 MAX_THREADS = 1024
 MAX_HOLDERS = 1 << 16
 
@@ -164,11 +167,14 @@ class OffloadConfig:
             `offload probe` writes, if there is one that fits and has all paths, else a short probe (about
             half a second; it passes over as much memory as the session takes, up to 512 MiB or three times the
             last-level caches, and at most an eighth of what is free). Or such a file, which must fit.
-        state_format: How state is stored, everywhere: "exact" (fp32), or "compact16": the master in fp32, the tensors
-            beside it in bf16, rounded stochastically. With Adam and 16-bit weights that is 8 bytes a parameter and
-            not 12. The same seed gives the same bits on every placement.
-        seed: What stochastic rounding depends on, beside each parameter's number, update and element. A checkpoint
-            brings its own.
+        state_format: How state is stored, everywhere: "exact" (fp32); "compact16": the master in fp32, the tensors
+            beside it in bf16; or "compact8": the upper 24 bits of the master, and 8-bit codes that share scales in
+            blocks of 64. Both are rounded stochastically. With Adam and 16-bit weights they take 8 and 5.03 bytes a
+            parameter and not 12. The same seed gives the same bits on every placement.
+        exact_names: Patterns (as in a shell) of names of parameters that "compact8" keeps exact, as it does all with
+            fewer than two dimensions or 4,096 elements. By default those of embeddings and of the output layer.
+        seed: What stochastic rounding depends on, beside each parameter's number, update and element; the same on all
+            ranks. A checkpoint brings its own.
     """
 
     host_memory: int | str | None = None
@@ -188,6 +194,7 @@ class OffloadConfig:
     placement: str | float = "auto"
     rates: str | os.PathLike[str] = "auto"
     state_format: str = "exact"
+    exact_names: Sequence[str] = EXACT_NAMES
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -224,6 +231,10 @@ class OffloadConfig:
                 raise ConfigError(field, timeout_s, "give seconds, greater than 0")
         self._check_placement()
         _check_choice("state_format", self.state_format, tuple(STATE_FORMATS))
+        names = self.exact_names
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise ConfigError("exact_names", names, 'give a list of patterns like "*embed*"')
+        self._set("exact_names", tuple(names))
         _check_int("seed", self.seed, 0)
         if not isinstance(self.rates, str | os.PathLike) or not os.fspath(self.rates):
             raise ConfigError("rates", self.rates, 'use "auto" or name a file that `offload probe` wrote')

@@ -1,9 +1,10 @@
 """Parameters -> shard -> subgroups -> tiles: where each element of the state belongs. Pure.
 
 Invariants:
-  * a subgroup holds parameters of one group and one weight dtype, in order;
+  * a subgroup holds parameters of one group, one weight dtype and one format of state, in order;
   * every segment starts at a multiple of `SEGMENT_ALIGN_NUMEL` elements in its subgroup and in its parameter, so
-    vector loads of state and weight stay aligned;
+    vector loads of state and weight stay aligned; where elements share scales, the first segment of a piece that
+    begins within a block starts as far behind such a multiple, so that no two segments share a block;
   * a subgroup's tensors are whole sectors, whatever format they are in; its tiles cut each tensor into equal aligned
     pieces (the last may be shorter);
   * a parameter's segments cover it once, in order. Frozen or empty parameters have none.
@@ -16,17 +17,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import accumulate
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, invariant
-from offload.protocols import SECTOR_BYTES, TileId
-from offload.rules import ADAMW, MASTER, Format, StateTensor, UpdateRule
+from offload.protocols import BLOCK_NUMEL, SECTOR_BYTES, StateFormat, TileId
+from offload.rules import ADAMW, MASTER, StateTensor, UpdateRule
 
 SECTOR_NUMEL = SECTOR_BYTES // MASTER.format.item_bytes
 SEGMENT_ALIGN_NUMEL = 64
+LEAST_COMPACT_NUMEL = 4096
+"""Elements of a parameter below which sharing scales saves nothing worth its noise."""
+
 MAX_TILE_BYTES = 8 << 20
 """Large enough that a disk reaches its bandwidth at depth 2, small enough to spread over several paths."""
 
@@ -44,6 +49,7 @@ class Parameter:
         unsharded_numel: Elements of the unsharded parameter; 0 for a parameter that is whole.
         shape: Of the unsharded parameter; None if nobody said.
         stride: Likewise.
+        exact: Whether its state is stored as `EXACT` in a session of another format.
 
     Raises:
         ConfigError: The unsharded parameter has no such piece.
@@ -57,6 +63,7 @@ class Parameter:
     unsharded_numel: int = 0
     shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if not (self.start or self.unsharded_numel):
@@ -100,8 +107,9 @@ class Subgroup:
         index: Position in the layout.
         group: The hyperparameter group of all its segments.
         dtype: The weight dtype of all its segments.
-        tensors: Its state tensors; see `stored_tensors`.
-        numel: Elements of each state tensor, padding included; a multiple of `SECTOR_NUMEL`.
+        state_format: How its state is stored.
+        tensors: What its state is stored in; see `stored_tensors`.
+        numel: Elements of each, padding included; a multiple of `SECTOR_NUMEL`.
         segments: Its parameters' runs, in order.
         tile_numel: Elements of each tile but the last.
     """
@@ -109,6 +117,7 @@ class Subgroup:
     index: int
     group: int
     dtype: DtypeCode
+    state_format: StateFormat
     tensors: tuple[StateTensor, ...]
     numel: int
     segments: tuple[Segment, ...]
@@ -116,12 +125,12 @@ class Subgroup:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of its state tensors."""
+        """Names of its tensors."""
         return tuple(tensor.name for tensor in self.tensors)
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Byte offset of each state tensor in the subgroup's state, by name; they follow each other."""
+        """Byte offset of each tensor in the subgroup's state, by name; they follow each other."""
         ends = accumulate(tensor.format.nbytes(self.numel) for tensor in self.tensors)
         return dict(zip(self.names, (0, *ends), strict=False))
 
@@ -143,13 +152,17 @@ class Subgroup:
     @property
     def weight_tile_sizes(self) -> tuple[tuple[int, int], ...]:
         """The same of its `weight_tiles`."""
-        return () if MASTER in self.tensors else self._sizes((MASTER,))
+        return self._sizes(self._weight_tensors)
+
+    @property
+    def _weight_tensors(self) -> tuple[StateTensor, ...]:
+        return (MASTER,) if self.dtype is DtypeCode.FLOAT32 else ()
 
     def _sizes(self, tensors: Sequence[StateTensor]) -> tuple[tuple[int, int], ...]:
         whole, rest = divmod(self.numel, self.tile_numel)
         found: Counter[int] = Counter()
         for tensor in tensors:
-            found[tensor.format.nbytes(self.tile_numel)] += whole
+            found[tensor.format.nbytes(min(self.tile_numel, self.numel))] += whole
             found[tensor.format.nbytes(rest)] += 1
         return tuple((nbytes, count) for nbytes, count in found.items() if nbytes and count)
 
@@ -165,10 +178,10 @@ class Subgroup:
         return tuple(tile for tiles in found for tile in tiles)
 
     def _tiles_of(self, number: int, tensor: StateTensor, offset: int) -> Iterator[tuple[TileId, int, int]]:
-        nbytes = tensor.format.nbytes
+        stored = tensor.format
         for tile, start in enumerate(range(0, self.numel, self.tile_numel)):
-            size = nbytes(min(self.tile_numel, self.numel - start))
-            yield TileId(self.index, number, tile), offset + nbytes(start), size
+            size = stored.nbytes(min(self.tile_numel, self.numel - start))
+            yield TileId(self.index, number, tile), offset + stored.offset(start), size
 
     @cached_property
     def weight_tiles(self) -> tuple[tuple[TileId, int, int], ...]:
@@ -176,15 +189,12 @@ class Subgroup:
 
         Each as (id, byte offset in a tensor, bytes), cut and numbered as one more tensor.
         """
-        return () if MASTER in self.tensors else tuple(self._tiles_of(len(self.tensors), MASTER, 0))
+        return tuple(tile for tensor in self._weight_tensors for tile in self._tiles_of(len(self.tensors), tensor, 0))
 
-    def format_of(self, tensor: int) -> Format:
-        """Return how a tensor is stored, by the number that tiles have it by."""
-        return self.tensors[tensor].format if tensor < len(self.tensors) else MASTER.format
-
-    def tensor_name(self, tensor: int) -> str:
-        """Return the name of a tensor by the number that tiles have it by."""
-        return self.names[tensor] if tensor < len(self.tensors) else MASTER.name
+    @cached_property
+    def kept(self) -> tuple[StateTensor, ...]:
+        """What checkpoints keep of it, by the numbers that tiles have: `tensors`, and masters that are weights."""
+        return self.tensors + self._weight_tensors
 
 
 @dataclass(frozen=True)
@@ -194,6 +204,10 @@ class Layout:
     parameters: tuple[Parameter, ...]
     subgroups: tuple[Subgroup, ...]
     rule: UpdateRule = ADAMW
+
+    def format_of(self, parameter: Parameter) -> StateFormat:
+        """Return how the state of a parameter is stored."""
+        return StateFormat.EXACT if parameter.exact else self.rule.state_format
 
     @cached_property
     def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -215,7 +229,7 @@ class Layout:
             if segment.offset < last and segment.offset + segment.numel > first
         ]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"{subgroup.tensor_name(tile.tensor)} of {', '.join(names[:3]) or 'no parameter'}{more}"
+        return f"{subgroup.kept[tile.tensor].name} of {', '.join(names[:3]) or 'no parameter'}{more}"
 
     @cached_property
     def index_by_name(self) -> dict[str, int]:
@@ -239,8 +253,31 @@ class Layout:
 
 
 def stored_tensors(rule: UpdateRule, dtype: DtypeCode) -> tuple[StateTensor, ...]:
-    """Return the state tensors of weights of one dtype; an fp32 weight *is* its master and needs no copy."""
-    return rule.state if dtype is DtypeCode.FLOAT32 else (MASTER, *rule.state)
+    """Return what state of weights of one dtype is stored in; an fp32 weight *is* its master and needs no copy."""
+    return rule.beside if dtype is DtypeCode.FLOAT32 else (*rule.masters, *rule.beside)
+
+
+def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tuple[Parameter, ...]:
+    """Return parameters with `exact` set for those that suffer where elements share scales.
+
+    Args:
+        parameters: Of a session that stores state in blocks.
+        patterns: Names that are kept exact, as in a shell.
+    """
+    return tuple(
+        replace(
+            parameter,
+            exact=parameter.unsharded_numel < LEAST_COMPACT_NUMEL
+            or (parameter.shape is not None and len(parameter.shape) < 2)
+            or any(fnmatchcase(parameter.name, pattern) for pattern in patterns),
+        )
+        for parameter in parameters
+    )
+
+
+def _before(parameter: Parameter, state_format: StateFormat) -> int:
+    """Return how many elements of its first block a parameter's piece lacks, where elements share scales."""
+    return parameter.start % BLOCK_NUMEL if state_format is StateFormat.COMPACT8 else 0
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -286,36 +323,45 @@ def extend_layout(
     layout: Layout, added: Iterable[Parameter], subgroup_numel: int, max_tile_bytes: int = MAX_TILE_BYTES
 ) -> Layout:
     """Return `layout` with more parameters; its subgroups stay as they are and new ones follow."""
-    unit, subgroup_numel = layout.rule.sector_numel, check_subgroup_numel(subgroup_numel, layout.rule)
+    subgroup_numel = check_subgroup_numel(subgroup_numel, layout.rule)
     added = tuple(added)
     parameters = layout.parameters + added
     if len({parameter.name for parameter in parameters}) != len(parameters):
         names = [parameter.name for parameter in parameters]
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError("parameters", twice, "give each parameter a name of its own")
-    buckets: dict[tuple[int, DtypeCode], list[int]] = {}
+    buckets: dict[tuple[int, DtypeCode, StateFormat], list[int]] = {}
     for index, parameter in enumerate(added, start=len(layout.parameters)):
         if parameter.numel > 0:
-            buckets.setdefault((parameter.group, parameter.dtype), []).append(index)
+            state_format = layout.format_of(parameter)
+            buckets.setdefault((parameter.group, parameter.dtype, state_format), []).append(index)
     subgroups = list(layout.subgroups)
-    for (group, dtype), members in buckets.items():
-        for segments in _cut(members, parameters, subgroup_numel, unit):
+    for (group, dtype, state_format), members in buckets.items():
+        rule = layout.rule.stored_in(state_format)
+        tensors = stored_tensors(rule, dtype)
+        widest = max(tensor.format.bytes_each for tensor in (*rule.masters, *rule.beside))
+        most_numel = int(_round_up(max_tile_bytes, SECTOR_BYTES) / widest)
+        for segments in _cut(members, parameters, subgroup_numel, rule):
             last = segments[-1]
-            numel = _round_up(last.offset + last.numel, unit)
-            tile_count = -(-MASTER.format.nbytes(numel) // _round_up(max_tile_bytes, SECTOR_BYTES))
-            tile_numel = _round_up(-(-numel // tile_count), unit)
-            tensors = stored_tensors(layout.rule, dtype)
-            subgroups.append(Subgroup(len(subgroups), group, dtype, tensors, numel, tuple(segments), tile_numel))
+            numel = _round_up(last.offset + last.numel, rule.sector_numel)
+            tile_count = -(-numel // most_numel)
+            tile_numel = min(numel, _round_up(-(-numel // tile_count), rule.tile_unit))
+            subgroups.append(
+                Subgroup(len(subgroups), group, dtype, state_format, tensors, numel, tuple(segments), tile_numel)
+            )
     result = Layout(parameters, tuple(subgroups), layout.rule)
     check_layout(result)
     return result
 
 
-def _cut(members: Sequence[int], parameters: Sequence[Parameter], limit: int, unit: int) -> list[list[Segment]]:
+def _cut(
+    members: Sequence[int], parameters: Sequence[Parameter], limit: int, rule: UpdateRule
+) -> list[list[Segment]]:
     """Fill subgroups of equal size, none over `limit` elements, cutting parameters where one is full."""
-    total = sum(_round_up(parameters[index].numel, SEGMENT_ALIGN_NUMEL) for index in members)
+    before = {index: _before(parameters[index], rule.state_format) for index in members}
+    total = sum(_round_up(before[index] + parameters[index].numel, SEGMENT_ALIGN_NUMEL) for index in members)
     count = -(-total // limit)
-    size = min(limit, _round_up(-(-total // count), unit))
+    size = min(limit, _round_up(-(-total // count), rule.sector_numel))
     cut: list[list[Segment]] = [[]]
     used = 0
     for index in members:
@@ -324,10 +370,11 @@ def _cut(members: Sequence[int], parameters: Sequence[Parameter], limit: int, un
             if used == size:
                 cut.append([])
                 used = 0
-            numel = min(parameters[index].numel - start, size - used)
-            cut[-1].append(Segment(index, start, used, numel))
+            offset = used if start else used + before[index]
+            numel = min(parameters[index].numel - start, size - offset)
+            cut[-1].append(Segment(index, start, offset, numel))
             start += numel
-            used += _round_up(numel, SEGMENT_ALIGN_NUMEL)
+            used = _round_up(offset + numel, SEGMENT_ALIGN_NUMEL)
     return cut
 
 
@@ -340,17 +387,22 @@ def check_layout(layout: Layout) -> None:
     covered = [0] * len(layout.parameters)
     for index, subgroup in enumerate(layout.subgroups):
         invariant(subgroup.index == index, f"subgroup {index} is numbered {subgroup.index}")
-        unit = layout.rule.sector_numel
-        invariant(subgroup.numel % unit == 0, f"subgroup {index} is not whole sectors")
+        rule = layout.rule.stored_in(subgroup.state_format)
+        unit = rule.tile_unit if subgroup.tile_numel < subgroup.numel else rule.sector_numel
+        invariant(subgroup.numel % rule.sector_numel == 0, f"subgroup {index} is not whole sectors")
         invariant(subgroup.tile_numel % unit == 0, f"tiles of subgroup {index} are not whole sectors")
         end = 0
         for segment in subgroup.segments:
             parameter = layout.parameters[segment.parameter]
             invariant(parameter.group == subgroup.group, f"{parameter.name} is in a subgroup of another group")
             invariant(parameter.dtype == subgroup.dtype, f"{parameter.name} is in a subgroup of another dtype")
-            invariant(segment.offset >= end, f"segments overlap in subgroup {index}")
-            invariant(segment.offset % SEGMENT_ALIGN_NUMEL == 0, f"unaligned segment in subgroup {index}")
-            invariant(segment.start % SEGMENT_ALIGN_NUMEL == 0, f"unaligned cut of {parameter.name}")
+            before = _before(parameter, subgroup.state_format)
+            missing = 0 if segment.start else before
+            invariant(segment.offset - missing >= end, f"segments overlap in subgroup {index}")
+            aligned = (segment.offset - missing) % SEGMENT_ALIGN_NUMEL == 0
+            invariant(aligned, f"unaligned segment in subgroup {index}")
+            aligned = not segment.start or (before + segment.start) % SEGMENT_ALIGN_NUMEL == 0
+            invariant(aligned, f"unaligned cut of {parameter.name}")
             invariant(segment.start == covered[segment.parameter], f"{parameter.name} is not covered in order")
             covered[segment.parameter] += segment.numel
             end = segment.offset + segment.numel

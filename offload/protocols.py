@@ -57,7 +57,10 @@ class TileRequest:
         nbytes: Payload bytes, a multiple of `SECTOR_BYTES`.
         numel: Elements of the payload that mean something; stored and verified.
         checksum: On read, the CRC32C that the index expects, or None to accept what the header says. On
-            write, ignored: the tier computes it and reports it in the completion.
+            write, that of the payload, or None where it is not known. A tier may take it from here, else it computes
+            it; it reports it in the completion.
+        verify: On read, whether the payload is compared with its checksum before the read completes. False where the
+            caller does that, before anything uses the payload; a tier may do it all the same.
     """
 
     op: int
@@ -68,6 +71,7 @@ class TileRequest:
     nbytes: int
     numel: int
     checksum: int | None = None
+    verify: bool = True
 
 
 class Completion(NamedTuple):
@@ -120,7 +124,7 @@ class Tier(Protocol):
     """Whether transfers go through the system's page cache, so that a short trial says nothing about the device."""
 
     def read(self, request: TileRequest) -> None:
-        """Start reading a slot into memory; header and checksum are verified before it completes."""
+        """Start reading a slot into memory; it is verified before it completes, as the request says."""
 
     def write(self, request: TileRequest) -> None:
         """Start writing a tile into a free slot; the header is made from the request."""
@@ -170,6 +174,13 @@ class StateFormat(IntEnum):
     """State beside the master is fp32."""
     COMPACT16 = 1
     """State beside the master is bf16, rounded stochastically (`offload.kernels.reference.rounding`)."""
+    COMPACT8 = 2
+    """The master has 24 bits in two planes (fp32 where it is the weight), state beside it 8 in blocks that share
+    scales, all of it rounded stochastically (`offload.kernels.reference.minifloat`)."""
+
+
+BLOCK_NUMEL = 64
+"""Elements that share the scales of `COMPACT8`, counted from the start of the unsharded parameter."""
 
 
 MAX_STATES = 2
@@ -179,10 +190,13 @@ SEGMENT_DTYPE = np.dtype(
     [
         ("master", np.uint64),
         ("new_master", np.uint64),
+        ("master_low", np.uint64),
+        ("new_master_low", np.uint64),
         ("weight", np.uint64),
         ("new_weight", np.uint64),
         ("gradient", np.uint64),
         ("state", np.uint64, MAX_STATES),
+        ("scales", np.uint64),
         ("numel", np.uint64),
         ("first_index", np.uint64),
         ("rounding_key", np.uint64),
@@ -198,16 +212,39 @@ SEGMENT_DTYPE = np.dtype(
 )
 """One row of an update's segment table, the native `Segment` (csrc/kernels/segment.h).
 
-The first six fields are memory addresses of the segment's first element. The master is fp32, the state what
+The first eight fields are memory addresses of the segment's first element. The master is fp32, the state what
 `state_format` says; the gradient is in `gradient_dtype`; the weight in `weight_dtype`, or 0 where the weight is fp32
 and therefore *is* the master (`master` then points at it). Where `new_master` and `new_weight` are not 0, what is
-updated is written there, and the old ones are only read. `rule` is the number of an update rule, which has names for
-`state` and `scalars` (`offload.rules.segment_dtype`); `decay` is what `UpdateRule.decoupled` says.
+updated is written there, and the old ones are only read. In `COMPACT8` the master of a 16-bit weight lies in two
+planes, the upper 16 bits of each element at `master` and 8 more at `master_low`, and `scales` is the address of those
+of the first element's block: one byte for each state tensor, block after block. `rule` is the number of an update
+rule, which has names for `state` and `scalars` (`offload.rules.segment_dtype`); `decay` is what
+`UpdateRule.decoupled` says.
 
 State that is rounded stochastically needs two more numbers, which `EXACT` ignores: `first_index`, the index of the
-segment's first element in the *unsharded* parameter, and `rounding_key`, which `offload.kernels.rounding_keys`
-returns for this update of the parameter.
+segment's first element in the *unsharded* parameter, which also says where blocks begin, and `rounding_key`, which
+`offload.kernels.rounding_keys` returns for this update of the parameter.
 """
+
+
+class Seal(Protocol):
+    """Checksums of a subgroup's state as an update has left it, by blocks and by tiles."""
+
+    def checksum(self, tensor: int, tile: int) -> int:
+        """Return the CRC32C of a tile, once the update has ended well."""
+
+
+class SealedState(NamedTuple):
+    """Where the state of a subgroup lies: its tensors, and the segments in them."""
+
+    tensors: list[tuple[int, int]]
+    """Memory address and bytes of an element of each."""
+    offsets: npt.NDArray[np.uint64]
+    """Where each segment begins in each tensor, in elements; ascending."""
+    numel: int
+    """Elements of each tensor, padding included."""
+    tile_numel: int
+    """Elements of each tile but the last."""
 
 
 class UpdateKernel(Protocol):
@@ -217,6 +254,13 @@ class UpdateKernel(Protocol):
         """Start updating the segments of `table` (rows of `SEGMENT_DTYPE`); completes on the queue as `op`.
 
         The table is copied; the memory it points at must live until the completion.
+        """
+
+    def submit_sealed(self, op: int, table: npt.NDArray[Any], state: SealedState, expected: Seal | None) -> Seal:
+        """Likewise; compare each block of the state with a seal before it is updated, and seal it afterwards.
+
+        A block that is not as `expected` completes it with `ERROR_CHECKSUM`, and the number of the tensor << 32 |
+        that of the tile as `detail`. Without `expected` nothing is compared.
         """
 
     def close(self) -> None:
@@ -285,8 +329,13 @@ class Device(Protocol):
         Whatever it asks of the device leaves other devices, and captures of CUDA graphs by other threads, alone.
         """
 
-    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]], state_format: StateFormat) -> None:
-        """Make ready what updates by a rule, and sums, need for dtypes of gradients and weights; may take seconds."""
+    def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
+        """Make ready what updates by a rule, and sums, need; may take seconds.
+
+        Args:
+            rule: Its name.
+            kinds: Of parameters: dtypes of the gradient and of the weight, and how the state is stored.
+        """
 
     def free_bytes(self) -> int:
         """Return how much of its memory nobody has taken."""

@@ -219,7 +219,7 @@ def test_a_stage_runs_to_its_end(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["duplex", "behind", "leaving", "pinning", "calls"])
+@pytest.mark.parametrize("name", ["duplex", "behind", "update", "leaving", "pinning", "calls"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_measurements_run(name: str) -> None:
     command = [sys.executable, str(GPU / "micro.py"), name, "--simulated"]

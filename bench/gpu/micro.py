@@ -2,6 +2,7 @@
 
     duplex   copies of a subgroup's state each way, alone and both at once
     behind   a small copy to the GPU behind large ones on another stream: does it wait for them?
+    update   updates of state on the GPU, in each format of it: elements and bytes a second
     leaving  gradients that leave during a backward of matrix products: which streams and priorities cost least?
     pinning  registering host memory: fresh, touched before, in chunks, by several threads
     calls    the host's cost of each call of `offload.protocols.Device`, and of a gradient's arrival
@@ -36,9 +37,9 @@ import offload
 from offload.dtypes import DtypeCode
 from offload.engine.memory import Arena
 from offload.kernels import GpuUpdateKernel, blocks_numel
-from offload.kernels.table import trial_table
-from offload.protocols import DeviceLane
-from offload.rules import ADAMW
+from offload.kernels.table import trial_items, trial_table
+from offload.protocols import DeviceLane, StateFormat
+from offload.rules import ADAMW, Format
 from offload.sim import SimulatedDevice
 
 Found = dict[str, Any]
@@ -202,6 +203,49 @@ def behind(gpu: Cuda) -> Found:
         found[f"{label}, s"] = spread(samples)
         found[f"{label}: the large ones, s"] = spread(large_s)
     return found
+
+
+def update(gpu: Cuda) -> Found:
+    """AdamW's update of a segment whose tensors are far larger than caches, gradient and weight in bf16."""
+    numel, launches, rounds = (5120, 1, 2) if gpu.smoke else (1 << 27, 4, 9)
+    kernel, stream = GpuUpdateKernel(gpu.device), gpu.stream()
+    found: Found = {"elements": numel}
+    for state_format in StateFormat:
+        rule = ADAMW.stored_in(state_format)
+        items = trial_items(rule)
+        tensors = {name: some_stored(gpu, name, stored, numel) for name, stored in items.items()}
+        table = trial_table(rule, {name: tensor.data_ptr() for name, tensor in tensors.items()}, numel)
+        samples = []
+        for number in range(rounds + 1):  # the first compiles
+            gpu.wait()
+            began, ended = gpu.event(), gpu.event()
+            with gpu.on(stream):
+                began.record(stream)
+                for _ in range(launches):
+                    kernel.update(table)
+                ended.record(stream)
+            gpu.wait()
+            if number:
+                samples.append(launches * numel * 1e3 / began.elapsed_time(ended))
+        name = state_format.name.lower()
+        found[f"{name}, elements/s"] = spread(samples)
+        nbytes = 2 * rule.item_bytes + 2 + 2  # the weight is written only, the gradient read
+        found[f"{name}, bytes/s"] = spread([nbytes * rate for rate in samples])
+        del tensors  # before those of the next format
+    return found
+
+
+def some_stored(gpu: Cuda, name: str, stored: Format, numel: int) -> torch.Tensor:
+    """Return numbers of a usual size as a tensor of a trial's stores them."""
+    if stored.item_numel > 1:
+        return torch.full(
+            (-(-numel // stored.item_numel), stored.item_bytes), 110, dtype=torch.uint8, device=gpu.device
+        )
+    if stored.item_bytes == 1:
+        return torch.randint(0, 256, (numel,), dtype=torch.uint8, device=gpu.device)
+    dtype = torch.float32 if stored.item_bytes == 4 else torch.bfloat16
+    drawn = torch.randn(numel, dtype=dtype, device=gpu.device).mul_(1e-3)
+    return drawn.abs_() if name in ADAMW.roots else drawn
 
 
 def leaving(gpu: Cuda) -> Found:
@@ -390,7 +434,14 @@ def arrivals(gpu: Cuda) -> Found:
     return found
 
 
-MEASUREMENTS = {"duplex": duplex, "behind": behind, "leaving": leaving, "pinning": pinning, "calls": calls}
+MEASUREMENTS = {
+    "duplex": duplex,
+    "behind": behind,
+    "update": update,
+    "leaving": leaving,
+    "pinning": pinning,
+    "calls": calls,
+}
 
 
 def main() -> None:

@@ -586,6 +586,7 @@ def micro(stage: Stage) -> Iterator[Part]:
     for name, limit_s in (
         ("duplex", 60.0),
         ("behind", 60.0),
+        ("update", 60.0),
         ("leaving", 120.0),
         ("calls", 90.0),
         ("pinning", 150.0),

@@ -193,25 +193,29 @@ void bind_files(nb::module_& module) {
           "read",
           [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
              std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset, std::uintptr_t address,
-             std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
+             std::uint64_t nbytes, std::optional<std::uint32_t> checksum, bool verify) {
             IoRequest request =
                 transfer(IoKind::kRead, file, op, subgroup, tensor, tile, step, numel, offset, address, nbytes);
+            request.has_expected_crc = checksum.has_value();
+            request.expected_crc = checksum.value_or(0);
+            request.verify = verify;
+            self.submit(std::move(request));
+          },
+          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "offset"_a, "address"_a,
+          "nbytes"_a, "checksum"_a = nb::none(), "verify"_a = true, "Start reading a slot; see offload.protocols.TileRequest.")
+      .def(
+          "write",
+          [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
+             std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset, std::uintptr_t address,
+             std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
+            IoRequest request =
+                transfer(IoKind::kWrite, file, op, subgroup, tensor, tile, step, numel, offset, address, nbytes);
             request.has_expected_crc = checksum.has_value();
             request.expected_crc = checksum.value_or(0);
             self.submit(std::move(request));
           },
           "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "offset"_a, "address"_a,
-          "nbytes"_a, "checksum"_a = nb::none(), "Start reading a slot; see offload.protocols.TileRequest.")
-      .def(
-          "write",
-          [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-             std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset, std::uintptr_t address,
-             std::uint64_t nbytes) {
-            self.submit(
-                transfer(IoKind::kWrite, file, op, subgroup, tensor, tile, step, numel, offset, address, nbytes));
-          },
-          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "offset"_a, "address"_a,
-          "nbytes"_a, "Start writing a slot; see offload.protocols.TileRequest.")
+          "nbytes"_a, "checksum"_a = nb::none(), "Start writing a slot; see offload.protocols.TileRequest.")
       .def(
           "sync",
           [](IoEngine& self, const SharedFile& file, std::uint64_t op) {

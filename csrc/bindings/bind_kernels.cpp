@@ -1,3 +1,4 @@
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -10,6 +11,7 @@
 #include "../kernels/dispatch.h"
 #include "../kernels/float_environment.h"
 #include "../kernels/jobs.h"
+#include "../kernels/seal.h"
 #include "bindings.h"
 
 namespace nb = nanobind;
@@ -50,6 +52,11 @@ GradientBlocks checked(const GradientBlocks& work) {
   return work;
 }
 
+// What Python holds of a seal; shared in C++ alone, as StoreFile in bind_io.cpp.
+struct SharedSeal {
+  std::shared_ptr<const Seal> seal;
+};
+
 // A worker pool with one instruction set: what offload.kernels wraps. Takes addresses, checks values.
 class CpuKernels {
  public:
@@ -61,6 +68,19 @@ class CpuKernels {
 
   void submit(std::uint64_t op, std::uintptr_t table, std::size_t rows) {
     pool_.submit(std::make_shared<ReportingTableJob>(copy_table(table, rows), kernels_.update, queue_, op));
+  }
+  SharedSeal submit_sealed(std::uint64_t op, std::uintptr_t table, std::size_t rows, std::uintptr_t offsets,
+                           const std::vector<std::pair<std::uintptr_t, std::uint32_t>>& tensors, std::uint64_t numel,
+                           std::uint64_t tile_numel, const SharedSeal* expected) {
+    const auto* offset = reinterpret_cast<const std::uint64_t*>(offsets);
+    SealedState state{{offset, offset + rows}, {}, numel, tile_numel, nullptr};
+    for (const auto& [address, item_bytes] : tensors)
+      state.tensors.push_back({reinterpret_cast<char*>(address), item_bytes});
+    if (expected != nullptr) state.expected = expected->seal;
+    const auto job =
+        std::make_shared<SealedTableJob>(copy_table(table, rows), std::move(state), kernels_.update, queue_, op);
+    pool_.submit(job);
+    return {job->seal()};
   }
   void run(std::uintptr_t table, std::size_t rows) {
     TableJob job(copy_table(table, rows), kernels_.update);
@@ -161,12 +181,24 @@ void bind_kernels(nb::module_& module) {
       nb::arg("source"), nb::arg("source_dtype"), nb::arg("numel"), nb::arg("blocks"), nb::arg("destination"),
       nb::arg("destination_dtype"), "Return what is wrong with these arguments, or an empty string.");
   using release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<SharedSeal>(module, "Seal", "Checksums of a subgroup's state that an update has made; see csrc/kernels/seal.h.")
+      .def(
+          "checksum",
+          [](const SharedSeal& self, std::size_t tensor, std::size_t tile) {
+            if (tensor >= self.seal->tensors() || tile >= self.seal->tiles())
+              throw std::out_of_range("the seal has no such tile");
+            return self.seal->checksum(tensor, tile);
+          },
+          nb::arg("tensor"), nb::arg("tile"), "CRC32C of a tile, once the update has ended well.");
   nb::class_<CpuKernels>(module, "CpuKernels", "Worker threads that run update kernels; see offload.kernels.")
       .def(nb::init<CompletionQueue&, unsigned, const std::string&>(), nb::keep_alive<1, 2>(), nb::arg("queue"),
            nb::arg("threads"), nb::arg("instruction_set") = "")
       .def_prop_ro("instruction_set", &CpuKernels::instruction_set)
       .def_prop_ro("threads", &CpuKernels::threads)
       .def("submit", &CpuKernels::submit, release(), nb::arg("op"), nb::arg("table"), nb::arg("rows"))
+      .def("submit_sealed", &CpuKernels::submit_sealed, release(), nb::arg("op"), nb::arg("table"), nb::arg("rows"),
+           nb::arg("offsets"), nb::arg("tensors"), nb::arg("numel"), nb::arg("tile_numel"),
+           nb::arg("expected").none())
       .def("run", &CpuKernels::run, release(), nb::arg("table"), nb::arg("rows"))
       .def("stream", &CpuKernels::stream, release(), nb::arg("table"), nb::arg("rows"), nb::arg("variant"))
       .def("gradient_blocks", &CpuKernels::gradient_blocks, release(), nb::arg("source"), nb::arg("source_dtype"),

@@ -2,7 +2,7 @@
 //
 // Invariants: each submitted request gives exactly one completion on the queue that the engine
 // was made with: all bytes, verified, or an error. A short transfer is continued inside. The
-// engine never looks at a payload except to take its checksum, and never calls Python.
+// engine never looks at a payload except to take its checksum where nobody else does, and never calls Python.
 // Not done here: choosing slots, paths or order; limiting what is in flight.
 #pragma once
 
@@ -27,8 +27,10 @@ struct IoRequest {
   std::uint64_t offset = 0;  // of the slot, a multiple of kSectorBytes
   SlotIdentity identity;     // nbytes: payload length, a multiple of kSectorBytes
   void* address = nullptr;   // of the payload, a multiple of kSectorBytes; lent until completion
+  // Read: the header's checksum must be this one. Write: it is the payload's, made by whoever wrote that.
   bool has_expected_crc = false;
-  std::uint32_t expected_crc = 0;  // read: must equal the header's
+  std::uint32_t expected_crc = 0;
+  bool verify = true;  // read: whether the payload is compared with the header's checksum; else the caller does it
   std::shared_ptr<void> turn;      // let go of before the completion is pushed (path_lock.h)
 };
 

@@ -79,7 +79,7 @@ struct IoThreads::State {
       if (i == 0) {
         const std::int32_t error = admit(*header, request);
         if (error != 0) return {error, 0, request.offset};
-        verify = checksum && (header->flags & kSlotHasChecksum) != 0;
+        verify = checksum && request.verify && (header->flags & kSlotHasChecksum) != 0;
       }
       if (verify) crc = crc32c(crc, pieces.payload(i), pieces.payload_bytes(i));
     }
@@ -96,9 +96,11 @@ struct IoThreads::State {
     if (error != 0) return {error, 0, request.offset};
 
     const Pieces pieces(request, piece_bytes);
-    std::uint32_t crc = checksum ? crc32c(0, pieces.payload(0), pieces.payload_bytes(0)) : 0;
+    const bool takes = checksum && !request.has_expected_crc;
+    std::uint32_t crc = checksum && !takes ? request.expected_crc : 0;
+    if (takes) crc = crc32c(0, pieces.payload(0), pieces.payload_bytes(0));
     for (std::size_t i = 1; i < pieces.count(); ++i) {
-      if (checksum) crc = crc32c(crc, pieces.payload(i), pieces.payload_bytes(i));
+      if (takes) crc = crc32c(crc, pieces.payload(i), pieces.payload_bytes(i));
       const Outcome outcome = move(IoKind::kWrite, *request.file, pieces.span(i, header));
       if (outcome.error != 0) return outcome;
     }

@@ -262,7 +262,7 @@ class IoUring::Worker {
           direction.active.emplace(direction.active.end(), std::move(request), piece_bytes_, next_sequence_++);
       direction.waiting.pop_front();
       transfer->header = take_header();
-      if (checksum_) transfer->crcs.resize(transfer->count);
+      if (takes_checksum(*transfer)) transfer->crcs.resize(transfer->count);
       if (transfer->request.kind == IoKind::kWrite) {
         reserve(transfer);
       } else if (!issue_pieces(direction, transfer)) {
@@ -283,7 +283,7 @@ class IoUring::Worker {
     if (t.request.kind == IoKind::kWrite && !t.failed() && !t.headed && t.in_flight == 0 && t.unchecked == 0) {
       if (direction.flights >= depth_) return false;
       std::uint32_t crc = 0;
-      if (checksum_) crc = combined(t);
+      if (checksum_) crc = takes_checksum(t) ? combined(t) : t.request.expected_crc;
       t.completion.checksum = crc;
       make_header(t.request.identity, checksum_, crc, t.header.get());
       t.headed = true;
@@ -397,7 +397,7 @@ class IoUring::Worker {
         const std::int32_t refused = admit(*t.header, t.request);
         if (refused != 0) t.fail(0, {refused, 0, t.request.offset});
       }
-      if (checksum_ && !t.failed()) add_check(transfer, piece);
+      if (takes_checksum(t) && !t.failed()) add_check(transfer, piece);
     }
     finish_if_done(direction, transfer);
   }
@@ -411,7 +411,7 @@ class IoUring::Worker {
       completion.error = t.failure.error;
       completion.detail = t.failure.offset;
       completion.checksum = 0;
-    } else if (t.request.kind == IoKind::kRead && checksum_ && (t.header->flags & kSlotHasChecksum) != 0) {
+    } else if (t.request.kind == IoKind::kRead && takes_checksum(t) && (t.header->flags & kSlotHasChecksum) != 0) {
       completion.checksum = combined(t);
       if (completion.checksum != t.header->payload_crc) {
         completion.error = kErrorChecksum;
@@ -451,7 +451,7 @@ class IoUring::Worker {
       transfer->fail(0, {growth_.error, 0, transfer->request.offset});
       return finish_if_done(writes_, transfer);
     }
-    if (checksum_) {
+    if (takes_checksum(*transfer)) {
       for (std::size_t piece = 0; piece < transfer->count; ++piece) add_check(transfer, piece);
     }
     issue_pieces(writes_, transfer);
@@ -482,6 +482,11 @@ class IoUring::Worker {
   }
 
   // Checksums
+
+  // Whether a payload's checksum is taken here: not where the caller has taken it, or will.
+  bool takes_checksum(const Transfer& t) const {
+    return checksum_ && (t.request.kind == IoKind::kRead ? t.request.verify : !t.request.has_expected_crc);
+  }
 
   void add_check(std::list<Transfer>::iterator transfer, std::size_t piece) {
     transfer->crcs[piece] = 0;

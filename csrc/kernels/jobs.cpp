@@ -18,13 +18,6 @@ constexpr std::uint64_t kRowCost = 64;
 
 std::size_t size_of_dtype(std::int32_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
-// Non-temporal stores are not ordered by the release that ends a piece; this makes them so.
-void drain_nontemporal_stores() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
-}
-
 std::string check_segment(const Segment& s) {
   if (s.flags & ~static_cast<std::uint32_t>(kAllFlags)) return "unknown flags " + std::to_string(s.flags);
   const bool active = s.flags & kActive;
@@ -42,13 +35,18 @@ std::string check_segment(const Segment& s) {
   if (s.new_weight != 0 && s.weight == 0) return "new_weight is given but weight is null";
   if ((active || loads) && s.master == 0) return "master is null";
   if (s.state_format > kLastStateFormat) return "unknown state_format " + std::to_string(s.state_format);
-  const unsigned state_bytes = s.state_format == kExact ? 4 : 2;
+  const unsigned state_bytes = s.state_format == kExact ? 4 : s.state_format == kCompact16 ? 2 : 1;
+  const bool planes = s.state_format == kCompact8 && s.weight != 0;  // the master's
+  const unsigned master_bytes = planes ? 2 : 4;
   std::uint64_t state_addresses = 0;
   for (int k = 0; k < states; ++k) {
     if ((active || zeroes) && s.state[k] == 0) return "state " + std::to_string(k) + " is null";
     state_addresses |= s.state[k];
   }
-  if ((s.master | s.new_master) % 4) return "master is not aligned to 4 bytes";
+  if ((s.master | s.new_master) % master_bytes)
+    return "master is not aligned to " + std::to_string(master_bytes) + " bytes";
+  if (planes && (active || loads) && s.master_low == 0) return "master_low is null";
+  if (s.state_format == kCompact8 && (active || zeroes) && s.scales == 0) return "scales is null";
   if (state_addresses % state_bytes) return "state is not aligned to " + std::to_string(state_bytes) + " bytes";
   if (active && s.gradient == 0) return "gradient is null";
   if (active && (s.gradient_dtype < kBfloat16 || s.gradient_dtype > kFloat32))
@@ -57,6 +55,12 @@ std::string check_segment(const Segment& s) {
 }
 
 }  // namespace
+
+void drain_nontemporal_stores() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
 
 std::string check_table(const Segment* table, std::size_t rows) {
   if (rows > 0xffffffffu) return "more than 2^32 segments";
@@ -97,10 +101,7 @@ std::vector<Piece> cut_rows(const std::vector<std::uint64_t>& units) {
 TableJob::Cut::Cut(std::vector<Segment> table) : segments(std::move(table)) {
   std::vector<std::uint64_t> numels;
   numels.reserve(segments.size());
-  for (const Segment& segment : segments) {
-    const bool touched = segment.flags & (kActive | kLoadMaster | kZeroState);
-    numels.push_back(touched ? segment.numel : 0);
-  }
+  for (const Segment& segment : segments) numels.push_back(is_touched(segment) ? segment.numel : 0);
   pieces = cut_rows(numels);
 }
 

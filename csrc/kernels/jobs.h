@@ -36,6 +36,12 @@ struct Piece {
 // Cut rows of so many units each (elements, words) into pieces; many small rows make one piece.
 std::vector<Piece> cut_rows(const std::vector<std::uint64_t>& units);
 
+// Whether an update does anything to a segment.
+inline bool is_touched(const Segment& segment) { return segment.flags & (kActive | kLoadMaster | kZeroState); }
+
+// Non-temporal stores are not ordered by the release that ends a piece; this makes them so.
+void drain_nontemporal_stores();
+
 // Updates the segments of a table; pieces may span many small segments.
 class TableJob : public Job {
  public:

@@ -22,22 +22,31 @@ enum : std::uint32_t {
   kAllFlags = 15,
 };
 
+// Beside those, from native code only: the range is one of the blocks that follow each other (seal.h).
+constexpr std::uint32_t kInBlocks = std::uint32_t{1} << 31;
+
+// Elements of a block: its state stays in the first-level cache, and a checksum, 4 bytes a tensor, is small beside it.
+constexpr std::uint64_t kBlockNumel = 1024;
+
 // How state lies in memory; StateFormat of offload/protocols.py.
-enum : std::uint32_t { kExact = 0, kCompact16 = 1, kLastStateFormat = kCompact16 };
+enum : std::uint32_t { kExact = 0, kCompact16 = 1, kCompact8 = 2, kLastStateFormat = kCompact8 };
 
 constexpr int kMaxStates = 2;
 constexpr int kMaxScalars = 11;
 
-// One parameter's run of elements with its own scalars. Addresses are of the first element: the master is fp32 at any
-// multiple of 4 (fastest at 64), state fp32 or bf16 and the weight at any multiple of their element's size, the gradient
-// anywhere. The ranges must not overlap each other or another segment's.
+// One parameter's run of elements with its own scalars. Addresses are of the first element: the master, state and the
+// weight at any multiple of their element's size (fastest at 64), the gradient anywhere. The ranges must not overlap each
+// other or another segment's; no two segments share a block of kCompact8.
 struct Segment {
   std::uint64_t master;
   std::uint64_t new_master;  // 0: where the old one is
+  std::uint64_t master_low;  // in kCompact8, unless the weight is fp32: 8 bits below the 16 at `master`
+  std::uint64_t new_master_low;
   std::uint64_t weight;      // 0: the weight is fp32 and `master` points at it
   std::uint64_t new_weight;  // 0: where the old one is
   std::uint64_t gradient;
   std::uint64_t state[kMaxStates];
+  std::uint64_t scales;  // in kCompact8: of the first element's block, a byte for each state tensor
   std::uint64_t numel;
   std::uint64_t first_index;   // of the first element in the unsharded parameter; kExact ignores it, as the key
   std::uint64_t rounding_key;  // of this update of the parameter
@@ -51,14 +60,16 @@ struct Segment {
   float scalars[kMaxScalars];
 };
 
-static_assert(offsetof(Segment, master) == 0 && offsetof(Segment, new_master) == 8 && offsetof(Segment, weight) == 16 &&
-              offsetof(Segment, new_weight) == 24 && offsetof(Segment, gradient) == 32 &&
-              offsetof(Segment, state) == 40 && offsetof(Segment, numel) == 56 &&
-              offsetof(Segment, first_index) == 64 && offsetof(Segment, rounding_key) == 72 &&
-              offsetof(Segment, gradient_dtype) == 80 && offsetof(Segment, weight_dtype) == 84 &&
-              offsetof(Segment, flags) == 88 && offsetof(Segment, rule) == 92 &&
-              offsetof(Segment, state_format) == 96 && offsetof(Segment, grad_scale) == 100 &&
-              offsetof(Segment, decay) == 104 && offsetof(Segment, scalars) == 108);
-static_assert(sizeof(Segment) == 152, "must match SEGMENT_DTYPE in offload/protocols.py");
+static_assert(offsetof(Segment, master) == 0 && offsetof(Segment, new_master) == 8 &&
+              offsetof(Segment, master_low) == 16 && offsetof(Segment, new_master_low) == 24 &&
+              offsetof(Segment, weight) == 32 && offsetof(Segment, new_weight) == 40 &&
+              offsetof(Segment, gradient) == 48 && offsetof(Segment, state) == 56 &&
+              offsetof(Segment, scales) == 72 && offsetof(Segment, numel) == 80 &&
+              offsetof(Segment, first_index) == 88 && offsetof(Segment, rounding_key) == 96 &&
+              offsetof(Segment, gradient_dtype) == 104 && offsetof(Segment, weight_dtype) == 108 &&
+              offsetof(Segment, flags) == 112 && offsetof(Segment, rule) == 116 &&
+              offsetof(Segment, state_format) == 120 && offsetof(Segment, grad_scale) == 124 &&
+              offsetof(Segment, decay) == 128 && offsetof(Segment, scalars) == 132);
+static_assert(sizeof(Segment) == 176, "must match SEGMENT_DTYPE in offload/protocols.py");
 
 }  // namespace offload

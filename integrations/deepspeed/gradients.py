@@ -127,11 +127,9 @@ class DeviceGradients:
     def begin(self, kept: int | None) -> None:
         """A new window begins: forget all gradients but that of the piece `kept`, which was lent before."""
         lent = [gradient for number, gradient in self._lent.items() if number != kept]
-        try:
-            self._engine.forget_gradients((*self._kept.values(), *lent))
-        finally:  # it may be interrupted, having forgotten them
-            self._kept.clear()
-            self._lent = {number: gradient for number, gradient in self._lent.items() if number == kept}
+        self._engine.forget_gradients((*self._kept.values(), *lent))
+        self._kept.clear()  # not before: the engine reads them, and adds to them
+        self._lent = {number: gradient for number, gradient in self._lent.items() if number == kept}
 
     def take(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
         """See `HostGradients.take`."""

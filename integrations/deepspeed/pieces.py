@@ -17,6 +17,7 @@ class Piece:
         group: Index of the optimizer's parameter group.
         start: Where it begins in the parameter.
         unsharded_numel: The parameter's elements; 0 where the piece is all of it.
+        shape: Of the parameter.
     """
 
     name: str
@@ -26,3 +27,4 @@ class Piece:
     group: int
     start: int = 0
     unsharded_numel: int = 0
+    shape: tuple[int, ...] | None = None

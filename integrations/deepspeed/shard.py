@@ -79,8 +79,9 @@ class Shard:
         self._arrived: dict[int, None] = {}
         self._open = False
         parameters = [
-            Parameter(p.name, p.numel, DtypeCode.of(self.weights[p.flat].dtype), p.group, p.start, p.unsharded_numel)
+            Parameter(p.name, p.numel, dtype, p.group, p.start, p.unsharded_numel, p.shape)
             for p in self.pieces
+            for dtype in (DtypeCode.of(self.weights[p.flat].dtype),)
         ]
         self._scratch = next((path.path for path in config.path_configs if "://" not in path.path), None)
         if device is not None:
@@ -139,9 +140,9 @@ class Shard:
 
     def _open_window(self, lent: int | None = None) -> None:
         if not self._open:
-            self._open = True
-            self._arrived.clear()
             self.gradients.begin(lent)
+            self._arrived.clear()
+            self._open = True  # last: what is interrupted before is done anew
 
     def close_window(self) -> None:
         """The gradients have been used or thrown away; they stay readable until the next ones arrive."""

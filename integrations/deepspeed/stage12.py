@@ -35,7 +35,8 @@ class OffloadedStage12(OffloadedOptimizer, DeepSpeedZeroOptimizer):  # type: ign
                 identity = self.get_param_id(parameter)
                 _, start, offset, numel = self.grad_position[identity]
                 self._numbers[identity] = len(pieces)
-                pieces.append(Piece(self._names[parameter], flat, offset, numel, flat, start, parameter.numel()))
+                whole, shape = parameter.numel(), tuple(parameter.shape)
+                pieces.append(Piece(self._names[parameter], flat, offset, numel, flat, start, whole, shape))
         weights = [
             partitions[torch.distributed.get_rank(group)]
             for partitions, group in zip(

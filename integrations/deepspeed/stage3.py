@@ -54,7 +54,8 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
                 whole = parameter.ds_numel
                 start = min(rank * padded, whole)
                 numel = min(padded, whole - start)
-                pieces.append(Piece(self._names[parameter], flat, offset, numel, group, start, whole))
+                shape = tuple(parameter.ds_shape)
+                pieces.append(Piece(self._names[parameter], flat, offset, numel, group, start, whole, shape))
                 offset += padded
             placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
             # The name that DeepSpeed gives to its own.

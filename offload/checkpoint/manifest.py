@@ -26,8 +26,8 @@ from msgspec import Meta
 from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, OffloadError
 from offload.layout import Layout, Parameter, Segment, Subgroup, check_layout, stored_tensors
-from offload.protocols import SECTOR_BYTES, TileId
-from offload.rules import ADAMW, MASTER, RULES, STATE_FORMATS, UpdateRule
+from offload.protocols import SECTOR_BYTES, StateFormat, TileId
+from offload.rules import ADAMW, RULES, STATE_FORMATS, UpdateRule
 from offload.tiers.remote import crc32c_of
 
 FORMAT = 1
@@ -297,7 +297,14 @@ def encode(manifest: Manifest) -> bytes:
                 for p, step in zip(layout.parameters, manifest.steps, strict=True)
             ],
             "subgroups": [
-                [s.group, int(s.dtype), s.numel, s.tile_numel, [astuple(segment) for segment in s.segments]]
+                [
+                    s.group,
+                    int(s.dtype),
+                    s.numel,
+                    s.tile_numel,
+                    [astuple(seg) for seg in s.segments],
+                    int(s.state_format),
+                ]
                 for s in layout.subgroups
             ],
             "tiles": [
@@ -315,7 +322,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _formats(rule: UpdateRule) -> dict[str, str]:
-    return {tensor.name: tensor.format.name for tensor in (MASTER, *rule.state)}
+    return {tensor.name: tensor.format.name for tensor in (*rule.masters, *rule.beside)}
 
 
 class _Parameter(Row, frozen=True):
@@ -336,6 +343,7 @@ class _Subgroup(Row, frozen=True):
     numel: Size
     tile_numel: Annotated[Size, Meta(multiple_of=SECTOR_BYTES // 4)]
     segments: tuple[tuple[Count, Count, Count, Size], ...]
+    state_format: StateFormat | None = None
 
 
 class _Body(msgspec.Struct):
@@ -438,7 +446,9 @@ def _decode(body: _Body) -> Manifest:
 
     def subgroup(index: int, s: _Subgroup) -> Subgroup:
         segments = tuple(Segment(*row) for row in s.segments)
-        return Subgroup(index, s.group, s.dtype, stored_tensors(rule, s.dtype), s.numel, segments, s.tile_numel)
+        state_format = rule.state_format if s.state_format is None else s.state_format
+        tensors = stored_tensors(rule.stored_in(state_format), s.dtype)
+        return Subgroup(index, s.group, s.dtype, state_format, tensors, s.numel, segments, s.tile_numel)
 
     parameters = tuple(
         Parameter(p.name, p.numel, p.dtype, p.group, p.start, p.full_numel, p.shape, p.stride)
@@ -446,7 +456,7 @@ def _decode(body: _Body) -> Manifest:
     )
     layout = Layout(parameters, tuple(subgroup(*item) for item in enumerate(body.subgroups)), rule)
     # Before anything goes through the tiles one by one: there may be absurdly many.
-    count = sum(-(-s.numel // s.tile_numel) * len(rule.names) for s in layout.subgroups)
+    count = sum(-(-s.numel // s.tile_numel) * len(s.kept) for s in layout.subgroups)
     _must(len(body.tiles) == count, "the number of tiles", len(body.tiles), f"{count}, as the layout has")
     _must(
         len(layout.index_by_name) == len(body.parameters),

@@ -9,10 +9,12 @@ verified, and what is wrong is told by parameter and file.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,12 +28,16 @@ from offload.checkpoint.stores import is_same, places_of
 from offload.engine.executor import STALL_S
 from offload.engine.flights import Flights
 from offload.engine.memory import Arena
-from offload.engine.views import STORED_DTYPES, tensor_at
+from offload.engine.views import tensor_at
 from offload.errors import CheckpointError, TierError, invariant
 from offload.kernels.reference import store_rounded
+from offload.kernels.stored import stored_dtype, tensor_as_fp32
+from offload.layout import Subgroup
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
 from offload.rules import FP32, UpdateRule
 from offload.tiers import open_existing, tier_error
+
+log = logging.getLogger("offload")
 
 BUFFERS = 12
 """Most tiles in memory at once: being read, or kept because the next range may need them again."""
@@ -69,6 +75,30 @@ class Range:
     tensor: str
     start: int
     out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Elements of one parameter that lie in one subgroup, and where they are to go."""
+
+    subgroup: Subgroup
+    offset: int
+    """Of the first one, in the subgroup."""
+    first_index: int
+    """Of the same in the whole parameter."""
+    out: torch.Tensor
+
+
+_Wanted = OrderedDict[tuple[int, TileId], list[Callable[[torch.Tensor], None]]]
+"""What to do with each tile, a tensor of bytes, while it is in a buffer."""
+
+
+def _put(source: slice, into: torch.Tensor, tile: torch.Tensor) -> None:
+    into.copy_(tile[source])
+
+
+def _put_as_fp32(source: slice, dtype: torch.dtype, out: torch.Tensor, tile: torch.Tensor) -> None:
+    store_rounded(tile[source].view(dtype).to(torch.float32), out)
 
 
 _Flight = tuple[tuple[int, TileId], int, TileRequest, Tier]
@@ -224,12 +254,21 @@ class Checkpoint:
 
     @property
     def rounding(self) -> tuple[int, Mapping[str, int]] | None:
-        """See `StateSource.rounding`."""
+        """See `StateSource.rounding`; says so where ranks had different seeds, of which the first rank's counts."""
         numbers: dict[str, int] = {}
         for manifest in self.manifests:
             if manifest.seed is None:
                 return None
             numbers |= dict(zip(manifest.layout.index_by_name, manifest.numbers, strict=True))
+        seeds = [manifest.seed for manifest in self.manifests]
+        if len(set(seeds)) > 1:
+            log.warning(
+                "%s was saved by ranks with different seeds (%s); all go on with %d, so state is rounded as no run "
+                "without this break would: give every rank the same OffloadConfig.seed",
+                self.path,
+                ", ".join(map(str, seeds)),
+                seeds[0],
+            )
         return self.manifests[0].seed or 0, numbers
 
     @property
@@ -255,18 +294,42 @@ class Checkpoint:
         Raises:
             CheckpointError: A tile is damaged or cannot be read, or the checkpoint has not all of a range.
         """
-        wanted: OrderedDict[tuple[int, TileId], list[tuple[int, torch.Tensor]]] = OrderedDict()
-        for item in ranges:
-            for key, offset, out in self._pieces(item):
-                wanted.setdefault(key, []).append((offset, out))
+        wanted: _Wanted = OrderedDict()
+        ends = [self._ask(wanted, rank, item.tensor, run) for item in ranges for rank, run in self._runs(item)]
         for key, buffer in self._tiles(wanted):
-            manifest, (_, id) = self.manifests[key[0]], key
-            stored = manifest.layout.subgroups[id.subgroup].format_of(id.tensor)
-            tile = tensor_at(
-                self._address(buffer), manifest.tile_bytes[id] // stored.item_bytes, STORED_DTYPES[stored]
-            )
-            for offset, out in wanted[key]:
-                store_rounded(tile[offset : offset + out.numel()].to(torch.float32), out)
+            rank, id = key
+            tile = tensor_at(self._address(buffer), self.manifests[rank].tile_bytes[id], torch.uint8)
+            for put in wanted[key]:
+                put(tile)
+        for end in ends:
+            end()
+
+    def _ask(self, wanted: _Wanted, rank: int, name: str, run: _Run) -> Callable[[], None]:
+        """Note which tiles hold a run of a tensor and what to do with each; return what to do at the end."""
+        subgroup, stored = run.subgroup, {}
+        numbers = {tensor.name: number for number, tensor in enumerate(subgroup.kept)}
+        rule = self.rule.stored_in(subgroup.state_format)
+        planes = [plane for plane in rule.stored_as(name) if plane in numbers]
+        for plane in planes:
+            form = subgroup.kept[numbers[plane]].format
+            item, stop = run.offset // form.item_numel, -(-(run.offset + run.out.numel()) // form.item_numel)
+            kept_bytes = 0 if len(planes) == 1 else (stop - item) * form.item_bytes
+            into = torch.empty(kept_bytes, dtype=torch.uint8, device="cpu")
+            stored[plane], done, tile_items = into, 0, -(-subgroup.tile_numel // form.item_numel)
+            while item < stop:
+                tile, skipped = divmod(item, tile_items)
+                count = min(stop - item, tile_items - skipped)
+                source = slice(skipped * form.item_bytes, (skipped + count) * form.item_bytes)
+                if len(planes) == 1:
+                    out, dtype = run.out[done : done + count], stored_dtype(form)
+                    put = partial(_put_as_fp32, source, dtype, out)
+                else:
+                    put = partial(_put, source, into[done * form.item_bytes : (done + count) * form.item_bytes])
+                wanted.setdefault((rank, TileId(subgroup.index, numbers[plane], tile)), []).append(put)
+                item, done = item + count, done + count
+        if len(planes) == 1:
+            return lambda: None
+        return lambda: store_rounded(tensor_as_fp32(rule, name, stored, run.first_index), run.out)
 
     def lend(self, address: int, nbytes: int) -> None:
         """See `StateSource.lend`."""
@@ -399,8 +462,8 @@ class Checkpoint:
             parts.sort(key=lambda part: (part.start, part.rank))
         return found
 
-    def _pieces(self, item: Range) -> Iterator[tuple[tuple[int, TileId], int, torch.Tensor]]:
-        """Yield (tile, offset in it, where its elements go) for all of a range."""
+    def _runs(self, item: Range) -> Iterator[tuple[int, _Run]]:
+        """Yield (rank, run) for all of a range."""
         if item.name not in self._parts:
             raise CheckpointError(f"{self.path} has no parameter {item.name}; it has {some_of(self.names)}")
         at, end = item.start, item.start + item.out.numel()
@@ -408,28 +471,22 @@ class Checkpoint:
             if part.start <= at < part.start + part.numel:
                 stop = min(end, part.start + part.numel)
                 out = item.out[at - item.start : stop - item.start]
-                yield from self._pieces_of(part, item.tensor, at - part.start, out)
+                for run in self._runs_of(part, at - part.start, out):
+                    yield part.rank, run
                 at = stop
         if at < end:
             raise CheckpointError(f"{self.path} has not all of {item.name}: elements from {at} on are missing")
 
-    def _pieces_of(
-        self, part: Part, tensor: str, start: int, out: torch.Tensor
-    ) -> Iterator[tuple[tuple[int, TileId], int, torch.Tensor]]:
+    def _runs_of(self, part: Part, start: int, out: torch.Tensor) -> Iterator[_Run]:
         layout = self.manifests[part.rank].layout
         end = start + out.numel()
         for subgroup_index, position in layout.places[part.parameter]:
             subgroup = layout.subgroups[subgroup_index]
             segment = subgroup.segments[position]
             first, last = max(start, segment.start), min(end, segment.start + segment.numel)
-            names = [subgroup.tensor_name(number) for number in range(len(layout.rule.names))]
-            while first < last:
-                within = segment.offset + first - segment.start
-                tile, offset = divmod(within, subgroup.tile_numel)
-                count = min(last - first, subgroup.tile_numel - offset)
-                key = part.rank, TileId(subgroup_index, names.index(tensor), tile)
-                yield key, offset, out[first - start : first - start + count]
-                first += count
+            if first < last:
+                offset = segment.offset + first - segment.start
+                yield _Run(subgroup, offset, part.start + first, out[first - start : last - start])
 
     # Tiles
 

@@ -15,6 +15,7 @@ from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError
 from offload.kernels.reference import store_rounded
+from offload.kernels.stored import stored_master
 from offload.layout import Parameter, Segment, Subgroup
 
 
@@ -109,9 +110,11 @@ class Restorer:
             if not self._source.has(self.names[segment.parameter], "master"):
                 views["master"].copy_(self._views.weight(subgroup, segment, view))
         self._tables.changed(subgroup)
-        if self._views.plan.layout.subgroups[subgroup].dtype is not DtypeCode.FLOAT32:
+        layout = self._views.plan.layout.subgroups[subgroup]
+        if layout.dtype is not DtypeCode.FLOAT32:
             for segment, views in parts:
-                store_rounded(views["master"], self._views.weight(subgroup, segment, view))
+                master = stored_master(views["master"], layout.state_format)
+                store_rounded(master, self._views.weight(subgroup, segment, view))
 
     def derive_weights(self, subgroup: Subgroup) -> None:
         """Make the weights of a subgroup whose state stays where the checkpoint has it."""

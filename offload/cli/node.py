@@ -80,9 +80,10 @@ def use_of(plan: Plan) -> Use:
     host = {"state": state, "gradients": gradients, "buffers and tables": plan.host_bytes - state - gradients}
     if not plan.weights_on_gpu:
         return Use({"weights": weights, **host}, {})
+    left = 0 if plan.budgets.gradients_on_gpu else gradients  # during backward
     gpu = {
         "weights": weights,
-        "gradients": max(0, GRADIENT_BYTES * numel - gradients),  # padding may have been counted
+        "gradients": max(0, GRADIENT_BYTES * numel - left),  # padding may have been counted
         "state": plan.home_bytes[Home.GPU],
         "staging": plan.gpu_slots * plan.gpu_slot_bytes,
     }

@@ -17,8 +17,9 @@ from offload.cli.node import GPU, GRADIENT_BYTES, UNKNOWN, Node, Use, check_fits
 from offload.cli.progress import Progress
 from offload.cli.record import to_json
 from offload.cli.values import parse_count
-from offload.config import parse_bytes
+from offload.config import EXACT_NAMES, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
+from offload.protocols import StateFormat
 from offload.rules import RULES, STATE_FORMATS, UpdateRule
 from offload.units import format_bytes, format_seconds
 
@@ -91,6 +92,12 @@ def add_parser(commands: Any) -> None:
         help='updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)',
     )
     parser.add_argument("--weights-on", choices=("cpu", "gpu"), help="where they lie (default: gpu, if there is one)")
+    parser.add_argument(
+        "--keep-grads",
+        action=argparse.BooleanOptionalAction,
+        help="gradients on the GPU stay until the step, as OffloadConfig(keep_grads=...) says; with --no-keep-grads, "
+        "and under ZeRO, they leave during backward (default: they stay with one rank)",
+    )
     node = parser.add_argument_group("the node, where it is another than that of the rates")
     node.add_argument("--node-memory", metavar="SIZE", help="host memory that all ranks have together")
     node.add_argument("--gpus", metavar="N", type=int, help="number of GPUs")
@@ -117,10 +124,12 @@ class Question:
     Attributes:
         params: Parameters of the whole model.
         rates: Of the node.
+        keep_grads: Whether gradients stay on the GPU, if weights lie there, until the step.
         recompute: Whether backward repeats the forward pass.
         tokens: Tokens of one rank in an iteration; None to predict the step alone.
         rule: Name of the update rule.
         state_format: How its state is stored.
+        exact_params: How many of `params` have exact state all the same.
         node: What the node has.
         places: Directories of the first paths, or what else the rates call them; other paths have only a number.
     """
@@ -136,10 +145,12 @@ class Question:
     subgroup_numel: int | None = None
     placement: str | float = "auto"
     weights_on_gpu: bool = False
+    keep_grads: bool = False
     tokens: int | None = None
     recompute: bool = False
     rule: str = "adam"
     state_format: str = "exact"
+    exact_params: int = 0
     node: Node = UNKNOWN
     places: tuple[str, ...] = ()
 
@@ -188,12 +199,16 @@ class Answer:
 
 
 @functools.lru_cache(maxsize=4)
-def _layout(numel: int, subgroup_numel: int, rule: UpdateRule) -> Layout:
+def _layout(numel: int, exact_numel: int, subgroup_numel: int, rule: UpdateRule) -> Layout:
     """Return the layout of one rank's part of a model; advice asks about one again and again."""
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, build_layout
 
-    return build_layout([Parameter("model", numel, DtypeCode.BFLOAT16, 0)], subgroup_numel, rule=rule)
+    parameters = [
+        Parameter("model", numel - exact_numel, DtypeCode.BFLOAT16, 0),
+        Parameter("kept exact", exact_numel, DtypeCode.BFLOAT16, 0, exact=True),
+    ]
+    return build_layout(parameters if exact_numel else parameters[:1], subgroup_numel, rule=rule)
 
 
 def _budgets(question: Question) -> tuple[Layout, Budgets]:
@@ -203,7 +218,8 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
     numel = math.ceil(question.params / question.ranks)
     rule = RULES[question.rule].stored_in(STATE_FORMATS[question.state_format])
     subgroup_numel = question.subgroup_numel or choose_subgroup_numel(numel, question.staging_memory, rule)
-    layout, rates = _layout(numel, subgroup_numel, rule), question.rates
+    exact_numel = math.ceil(question.exact_params / question.ranks)
+    layout, rates = _layout(numel, exact_numel, subgroup_numel, rule), question.rates
     staging = question.gpu_staging
     if staging is None:
         staging = 4 * layout.max_subgroup_bytes if rates.gpu is not None else 0
@@ -216,6 +232,7 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
         gpu_bytes=question.gpu_memory,
         gpu_staging_bytes=staging,
         weights_on_gpu=question.weights_on_gpu,
+        gradients_on_gpu=question.weights_on_gpu and question.keep_grads,
     )
 
 
@@ -283,7 +300,7 @@ def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[f
     unit_s = question.params * question.tokens / rates.compute_flops_per_s
     forward_s = FLOPS_PER_WEIGHT["forward"] * unit_s
     backward_s = FLOPS_PER_WEIGHT["backward"] * unit_s + (forward_s if question.recompute else 0.0)
-    if question.weights_on_gpu and rates.gpu is not None:
+    if question.weights_on_gpu and not question.keep_grads and rates.gpu is not None:
         # Gradients of what the CPU updates leave the GPU meanwhile.
         subgroups = plan.layout.subgroups
         nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
@@ -505,7 +522,10 @@ def _question(arguments: argparse.Namespace) -> Question:
         rates = replace(rates, compute_flops_per_s=arguments.flops)
     if arguments.path_count is not None:
         rates = _first_paths(rates, arguments.path_count)
-    params = parse_count("--params", arguments.params) if arguments.params else _params_of(arguments.config)
+    if arguments.params:
+        params, exact_params = parse_count("--params", arguments.params), 0
+    else:
+        params, exact_params = _params_of(arguments.config)
     weights_on = arguments.weights_on or ("gpu" if rates.gpu is not None else "cpu")
     values = {
         name: parse_bytes(f"--{name.replace('_', '-')}", value)
@@ -523,9 +543,11 @@ def _question(arguments: argparse.Namespace) -> Question:
         ranks=arguments.ranks,
         placement=_placement(arguments.placement),
         weights_on_gpu=weights_on == "gpu",
+        keep_grads=arguments.ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
         recompute=arguments.recompute,
         rule=arguments.rule,
         state_format=arguments.state_format,
+        exact_params=exact_params if STATE_FORMATS[arguments.state_format] is StateFormat.COMPACT8 else 0,
         node=node,
         places=tuple(str(facts.get("path", "")) for facts in file.paths),
         **values,
@@ -554,9 +576,16 @@ def _parse_sweep(text: str) -> tuple[str, list[str]]:
     return name, [value.strip() for value in values.split(",")]
 
 
-def _params_of(file: str) -> int:
-    """Return the parameters of the model that a Hugging Face configuration describes, without making it."""
+def _params_of(file: str) -> tuple[int, int]:
+    """Return the parameters of the model that a Hugging Face configuration describes, without making it.
+
+    Returns:
+        How many, and how many of them are kept exact where others are stored in blocks.
+    """
     import json
+
+    from offload.dtypes import DtypeCode
+    from offload.layout import Parameter, keep_exact
 
     path = Path(file) / "config.json" if Path(file).is_dir() else Path(file)
     try:
@@ -580,7 +609,14 @@ def _params_of(file: str) -> int:
     except (ValueError, TypeError, KeyError, AttributeError) as cause:
         allowed = f"transformers {transformers.__version__} makes no model of it: {cause}"
         raise ConfigError("--config", file, allowed) from cause
-    return sum(parameter.numel() for parameter in model.parameters())
+    parameters = keep_exact(
+        [
+            Parameter(name, parameter.numel(), DtypeCode.BFLOAT16, 0, shape=tuple(parameter.shape))
+            for name, parameter in model.named_parameters()
+        ],
+        EXACT_NAMES,
+    )
+    return sum(p.numel for p in parameters), sum(p.numel for p in parameters if p.exact)
 
 
 def _wear(answer: Answer, arguments: argparse.Namespace) -> list[dict[str, float]]:

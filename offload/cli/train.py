@@ -311,7 +311,7 @@ def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...
     bytes_per_parameter = rule.item_bytes - (MASTER.format.item_bytes if settings.dtype == "fp32" else 0)
     host_memory = settings.host_memory
     if host_memory is None:
-        host_memory = shape.numel * bytes_per_parameter // 4
+        host_memory = int(shape.numel * bytes_per_parameter / 4)
     return importlib.import_module("offload").OffloadConfig(
         host_memory=host_memory,
         paths=list(paths),

@@ -209,10 +209,10 @@ class CudaDevice:
             if time.monotonic() - self.base[1] > REBASE_S:
                 self.base = self._now()
 
-    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]], state_format: StateFormat) -> None:
+    def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
         """See `Device.prepare`."""
         with self.current():
-            self._kernel.compile(RULES[rule], dtypes, state_format)
+            self._kernel.compile(RULES[rule], kinds)
 
     # Memory
 

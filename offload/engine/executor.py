@@ -35,10 +35,11 @@ from offload.engine.operations import (
     WeightOperation,
     WriteTile,
 )
+from offload.engine.seals import DamagedError, Seals, can_seal
 from offload.engine.timeline import Interval
 from offload.errors import InternalError, OffloadError, TierError
 from offload.plan.budget import Plan
-from offload.protocols import Completion, Queue, Tier, TileRequest, UpdateKernel
+from offload.protocols import ERROR_CHECKSUM, Completion, Queue, Tier, TileRequest, UpdateKernel
 from offload.rules import FP32
 
 WAKE = 0
@@ -101,7 +102,7 @@ class LiveExecutor:
         kernel: Runs updates; reports to `queue`.
         queue: What everything reports to.
         tier_error: Turns a failed completion into the error to raise.
-        verify: Whether reads compare the checksum that the index has.
+        verify: Whether tiles have checksums, and are compared with those that the index has when they are read.
         stall_s: See `STALL_S`.
         gpu: Lanes of a GPU; None where no plan uses one.
         others: Stores that are no path of the plan, by number: those that are only read, and one that takes a copy.
@@ -131,10 +132,12 @@ class LiveExecutor:
         self._verify = verify
         self._stall_s = stall_s
         self._gpu = gpu
-        self._waiting: dict[int, npt.NDArray[Any]] = {}
+        self._seals = Seals(self.slot_address)
+        self._waiting: dict[int, tuple[Run, npt.NDArray[Any]]] = {}
         self._silence = waits.Silence()
         self._visitor: Visitor = visit_nothing
         self._coming: Coming = nothing_comes
+        self._updates = False
         self.save_source: SaveSource | None = None
         self._others = {} if others is None else others
         self._slot_bytes = 0
@@ -155,9 +158,15 @@ class LiveExecutor:
         """Return the memory address of a staging slot."""
         return self._staging_address + slot * self._slot_bytes
 
-    def visit_with(self, visitor: Visitor, coming: Coming = nothing_comes) -> None:
-        """Use `visitor` for the runs of the next sweep; `coming` is told of each subgroup that is being fetched."""
-        self._visitor, self._coming = visitor, coming
+    def visit_with(self, visitor: Visitor, coming: Coming = nothing_comes, *, updates: bool = False) -> None:
+        """Use a visitor for the runs of the next sweep.
+
+        Args:
+            visitor: What to do.
+            coming: Told of each subgroup that is being fetched.
+            updates: Whether all it does is to return tables: the kernel is the first to look at the state.
+        """
+        self._visitor, self._coming, self._updates = visitor, coming, updates
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Start operations; one that cannot be started is reported as failed by the next `wait`."""
@@ -167,6 +176,8 @@ class LiveExecutor:
             self._due_s[operation.op] = self._happened_s
             try:
                 self._start(operation)
+            except DamagedError as damaged:
+                self._fail(operation, self._damaged(damaged.operation))
             except OffloadError as error:
                 self._fail(operation, error)
             except Exception as error:  # a visitor's own failure must not take the engine thread down
@@ -188,15 +199,18 @@ class LiveExecutor:
         if isinstance(operation, Run):
             self._in_flight[operation.op] = (operation, None)
             started_s = time.monotonic()
+            if operation.slot is not None and not self._updates:
+                fetched = not operation.fresh and not operation.visit.overwrites
+                self._seals.touched(operation.slot, operation.visit.subgroup if fetched else None)
             table = self._visitor(operation)
             inputs = self._gpu.inputs(operation.visit.subgroup) if self._gpu is not None else None
             if table is None:
                 self._queue.post(operation.op, started_s=started_s, finished_s=time.monotonic())
             elif inputs is not None and self._gpu is not None:
-                self._waiting[operation.op] = table
+                self._waiting[operation.op] = operation, table
                 self._gpu.device.report(inputs, self._queue, operation.op)
             else:
-                self._kernel.submit(operation.op, table)
+                self._update(operation, table)
             return
         if isinstance(operation, Sync):
             self._in_flight[operation.op] = (operation, None)
@@ -206,9 +220,29 @@ class LiveExecutor:
             self._in_flight[operation.op] = (operation, None)
             self._source().commit(operation)
             return
+        request = self._request(operation, *self._checks(operation))
+        self._in_flight[operation.op] = (operation, request)
+        tier = self._tier(operation.record.location.path)
+        if isinstance(operation, ReadTile | CopyTile):
+            if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0):  # the first of a subgroup
+                self._coming(operation.tile.subgroup)
+            tier.read(request)
+        else:
+            tier.write(request)
+
+    def _checks(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
+        """Return the checksum of a tile that is moved, if it is known, and whether the tier verifies the tile."""
+        if not self._verify or isinstance(operation, SaveTile):
+            return None, True
+        if isinstance(operation, WriteTile):
+            return self._seals.writing(operation), True
+        return operation.record.checksum, isinstance(operation, CopyTile) or self._seals.reading(operation)
+
+    def _request(
+        self, operation: ReadTile | WriteTile | SaveTile | CopyTile, checksum: int | None, verify: bool
+    ) -> TileRequest:
         location = operation.record.location
-        reads = isinstance(operation, ReadTile | CopyTile)
-        request = TileRequest(
+        return TileRequest(
             op=operation.op,
             tile=operation.tile,
             step=operation.record.step,
@@ -216,16 +250,18 @@ class LiveExecutor:
             address=self._address(operation),
             nbytes=location.nbytes,
             numel=location.nbytes // FP32.item_bytes,
-            checksum=operation.record.checksum if self._verify and reads else None,
+            checksum=checksum,
+            verify=verify,
         )
-        self._in_flight[operation.op] = (operation, request)
-        tier = self._tier(location.path)
-        if reads:
-            if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0):  # the first of a subgroup
-                self._coming(operation.tile.subgroup)
-            tier.read(request)
-        else:
-            tier.write(request)
+
+    def _update(self, run: Run, table: npt.NDArray[Any]) -> None:
+        subgroup = self._plan.layout.subgroups[run.visit.subgroup] if self._plan is not None else None
+        if run.slot is None or subgroup is None or not self._verify or not can_seal(subgroup):
+            self._kernel.submit(run.op, table)
+            return
+        expected = self._seals.expected(run, subgroup)
+        state = self._seals.state(subgroup, self.slot_address(run.slot))
+        self._seals.started(run, self._kernel.submit_sealed(run.op, table, state, expected))
 
     def _start_on_gpu(self, operation: CopyIn | CopyOut | WeightOperation | Run) -> None:
         gpu, due_s = self._gpu, self._due_s[operation.op]
@@ -233,10 +269,14 @@ class LiveExecutor:
             raise InternalError(f"{operation} needs a GPU, and this executor has none")
         match operation:
             case CopyIn():
+                if operation.slot is not None:
+                    self._seals.touched(operation.slot, operation.subgroup)
                 gpu.copy_in(operation, self._state_address(operation), due_s)
             case Run():
                 gpu.run(operation, self._visitor(operation), due_s)
             case CopyOut():
+                if operation.slot is not None:
+                    self._seals.touched(operation.slot, None)
                 gpu.copy_out(operation, self._state_address(operation), due_s)
             case FetchWeights():
                 gpu.fetch_weights(operation, due_s)
@@ -293,10 +333,23 @@ class LiveExecutor:
             if completion.op == REQUEST:
                 self.requests += 1
             elif completion.op in self._waiting and completion.error == 0:
-                self._kernel.submit(completion.op, self._waiting.pop(completion.op))
+                self._go_on(*self._waiting.pop(completion.op))
             elif completion.op != WAKE:
                 events.append(self._report(completion))
         return events
+
+    def drain(self) -> None:
+        """Wait until nothing is under way that touches a caller's memory, whatever comes of it, or a lane hangs."""
+        while any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values()):
+            if any(isinstance(event, Stop) for event in self.wait()):
+                return
+
+    def _go_on(self, run: Run, table: npt.NDArray[Any]) -> None:
+        """Update a subgroup whose weights or gradients have come from the GPU."""
+        try:
+            self._update(run, table)
+        except DamagedError as damaged:
+            self._fail(run, self._damaged(damaged.operation))
 
     def take_timed(self) -> None:
         """Add what the GPU's lanes have done to the timeline."""
@@ -312,6 +365,7 @@ class LiveExecutor:
         operation, request = self._in_flight.pop(completion.op)
         due_s = self._due_s.pop(completion.op)
         if completion.op in self._waiting or isinstance(operation, CopyIn | CopyOut | WeightOperation):
+            tier, path = self._place(operation)
             self._waiting.pop(completion.op, None)
             if completion.error == 0:
                 if self._gpu is not None and isinstance(operation, CopyOut | FetchWeights | AwaitPush):
@@ -319,8 +373,9 @@ class LiveExecutor:
                     with contextlib.suppress(OffloadError):  # a device that has failed says so with its next report
                         self._gpu.take_timed(self._add_timed, operation.subgroup)
                 return Done(completion.op)
-            failed = TierError("copy", tier="gpu", path="d2h", detail="the GPU has failed; see the log")
-            return Failed(completion.op, failed)
+            return Failed(
+                completion.op, TierError("copy", tier=tier, path=path, detail="the GPU has failed; see the log")
+            )
         if isinstance(operation, Sync | Commit):
             if completion.error == 0:
                 return Done(completion.op)
@@ -341,13 +396,24 @@ class LiveExecutor:
         if completion.error == 0:
             times = completion.started_s, completion.finished_s
             self.timeline.append(Interval(lane, label, *times, nbytes, due_s))
+            if isinstance(operation, Run):
+                self._seals.ended(operation.op)
             return Done(completion.op, completion.checksum)
+        if isinstance(operation, Run) and completion.error == ERROR_CHECKSUM:
+            damaged = self._seals.damaged(operation.op, completion.detail)
+            return Failed(completion.op, self._damaged(damaged))
         if request is None or isinstance(operation, Run):
             detail = f"the kernel reports {completion.error}"
             return Failed(completion.op, TierError("update", tier="host", path="cpu", detail=detail))
-        tier = self._tier(operation.record.location.path)
+        used = self._tier(operation.record.location.path)
         verb = "read" if isinstance(operation, ReadTile | CopyTile) else "write"
-        return Failed(completion.op, self._tier_error(verb, completion, request, tier))
+        return Failed(completion.op, self._tier_error(verb, completion, request, used))
+
+    def _damaged(self, operation: ReadTile) -> TierError:
+        """Return the error for a tile that was read, and has another checksum."""
+        request = self._request(operation, operation.record.checksum, False)
+        completion = Completion(operation.op, ERROR_CHECKSUM, 0, 0.0, 0.0, request.offset)
+        return self._tier_error("read", completion, request, self._tier(operation.record.location.path))
 
     def _stalled(self, lasts_s: float, what: str) -> TierError:
         """Return the error that names an operation whose lane is silent."""
@@ -375,7 +441,10 @@ class LiveExecutor:
             tier = self._tier(operation.record.location.path)
         if tier is not None:
             return tier.name, tier.path
-        return ("gpu", "d2h") if isinstance(operation, CopyOut) else ("host", "cpu")
+        if isinstance(operation, CopyIn | PushWeights | AwaitPush):
+            return "gpu", "h2d"
+        for_gradients = operation.op in self._waiting
+        return ("gpu", "d2h") if for_gradients or isinstance(operation, CopyOut | FetchWeights) else ("host", "cpu")
 
     def _awaited(self) -> str:
         """Return what a lane has been asked and does not answer, for the log."""

@@ -226,6 +226,10 @@ class Gradients:
         """Return whether the GPU updates part of a parameter, and so reads its gradient where it lies."""
         return self.on_gpu is not None and self.on_gpu.positions[position].stays
 
+    def has_arrived(self, position: int) -> bool:
+        """See `Engine.has_gradient`."""
+        return self.on_gpu is not None and self.on_gpu.positions[position].arrivals > 0
+
     @property
     def have_arrived(self) -> bool:
         """Whether gradients have arrived on a GPU that have not been forgotten."""

@@ -14,6 +14,7 @@ Not done here: waiting, and knowing what pieces are.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.plan.budget import KERNEL_COPIES, LEAST_COPY_BYTES, PIECE_ALIGNMENT, PIECE_BUFFERS
-from offload.protocols import Device, DeviceLane, Mark
+from offload.protocols import LANES, Device, DeviceLane, Mark
 
 Pieces = npt.NDArray[np.uint64]
 """Rows of (device address, host address, bytes)."""
@@ -37,6 +38,12 @@ class _Buffer:
     address: int
     used: Mark | None = None
     """After the last work in it."""
+    is_noted: bool = True
+    """Whether `used` is that mark: an interrupt or an error may have come before it was noted."""
+
+    def note(self, mark: Mark) -> None:
+        """Take note of the mark after all work in it."""
+        self.used, self.is_noted = mark, True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +77,13 @@ class PieceCopies:
         self.buffer_bytes = 0
         self._device = device
         self._copy = copy
-        self._buffers: list[_Buffer] = []
+        self._buffers: deque[_Buffer] = deque()
         self._lock = threading.RLock()
 
     def adopt(self, address: int, buffer_bytes: int) -> int:
         """Use device memory for buffers from now on; nothing is in flight. Return the address of what was used."""
-        before = self._buffers[0].address if self._buffers else 0
-        self._buffers = [_Buffer(address + number * buffer_bytes) for number in range(PIECE_BUFFERS)]
+        before = min(buffer.address for buffer in self._buffers) if self._buffers else 0
+        self._buffers = deque(_Buffer(address + number * buffer_bytes) for number in range(PIECE_BUFFERS))
         self.buffer_bytes = buffer_bytes
         return before
 
@@ -98,7 +105,7 @@ class PieceCopies:
                 device.follow(DeviceLane.PIECES, device.mark(lane, timed=False))
                 there = part.places + np.uint64(buffer.address)
                 device.copy_pieces(DeviceLane.PIECES, np.stack([part.pieces[:, 0], there, part.pieces[:, 2]], axis=1))
-                buffer.used = device.mark(DeviceLane.PIECES, timed=False)
+                buffer.note(device.mark(DeviceLane.PIECES, timed=False))
 
     def to_host(self, pieces: Pieces, gap_bytes: int = PIECE_ALIGNMENT, lane: DeviceLane = DeviceLane.D2H) -> None:
         """Copy pieces to the host, all of them on `lane` in the end.
@@ -120,14 +127,19 @@ class PieceCopies:
                 device.follow(lane, device.mark(DeviceLane.PIECES, timed=False))
                 for place, host, nbytes in part.runs:
                     self._copy(lane, host, buffer.address + place, nbytes)
-                buffer.used = device.mark(lane, timed=False)
+                buffer.note(device.mark(lane, timed=False))
 
     def _take(self, lane: DeviceLane) -> _Buffer:
         """Return the buffer that was used longest ago, free for what is put on a lane next."""
-        buffer = self._buffers.pop(0)
-        self._buffers.append(buffer)
-        if buffer.used is not None:
-            self._device.follow(lane, buffer.used)
+        device = self._device
+        self._buffers.rotate(-1)  # in one call, so that no interrupt loses a buffer
+        buffer = self._buffers[-1]
+        if not buffer.is_noted:
+            for other in LANES:
+                device.follow(lane, device.mark(other, timed=False))
+        elif buffer.used is not None:
+            device.follow(lane, buffer.used)
+        buffer.is_noted = False
         return buffer
 
     def _arranged(self, pieces: Pieces, gap_bytes: int) -> tuple[Pieces, list[_Round]]:

@@ -117,7 +117,7 @@ class Tables:
         layout = self._layout.subgroups[subgroup]
         parameter, start, offset, numel = self._columns[subgroup]
         addresses: dict[str, Any] = {
-            tensor.name: np.uint64(address + layout.offsets[tensor.name]) + tensor.format.nbytes(offset)
+            tensor.name: np.uint64(address + layout.offsets[tensor.name]) + tensor.format.offset(offset)
             for tensor in layout.tensors
         }
         item = ITEM_BYTES[layout.dtype]
@@ -134,10 +134,11 @@ class Tables:
         dtypes: Any = DtypeCode.NONE
         scalars = None
         rounding: dict[str, Any] = {}
-        if update and self._layout.rule.state_format is not StateFormat.EXACT:
-            updates = self.steps[parameter] + 1
-            rounding["rounding_key"] = rounding_keys(self.seed, self.numbers[parameter], updates)
+        if layout.state_format is not StateFormat.EXACT:
             rounding["first_index"] = self._starts[parameter] + start
+            if update:
+                updates = self.steps[parameter] + 1
+                rounding["rounding_key"] = rounding_keys(self.seed, self.numbers[parameter], updates)
         if update:
             dtypes, scalars = self.gradient_dtypes[parameter], self._scalars[parameter].T
             found = self.gradients if gradients is None else gradients
@@ -150,6 +151,7 @@ class Tables:
             gradient_dtype=dtypes,
             flags=flags,
             scalars=scalars,
+            state_format=layout.state_format,
             **rounding,
         )
 

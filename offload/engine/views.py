@@ -18,13 +18,13 @@ from offload.engine.operations import Run
 from offload.engine.pieces import as_pieces
 from offload.engine.tables import Tables
 from offload.kernels import CpuUpdateKernel
-from offload.kernels.reference import TORCH_DTYPES, store_rounded
+from offload.kernels.reference import TORCH_DTYPES
+from offload.kernels.reference.minifloat import blocks_numel
+from offload.kernels.stored import as_fp32, stored_dtype
 from offload.layout import Segment
 from offload.plan import Plan
 from offload.protocols import SegmentFlag, TileId
-from offload.rules import BF16, FP32
-
-STORED_DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}
+from offload.rules import FP32, MASTER
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -152,20 +152,20 @@ class StateViews:
     @contextlib.contextmanager
     def piece(self, run: Run, view: View, segment: Segment) -> Iterator[dict[str, torch.Tensor]]:
         """Lend a segment's state in fp32: where it lies, or copies, which go back if the visit changes it."""
-        subgroup = self.plan.layout.subgroups[run.visit.subgroup]
-        views, copies = {}, []
+        layout = self.plan.layout
+        subgroup = layout.subgroups[run.visit.subgroup]
+        first_index = layout.parameters[segment.parameter].start + segment.start
+        stored = {}
         for tensor in subgroup.tensors:
-            address = view.address + subgroup.offsets[tensor.name] + tensor.format.nbytes(segment.offset)
-            stored = views[tensor.name] = tensor_at(address, segment.numel, STORED_DTYPES[tensor.format])
-            if stored.dtype is not torch.float32:
-                views[tensor.name] = stored.to(torch.float32)
-                copies.append((views[tensor.name], stored))
-        if "master" not in views:
-            views["master"] = self.weight(subgroup.index, segment, view)
-        yield views
-        if run.visit.changes:
-            for values, stored in copies:
-                store_rounded(values, stored)
+            address = view.address + subgroup.offsets[tensor.name] + tensor.format.offset(segment.offset)
+            numel = segment.numel
+            if tensor.format.item_numel > 1:
+                numel = blocks_numel(first_index, numel) * tensor.format.item_bytes
+            stored[tensor.name] = tensor_at(address, numel, stored_dtype(tensor.format))
+        if MASTER.name not in stored:
+            stored[MASTER.name] = self.weight(subgroup.index, segment, view)
+        with as_fp32(layout.rule, subgroup.state_format, stored, first_index, keep=run.visit.changes) as views:
+            yield views
 
     def gather_tile(self, tile: TileId, address: int) -> None:
         """Copy a tile of state on the GPU to `address`, or the masters that a weight tile is; padding is zero."""

@@ -19,7 +19,7 @@ import numpy as np
 from offload.dtypes import DtypeCode
 from offload.errors import InternalError, SessionBrokenError, invariant
 from offload.kernels.table import checked
-from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, Queue
+from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, Queue, Seal, SealedState
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -136,6 +136,34 @@ class CpuUpdateKernel:
         invariant(self._can_submit, "an update was submitted to a kernel that has no queue")
         rows = checked(table)
         self._call("submit", op, rows.ctypes.data, rows.size)
+
+    def submit_sealed(self, op: int, table: npt.NDArray[Any], state: SealedState, expected: Seal | None) -> Seal:
+        """Start updating a subgroup whose checksums are verified before, and made after it, while it is in the cache.
+
+        As `submit`; besides, a block of the state that is not as `expected` is not updated, and the completion says
+        `ERROR_CHECKSUM`, with the tensor's number << 32 | the tile's as its detail.
+
+        Args:
+            op: Comes back in the completion.
+            table: As for `submit`; a row for each offset in `state`.
+            state: Where the state lies.
+            expected: What an earlier update of this subgroup has made, if memory has to hold that; None where what it
+                holds is known to be right.
+
+        Returns:
+            The checksums of what is there afterwards; to be asked once the update has ended well.
+
+        Raises:
+            InternalError: As `submit`.
+            SessionBrokenError: As `submit`.
+        """
+        invariant(self._can_submit, "an update was submitted to a kernel that has no queue")
+        rows = checked(table)
+        offsets = np.ascontiguousarray(state.offsets, np.uint64)
+        invariant(offsets.size == rows.size, "a sealed update needs an offset for each segment")
+        place = offsets.ctypes.data, state.tensors, state.numel, state.tile_numel
+        seal: Seal = self._call("submit_sealed", op, rows.ctypes.data, rows.size, *place, expected)
+        return seal
 
     def run(self, table: npt.NDArray[Any]) -> None:
         """Update the segments of `table` and return when they are done; the GIL is released.
@@ -269,7 +297,7 @@ class CpuUpdateKernel:
         """Close."""
         self.close()
 
-    def _call(self, method: str, *arguments: int) -> Any:
+    def _call(self, method: str, *arguments: Any) -> Any:
         if self._closed:
             raise SessionBrokenError("the update kernel is closed; make a new one")
         try:

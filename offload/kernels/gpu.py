@@ -23,6 +23,7 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, invariant
 from offload.kernels.cpu import blocks_numel
 from offload.kernels.table import checked
+from offload.protocols import BLOCK_NUMEL as SHARED_NUMEL
 from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag, StateFormat
 from offload.rules import RULES, UpdateRule
 
@@ -43,6 +44,8 @@ COPY_OPTIONS: dict[str, Any] = {"num_warps": 4}
 """How the kernels are compiled: without fused multiply-add, which rounds once where the definition rounds twice."""
 
 _ITEM_BYTES = np.where(ITEM_BYTES, ITEM_BYTES, 4)  # a segment without a weight of its own has its master
+_STATE_BYTES = np.zeros(len(StateFormat), np.uint64)
+_STATE_BYTES[[StateFormat.EXACT, StateFormat.COMPACT16, StateFormat.COMPACT8]] = 4, 2, 1
 _SOME_ADDRESS = 1 << 40  # any that takes 64 bits: integers are compiled for by their size
 _TOUCHING = int(SegmentFlag.ACTIVE | SegmentFlag.LOAD_MASTER | SegmentFlag.ZERO_STATE)
 _STATES = {rule.code: len(rule.state) for rule in RULES.values()}
@@ -94,24 +97,18 @@ class GpuUpdateKernel:
         streams: Any = torch.cuda
         self._uploads: Any = streams.Stream(chosen) if chosen.type == "cuda" else None
 
-    def compile(
-        self,
-        rule: UpdateRule,
-        dtypes: Iterable[tuple[DtypeCode, DtypeCode]],
-        state_format: StateFormat = StateFormat.EXACT,
-    ) -> None:
+    def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
         """Compile what aligned gradients and weights need, so that nothing waits for that later.
 
         Args:
             rule: The update rule.
-            dtypes: Those of gradients with those of their weights.
-            state_format: How the state beside the master is stored.
+            kinds: Of parameters: dtypes of the gradient and of the weight, and how the state is stored.
         """
         with self._current():
             self._kernels.copy_pieces.warmup(
                 torch.int64, torch.int32, BLOCK=COPY_BLOCK_BYTES, grid=(1,), **COPY_OPTIONS
             )
-            for gradient, weight in dtypes:
+            for gradient, weight, state_format in kinds:
                 self._kernels.update.warmup(
                     torch.int64,
                     torch.int32,
@@ -147,7 +144,8 @@ class GpuUpdateKernel:
         """Enqueue the update of the segments of `table`, a launch for each combination of dtypes and format.
 
         The table is copied before this returns; the memory that it points at must live until the stream has come to
-        the update's end. Fastest where addresses are multiples of four elements.
+        the update's end. Fastest where addresses are multiples of four elements; in `COMPACT8`, where those would be
+        that the elements before a segment's in its first block had.
 
         Args:
             table: From `offload.kernels.table`, shape [segments], contiguous, in host memory. Its addresses are this
@@ -169,15 +167,25 @@ class GpuUpdateKernel:
         odd = touched[active & (used["gradient"] % _ITEM_BYTES[gradients] != 0)]
         invariant(not odd.size, f"segment {odd[:1].tolist()}: gradient is not aligned to its elements")
 
-        aligned = (used["weight"] | used["new_weight"]) % (4 * _ITEM_BYTES[weights]) == 0
-        aligned &= ~active | (used["gradient"] % (4 * _ITEM_BYTES[gradients]) == 0)
-        aligned &= (used["master"] | used["new_master"]) % 16 == 0
-        state_items = np.where(used["state_format"] == int(StateFormat.EXACT), 4, 2)
-        aligned &= np.bitwise_or.reduce(used["state"], axis=1) % (4 * state_items) == 0
+        in_blocks = used["state_format"] == int(StateFormat.COMPACT8)
+        before = np.where(in_blocks, used["first_index"], np.uint64(0)) % np.uint64(SHARED_NUMEL)
+        of_master = np.where(in_blocks & (used["weight"] != 0), np.uint64(2), np.uint64(4))
+        of_weight, of_state = _ITEM_BYTES[weights], _STATE_BYTES[used["state_format"]]
+        aligned = ~active | _aligned(used["gradient"], before, _ITEM_BYTES[gradients])
+        for addresses, items in (
+            (used["weight"], of_weight),
+            (used["new_weight"], of_weight),
+            (used["master"], of_master),
+            (used["new_master"], of_master),
+            (used["master_low"], np.uint64(1)),
+            (used["new_master_low"], np.uint64(1)),
+            *((addresses, of_state) for addresses in used["state"].T),
+        ):
+            aligned &= _aligned(addresses, before, items)
         rules = used["rule"].astype(np.int64) * len(StateFormat) + used["state_format"]
         group = ((rules * 4 + gradients) * 4 + weights) * 2 + aligned
         order = np.argsort(group, kind="stable")
-        blocks = -(-used["numel"][order].astype(np.int64) // BLOCK_NUMEL)
+        blocks = -(-(before + used["numel"])[order].astype(np.int64) // BLOCK_NUMEL)
         row_words = touched.size * SEGMENT_DTYPE.itemsize // 8
         words = _with_pieces(used.view(np.int64), order, blocks)
         programs = np.bincount(group[order], weights=blocks).astype(np.int64)
@@ -329,6 +337,11 @@ class GpuUpdateKernel:
         there.record_stream(using)
         using.wait_stream(self._uploads)
         return there
+
+
+def _aligned(addresses: npt.NDArray[np.uint64], before: npt.NDArray[np.uint64], items: Any) -> Any:
+    """Return whether each address, so many elements before, is a multiple of four of them; 0 is none."""
+    return (addresses == 0) | ((addresses - before * items) % (4 * items) == 0)
 
 
 def _with_pieces(

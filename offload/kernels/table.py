@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.dtypes import DtypeCode
 from offload.errors import invariant
 from offload.protocols import SEGMENT_DTYPE, SegmentFlag, StateFormat
-from offload.rules import MASTER, UpdateRule, segment_dtype
+from offload.rules import BF16, MASTER, Format, UpdateRule, segment_dtype
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -35,7 +36,7 @@ def segment_table(
     Args:
         rule: The update rule.
         numel: Elements.
-        addresses: Of the tensors in `rule.names`, "weight" and "gradient"; an fp32 weight is the master.
+        addresses: Of what the state is stored in, "weight" and "gradient"; an fp32 weight is the master.
         weight_dtype: Element type of the weights.
         gradient_dtype: `DtypeCode` of the gradients.
         flags: `SegmentFlag`.
@@ -64,11 +65,11 @@ def trial_table(rule: UpdateRule, addresses: Mapping[str, int] | int, numel: int
     Args:
         rule: The update rule.
         addresses: Of the tensors that `trial_items` names, or of the first of them, where they follow each other.
-        numel: Elements.
+        numel: Elements, whole blocks.
     """
     items = trial_items(rule)
     if isinstance(addresses, int):
-        offsets = accumulate((numel * nbytes for nbytes in items.values()), initial=addresses)
+        offsets = accumulate((stored.offset(numel) for stored in items.values()), initial=addresses)
         addresses = dict(zip(items, offsets, strict=False))
     values = rule.values(rule.defaults)
     flags = SegmentFlag.ACTIVE | (SegmentFlag.DECOUPLED_DECAY if rule.decoupled(values) else SegmentFlag(0))
@@ -83,15 +84,14 @@ def trial_table(rule: UpdateRule, addresses: Mapping[str, int] | int, numel: int
     )
 
 
-def trial_items(rule: UpdateRule) -> dict[str, int]:
-    """Return the tensors of a `trial_table`, and the bytes that an element has in each."""
-    state = {tensor.name: tensor.format.item_bytes for tensor in (MASTER, *rule.state)}
-    return state | dict.fromkeys(("gradient", "weight"), int(ITEM_BYTES[DtypeCode.BFLOAT16]))
+def trial_items(rule: UpdateRule) -> dict[str, Format]:
+    """Return the tensors of a `trial_table`, and how each is stored."""
+    return dict((*rule.masters, *rule.beside)) | dict.fromkeys(("gradient", "weight"), BF16)
 
 
 def trial_bytes(rule: UpdateRule) -> int:
-    """Return the bytes that an element has in all of them."""
-    return sum(trial_items(rule).values())
+    """Return the bytes that an element has in all of them, rounded up."""
+    return math.ceil(sum(stored.bytes_each for stored in trial_items(rule).values()))
 
 
 def checked(table: npt.NDArray[Any]) -> npt.NDArray[Any]:

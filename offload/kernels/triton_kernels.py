@@ -12,7 +12,13 @@ operation on its own):
     square root         `tl.sqrt_rn`: `sqrt.rn.f32`. `tl.sqrt` is `sqrt.approx`.
     subnormals          No instruction here has `.ftz`. Triton sets it for functions of libdevice only; none is used.
     16 bits to fp32     Exact. bf16 is shifted as an integer, fp16 is `cvt.f32.f16`.
-    fp32 to bf16        Integer arithmetic, as in the reference, whether to nearest or stochastically.
+    fp32 to bf16        Integer arithmetic, as in the reference, whether to nearest or stochastically. So it is for
+                        masters of 24 bits, and for codes but for the scaling.
+    codes               A code in the place of an fp32's exponent and mantissa is an fp32, of which two powers of two
+                        make the value: `mul.rn`, exact, as a subnormal is a number like others. The way back is a
+                        `mul.rn` by a power of two and an `add.rn`, as in the reference.
+    magnitudes          `abs.f32` is exact, and part of the operation that takes it (`FMUL |x|`).
+    greatest of blocks  Integers, so that infinity and NaN come out on top: `max.u32`.
     fp32 to fp16        `cvt.rn.f16.f32` (or its pair form `cvt.rn.f16x2.f32`): to nearest even, subnormals kept,
                         overflow to infinity.
     fp16 additions      A sum of two in fp32, rounded to fp16, is what `add.rn.f16` gives at once (24 bits are at
@@ -32,8 +38,9 @@ import triton.language as tl
 
 from offload import rules
 from offload.dtypes import DtypeCode
+from offload.kernels.reference import minifloat
 from offload.kernels.reference.rounding import COUNTER_STEP, INDEX_STEP
-from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag, StateFormat
+from offload.protocols import BLOCK_NUMEL, MAX_STATES, NORM_BLOCK_NUMEL, SEGMENT_DTYPE, SegmentFlag, StateFormat
 
 SEGMENT_OFFSETS = {name: field[1] for name, field in (SEGMENT_DTYPE.fields or {}).items()}
 
@@ -50,10 +57,17 @@ DECOUPLED_DECAY = tl.constexpr(int(SegmentFlag.DECOUPLED_DECAY))
 LOAD_MASTER = tl.constexpr(int(SegmentFlag.LOAD_MASTER))
 ZERO_STATE = tl.constexpr(int(SegmentFlag.ZERO_STATE))
 NORM_BLOCK, NORM_LEVELS = tl.constexpr(NORM_BLOCK_NUMEL), tl.constexpr(NORM_BLOCK_NUMEL.bit_length() - 1)
-EXACT = tl.constexpr(int(StateFormat.EXACT))
+EXACT, COMPACT8 = tl.constexpr(int(StateFormat.EXACT)), tl.constexpr(int(StateFormat.COMPACT8))
+BYTE = tl.constexpr(4)  # beside the codes of dtypes: uint8, as it is
+SHARED = tl.constexpr(BLOCK_NUMEL)
+CODE_UNIT, ONE = tl.constexpr(2.0**126), tl.constexpr(1)
+SIGNED_BITS, ROOT_BITS = tl.constexpr(minifloat.SIGNED_MANTISSA_BITS), tl.constexpr(minifloat.ROOT_MANTISSA_BITS)
+NAN_SCALE, MASTER_RANDOM = tl.constexpr(minifloat.NAN_SCALE), tl.constexpr(minifloat.MASTER_RANDOM)
+GREATEST_SCALE, LEAST_SCALE = tl.constexpr(minifloat.GREATEST_SCALE), tl.constexpr(minifloat.LEAST_SCALE)
 INDEX_STEP_, COUNTER_STEP_ = tl.constexpr(INDEX_STEP), tl.constexpr(COUNTER_STEP)
 ROW_WORDS = tl.constexpr(SEGMENT_DTYPE.itemsize // 8)
 MASTER, NEW_MASTER, STATE = _word("master", 8), _word("new_master", 8), _word("state", 8)
+MASTER_LOW, NEW_MASTER_LOW, SCALES = _word("master_low", 8), _word("new_master_low", 8), _word("scales", 8)
 WEIGHT_ADDRESS, NEW_WEIGHT = _word("weight", 8), _word("new_weight", 8)
 GRADIENT_ADDRESS, NUMEL = _word("gradient", 8), _word("numel", 8)
 FIRST_INDEX, ROUNDING_KEY = _word("first_index", 8), _word("rounding_key", 8)
@@ -62,10 +76,23 @@ ADAM, LION = tl.constexpr(rules.ADAMW.code), tl.constexpr(rules.LION.code)
 ADAGRAD, SGD = tl.constexpr(rules.ADAGRAD.code), tl.constexpr(rules.SGD_MOMENTUM.code)
 
 
+def _roots() -> int:
+    """Return, for each rule, a bit for each state tensor of which the root is what `COMPACT8` stores."""
+    states = [(rule, number, name) for rule in rules.RULES.values() for number, (name, _) in enumerate(rule.state)]
+    return sum(1 << MAX_STATES * rule.code + number for rule, number, name in states if name in rule.roots)
+
+
+ROOTS, STATES_EACH = tl.constexpr(_roots()), tl.constexpr(MAX_STATES)
+
+
 @triton.jit
 def pointers(address, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Pointers to elements `start` to `start + BLOCK` of the tensor at `address`; bf16 as its bits."""
-    if DTYPE == BFLOAT16:
+    if DTYPE == BYTE:
+        first = (address + start).to(tl.pointer_type(tl.uint8))
+        if ALIGNED:
+            first = tl.multiple_of(first, 4)
+    elif DTYPE == BFLOAT16:
         first = (address + start * 2).to(tl.pointer_type(tl.uint16))
         if ALIGNED:
             first = tl.multiple_of(first, 8)
@@ -81,21 +108,29 @@ def pointers(address, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: 
 
 
 @triton.jit
-def read(at, room, BLOCK: tl.constexpr, FULL: tl.constexpr):
-    """Load a block, zeros from element `room` on. Without a mask, where FULL, it is as wide as memory allows."""
-    if FULL:
-        return tl.load(at)
-    else:
-        return tl.load(at, mask=tl.arange(0, BLOCK) < room, other=0)
+def old_and_new(old, new, start, BLOCK: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers as `pointers` has them, to what is read and what is written: addresses that two fields have."""
+    read_at, written_at = tl.load(old), tl.load(new)
+    written_at = tl.where(written_at == 0, read_at, written_at)
+    return pointers(read_at, start, BLOCK, DTYPE, ALIGNED), pointers(written_at, start, BLOCK, DTYPE, ALIGNED)
 
 
 @triton.jit
-def write(at, values, room, BLOCK: tl.constexpr, FULL: tl.constexpr):
-    """Store a block up to element `room`."""
+def read(at, inside, FULL: tl.constexpr):
+    """Load what is `inside`, else zeros. Without a mask, where FULL, it is as wide as memory allows."""
+    if FULL:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def write(at, values, inside, FULL: tl.constexpr):
+    """Store what is `inside`."""
     if FULL:
         tl.store(at, values)
     else:
-        tl.store(at, values, mask=tl.arange(0, BLOCK) < room)
+        tl.store(at, values, mask=inside)
 
 
 @triton.jit
@@ -158,6 +193,80 @@ def as_stored(values, random, STATE_FORMAT: tl.constexpr):
         carried = ((rounded & 0x7FFF) == 0x7F80) & ((bits & 0xFFFF) != 0)
         rounded = tl.where(carried, bits >> 16, rounded)
         return tl.where(values != values, 0x7FC0, rounded).to(tl.uint16)
+
+
+@triton.jit
+def in_planes(values, added):
+    """Return an fp32 master in two planes, `added` (below 256) to the bits that are cut off, and as it was stored."""
+    bits = values.to(tl.uint32, bitcast=True)
+    # (The magnitude twice: by itself it would be made `abs.f32`, and that an instruction of its own.)
+    rounded = (bits + tl.where(bits << 1 < 0xFEFFFE00, added, 0)) >> 8
+    rounded = tl.where(values != values, 0x7FC000, rounded)
+    stored = (rounded << 8).to(tl.float32, bitcast=True)
+    return (rounded >> 8).to(tl.uint16), (rounded & 0xFF).to(tl.uint8), stored
+
+
+@triton.jit
+def spread(of_blocks, BLOCK: tl.constexpr):
+    """Return, for each element, what its block has of the blocks that share scales."""
+    rows = tl.broadcast_to(tl.expand_dims(of_blocks, 1), [BLOCK // SHARED, SHARED])
+    return tl.reshape(rows, [BLOCK])
+
+
+@triton.jit
+def decoded(codes, scales, ROOT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return fp32 values of codes and their blocks' scales, as `offload.kernels.reference.minifloat` does.
+
+    An fp32 has subnormals as codes have them. So a code's bits, as the lowest of an exponent and the highest of a
+    mantissa, are its integer times 2^(-126 - mantissa bits): that of its block and of 2^126 is its value.
+    """
+    MANTISSA: tl.constexpr = ROOT_BITS if ROOT else SIGNED_BITS
+    code, scale = codes.to(tl.uint32), spread(scales.to(tl.uint32), BLOCK)
+    exponent = tl.where(scale > 0, scale - 6, 127 + MANTISSA)
+    power = tl.where(scale == NAN_SCALE, 0x7FC00000, exponent << 23).to(tl.float32, bitcast=True)
+    if ROOT:
+        root = (code << (23 - MANTISSA)).to(tl.float32, bitcast=True) * CODE_UNIT * power
+        return root * root
+    else:
+        bits = (code & 0x80) << 24 | (code & 0x7F) << (23 - MANTISSA)
+        return bits.to(tl.float32, bitcast=True) * CODE_UNIT * power
+
+
+@triton.jit
+def encoded(values, random, inside, ROOT: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr):
+    """Return codes, as uint32, and scales of fp32 values, as `offload.kernels.reference.minifloat` does.
+
+    Elements that are not `inside` have no say in the scales, and any code.
+    """
+    MANTISSA: tl.constexpr = ROOT_BITS if ROOT else SIGNED_BITS
+    LEAST: tl.constexpr = ONE << MANTISSA
+    CUT: tl.constexpr = 23 - MANTISSA
+    BELOW: tl.constexpr = (ONE << CUT) - 1
+    if ROOT:
+        values = tl.sqrt_rn(values)
+        added = random & BELOW
+    else:
+        added = random >> (32 - CUT)
+    bits = values.to(tl.uint32, bitcast=True)
+    twice = bits << 1  # see `in_planes`
+    if not FULL:
+        twice = tl.where(inside, twice, 0)
+    greatest = tl.max(tl.reshape(twice, [BLOCK // SHARED, SHARED]), axis=1) >> 1
+    scales = tl.minimum((greatest + BELOW) >> 23, GREATEST_SCALE)
+    scales = tl.where(scales < LEAST_SCALE, 0, scales)
+    scales = tl.where(greatest >= 0x7F800000, NAN_SCALE, scales)
+    scale = spread(scales, BLOCK)
+    coded = (scale > 0) & (scale < NAN_SCALE)
+    # Where nothing is coded, the greatest code is 0, whatever the number that is compared with it.
+    most = tl.where(coded, 8 * LEAST - 1, 0)
+    y = tl.abs(values) * (tl.where(coded, 260 + MANTISSA - scale, 0) << 23).to(tl.float32, bitcast=True)
+    normal = y >= LEAST
+    z = tl.where(normal, y, y + LEAST).to(tl.uint32, bitcast=True)
+    codes = ((z + added) >> CUT) - (127 + MANTISSA) * LEAST + tl.where(normal, LEAST, 0)
+    codes = tl.minimum(codes, most)
+    if not ROOT:
+        codes = tl.where(codes > 0, codes | (bits >> 24 & 0x80), 0)
+    return codes, scales.to(tl.uint8)
 
 
 @triton.jit
@@ -224,40 +333,71 @@ def update_block(
     words = row.to(tl.pointer_type(tl.int32))
     scalars = row.to(tl.pointer_type(tl.float32))
     flags = tl.load(words + FLAGS)
-    old, new = tl.load(row + MASTER), tl.load(row + NEW_MASTER)
-    master = pointers(old, start, BLOCK, 0, ALIGNED)
-    new_master = pointers(tl.where(new == 0, old, new), start, BLOCK, 0, ALIGNED)
-    old, new = tl.load(row + WEIGHT_ADDRESS), tl.load(row + NEW_WEIGHT)
-    weight = pointers(old, start, BLOCK, WEIGHT, ALIGNED)
-    new_weight = pointers(tl.where(new == 0, old, new), start, BLOCK, WEIGHT, ALIGNED)
-    ITEM: tl.constexpr = NONE if STATE_FORMAT == EXACT else BFLOAT16
+    PLANES: tl.constexpr = STATE_FORMAT == COMPACT8 and WEIGHT != NONE
+    UPPER: tl.constexpr = BFLOAT16 if PLANES else NONE
+    inside = tl.arange(0, BLOCK) < room
+    if STATE_FORMAT == COMPACT8:
+        inside &= tl.arange(0, BLOCK) >= -start
+    master, new_master = old_and_new(row + MASTER, row + NEW_MASTER, start, BLOCK, UPPER, ALIGNED)
+    lower, new_lower = master, new_master
+    if PLANES:
+        lower, new_lower = old_and_new(row + MASTER_LOW, row + NEW_MASTER_LOW, start, BLOCK, BYTE, ALIGNED)
+    weight, new_weight = old_and_new(row + WEIGHT_ADDRESS, row + NEW_WEIGHT, start, BLOCK, WEIGHT, ALIGNED)
+    COMPACT: tl.constexpr = BYTE if STATE_FORMAT == COMPACT8 else BFLOAT16
+    ITEM: tl.constexpr = NONE if STATE_FORMAT == EXACT else COMPACT
     first = pointers(tl.load(row + STATE), start, BLOCK, ITEM, ALIGNED)
     second = pointers(tl.load(row + STATE + 1), start, BLOCK, ITEM, ALIGNED)
+    # Of the blocks that share scales, as many as there are elements for.
+    blocks = tl.arange(0, BLOCK // SHARED)
+    there = blocks * SHARED < room
+    scales = tl.load(row + SCALES).to(tl.pointer_type(tl.uint8)) + blocks * STATES
+    if STATE_FORMAT == COMPACT8:
+        scales += tl.cdiv(start, SHARED) * STATES  # `start` is negative by less than a block
+    ROOT: tl.constexpr = (ROOTS >> STATES_EACH * RULE) & 1
+    SECOND_ROOT: tl.constexpr = (ROOTS >> STATES_EACH * RULE + 1) & 1
 
     if GRADIENT == NONE:
         if WEIGHT != NONE and (flags & LOAD_MASTER) != 0:
-            write(new_master, widen(read(weight, room, BLOCK, FULL), WEIGHT), room, BLOCK, FULL)
+            p = widen(read(weight, inside, FULL), WEIGHT)
+            if PLANES:
+                upper, low, p = in_planes(p, tl.zeros([BLOCK], tl.uint32))
+                write(new_master, upper, inside, FULL)
+                write(new_lower, low, inside, FULL)
+            else:
+                write(new_master, p, inside, FULL)
         if (flags & ZERO_STATE) != 0:
             zeros = tl.full([BLOCK], 0, first.dtype.element_ty)
-            write(first, zeros, room, BLOCK, FULL)
+            write(first, zeros, inside, FULL)
             if STATES == 2:
-                write(second, zeros, room, BLOCK, FULL)
+                write(second, zeros, inside, FULL)
+            if STATE_FORMAT == COMPACT8:
+                none = tl.full([BLOCK // SHARED], 0, tl.uint8)
+                for number in tl.static_range(STATES):
+                    write(scales + number, none, there, FULL)
     else:
         gradient = pointers(tl.load(row + GRADIENT_ADDRESS), start, BLOCK, GRADIENT, ALIGNED)
         decay = tl.load(scalars + DECAY)
-        g = widen(read(gradient, room, BLOCK, FULL), GRADIENT) * tl.load(scalars + GRAD_SCALE)
+        g = widen(read(gradient, inside, FULL), GRADIENT) * tl.load(scalars + GRAD_SCALE)
         if WEIGHT != NONE and (flags & LOAD_MASTER) != 0:
-            p = widen(read(weight, room, BLOCK, FULL), WEIGHT)
+            p = widen(read(weight, inside, FULL), WEIGHT)
         else:
-            p = read(master, room, BLOCK, FULL)
+            p = widen(read(master, inside, FULL), UPPER)
+            if PLANES:
+                low = read(lower, inside, FULL).to(tl.uint32) << 8
+                p = (p.to(tl.uint32, bitcast=True) | low).to(tl.float32, bitcast=True)
         if (flags & ZERO_STATE) != 0:
             m = tl.full([BLOCK], 0.0, tl.float32)
             v = tl.full([BLOCK], 0.0, tl.float32)
-        else:
-            m = widen(read(first, room, BLOCK, FULL), ITEM)
+        elif STATE_FORMAT == COMPACT8:
+            m = decoded(read(first, inside, FULL), read(scales, there, FULL), ROOT, BLOCK)
             v = m
             if STATES == 2:
-                v = widen(read(second, room, BLOCK, FULL), ITEM)
+                v = decoded(read(second, inside, FULL), read(scales + 1, there, FULL), SECOND_ROOT, BLOCK)
+        else:
+            m = widen(read(first, inside, FULL), ITEM)
+            v = m
+            if STATES == 2:
+                v = widen(read(second, inside, FULL), ITEM)
         decayed = p * decay
         if (flags & DECOUPLED_DECAY) != 0:
             p = decayed
@@ -265,15 +405,34 @@ def update_block(
             g = tl.where(decay != 0.0, g + decayed, g)
         change, m, v = change_of(scalars + SCALARS, g, m, v, RULE)
         p = p - change
-        write(new_master, p, room, BLOCK, FULL)
         random = 0
         if STATE_FORMAT != EXACT:
             random = random_bits(row, start, BLOCK)
-        write(first, as_stored(m, random, STATE_FORMAT), room, BLOCK, FULL)
-        if STATES == 2:
-            write(second, as_stored(v, random >> 16, STATE_FORMAT), room, BLOCK, FULL)
+        if STATE_FORMAT == COMPACT8:
+            codes, scale = encoded(m, random, inside, ROOT, BLOCK, FULL)
+            write(scales, scale, there, FULL)
+            if STATES == 2:
+                others, scale = encoded(v, random, inside, SECOND_ROOT, BLOCK, FULL)
+                write(scales + 1, scale, there, FULL)
+                # What is divided by a root that is 0 now would be divided by almost nothing.
+                if SECOND_ROOT:
+                    codes = tl.where(others == 0, 0, codes)
+                if ROOT:
+                    others = tl.where(codes == 0, 0, others)
+                write(second, others.to(tl.uint8), inside, FULL)
+            write(first, codes.to(tl.uint8), inside, FULL)
+        else:
+            write(first, as_stored(m, random, STATE_FORMAT), inside, FULL)
+            if STATES == 2:
+                write(second, as_stored(v, random >> 16, STATE_FORMAT), inside, FULL)
+        if PLANES:
+            upper, low, p = in_planes(p, (random * MASTER_RANDOM) >> 24)
+            write(new_master, upper, inside, FULL)
+            write(new_lower, low, inside, FULL)
+        else:
+            write(new_master, p, inside, FULL)
         if WEIGHT != NONE:
-            write(new_weight, narrow(p, WEIGHT), room, BLOCK, FULL)
+            write(new_weight, narrow(p, WEIGHT), inside, FULL)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -293,21 +452,24 @@ def update(
 
     Args:
         table: int64: the segment table, its addresses being of this device.
-        pieces: int32, shape [programs, 2]: the row of the segment, and which of its blocks.
+        pieces: int32, shape [programs, 2]: the row of the segment, and which of its blocks. Of `COMPACT8` the first
+            begins where the blocks that share scales do: up to 63 elements before the segment.
         first: Row of `pieces` that the first program takes.
         RULE: Code of the update rule.
         STATES: How many state tensors it has beside the master.
         GRADIENT: Dtype code of the gradients; NONE for segments that are not active.
         WEIGHT: Dtype code of the weights; NONE where they are the masters.
-        ALIGNED: Whether every address is a multiple of four elements.
-        STATE_FORMAT: How the state beside the master is stored.
+        ALIGNED: Whether every program begins at multiples of four elements.
+        STATE_FORMAT: How the state is stored.
         BLOCK: Elements of a block.
     """
     piece = pieces + 2 * (first + tl.program_id(0))
     row = table + tl.load(piece).to(tl.int64) * ROW_WORDS
     start = tl.load(piece + 1).to(tl.int64) * BLOCK
+    if STATE_FORMAT == COMPACT8:
+        start -= tl.load(row + FIRST_INDEX) & (SHARED - 1)
     room = tl.load(row + NUMEL) - start
-    if room >= BLOCK:
+    if (room >= BLOCK) & (start >= 0):
         update_block(row, start, room, RULE, STATES, GRADIENT, WEIGHT, ALIGNED, STATE_FORMAT, BLOCK, True)
     else:
         update_block(row, start, room, RULE, STATES, GRADIENT, WEIGHT, ALIGNED, STATE_FORMAT, BLOCK, False)
@@ -327,19 +489,20 @@ def gather_block(
     FULL: tl.constexpr,
 ):
     """Copy or add one block of the norm and write its sum of squares."""
-    found = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), room, NORM_BLOCK, FULL)
+    inside = tl.arange(0, NORM_BLOCK) < room
+    found = read(pointers(source, start, NORM_BLOCK, SOURCE, ALIGNED), inside, FULL)
     values = widen(found, SOURCE)
     if DESTINATION != NONE:
         kept = pointers(destination, start, NORM_BLOCK, DESTINATION, ALIGNED)
         if ACCUMULATE:
-            total = widen(read(kept, room, NORM_BLOCK, FULL), DESTINATION) + values
+            total = widen(read(kept, inside, FULL), DESTINATION) + values
             rounded = narrow(total, DESTINATION)
-            write(kept, rounded, room, NORM_BLOCK, FULL)
+            write(kept, rounded, inside, FULL)
             values = widen(rounded, DESTINATION)
         elif DESTINATION == SOURCE:
-            write(kept, found, room, NORM_BLOCK, FULL)
+            write(kept, found, inside, FULL)
         else:
-            write(kept, values, room, NORM_BLOCK, FULL)
+            write(kept, values, inside, FULL)
     x = values.to(tl.float64)
     x = x * x
     for level in tl.static_range(NORM_LEVELS):
@@ -408,14 +571,14 @@ def copy_block(target, source, room, BLOCK: tl.constexpr, WIDE: tl.constexpr, FU
     """Copy up to `BLOCK` bytes in words: of 32 bits at addresses that are multiples of 16, else of 16 bits."""
     if WIDE:
         word = tl.pointer_type(tl.uint32)
-        at = tl.multiple_of(source.to(word), 16) + tl.arange(0, BLOCK // 4)
-        to = tl.multiple_of(target.to(word), 16) + tl.arange(0, BLOCK // 4)
-        write(to, read(at, room // 4, BLOCK // 4, FULL), room // 4, BLOCK // 4, FULL)
+        words = tl.arange(0, BLOCK // 4)
+        at, to = tl.multiple_of(source.to(word), 16) + words, tl.multiple_of(target.to(word), 16) + words
+        write(to, read(at, words < room // 4, FULL), words < room // 4, FULL)
     else:
         half = tl.pointer_type(tl.uint16)
-        at = source.to(half) + tl.arange(0, BLOCK // 2)
-        to = target.to(half) + tl.arange(0, BLOCK // 2)
-        write(to, read(at, room // 2, BLOCK // 2, FULL), room // 2, BLOCK // 2, FULL)
+        words = tl.arange(0, BLOCK // 2)
+        at, to = source.to(half) + words, target.to(half) + words
+        write(to, read(at, words < room // 2, FULL), words < room // 2, FULL)
 
 
 @triton.jit

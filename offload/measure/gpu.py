@@ -81,7 +81,7 @@ class GpuProbe:
         self._update = update
         nbytes = numel * trial_bytes(rule)
         self.copy_bytes = size = min(nbytes // 2, COPY_BYTES)
-        self._bytes = {H2D: size, D2H: size, UPDATE: numel * rule.item_bytes}
+        self._bytes = {H2D: size, D2H: size, UPDATE: int(numel * rule.item_bytes)}
         memory = self._memory = lanes.device.allocate(nbytes)
         self._host = lanes.arena(2 * size)
         host = self._host.address

@@ -70,17 +70,20 @@ class TrialState:
         self._depth = depth
         self._items = trial_items(rule)
         offsets, end = {}, 0
-        for index, (name, item_bytes) in enumerate(self._items.items()):
+        for index, (name, stored) in enumerate(self._items.items()):
             # Tensors a large power of two apart would compete for the same places in the first-level cache.
             offsets[name] = -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + index * (68 << 10)
-            end = offsets[name] + numel * item_bytes
+            end = offsets[name] + stored.offset(numel)
         self._arena = Arena(end, prefault=prefault)
         self.close = self._arena.close
         self._addresses = {name: self._arena.address + offset for name, offset in offsets.items()}
         values = np.random.default_rng(0).standard_normal(min(numel, 1 << 16), np.float32)
-        _repeat(values, self._arena.numpy(offsets["master"], numel, np.float32))
-        # The upper half of a float32 is a bfloat16.
-        _repeat(values.view(np.uint16)[1::2], self._arena.numpy(offsets["gradient"], numel, np.uint16))
+        halves = values.view(np.uint16)[1::2]  # the upper half of a float32 is a bfloat16
+        if self._items["master"].item_bytes == 4:
+            _repeat(values, self._arena.numpy(offsets["master"], numel, np.float32))
+        else:
+            _repeat(halves, self._arena.numpy(offsets["master"], numel, np.uint16))
+        _repeat(halves, self._arena.numpy(offsets["gradient"], numel, np.uint16))
         self._chunk_numel = min(CHUNK_NUMEL, numel // depth)
         starts = range(0, numel - self._chunk_numel + 1, self._chunk_numel)
         self._chunks = [self.table(start, self._chunk_numel) for start in starts]
@@ -88,7 +91,7 @@ class TrialState:
 
     def table(self, start: int, numel: int) -> np.ndarray[Any, Any]:
         """Return the segment table of a run of elements."""
-        addresses = {name: address + start * self._items[name] for name, address in self._addresses.items()}
+        addresses = {name: address + self._items[name].offset(start) for name, address in self._addresses.items()}
         return trial_table(self._rule, addresses, numel)
 
     def updates(self, kernel: UpdateKernel, count: int | None) -> Load:
@@ -101,7 +104,7 @@ class TrialState:
         def error(completion: Completion) -> OffloadError:
             return TierError("update", tier="host", path="cpu", detail=f"the kernel reports {completion.error}")
 
-        return Load("cpu", self._chunk_numel * self._rule.item_bytes, self._depth, start, error, count)
+        return Load("cpu", int(self._chunk_numel * self._rule.item_bytes), self._depth, start, error, count)
 
 
 def _repeat(values: np.ndarray[Any, Any], into: np.ndarray[Any, Any]) -> None:

@@ -172,7 +172,10 @@ class Departing(Route):
     def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling) -> None:
         super().__init__(late, weights, scaling)
         self._left: dict[Bound, torch.Tensor | None] = {}
-        """Parameters whose gradients have left `.grad`, and those that the GPU reads and adds to until the step."""
+        """Parameters whose gradients have left `.grad`, and those that the GPU reads and adds to until the step.
+
+        It holds memory; which gradients there are, the engine knows.
+        """
         self._left_from: dict[Bound, StorageWeakRef] = {}
         self._in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
         self._in_transit_bytes = 0
@@ -195,10 +198,11 @@ class Departing(Route):
     def _depart(self, bound: Bound, gradient: torch.Tensor) -> None:
         """Let a gradient leave the GPU, or at least `.grad`."""
         parameter, engine = bound.parameter, self._engine
-        if bound in self._left:
+        is_first = not engine.has_gradient(bound.position)  # which no interrupt makes untrue
+        if not is_first:
             self._scaling.added(bound)
         storage = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
-        before = self._left_from.get(bound)
+        before = None if is_first else self._left_from.get(bound)
         if before is not None and before == storage:
             # Written to meanwhile, in no order with what has read it or will: a replayed graph has one place for it.
             raise ConfigError(
@@ -209,6 +213,8 @@ class Departing(Route):
         self._left_from[bound] = storage  # which allocators do not use again as long as this is here
         if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
+        if is_first:
+            self._left[bound] = gradient if engine.keeps_gradient(bound.position) else None
         mark = engine.gradient_arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
         parameter.grad = None
         while self._in_transit and self._in_transit[0][0].reached():
@@ -220,11 +226,9 @@ class Departing(Route):
             first, oldest = self._in_transit.popleft()
             self._in_transit_bytes -= oldest.nbytes
             engine.hand_back(oldest, first)  # whatever backward does next, with that memory too
-        if bound not in self._left:
-            self._left[bound] = gradient if engine.keeps_gradient(bound.position) else None
 
     def _bind(self, bound: Bound) -> bool:
-        if bound not in self._left:
+        if not self._engine.has_gradient(bound.position):
             return super()._bind(bound)
         if bound.parameter.grad is not None:
             self._depart(bound, bound.parameter.grad.detach())
@@ -232,7 +236,9 @@ class Departing(Route):
 
     def note(self, bound: Bound) -> Note | None:
         """See `Route.note`."""
-        return Note(weakref.ref(bound.parameter), bound.arrivals, 0) if bound in self._left else super().note(bound)
+        if not self._engine.has_gradient(bound.position):
+            return super().note(bound)
+        return Note(weakref.ref(bound.parameter), bound.arrivals, 0)
 
     def forget(self) -> None:
         """See `Route.forget`."""
@@ -240,8 +246,9 @@ class Departing(Route):
             if self._left:
                 kept = [gradient for gradient in self._left.values() if gradient is not None]
                 self._engine.forget_gradients([*kept, *(gradient for _, gradient in self._in_transit)])
-        finally:  # it may be interrupted, having forgotten them
-            self.release()
+        finally:  # it may be interrupted, having forgotten them; else they are read, and added to
+            if not any(self._engine.has_gradient(bound.position) for bound in self._left):
+                self.release()
 
     def release(self) -> None:
         """See `Route.release`."""

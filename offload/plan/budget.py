@@ -14,7 +14,7 @@ from offload.dtypes import ITEM_BYTES
 from offload.errors import InfeasiblePlanError
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
-from offload.protocols import SECTOR_BYTES
+from offload.protocols import SECTOR_BYTES, StateFormat
 from offload.rules import ADAMW, UpdateRule
 from offload.units import format_bytes
 
@@ -80,7 +80,7 @@ def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, rule: Up
     least, most = AUTO_SUBGROUP_NUMEL
     chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
     if staging_bytes is not None and staging_bytes >= LEAST_SLOT_BYTES:  # else `make_plan` says that it is too little
-        chosen = min(chosen, staging_bytes // (DEFAULT_STAGING_SLOTS * rule.item_bytes))
+        chosen = min(chosen, int(staging_bytes / (DEFAULT_STAGING_SLOTS * rule.item_bytes)))
     return max(rule.sector_numel, chosen // rule.sector_numel * rule.sector_numel)
 
 
@@ -338,6 +338,23 @@ class Plan:
         slots = self.staging_bytes + self.budgets.gradient_bytes
         return self.home_bytes[Home.HOST] + slots + passing + self.overhead_bytes
 
+    def _format_lines(self) -> list[str]:
+        """Return what state in other formats than `exact` takes, and what is kept exact beside it."""
+        rule = self.layout.rule
+        if rule.state_format is StateFormat.EXACT:
+            return []
+        lines = []
+        for state_format in StateFormat:
+            subgroups = [s for s in self.layout.subgroups if s.state_format is state_format]
+            if subgroups:
+                numel = sum(segment.numel for s in subgroups for segment in s.segments)
+                nbytes = sum(s.state_bytes for s in subgroups)
+                lines.append(
+                    f"  {state_format.name.lower():<11}  {format_bytes(nbytes):>10}  state of {numel:,} parameters, "
+                    f"{nbytes / numel:.4g} bytes each"
+                )
+        return lines
+
     def __str__(self) -> str:
         subgroups = self.layout.subgroups
         state = {home: format_bytes(nbytes) for home, nbytes in self.home_bytes.items()}
@@ -346,6 +363,7 @@ class Plan:
         lines = [
             f"{numel:,} parameters, {format_bytes(self.state_bytes)} of optimizer state in "
             f"{len(subgroups)} subgroups of at most {largest:,} elements",
+            *self._format_lines(),
             *self._gpu_lines(),
             f"  host memory  {state[Home.HOST]:>10}  state of {self.homes.count(Home.HOST)} subgroups at home there",
         ]

@@ -4,7 +4,7 @@ from offload.rules.adagrad import ADAGRAD
 from offload.rules.adam import ADAM, ADAMW, GroupScalars
 from offload.rules.formats import BF16, FP32, STATE_FORMATS, Format
 from offload.rules.lion import LION
-from offload.rules.rule import MASTER, StateTensor, UpdateRule, number, segment_dtype
+from offload.rules.rule import MASTER, MASTER_LOW, SCALES, StateTensor, UpdateRule, number, segment_dtype
 from offload.rules.sgd import SGD_MOMENTUM
 
 RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, LION, ADAGRAD, SGD_MOMENTUM)}
@@ -18,7 +18,9 @@ __all__ = [
     "FP32",
     "LION",
     "MASTER",
+    "MASTER_LOW",
     "RULES",
+    "SCALES",
     "SGD_MOMENTUM",
     "STATE_FORMATS",
     "Format",

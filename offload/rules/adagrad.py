@@ -21,6 +21,7 @@ class _Adagrad(UpdateRule):
     name = "adagrad"
     code = 2
     state = (StateTensor("sum"),)
+    roots = ("sum",)
     scalars = Scalars
     defaults: ClassVar[Mapping[str, Any]] = {
         "lr": 1e-2,

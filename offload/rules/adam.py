@@ -95,6 +95,7 @@ class _Adam(UpdateRule):
     name = "adam"
     code = 0
     state = (StateTensor("exp_avg"), StateTensor("exp_avg_sq"))
+    roots = ("exp_avg_sq",)
     scalars = Scalars
 
     def __init__(self, *, decoupled: bool, weight_decay: float) -> None:

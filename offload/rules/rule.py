@@ -17,12 +17,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from offload.errors import ConfigError
-from offload.protocols import SECTOR_BYTES, SEGMENT_DTYPE, StateFormat
-from offload.rules.formats import BESIDE_THE_MASTER, FP32, Format
+from offload.protocols import SEGMENT_DTYPE, StateFormat
+from offload.rules.formats import BF16, FP24_LOWER, FP24_UPPER, FP32, ROOT, SIGNED, Format, scales
 
 
 class StateTensor(NamedTuple):
-    """One tensor of state: as many elements as the parameter, and how they are stored."""
+    """One tensor of state, or of what it is stored in: as many elements as the parameter, and how they are stored."""
 
     name: str
     format: Format = FP32
@@ -30,6 +30,9 @@ class StateTensor(NamedTuple):
 
 MASTER = StateTensor("master")
 """The fp32 copy of a 16-bit weight, which every rule has; an fp32 weight *is* its master."""
+
+MASTER_LOW, SCALES = "master_low", "scales"
+"""What `COMPACT8` stores beside tensors of their own names: see `offload.kernels.reference.minifloat`."""
 
 
 class UpdateRule(ABC):
@@ -43,6 +46,9 @@ class UpdateRule(ABC):
 
     state: tuple[StateTensor, ...]
     """The tensors beside the master, each of which starts from zeros; at most `protocols.MAX_STATES`."""
+
+    roots: ClassVar[tuple[str, ...]] = ()
+    """Those that are never negative and enter updates by their square roots, which are what `COMPACT8` stores."""
 
     state_format: StateFormat = StateFormat.EXACT
     """How these are stored; see `stored_in`."""
@@ -102,14 +108,40 @@ class UpdateRule(ABC):
         return (MASTER.name, *(tensor.name for tensor in self.state))
 
     @property
-    def item_bytes(self) -> int:
+    def masters(self) -> tuple[StateTensor, ...]:
+        """What the master of a 16-bit weight is stored in."""
+        if self.state_format is not StateFormat.COMPACT8:
+            return (MASTER,)
+        return StateTensor(MASTER.name, FP24_UPPER), StateTensor(MASTER_LOW, FP24_LOWER)
+
+    @property
+    def beside(self) -> tuple[StateTensor, ...]:
+        """What all other state is stored in."""
+        if self.state_format is not StateFormat.COMPACT8:
+            return self.state
+        return (*self.state, StateTensor(SCALES, scales(len(self.state))))
+
+    def stored_as(self, name: str) -> tuple[str, ...]:
+        """Return the names of what one of `names` is stored in."""
+        if self.state_format is not StateFormat.COMPACT8:
+            return (name,)
+        return (name, MASTER_LOW if name == MASTER.name else SCALES)
+
+    @property
+    def item_bytes(self) -> float:
         """Bytes of state that an element of a 16-bit weight has."""
-        return sum(tensor.format.item_bytes for tensor in (MASTER, *self.state))
+        return sum(tensor.format.bytes_each for tensor in (*self.masters, *self.beside))
 
     @property
     def sector_numel(self) -> int:
-        """Elements of which every state tensor is whole sectors."""
-        return SECTOR_BYTES // min(tensor.format.item_bytes for tensor in (MASTER, *self.state))
+        """Elements of which every tensor is whole sectors, but for `scales`, which are padded."""
+        tensors = (*self.masters, *self.beside)
+        return max(tensor.format.sector_numel for tensor in tensors if tensor.format.item_numel == 1)
+
+    @property
+    def tile_unit(self) -> int:
+        """Elements of which all that is stored is whole sectors: every tile but the last has a multiple of them."""
+        return max(tensor.format.sector_numel for tensor in (*self.masters, *self.beside))
 
     @property
     def memory_cost(self) -> float:
@@ -121,7 +153,11 @@ class UpdateRule(ABC):
 def _stored_in(rule: UpdateRule, state_format: StateFormat) -> UpdateRule:
     found = copy.copy(rule)
     found.state_format = state_format
-    found.state = tuple(StateTensor(name, BESIDE_THE_MASTER[state_format]) for name, _ in rule.state)
+    of_names: dict[StateFormat, Format] = {StateFormat.EXACT: FP32, StateFormat.COMPACT16: BF16}
+    found.state = tuple(
+        StateTensor(name, of_names.get(state_format, ROOT if name in rule.roots else SIGNED))
+        for name, _ in rule.state
+    )
     return found
 
 

@@ -246,6 +246,10 @@ class Engine:
         """Return whether the GPU updates some of a parameter, from the gradient where it lies."""
         return self._parts.gradients.stays(self._position(parameter))
 
+    def has_gradient(self, parameter: int | str) -> bool:
+        """Return whether a parameter's gradient has arrived on a GPU and has not been forgotten."""
+        return self._parts.gradients.has_arrived(self._position(parameter))
+
     def settle_gradients(self) -> None:
         """Wait until gradients that have arrived on a GPU are where the step reads them: slots, or where they lie."""
         self._thread.check_usable()
@@ -268,9 +272,9 @@ class Engine:
         """
         gpu = self._parts.gpu
         if self._thread.is_usable and gpu is not None:
-            self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
-            for gradient in dropped:
+            for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
                 gpu.device.give_up(gradient)
+            self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
             if self._visits.placing.due:  # and no gradient is here now
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
                     self._thread.request(self._visits.placing.review)
@@ -413,16 +417,22 @@ class Engine:
 
         Where the weight is fp32 it *is* the master, and a master that is given is written to it. A tensor that is
         not given keeps its value.
+
+        Raises:
+            ConfigError: A tensor has another number of elements, or is negative where a compact format stores roots.
         """
         with self._thread.turn():
             tensors_of = {self._position(parameter): tensors for parameter, tensors in values.items()}
             counts = {self._position(parameter): step for parameter, step in (steps or {}).items()}
+            rule = self.plan.layout.rule
             for position, tensors in tensors_of.items():
                 parameter = self.plan.layout.parameters[position]
                 for name, tensor in tensors.items():
                     if tensor.numel() != parameter.numel:
                         allowed = f"give {parameter.numel} elements"
                         raise ConfigError(f"{name} of {parameter.name}", tensor.numel(), allowed)
+                    if name in rule.roots and rule.state_format is not StateFormat.EXACT and bool((tensor < 0).any()):
+                        raise ConfigError(f"{name} of {parameter.name}", float(tensor.min()), "give no negative ones")
 
             def write(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
                 for name, tensor in tensors_of.get(segment.parameter, {}).items():
@@ -594,7 +604,8 @@ class Engine:
         away when the device answers.
         """
         self._ending.close()
-        self._finalizer.detach()
+        if self._ending.work is not None:  # else it was put off, for a request under way that may be interrupted
+            self._finalizer.detach()
 
     def __enter__(self) -> Engine:
         return self

@@ -29,10 +29,10 @@ from offload.engine.tables import Tables
 from offload.engine.views import StateViews
 from offload.errors import InfeasiblePlanError, OffloadError, TierError
 from offload.kernels import CpuUpdateKernel
-from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
+from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact
 from offload.measure import quick_probe, session_rates, tune_depth
 from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
-from offload.protocols import Completion, Device, Mark, Tier, TileRequest
+from offload.protocols import Completion, Device, Mark, StateFormat, Tier, TileRequest
 from offload.rules import STATE_FORMATS, UpdateRule
 from offload.session.setup import (
     LEAST_TILE_BYTES,
@@ -73,6 +73,7 @@ class Parts:
         self.config = config
         self.rule = rule.stored_in(STATE_FORMATS[config.state_format])
         self.is_whole = False
+        self._told_nameless = False
         self.tables = Tables(config.seed)
         self.tiers: list[Tier] = []
         self.others: dict[int, Tier] = {}
@@ -109,6 +110,7 @@ class Parts:
         if self.gpu is None:
             refuse_gpu(config)
         known = self._known_rates(paths)
+        parameters = self._with_formats(parameters)
         budgets = self._first_plan(parameters, known)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes()
@@ -137,6 +139,20 @@ class Parts:
         self.ends.callback(self._keep_slots)
         self.is_whole = True
 
+    def _with_formats(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+        """Return parameters that know how their state is stored."""
+        if self.rule.state_format is not StateFormat.COMPACT8:
+            return parameters
+        nameless = any(parameter.name.startswith("param_groups[") for parameter in parameters)
+        if nameless and self.config.exact_names and not self._told_nameless:
+            self._told_nameless = True
+            log.warning(
+                "parameters have no names, so embeddings cannot be told from others and are stored in %s too; "
+                "make the optimizer from named_parameters()",
+                self.config.state_format,
+            )
+        return keep_exact(parameters, self.config.exact_names)
+
     def _known_rates(self, paths: list[str]) -> Rates | None:
         """Return the rates that were measured for a session like this one, if they have all its lanes."""
         known = session_rates(str(self.config.rates), paths, self._threads)
@@ -151,7 +167,7 @@ class Parts:
         numel = sum(parameter.numel for parameter in parameters)
         staging = None if config.staging_memory is None else int(config.staging_memory)
         self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging, self.rule)
-        state_bytes = self.rule.item_bytes * self._subgroup_numel
+        state_bytes = int(self.rule.item_bytes * self._subgroup_numel)
         striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
         layout = extend_layout(Layout((), (), self.rule), parameters, self._subgroup_numel, self._tile_bytes)
@@ -246,8 +262,8 @@ class Parts:
         """Take memory for what `plan` adds on the GPU and for it; return the plan with its gradients' bytes."""
         slots = self._gradient_slots
         layout = plan.layout
-        dtypes = {(slots.dtype_of(found), found.dtype) for found in layout.parameters}
-        gpu.device.prepare(layout.rule.name, dtypes, layout.rule.state_format)
+        kinds = {(slots.dtype_of(found), found.dtype, layout.format_of(found)) for found in layout.parameters}
+        gpu.device.prepare(layout.rule.name, kinds)
         self.memory.adopt_gpu(gpu, plan, before)
         return self.counting_gradients(plan)
 
@@ -265,6 +281,7 @@ class Parts:
             InfeasiblePlanError: The new state does not fit.
         """
         before = self.plan
+        parameters = self._with_formats(parameters)
         layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
         gradients = self._gradient_slots.total_bytes(layout.parameters)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
@@ -277,7 +294,7 @@ class Parts:
             return self._place(layout, budgets)
         except InfeasiblePlanError:
             # Larger slots may be the reason, as those there are in use: cut the new state to their size.
-            most = before.slot_bytes // before.layout.rule.item_bytes
+            most = int(before.slot_bytes / before.layout.rule.item_bytes)
             if most >= self._subgroup_numel or not before.staging_slots:
                 raise
             return self._place(extend_layout(before.layout, parameters, most, self._tile_bytes), budgets)

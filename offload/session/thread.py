@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 
 from offload import waits
 from offload._native import CompletionQueue
@@ -60,8 +62,6 @@ class EngineThread:
         """Whether nobody may ask for anything any more."""
         self.lock = threading.RLock()
         """Whoever has it may ask."""
-        self.requester: int | None = None
-        """The thread that waits for an answer."""
         self.afterwards: Callable[[], None] | None = None
         """What the requester is to do when it has its answer: to close the session, if a signal handler wanted to."""
         self._thread: threading.Thread | None = None
@@ -111,6 +111,19 @@ class EngineThread:
         if broken is not None:
             raise SessionBrokenError(f"the session broke and cannot be used any more: {broken}") from broken
 
+    @property
+    def requester(self) -> int | None:
+        """The calling thread, if it waits for an answer further down its stack: a signal handler asks; else None.
+
+        Not noted anywhere: an interrupt may come before a note is taken back, and never leaves a frame on the stack.
+        """
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is EngineThread._exchange.__code__ and frame.f_locals["self"] is self:
+                return threading.get_ident()
+            frame = frame.f_back
+        return None
+
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Wait for the caller's turn; a session that cannot be used raises `SessionBrokenError`."""
@@ -143,15 +156,16 @@ class EngineThread:
         request = _Request(begin, applied, meanwhile)
         interrupted = self._next  # what is about to be handed over, if a signal handler asks for this
         try:
-            self.requester = threading.get_ident()  # from here on a signal handler's close waits for the answer
-            self.check_usable()
             self._exchange(request)
         finally:
-            self.requester, self._next = None, interrupted
+            self._next = interrupted
             if self.afterwards is not None:
-                self.afterwards()
+                afterwards, self.afterwards = self.afterwards, None
+                afterwards()  # again put off, if this was asked for by a signal handler in another request
 
     def _exchange(self, request: _Request) -> None:
+        """Hand over a request; while this is on a thread's stack, a close there waits for the answer."""
+        self.check_usable()
         self._next = request
         gpu = self._parts.gpu
         if gpu is not None:
@@ -194,10 +208,12 @@ class EngineThread:
             # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
             self.error = error
             self.say_broken(error)
+            executor = self._parts.executor
+            with contextlib.suppress(Exception):  # what has failed may fail again
+                executor.drain()  # whoever is answered may free what updates still write to
             self._end_save(error)
             if self._current is not None:
                 self._answer(error)
-            executor = self._parts.executor
             while True:
                 while not executor.requests:
                     executor.wait()

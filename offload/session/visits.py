@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,8 @@ from offload.plan import Rates, visit_order
 from offload.session.parts import Parts
 from offload.session.placing import Placing
 from offload.session.thread import EngineThread
+
+log = logging.getLogger("offload")
 
 Take = Callable[[Segment, Mapping[str, torch.Tensor]], None]
 """Works on one segment: its state, as flat views in host memory."""
@@ -135,7 +138,7 @@ class Visits:
             parts.gradients.bring(run.visit.subgroup)
             return parts.views.update_table(run, parts.gradients.addresses)
 
-        return self._sweep(visits, update, changes=True, coming=parts.gradients.coming)
+        return self._sweep(visits, update, changes=True, coming=parts.gradients.coming, updates=True)
 
     def _sweep(
         self,
@@ -143,8 +146,9 @@ class Visits:
         visitor: Callable[[Run], npt.NDArray[Any] | None],
         changes: bool,
         coming: Callable[[int], None] = nothing_comes,
+        updates: bool = False,
     ) -> Sweep:
-        self._parts.executor.visit_with(visitor, coming)
+        self._parts.executor.visit_with(visitor, coming, updates=updates)
         self._sweeps += 1
         self.version += changes
         return Sweep(self._sweeps, self.version, visits)
@@ -152,16 +156,21 @@ class Visits:
     def learn(self) -> None:
         """Take the rates from what the last step did, and let the spread of tiles follow them.
 
-        Once a step, which need not wait for it.
+        Once a step, which need not wait for it, and goes on as before where nothing can be learnt.
         """
         parts = self._parts
         timeline, self._unlearnt = self._unlearnt, None
         if timeline is None:
             return
-        if self.step_number > 1:  # the first step reads nothing, and touches memory for the first time
-            seen = self._seen or [parts.rates]
-            self._seen = [*seen[1 - HISTORY :], observe(parts.rates, timeline)]
-            parts.rates = typical(self._seen)
-            self.placing.learnt()
+        try:
+            if self.step_number > 1:  # the first step reads nothing, and touches memory for the first time
+                seen = self._seen or [parts.rates]
+                self._seen = [*seen[1 - HISTORY :], observe(parts.rates, timeline)]
+                parts.rates = typical(self._seen)
+                self.placing.learnt()
+            shares = parts.plan.shares(parts.rates)
+        except Exception as error:
+            log.warning("nothing is learnt from the last step: %r", error, exc_info=error)
+            return
         if parts.plan.budgets.follow_rates:
-            parts.machine.handle(Reshare(parts.plan.shares(parts.rates)))
+            parts.machine.handle(Reshare(shares))

@@ -31,8 +31,10 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import ConfigError, InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
+from offload.kernels.reference.minifloat import blocks_numel
 from offload.kernels.table import checked
 from offload.protocols import (
+    BLOCK_NUMEL,
     ERROR_DEVICE,
     LANES,
     NORM_BLOCK_NUMEL,
@@ -42,8 +44,7 @@ from offload.protocols import (
     SegmentFlag,
     StateFormat,
 )
-from offload.rules import RULES
-from offload.rules.formats import BESIDE_THE_MASTER
+from offload.rules import MASTER, RULES, segment_dtype
 
 ALIGNMENT = 256
 TABLES = "tables"
@@ -100,7 +101,7 @@ def _common(left: tuple[list[int], list[int]], right: tuple[list[int], list[int]
     return 0
 
 
-_STATE_BYTES = {rule.code: rule.item_bytes for rule in RULES.values()}
+_RULES = {rule.code: rule for rule in RULES.values()}
 
 
 class HazardError(InternalError):
@@ -208,8 +209,8 @@ class SimulatedDevice:
         self.capturing = False
         """Whether the user captures a CUDA graph from the caller's lane."""
         self._index = index
-        self.prepared: set[tuple[DtypeCode, DtypeCode]] = set()
-        """Dtypes of gradients and their weights for which a real device would have compiled its kernels."""
+        self.prepared: set[tuple[DtypeCode, DtypeCode, StateFormat]] = set()
+        """For what a real device would have compiled its kernels; see `Device.prepare`."""
         self._thread = threading.local()
         self._blocks: dict[int, _Block] = {}
         self._unused: defaultdict[tuple[Lane, int], list[_Block]] = defaultdict(list)
@@ -287,9 +288,9 @@ class SimulatedDevice:
     def _caller(self) -> Lane:
         return getattr(self._thread, "stream", DeviceLane.CALLER)
 
-    def prepare(self, rule: str, dtypes: Iterable[tuple[DtypeCode, DtypeCode]], state_format: StateFormat) -> None:
+    def prepare(self, rule: str, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
         """See `Device.prepare`."""
-        self.prepared |= set(dtypes)
+        self.prepared |= set(kinds)
 
     # Memory
 
@@ -499,17 +500,24 @@ class SimulatedDevice:
         """See `Device.update`."""
         rows = checked(table).copy()
         spans: list[Span] = []
+        nbytes = 0
         for row in rows:
             numel, active = int(row["numel"]), bool(row["flags"] & int(SegmentFlag.ACTIVE))
             if not numel:
                 continue
-            item = BESIDE_THE_MASTER[StateFormat(row["state_format"])].item_bytes
-            columns = [(address, 4, True) for address in (row["master"], row["new_master"])]
-            columns += [(address, item, True) for address in row["state"]]
-            columns += [(row[name], int(ITEM_BYTES[row["weight_dtype"]]), True) for name in ("weight", "new_weight")]
-            columns.append((row["gradient"] if active else 0, int(ITEM_BYTES[row["gradient_dtype"]]), False))
-            spans += [(int(at), int(at) + numel * item, writes) for at, item, writes in columns if at]
-        nbytes = _STATE_BYTES[int(rows["rule"][0])] * int(rows["numel"].sum()) if rows.size else 0
+            rule = _RULES[int(row["rule"])].stored_in(StateFormat(row["state_format"]))
+            nbytes += int(rule.item_bytes * numel)
+            row = row.reshape(1).view(segment_dtype(rule))[0]
+            stored = dict((*(rule.masters if row["weight"] else (MASTER,)), *rule.beside))
+            blocks = blocks_numel(int(row["first_index"]), numel) * BLOCK_NUMEL
+            sizes = {name: form.offset(numel if form.item_numel == 1 else blocks) for name, form in stored.items()}
+            sizes |= dict.fromkeys(("weight",), numel * int(ITEM_BYTES[row["weight_dtype"]]))
+            sizes |= {f"new_{name}": sizes[name] for name in ("master", "master_low", "weight") if name in sizes}
+            columns = [(int(row[name]), size, True) for name, size in sizes.items()]
+            columns.append(
+                (int(row["gradient"]) if active else 0, numel * int(ITEM_BYTES[row["gradient_dtype"]]), False)
+            )
+            spans += [(at, at + size, writes) for at, size, writes in columns if at]
         self._send_table(DeviceLane.UPDATE, rows.nbytes)
         self._put(DeviceLane.UPDATE, "an update", lambda: self._kernel.run(rows), tuple(spans), nbytes)
 

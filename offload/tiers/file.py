@@ -151,12 +151,12 @@ class FileTier(Owned):
     def read(self, request: TileRequest) -> None:
         """Start reading a slot; see `offload.protocols.Tier`. After an error the buffer holds anything."""
         self._check_open("read")
-        self._io.read(*self._arguments(request), request.checksum)
+        self._io.read(*self._arguments(request), request.checksum, request.verify)
 
     def write(self, request: TileRequest) -> None:
         """Start writing a slot; see `offload.protocols.Tier`. The file grows by extents as it needs to."""
         self._check_open("write")
-        self._io.write(*self._arguments(request))
+        self._io.write(*self._arguments(request), request.checksum)
 
     def _arguments(self, request: TileRequest) -> tuple[StoreFile, int, int, int, int, int, int, int, int, int]:
         check_request(request)

@@ -45,7 +45,7 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
     """Tell the device of all that the host's lanes do to memory from now on."""
     parts = engine._parts
 
-    def submit(op: int, table: Any, plain: Any = parts.kernel.submit) -> None:
+    def look(table: Any) -> None:
         for row in checked(table):
             numel = int(row["numel"])
             if not numel:
@@ -59,9 +59,17 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
                 device.host_access(int(row["gradient"]), item * numel, writes=False)
                 if row["weight"]:
                     device.host_access(int(row["weight"]), 2 * numel, writes=True)
+
+    def submit(op: int, table: Any, plain: Any = parts.kernel.submit) -> None:
+        look(table)
         plain(op, table)
 
+    def submit_sealed(op: int, table: Any, *state: Any, plain: Any = parts.kernel.submit_sealed) -> Any:
+        look(table)
+        return plain(op, table, *state)
+
     parts.kernel.submit = submit  # type: ignore[method-assign]
+    parts.kernel.submit_sealed = submit_sealed  # type: ignore[method-assign]
     if parts.gradients.on_gpu is not None:
         additions = parts.gradients.on_gpu.additions
 

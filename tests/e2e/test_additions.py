@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -333,3 +334,47 @@ def test_gradients_are_let_go_although_a_review_is_interrupted(monkeypatch: pyte
         optimizer.engine._visits.placing.due = False
         assert not optimizer._route._left
         assert not optimizer._route._in_transit
+
+
+class InterruptedOutsideLocks(InterruptedHere):
+    """Not where `with` gives a lock back either: no signal comes between the end of its block and that."""
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        is_with = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        return self._line if is_with else super()._line(frame, event, argument)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["cpu", "gpu"])
+def test_an_interrupt_drops_no_gradient_that_is_still_read(placement: str) -> None:
+    """Whatever it came between, gradients that arrive after the next `zero_grad` are the first ones."""
+    settings = offload.OffloadConfig(placement=placement, keep_grads=False, gpu_memory=0, threads=1)
+    nth, fired, wanted = 0, True, None
+    while fired:
+        parameters = weights()
+        device = SimulatedDevice(lazy=True)
+        with OnDevice(parameters, device=device, offload=settings) as optimizer:
+            accumulate(parameters, 1)
+            optimizer.step()
+            accumulate(parameters, 2, first=1)
+            interrupted = InterruptedOutsideLocks(nth)
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupted(optimizer.zero_grad)
+            fired = interrupted.has_fired
+            optimizer.zero_grad()
+            accumulate(parameters, 2, first=1)
+            optimizer.step()
+            found = states(optimizer, parameters)
+        wanted = wanted or expected_after_zero_grad()
+        assert same(found, wanted), interrupted.where
+        nth += 1
+
+
+def expected_after_zero_grad() -> list[torch.Tensor]:
+    parameters = weights()
+    with offload.AdamW(parameters) as optimizer:
+        for passes, first in ((1, 0), (2, 1)):
+            accumulate(parameters, passes, first)
+            optimizer.step()
+            optimizer.zero_grad()
+        return states(optimizer, parameters)

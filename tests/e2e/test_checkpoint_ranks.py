@@ -36,7 +36,7 @@ class Shard:
         gradient = torch.randn(WHOLE, generator=generator).bfloat16()[start:stop].clone()
         self.gradient = gradient
         parameter = offload.Parameter("weight", stop - start, offload.DtypeCode.BFLOAT16, 0, start, WHOLE)
-        self.engine = offload.Engine([parameter], offload.OffloadConfig(subgroup_numel=1024, **config))
+        self.engine = offload.Engine([parameter], offload.OffloadConfig(**{"subgroup_numel": 1024, **config}))
         self.engine.bind_weight(0, self.weight.data_ptr())
         self.engine.bind_gradient(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
 
@@ -58,6 +58,28 @@ def shards(cuts: list[int], paths: list[Path] | None = None) -> list[Shard]:
 
 def joined(ranks: list[Shard]) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in zip(*(rank.state() for rank in ranks), strict=True)]
+
+
+@pytest.mark.parametrize("seeds", [(5, 5), (5, 6)])
+def test_ranks_with_different_seeds_are_told_whose_counts(
+    tmp_path: Path, seeds: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = {"state_format": "compact16", "subgroup_numel": 2048}
+    ranks = [Shard(5000 * n, 5000 * (n + 1), seed=seed, **chosen) for n, seed in enumerate(seeds)]
+    id = uuid.uuid4().hex
+    for number, rank in enumerate(ranks):
+        rank.step()
+        rank.engine.save(tmp_path, id=id, rank=number, ranks=2)
+    for rank in ranks:
+        rank.engine.wait_checkpoint(60)
+        rank.engine.close()
+    again = Shard(0, WHOLE, seed=7, **chosen)
+    with Checkpoint(tmp_path) as checkpoint:
+        again.engine.load(checkpoint)
+    assert again.engine._parts.tables.seed == 5
+    again.engine.close()
+    said = "saved by ranks with different seeds (5, 6); all go on with 5"
+    assert (said in caplog.text) == (seeds == (5, 6))
 
 
 def test_pieces_of_a_parameter_are_read_by_any_number_of_ranks(tmp_path: Path) -> None:

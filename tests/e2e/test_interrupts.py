@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import offload
+from offload.session.thread import EngineThread
 from offload.tiers.places import read_regular
 
 FILES = os.path.dirname(offload.__file__)
@@ -137,6 +138,44 @@ def test_a_close(tmp_path: Path, backend: str, stride: int) -> None:
         assert settles(tmp_path, before), (interrupted.where, left(tmp_path), before)
         if not interrupted.has_fired:
             break
+
+
+class InterruptedRequest(Interrupted):
+    """At a line of the methods that hand a request over."""
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        asks = frame.f_code in (EngineThread.request.__code__, EngineThread._exchange.__code__)
+        return self._line if asks else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closes", [False, True], ids=["", "with a handler that closes"])
+def test_a_request_leaves_a_session_that_can_be_closed(
+    tmp_path: Path, closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, "threads").close()
+    gc.collect()
+    before = left(tmp_path)
+    plain = EngineThread.check_usable
+    nth, fired = 0, True
+    while fired:
+        optimizer = make(tmp_path, "threads")
+
+        def check(thread: EngineThread, optimizer: offload.AdamW = optimizer) -> None:
+            plain(thread)
+            if thread.requester is not None:
+                optimizer.close()
+
+        interrupted = InterruptedRequest(nth)
+        with contextlib.suppress(KeyboardInterrupt), monkeypatch.context() as patch:
+            if closes:
+                patch.setattr(EngineThread, "check_usable", check)
+            interrupted(lambda optimizer=optimizer: step(optimizer))  # type: ignore[misc]
+        fired, nth = interrupted.has_fired, nth + 1
+        if not closes:
+            optimizer.close()
+        del optimizer, check
+        assert settles(tmp_path, before), (interrupted.where, left(tmp_path), before)
 
 
 @pytest.mark.parametrize("stride", STRIDES)

@@ -120,3 +120,30 @@ def test_a_signal_handler_adds_while_others_are_added(tmp_path: Path, asked: Any
             engine.add([offload.Parameter("asked", 4000, DtypeCode.BFLOAT16, 0)])
         there = {parameter.name: parameter.numel for parameter in engine.plan.layout.parameters}
         assert there == {name: numel for name, numel in sizes.items() if name != "handler" or told}
+
+
+def test_a_close_in_a_handler_that_asks_comes_after_what_it_has_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler looks at the state, and while it does another one closes the session."""
+    parameter, optimizer = make(tmp_path)
+    seen = []
+
+    def look() -> None:
+        seen.append(optimizer.state_for(parameter)["exp_avg"])
+        assert not optimizer.engine._ending.freed
+
+    handlers, plain = iter([look, optimizer.close]), EngineThread.check_usable
+
+    def check(thread: EngineThread) -> None:
+        plain(thread)
+        if thread.requester is not None:
+            next(handlers, lambda: None)()
+
+    parameter.grad = torch.ones(5000).bfloat16()
+    monkeypatch.setattr(EngineThread, "check_usable", check)
+    optimizer.step()
+    assert optimizer.engine._ending.freed
+    assert len(seen) == 1
+    with pytest.raises(offload.SessionBrokenError, match="closed"):
+        optimizer.step()

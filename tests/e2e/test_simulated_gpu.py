@@ -1118,3 +1118,37 @@ def test_gradients_of_streamed_state_are_sent_for_with_it(tmp_path: Path, monkey
         streamed = {s.index for s in plan.layout.subgroups if not plan.is_resident(s.index)}
         assert streamed - cached
         assert not (streamed - cached) & set(late)
+
+
+@pytest.mark.parametrize(
+    ("lane", "dtype", "options", "said"),
+    [
+        (DeviceLane.LEAVING, torch.float32, {"placement": "cpu"}, "FetchWeights failed on gpu path d2h"),
+        (DeviceLane.LEAVING, torch.bfloat16, {"placement": "cpu"}, "Run failed on gpu path d2h"),
+        (DeviceLane.H2D, torch.bfloat16, {"placement": "cpu"}, "AwaitPush failed on gpu path h2d"),
+        (DeviceLane.D2H, torch.bfloat16, {"placement": "gpu"}, "CopyOut failed on gpu path d2h"),
+    ],
+)
+def test_a_lane_that_hangs_is_named(
+    lane: DeviceLane,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("offload.plan.budget.WEIGHT_SLOTS", 1)
+    device, parameters = SimulatedDevice(lazy=True), weights(dtype=dtype)
+    chosen = config(tmp_path, gpu_memory=0, host_memory=12 * 20_000, **options)
+    with OnDevice(parameters, device=device, offload=chosen) as optimizer:
+        train(optimizer, parameters, range(1))
+        report, executor = device.report, optimizer.engine._parts.executor
+
+        def silent(mark: Any, queue: Any, op: int) -> None:
+            if mark.lane is not lane:
+                report(mark, queue, op)
+
+        monkeypatch.setattr(device, "report", silent)
+        executor._stall_s = 0.2
+        with pytest.raises(offload.StepAbortedError, match=said):
+            train(optimizer, parameters, range(1, 3))

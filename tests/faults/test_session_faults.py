@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import signal
 import subprocess
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ import torch
 from faulty import Fault, FaultKind, FaultyTier, Operation
 
 import offload
-from offload.session import setup
-from offload.tiers import open_tier
+from offload.protocols import TileId, TileRequest
+from offload.session import setup, visits
+from offload.tiers import SLOT_HEADER_BYTES, FileTier, open_tier
 
 PROBE_OPERATIONS = 12
 """The probe writes and reads four tiles three times before the first step."""
@@ -111,6 +114,61 @@ def test_damage_done_by_a_write_is_never_used(failing: Any, paths: list[Path], k
         with pytest.raises(offload.StepAbortedError) as caught:
             train(paths)
         assert isinstance(caught.value.cause, offload.CorruptRecordError)
+
+
+@pytest.mark.parametrize("reader", ["step", "state"])
+@pytest.mark.parametrize("place", [0, 1024, 4095])
+def test_a_bit_that_flips_on_a_path_is_found_before_it_is_used(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, reader: str, place: int
+) -> None:
+    """The update takes the checksums of what it writes and verifies what it reads; others have that done before."""
+    reads: list[TileRequest] = []
+    writes: list[TileRequest] = []
+
+    class Noted(FileTier):
+        def read(self, request: TileRequest) -> None:
+            reads.append(request)
+            super().read(request)
+
+        def write(self, request: TileRequest) -> None:
+            writes.append(request)
+            super().write(request)
+
+    monkeypatch.setattr(setup, "open_tier", lambda *place, **settings: Noted(*place, **settings))
+    parameters = [torch.nn.Parameter(torch.ones(1024).bfloat16()) for _ in range(4)]
+    config = offload.OffloadConfig(host_memory=0, paths=paths[:1], subgroup_numel=1024, staging_memory=12 * 1024)
+
+    def step(optimizer: Any) -> None:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    with offload.AdamW(parameters, lr=1e-2, offload=config) as optimizer:
+        step(optimizer)
+        reads.clear()
+        writes.clear()
+        step(optimizer)
+        assert reads
+        assert not any(request.verify for request in reads)
+        assert writes
+        assert all(request.checksum is not None for request in writes)
+        index = optimizer.engine._parts.machine.index
+        weights = [parameter.detach().clone() for parameter in parameters]
+        record = index.get(TileId(1, 2, 0))
+        assert record is not None
+        (file,) = paths[0].glob("offload-*/tiles")
+        with open(file, "r+b") as tiles:
+            at = record.location.offset + SLOT_HEADER_BYTES + place
+            byte = os.pread(tiles.fileno(), 1, at)[0]
+            os.pwrite(tiles.fileno(), bytes([byte ^ 16]), at)
+        use = partial(step, optimizer) if reader == "step" else partial(optimizer.state_for, parameters[1])
+        with pytest.raises(offload.OffloadError) as caught:
+            use()
+        cause = caught.value.cause if isinstance(caught.value, offload.StepAbortedError) else caught.value
+        assert isinstance(cause, offload.CorruptRecordError)
+        assert "subgroup 1, tensor 2, tile 0" in str(cause)
+        assert str(paths[0]) in str(cause)
+        assert torch.equal(parameters[1], weights[1])
 
 
 def test_a_broken_session_stays_broken_and_says_so(failing: Any, paths: list[Path]) -> None:
@@ -329,3 +387,35 @@ def test_sessions_leave_no_descriptors(paths: list[Path], backend: str) -> None:
     gc.collect()  # what earlier tests have left goes now
     before = run()
     assert [run() for _ in range(3)] == [before] * 3
+
+
+def test_a_step_that_nothing_can_be_learnt_from_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = train([tmp_path])
+
+    def observe(*arguments: Any) -> None:
+        raise ZeroDivisionError("a rate of nothing")
+
+    monkeypatch.setattr(visits, "observe", observe)
+    assert all(map(torch.equal, train([tmp_path]), expected))
+    assert "nothing is learnt from the last step: ZeroDivisionError" in caplog.text
+
+
+def test_whoever_is_told_of_a_bug_may_free_what_updates_wrote_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug that ends the engine thread in the middle of a step is told when the step's updates have ended."""
+    parameters = [torch.nn.Parameter(torch.ones(5000).bfloat16()) for _ in range(4)]
+    with offload.AdamW(parameters, offload=offload.OffloadConfig(subgroup_numel=1024, threads=1)) as optimizer:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+
+        def learn() -> None:
+            raise ZeroDivisionError("a bug")
+
+        monkeypatch.setattr(optimizer.engine._visits, "learn", learn)
+        executor = optimizer.engine._parts.executor
+        with pytest.raises(offload.StepAbortedError, match="a bug"):
+            optimizer.step()
+        assert not executor._in_flight
+        with pytest.raises(offload.SessionBrokenError, match="a bug"):
+            optimizer.step()

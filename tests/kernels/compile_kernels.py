@@ -73,9 +73,11 @@ def main() -> None:
         compiled("update", capability, tables, constants)
     for rule, state_format in itertools.product(RULES.values(), StateFormat):
         constants |= {"RULE": rule.code, "STATES": len(rule.state), "STATE_FORMAT": int(state_format)}
+        constants |= {"ALIGNED": state_format is StateFormat.COMPACT8}
         compiled("update", capability, tables, constants)
     constants |= {"ALIGNED": True}
-    compiled("update", capability, tables, constants)
+    compiled("update", capability, tables, constants | {"WEIGHT": none})
+    compiled("update", capability, tables, constants | {"GRADIENT": none})
     constants |= {"RULE": ADAMW.code, "STATES": 2, "STATE_FORMAT": int(StateFormat.EXACT)}
     compiled("update", capability, tables, constants, enable_fp_fusion=True)
     addresses = {"source": "i64", "numel": "i64", "blocks": "i64", "destination": "i64"}

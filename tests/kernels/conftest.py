@@ -15,6 +15,10 @@ SLOW = (
     "test_rounding_of_the_weight[interpreter",
     "test_state_at_any_multiple_of_two[interpreter",
     "test_sizes[interpreter-12345",
+    # Those of test_compact8_gpu.py, which has tests of its own.
+    "test_every_rule[interpreter8",
+    "test_flags[interpreter8",
+    "test_sizes[interpreter8",
 )
 
 

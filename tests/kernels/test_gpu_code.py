@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from offload.rules import ADAGRAD, ADAMW, LION, SGD_MOMENTUM
+from offload.protocols import StateFormat
+from offload.rules import ADAGRAD, ADAMW, LION, RULES, SGD_MOMENTUM
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -19,7 +20,7 @@ SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 # All that may touch a floating-point value: correctly rounded, exact, or a comparison.
 ROUNDED = {"add.rn", "sub.rn", "mul.rn", "div.rn", "sqrt.rn", "cvt.rn.f16", "cvt.rn.f16x2"}
-EXACT = {"cvt.f32", "cvt.f64", "setp.nan", "setp.neu", "setp.gt", "setp.lt", "selp", "mov", "neg"}
+EXACT = {"cvt.f32", "cvt.f64", "setp.nan", "setp.neu", "setp.gt", "setp.lt", "setp.ge", "selp", "mov", "neg", "abs"}
 FLOATS = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"}
 
 # Per element and by rule. All have g*scale, p*decay; g+decayed; p-change. Adam: m*beta1, g*(1-beta1), v*beta2, g*g,
@@ -31,6 +32,19 @@ UPDATE = {
     ADAGRAD.code: (4, 3, 1, 1, 1),
     SGD_MOMENTUM.code: (7, 3, 1, 0, 0),
 }
+
+# What COMPACT8 adds for each tensor of state: two products to read a code, one product and one sum to make one; for
+# roots, the square of what is read. (The root of what is stored is the one that the update takes.)
+SIGNED, ROOT = (3, 1, 0, 0, 0), (4, 1, 0, 0, 0)
+
+
+def operations_of(constants: dict[str, Any]) -> list[int]:
+    """Return how many of `OPERATIONS` an element takes."""
+    (rule,) = [rule for rule in RULES.values() if rule.code == constants["RULE"]]
+    rows = [UPDATE[rule.code]]
+    if constants["STATE_FORMAT"] == int(StateFormat.COMPACT8):
+        rows += [ROOT if tensor.name in rule.roots else SIGNED for tensor in rule.state]
+    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 CAPABILITIES = [pytest.param(80, marks=pytest.mark.full), 90, pytest.param(100, marks=pytest.mark.full)]
@@ -64,7 +78,7 @@ def test_every_operation_is_rounded_as_the_reference_rounds_it(compiled):
             counts = {name: ptx.get(name, 0) + 2 * ptx.get(f"{name}x2", 0) for name in OPERATIONS}
             elements = counts["sub.rn.f32"]
             assert (elements > 0) is (line["constants"]["GRADIENT"] != 0)
-            wanted = UPDATE[line["constants"]["RULE"]]
+            wanted = operations_of(line["constants"])
             assert counts == {name: each * elements for name, each in zip(OPERATIONS, wanted, strict=True)}
             if sass:  # ptxas has fused nothing either (what it makes of a quotient and a root is its own affair)
                 assert sass.get("FMUL", 0) + 2 * sass.get("FMUL2", 0) == counts["mul.rn.f32"]
@@ -87,8 +101,10 @@ def test_fusion_would_be_seen(compiled):
 def test_aligned_tensors_are_read_and_written_four_elements_at_a_time(compiled):
     for line in compiled:
         if line["kernel"] == "update" and line["constants"]["GRADIENT"] != 0:
-            wide = line["constants"]["ALIGNED"]
-            assert (line["ptx"].get("st.global.v4.b32", 0) > 0) is wide, line["constants"]
+            wide, ptx = line["constants"]["ALIGNED"], line["ptx"]
+            in_planes = line["constants"]["STATE_FORMAT"] == int(StateFormat.COMPACT8) and line["constants"]["WEIGHT"]
+            widest = "st.global.v2.b32" if in_planes else "st.global.v4.b32"  # four of 16 bits, where none has 32
+            assert (ptx.get(widest, 0) > 0) is wide, line["constants"]
 
 
 @pytest.mark.slow

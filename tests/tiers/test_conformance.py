@@ -6,7 +6,9 @@ import errno
 import os
 import random
 import uuid
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -186,6 +188,27 @@ def test_a_store_that_was_cut_is_noticed(harness: Harness, end: int) -> None:
     completion = harness.read(request)
     assert completion.error == ERROR_SHORT
     assert isinstance(tier_error("read", completion, request, harness.tier), CorruptRecordError)
+
+
+def test_a_reader_that_verifies_the_payload_itself_still_has_the_header_verified(harness: Harness) -> None:
+    """Whether the tier looks at the payload too is its own choice."""
+    data = harness.fill(128 << 10)
+    written = harness.write(harness.request(0, 128 << 10)).checksum
+    request = replace(harness.request(0, 128 << 10, at=TARGET, checksum=written), verify=False)
+    assert harness.read(request).error == 0
+    assert harness.bytes_at(TARGET, 128 << 10) == data
+    assert harness.read(replace(request, checksum=written ^ 1)).error == ERROR_CHECKSUM
+    assert harness.read(replace(request, step=8)).error == ERROR_HEADER
+    harness.flip(SLOT_HEADER_BYTES + (70 << 10))
+    assert harness.read(replace(request, verify=True)).error == ERROR_CHECKSUM
+
+
+def test_a_checksum_that_the_writer_knows_is_the_payloads(harness: Harness) -> None:
+    data = np.frombuffer(harness.fill(128 << 10), np.uint8)
+    known = crc32c_portable(data.ctypes.data, data.nbytes)
+    assert harness.write(replace(harness.request(0, 128 << 10), checksum=known)).checksum == known
+    completion = harness.read(harness.request(0, 128 << 10, at=TARGET, checksum=known))
+    assert (completion.error, completion.checksum) == (0, known)
 
 
 def test_without_checksums_headers_still_count(build: Build, kind: str) -> None:

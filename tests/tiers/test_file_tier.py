@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from tier_harness import FILE_KINDS, Build, Harness, need_io_uring
 import offload
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, TierError, TierFullError
-from offload.protocols import ERROR_HEADER, ERROR_SHORT, MAX_DEPTH, TileId
+from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, MAX_DEPTH, TileId
 from offload.tiers import FileTier, file_system, free_bytes, identity, lock_holder, open_tier, slot_bytes, tier_error
 from offload.tiers.places import UNLIMITED_BYTES
 
@@ -287,6 +288,19 @@ def test_waiting_leaves_the_interpreter_free(build: Build, backend: str) -> None
     harness.tier.write(harness.request(0, 4096))  # needs the interpreter while the other thread waits
     waiter.join(60.0)
     assert [record[1] for record in arrived[0]] == [0]
+
+
+@pytest.mark.parametrize("nbytes", [4096, NBYTES])
+def test_checksums_are_the_callers_where_it_has_them(build: Build, backend: str, nbytes: int) -> None:
+    """What an update takes in the processor's cache is not taken again from memory."""
+    harness = build(f"file-direct/{backend}")
+    harness.fill(nbytes)
+    assert harness.write(harness.request(0, nbytes, checksum=5)).checksum == 5
+    request = harness.request(0, nbytes, at=TARGET, checksum=5)
+    assert harness.read(request).error == ERROR_CHECKSUM
+    completion = harness.read(replace(request, verify=False))
+    assert (completion.error, completion.checksum) == (0, 0)
+    assert harness.read(replace(request, verify=False, checksum=6)).error == ERROR_CHECKSUM
 
 
 # Growth

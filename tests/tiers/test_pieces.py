@@ -178,3 +178,72 @@ def test_a_forgotten_wait_is_found(bug: str | None, device: Counting, host: Aren
     else:
         with pytest.raises(HazardError):
             run()
+
+
+class Interrupting(Counting):
+    """Raises `KeyboardInterrupt` once, when it has done the n-th thing that it is asked for."""
+
+    left = -1
+
+    def _interrupt(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def copy(self, lane: DeviceLane, *where: int) -> None:
+        super().copy(lane, *where)
+        self._interrupt()
+
+    def copy_pieces(self, lane: DeviceLane, pieces: Any) -> None:
+        super().copy_pieces(lane, pieces)
+        self._interrupt()
+
+    def mark(self, lane: DeviceLane, *, timed: bool = True) -> Mark:
+        found = super().mark(lane, timed=timed)
+        self._interrupt()
+        return found
+
+    def follow(self, lane: DeviceLane, mark: Mark) -> None:
+        super().follow(lane, mark)
+        self._interrupt()
+
+
+@pytest.mark.parametrize("first", ["to_device", "to_host"])
+@pytest.mark.parametrize("second", ["to_device", "to_host"])
+def test_an_interrupt_leaves_no_buffer_to_two(first: str, second: str, host: Arena) -> None:
+    """Whatever it came between, what uses a buffer next comes behind all work in it."""
+    nth, fired = 0, True
+    while fired:
+        nth += 1
+        device = Interrupting(lazy=True)
+        copies, memory = copies_of(device), device.allocate(1 << 16)
+        rows = as_pieces([(memory + 256 * n, host.address + 256 * n, 256) for n in range(100)])
+        others = rows + np.uint64(256 * 120)
+        others[:, 2] = rows[:, 2]
+        getattr(copies, first)(rows)  # all buffers have been used
+        device.left = nth
+        try:
+            getattr(copies, first)(rows)
+        except KeyboardInterrupt:
+            device.left = 0
+        fired, device.left = device.left == 0, -1
+        for _ in range(2):
+            getattr(copies, second)(others)
+        wait(device)
+        device.close()
+
+
+def test_buffers_that_have_been_used_are_given_back_as_they_were_taken(host: Arena) -> None:
+    device = Counting(lazy=True)
+    memory = device.allocate(1 << 16)
+    rows = as_pieces([(memory + 256 * n, host.address + 256 * n, 64) for n in range(8)])
+    for times in range(PIECE_BUFFERS):
+        taken = device.allocate(PIECE_BUFFERS * BUFFER_BYTES)
+        copies = PieceCopies(device, device.copy)
+        assert copies.adopt(taken, BUFFER_BYTES) == 0
+        for _ in range(times):
+            copies.to_host(rows)
+        wait(device)
+        larger = device.allocate(PIECE_BUFFERS * 2 * BUFFER_BYTES)
+        assert copies.adopt(larger, 2 * BUFFER_BYTES) == taken
+    device.close()

@@ -86,7 +86,7 @@ def test_forward_and_backward_follow_from_tokens_and_flops(rates, capsys):
     assert again["backward_s"] == pytest.approx(3 * again["forward_s"])
     assert again["forward_s"] == pytest.approx(2 * found["forward_s"])
     # With few tokens the gradients' way out of the GPU takes longer than the backward pass.
-    few = plan_json(capsys, *arguments[:-1], "100", "--placement", "cpu")
+    few = plan_json(capsys, *arguments[:-1], "100", "--placement", "cpu", "--no-keep-grads")
     assert few["backward_s"] == pytest.approx(2 * 1e9 / (50 * GB), rel=0.01)
 
 
@@ -347,6 +347,21 @@ def test_what_all_ranks_take_of_their_node(node, capsys):
     # Weights in host memory count there.
     host = plan_json(capsys, *arguments, "--weights-on", "cpu")["rank"]["host_memory_bytes"]
     assert host["weights"] == 2 * GB
+
+
+def test_gradients_stay_on_the_gpu_as_the_optimizers_keep_them(node, capsys):
+    """By default those of one rank do; several ranks have ZeRO's."""
+    arguments = ["--params", "1e9", "--rates", node, "--host-memory", "12GiB", "--tokens", "100", "--placement=cpu"]
+    kept, left = (plan_json(capsys, *arguments, flag) for flag in ("--keep-grads", "--no-keep-grads"))
+    assert plan_json(capsys, *arguments) == kept
+    assert kept["rank"]["gpu_memory_bytes"]["gradients"] == 2 * GB
+    assert left["rank"]["gpu_memory_bytes"]["gradients"] == 0
+    brought = kept["lanes"]["d2h"]["bytes"] - left["lanes"]["d2h"]["bytes"]
+    assert brought == pytest.approx(2 * GB, rel=1e-5)  # with padding
+    assert kept["backward_s"] < left["backward_s"]
+    assert kept["step_s"] > left["step_s"]
+    two = [*arguments, "--ranks", "2"]
+    assert plan_json(capsys, *two) == plan_json(capsys, *two, "--no-keep-grads")
 
 
 def test_another_node_than_that_of_the_rates(node, capsys):

@@ -16,7 +16,7 @@ from offload.dtypes import DtypeCode
 from offload.engine import cuda as module
 from offload.errors import ConfigError, OffloadError
 from offload.kernels import gpu as kernels
-from offload.protocols import DeviceLane, SegmentFlag
+from offload.protocols import DeviceLane, SegmentFlag, StateFormat
 from offload.rules import ADAMW, segment_dtype
 
 INDEX = 1
@@ -432,9 +432,10 @@ def _kind(argument: Any) -> Any:
     return argument if isinstance(argument, torch.dtype) else argument.dtype
 
 
+@pytest.mark.parametrize("formats", [(StateFormat.EXACT,), tuple(StateFormat)])
 @pytest.mark.parametrize("weight", [DtypeCode.BFLOAT16, DtypeCode.FLOAT16, DtypeCode.FLOAT32])
 def test_what_is_launched_has_been_compiled(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, weight: DtypeCode
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, weight: DtypeCode, formats: tuple[StateFormat, ...]
 ) -> None:
     kernel = kernels.GpuUpdateKernel.__new__(kernels.GpuUpdateKernel)
     kernel.device = torch.device("cpu")
@@ -442,9 +443,10 @@ def test_what_is_launched_has_been_compiled(
     kernel._kernels.copy_pieces, kernel._kernels.gather_rows = Recorder(), Recorder()
     at = 1 << 45
     for gradient in {weight, DtypeCode.FLOAT32}:
-        kernel.compile(ADAMW, {(gradient, weight)})
-        table = np.zeros(1, segment_dtype(ADAMW))
-        for name in ("master", "exp_avg", "exp_avg_sq", "gradient"):
+        kernel.compile(ADAMW, {(gradient, weight, state_format) for state_format in formats})
+        table = np.zeros(len(formats), segment_dtype(ADAMW))
+        table["state_format"] = [int(state_format) for state_format in formats]
+        for name in ("master", "master_low", "exp_avg", "exp_avg_sq", "scales", "gradient"):
             table[name] = at
         table["weight"] = at if weight is not DtypeCode.FLOAT32 else 0
         table["weight_dtype"] = int(weight) if weight is not DtypeCode.FLOAT32 else 0

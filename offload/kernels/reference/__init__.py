@@ -23,13 +23,13 @@ import numpy as np
 import torch
 
 from offload.dtypes import DtypeCode
-from offload.kernels.reference import adagrad, adam, lion, sgd
+from offload.kernels.reference import adagrad, adam, lion, minifloat, sgd
 from offload.kernels.reference.rounding import random_bits, round_stochastically, round_to_bfloat16
 from offload.kernels.reference.rounding import rounding_keys as rounding_keys
 from offload.kernels.reference.rounding import square_root as square_root
 from offload.kernels.table import segment_table as table_of
 from offload.protocols import NORM_BLOCK_NUMEL, SegmentFlag, StateFormat
-from offload.rules import ADAMW, MASTER, UpdateRule, segment_dtype
+from offload.rules import ADAMW, MASTER, MASTER_LOW, SCALES, UpdateRule, segment_dtype
 from offload.rules.adam import Scalars as Scalars
 from offload.rules.adam import scalars as scalars
 
@@ -49,6 +49,12 @@ FINGERPRINT_KEYS = (
 ROUNDED_NUMEL = 1 << 16
 """Elements that `store_rounded` rounds at once."""
 
+_STATE_DTYPES = {
+    StateFormat.EXACT: torch.float32,
+    StateFormat.COMPACT16: torch.bfloat16,
+    StateFormat.COMPACT8: torch.uint8,
+}
+
 
 _CHANGES: dict[str, Callable[[Any, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]] = {
     "adam": adam.change,
@@ -64,7 +70,8 @@ class SegmentTensors:
     """One row of a segment table, as tensors.
 
     Attributes:
-        master: fp32, shape [numel], contiguous, on CPU. Where the weight is fp32, the weight itself.
+        master: fp32, shape [numel], contiguous, on CPU; int16 where it is the upper plane of two. Where the weight is
+            fp32, the weight itself.
         state: fp32, or what `state_format` says, shape [numel] each, in the order of `rule.state`.
         gradient: bf16, fp16 or fp32, shape [numel]; may be None if the segment is not active.
         weight: bf16 or fp16, shape [numel]; None where the weight is fp32.
@@ -74,6 +81,8 @@ class SegmentTensors:
         state_format: How the state is stored.
         rounding_key: Of this update, from `rounding_keys`; `EXACT` ignores it, as the index.
         first_index: Index of the first element in the unsharded parameter.
+        master_low: The lower plane of a master in two: uint8, shape [numel].
+        scales: Of `COMPACT8`: uint8, shape [`minifloat.blocks_numel`, number of state tensors].
     """
 
     master: torch.Tensor
@@ -86,11 +95,13 @@ class SegmentTensors:
     state_format: StateFormat = StateFormat.EXACT
     rounding_key: int = 0
     first_index: int = 0
+    master_low: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what there is by its name in a segment table."""
         named = zip(self.rule.names, (self.master, *self.state), strict=True)
-        others = {"gradient": self.gradient, "weight": self.weight}
+        others = {"gradient": self.gradient, "weight": self.weight, MASTER_LOW: self.master_low, SCALES: self.scales}
         return dict(named) | {name: tensor for name, tensor in others.items() if tensor is not None}
 
 
@@ -121,41 +132,120 @@ def update(segment: SegmentTensors) -> None:
     Compact state is widened, exactly, before the update, and rounded after it: the master moves by what the new state
     is before it is rounded.
     """
-    flags, p, s = segment.flags, segment.master, segment.scalars
+    flags, s = segment.flags, segment.scalars
     if flags & SegmentFlag.LOAD_MASTER and segment.weight is not None:
-        p.copy_(segment.weight.to(torch.float32))
+        store_master(segment, segment.weight.to(torch.float32))
     if flags & SegmentFlag.ZERO_STATE:
         for tensor in segment.state:
             tensor.zero_()
+        if segment.scales is not None:
+            segment.scales.zero_()
     if not flags & SegmentFlag.ACTIVE:
         return
     if s is None or segment.gradient is None:
         raise ValueError("an active segment needs a gradient and scalars")
 
     g = segment.gradient.to(torch.float32) * s.grad_scale
+    p = master_of(segment)
     if flags & SegmentFlag.DECOUPLED_DECAY:
-        p.copy_(p * s.decay)
+        p = p * s.decay
     elif s.decay != 0.0:
         g = g + p * s.decay
-    state = [tensor.to(torch.float32) for tensor in segment.state]
-    p.copy_(p - _CHANGES[segment.rule.name](s, g, state))
-    store_state(segment, state)
+    state = state_of(segment)
+    p = p - _CHANGES[segment.rule.name](s, g, state)
+    random = None
+    if segment.state_format is not StateFormat.EXACT:
+        random = random_bits(segment.rounding_key, segment.first_index, segment.master.numel())
+    store_state(segment, state, random)
+    p = store_master(segment, p, random)
     if segment.weight is not None:
         segment.weight.copy_(round_weight(p, segment.weight.dtype))
 
 
-def store_state(segment: SegmentTensors, state: Sequence[torch.Tensor]) -> None:
+def master_of(segment: SegmentTensors) -> torch.Tensor:
+    """Return a segment's master in fp32."""
+    if segment.master_low is None:
+        return segment.master
+    return decoded(segment.rule, MASTER.name, segment.master, segment.master_low, segment.first_index)
+
+
+def store_master(segment: SegmentTensors, values: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
+    """Put a master, in fp32, into a segment's tensors as its format says; return it as it was stored.
+
+    Args:
+        segment: Whose.
+        values: fp32, shape [numel].
+        random: From `random_bits`; None to round to nearest.
+    """
+    if segment.master_low is None:
+        if values is not segment.master:
+            segment.master.copy_(values)
+        return values
+    upper, lower = minifloat.split_master(values, random)
+    segment.master.copy_(upper)
+    segment.master_low.copy_(lower)
+    return minifloat.join_master(upper, lower)
+
+
+def state_of(segment: SegmentTensors) -> list[torch.Tensor]:
+    """Return copies of a segment's state in fp32."""
+    if segment.scales is None:
+        return [tensor.to(torch.float32, copy=True) for tensor in segment.state]
+    named = zip(segment.rule.names[1:], segment.state, strict=True)
+    return [decoded(segment.rule, name, codes, segment.scales, segment.first_index) for name, codes in named]
+
+
+def decoded(
+    rule: UpdateRule, name: str, stored: torch.Tensor, beside: torch.Tensor, first_index: int
+) -> torch.Tensor:
+    """Return one tensor of a segment's state in fp32 from what `COMPACT8` stores it in.
+
+    Args:
+        rule: The update rule.
+        name: One of its `names`.
+        stored: What is stored under that name.
+        beside: The lower plane of the master; else the segment's scales.
+        first_index: Index of its first element in the unsharded parameter.
+    """
+    if name == MASTER.name:
+        return minifloat.join_master(stored, beside)
+    decode = minifloat.decode_root if name in rule.roots else minifloat.decode_signed
+    return decode(stored, beside[:, rule.names.index(name) - 1], first_index)
+
+
+def store_state(segment: SegmentTensors, state: Sequence[torch.Tensor], random: torch.Tensor | None = None) -> None:
     """Put new state, in fp32, into a segment's tensors as its format says.
 
-    `COMPACT16` rounds the first tensor with the lower 16 of an element's random bits, the second with the upper 16.
+    `COMPACT16` rounds the first tensor with the lower 16 of an element's random bits, the second with the upper 16;
+    `minifloat` says what `COMPACT8` does. There, a value whose root is stored as 0 has a 0 beside it: what is divided
+    by a root would else be divided by almost nothing.
+
+    Args:
+        segment: Whose.
+        state: fp32, shape [numel] each.
+        random: From `random_bits`; None to round to nearest.
     """
-    if segment.state_format is StateFormat.EXACT:
-        for tensor, values in zip(segment.state, state, strict=True):
-            tensor.copy_(values)
+    if segment.scales is not None:
+        roots: list[torch.Tensor] = []
+        for number, (name, values) in enumerate(zip(segment.rule.names[1:], state, strict=True)):
+            if name in segment.rule.roots:
+                codes, scales = minifloat.encode_root(square_root(values), segment.first_index, random)
+                roots.append(codes)
+            else:
+                codes, scales = minifloat.encode_signed(values, segment.first_index, random)
+            segment.state[number].copy_(codes)
+            segment.scales[:, number] = scales
+        for tensor in segment.state:
+            for codes in roots:
+                tensor[codes == 0] = 0
         return
-    random = random_bits(segment.rounding_key, segment.first_index, segment.master.numel())
     for number, (tensor, values) in enumerate(zip(segment.state, state, strict=True)):
-        tensor.copy_(round_stochastically(values, random >> 16 * number & 0xFFFF))
+        if segment.state_format is StateFormat.EXACT:
+            tensor.copy_(values)
+        elif random is None:
+            tensor.copy_(round_to_bfloat16(values))
+        else:
+            tensor.copy_(round_stochastically(values, random >> 16 * number & 0xFFFF))
 
 
 def update_table(segments: Iterable[SegmentTensors]) -> None:
@@ -175,14 +265,17 @@ def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
     table = np.zeros(len(segments), segment_dtype(segments[0].rule if segments else ADAMW))
     for row, segment in enumerate(segments):
         numel = segment.master.numel()
-        item = torch.float32 if segment.state_format is StateFormat.EXACT else torch.bfloat16
-        stored = dict.fromkeys(segment.rule.names, item) | {MASTER.name: torch.float32}
+        stored = dict.fromkeys(segment.rule.names, _STATE_DTYPES[segment.state_format]) | {SCALES: torch.uint8}
+        stored[MASTER.name] = torch.float32 if segment.master_low is None else torch.int16
+        stored[MASTER_LOW] = torch.uint8
+        scales = minifloat.blocks_numel(segment.first_index, numel) * len(segment.state)
         for name, tensor in segment.tensors().items():
-            wanted = stored.get(name, tensor.dtype)
-            if tensor.dtype not in DTYPE_CODES or tensor.dtype != wanted:
+            known = tensor.dtype == stored[name] if name in stored else tensor.dtype in DTYPE_CODES
+            if not known:
                 raise ValueError(f"{name}: dtype {tensor.dtype} cannot be used")
-            if tensor.numel() != numel or not tensor.is_contiguous() or tensor.device.type != "cpu":
-                raise ValueError(f"{name}: must be a contiguous CPU tensor of {numel} elements")
+            wanted = scales if name == SCALES else numel
+            if tensor.numel() != wanted or not tensor.is_contiguous() or tensor.device.type != "cpu":
+                raise ValueError(f"{name}: must be a contiguous CPU tensor of {wanted} elements")
         gradient, weight = segment.gradient, segment.weight
         table[row] = table_of(
             segment.rule,
