@@ -115,8 +115,12 @@ def train(contender: str, sizes: dict[str, Any], beta2: float, seed: int) -> tup
     flips = torch.Generator().manual_seed(1000 + seed)
     steps, warmup = sizes["steps"], max(1, sizes["steps"] // 20)
     for step in range(steps):
+        lr = sizes["lr"] * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
-            group["lr"] = sizes["lr"] * min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+            if isinstance(group["lr"], torch.Tensor):  # torchao's
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
         tokens = next(batches)
         logits = model(tokens[:, :-1]).logits.float()
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
