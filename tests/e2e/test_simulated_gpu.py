@@ -35,7 +35,7 @@ from offload.engine.machine import RESIDENT_RUNS_IN_FLIGHT
 from offload.optim import routes
 from offload.plan import Home
 from offload.plan.budget import BROUGHT_AHEAD
-from offload.protocols import SEGMENT_DTYPE, DeviceLane
+from offload.protocols import SEGMENT_DTYPE, DeviceLane, StateFormat
 from offload.session import setup
 from offload.sim import HazardError, SimulatedDevice
 
@@ -778,14 +778,19 @@ def test_wide_gradients_of_narrow_weights_are_copied_to_pinned_memory(tmp_path: 
 
 def test_kernels_are_made_ready_when_the_session_opens(tmp_path: Path) -> None:
     parameters, device = weights(), SimulatedDevice()
-    narrow, wide = DtypeCode.BFLOAT16, DtypeCode.FLOAT32
+    narrow, wide, exact = DtypeCode.BFLOAT16, DtypeCode.FLOAT32, StateFormat.EXACT
     with OnDevice(parameters[:2], device=device, offload=config(tmp_path)) as optimizer:
-        assert device.prepared == {(narrow, narrow)}
+        assert device.prepared == {(narrow, narrow, exact)}
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3000))]})
-        assert device.prepared == {(narrow, narrow), (wide, wide)}
+        assert device.prepared == {(narrow, narrow, exact), (wide, wide, exact)}
     device = SimulatedDevice()
     with OnDevice(parameters, device=device, offload=config(tmp_path, gradient_dtype="float32")):
-        assert device.prepared == {(wide, narrow)}
+        assert device.prepared == {(wide, narrow, exact)}
+    device = SimulatedDevice()
+    compact = config(tmp_path, state_format="compact8", subgroup_numel=4096, host_memory=0, gpu_memory=0)
+    named = [("p", torch.nn.Parameter(torch.ones(70, 64))), ("embed", parameters[0])]
+    with OnDevice(named, device=device, offload=compact):
+        assert device.prepared == {(wide, wide, StateFormat.COMPACT8), (narrow, narrow, exact)}
 
 
 def test_threads_leave_cores_for_those_that_drive_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

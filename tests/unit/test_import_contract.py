@@ -38,6 +38,7 @@ PURE_MAY_IMPORT = {
     "collections",
     "dataclasses",
     "enum",
+    "fnmatch",
     "functools",
     "heapq",
     "itertools",
