@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -174,14 +174,18 @@ class LiveExecutor:
             if not self._in_flight:
                 self._silence.end()
             self._due_s[operation.op] = self._happened_s
-            try:
+            with self._failing(operation):
                 self._start(operation)
-            except DamagedError as damaged:
-                self._fail(operation, self._damaged(damaged.operation))
-            except OffloadError as error:
-                self._fail(operation, error)
-            except Exception as error:  # a visitor's own failure must not take the engine thread down
-                self._fail(operation, error)
+
+    @contextlib.contextmanager
+    def _failing(self, operation: Operation) -> Iterator[None]:
+        """Report what goes wrong as the failure of an operation: a visitor's must not take the engine thread down."""
+        try:
+            yield
+        except DamagedError as damaged:
+            self._fail(operation, self._damaged(damaged.operation))
+        except Exception as error:
+            self._fail(operation, error)
 
     def _fail(self, operation: Operation, error: Exception) -> None:
         self._in_flight.pop(operation.op, None)
@@ -346,10 +350,8 @@ class LiveExecutor:
 
     def _go_on(self, run: Run, table: npt.NDArray[Any]) -> None:
         """Update a subgroup whose weights or gradients have come from the GPU."""
-        try:
+        with self._failing(run):
             self._update(run, table)
-        except DamagedError as damaged:
-            self._fail(run, self._damaged(damaged.operation))
 
     def take_timed(self) -> None:
         """Add what the GPU's lanes have done to the timeline."""
