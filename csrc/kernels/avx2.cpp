@@ -87,6 +87,87 @@ struct Simd {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(address), _mm256_set_m128i(high, low));
   }
 
+  // Groups of four vectors; compact8.h says what is where.
+  static I load_int(const Byte* address) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)); }
+  static void store_int(Byte* address, I value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(address), value); }
+  static void stream_int(Byte* address, I value) { _mm256_stream_si256(reinterpret_cast<__m256i*>(address), value); }
+  static I int_of(F a) { return _mm256_castps_si256(a); }
+  static F float_of(I a) { return _mm256_castsi256_ps(a); }
+  static F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+  static F max(F a, F b) { return _mm256_max_ps(a, b); }
+  static I max_ints(I a, I b) { return _mm256_max_epu32(a, b); }
+  static std::uint32_t greatest(I a) {
+    __m128i x = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0x4e));
+    x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0xb1));
+    return static_cast<std::uint32_t>(_mm_cvtsi128_si32(x));
+  }
+  template <int bits>
+  static I shift_left(I a) {
+    return _mm256_slli_epi32(a, bits);
+  }
+  static I select(I mask, I a, I b) { return _mm256_blendv_epi8(b, a, mask); }
+  static I or_and(I a, I b, I c) { return _mm256_or_si256(a, _mm256_and_si256(b, c)); }
+  static I bytes_in_lanes(I a, __m128i order) { return _mm256_shuffle_epi8(a, _mm256_broadcastsi128_si256(order)); }
+  static I to_lanes(I bytes) {
+    const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    return bytes_in_lanes(_mm256_permute4x64_epi64(bytes, 0xd8), order);
+  }
+  static I from_lanes(I bytes) {
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    return _mm256_permute4x64_epi64(bytes_in_lanes(bytes, order), 0xd8);
+  }
+  static I swap_middle(I a) {
+    return bytes_in_lanes(a, _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+  }
+  static I signs(F a, F b, F c, F d) {
+    const I words_ab = _mm256_packs_epi32(int_of(a), int_of(b)), words_cd = _mm256_packs_epi32(int_of(c), int_of(d));
+    return bytes_in_lanes(_mm256_packs_epi16(words_ab, words_cd),
+                          _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  }
+  static I load_table(const Byte* address) {
+    return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(address)));
+  }
+  static I lookup(I table, I indices) { return _mm256_shuffle_epi8(table, indices); }
+  static I mul_bytes(I a, I b) { return _mm256_maddubs_epi16(a, b); }
+  static I lower_words(I a) { return _mm256_madd_epi16(a, _mm256_set1_epi32(1)); }
+  static I upper_words(I a) { return _mm256_srai_epi32(a, 16); }
+  static I keep_where(I a, I b) { return _mm256_andnot_si256(_mm256_cmpeq_epi8(b, _mm256_setzero_si256()), a); }
+  static I round_words(I upper, I lower) {
+    // Words without signs, compared with 0x8000, the half.
+    const I odd = _mm256_and_si256(upper, _mm256_set1_epi16(1));
+    const I rest = or_and(odd, lower, _mm256_set1_epi32(static_cast<int>(0xff00ff00u)));
+    const I flipped = _mm256_xor_si256(rest, _mm256_set1_epi16(static_cast<short>(0x8000)));
+    return _mm256_sub_epi16(upper, _mm256_cmpgt_epi16(flipped, _mm256_setzero_si256()));
+  }
+  static bool any_not_finite(I words) {
+    const I magnitude = _mm256_and_si256(words, _mm256_set1_epi16(0x7fff));
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(0x7f7f))) != 0;
+  }
+  template <int dtype>
+  static void widen_pair(const Byte* address, F* values) {
+    if constexpr (dtype == kBfloat16) {
+      const I words = load_int(address);
+      values[0] = float_of(shift_left<16>(words));
+      values[1] = float_of(_mm256_and_si256(words, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+    } else {
+      const F first = widen<dtype>(address), second = widen<dtype>(address + (dtype == kFloat32 ? 4 : 2) * kWidth);
+      values[0] = in_order(_mm256_shuffle_ps(first, second, 0x88));
+      values[1] = in_order(_mm256_shuffle_ps(first, second, 0xdd));
+    }
+  }
+  static F in_order(F quarters) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(quarters), 0xd8)); }
+  static void load_pair(const Byte* address, F* values) { widen_pair<kFloat32>(address, values); }
+  static void store_pair(Byte* address, const F* values) {
+    const F lower = _mm256_unpacklo_ps(values[0], values[1]), upper = _mm256_unpackhi_ps(values[0], values[1]);
+    store(address, _mm256_permute2f128_ps(lower, upper, 0x20));
+    store(address + 4 * kWidth, _mm256_permute2f128_ps(lower, upper, 0x31));
+  }
+  static I narrow_pair(F even, F odd) {
+    const I lower = _mm256_cvtepu16_epi32(narrow<kFloat16>(even)), upper = _mm256_cvtepu16_epi32(narrow<kFloat16>(odd));
+    return _mm256_or_si256(lower, shift_left<16>(upper));
+  }
+
   template <int dtype>
   static D load_double(const Byte* address) {
     if constexpr (dtype == kFloat32) {

@@ -10,6 +10,15 @@ namespace {
 
 using Byte = unsigned char;
 
+// Where elements of 16 and of 32 bits come from: pairs of bytes to the lanes of a group and back, two vectors' elements
+// with even and with odd numbers and back.
+alignas(64) constexpr std::uint16_t kToLanes[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+alignas(64) constexpr std::uint16_t kFromLanes[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+alignas(64) constexpr std::uint32_t kEven[16] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+alignas(64) constexpr std::uint32_t kOdd[16] = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+alignas(64) constexpr std::uint32_t kFirst[16] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+alignas(64) constexpr std::uint32_t kSecond[16] = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+
 struct Simd {
   using F = __m512;
   using H = __m256i;
@@ -83,6 +92,72 @@ struct Simd {
   static void store_half(Byte* address, H value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(address), value); }
   static void stream_pair(Byte* address, H low, H high) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(address), _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
+  }
+
+  // Groups of four vectors; compact8.h says what is where.
+  static I load_int(const Byte* address) { return _mm512_loadu_si512(address); }
+  static void store_int(Byte* address, I value) { _mm512_storeu_si512(address, value); }
+  static void stream_int(Byte* address, I value) { _mm512_stream_si512(reinterpret_cast<__m512i*>(address), value); }
+  static I int_of(F a) { return _mm512_castps_si512(a); }
+  static F float_of(I a) { return _mm512_castsi512_ps(a); }
+  static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static I max_ints(I a, I b) { return _mm512_max_epu32(a, b); }
+  static std::uint32_t greatest(I a) { return _mm512_reduce_max_epu32(a); }
+  template <int bits>
+  static I shift_left(I a) {
+    return _mm512_slli_epi32(a, bits);
+  }
+  static I select(I mask, I a, I b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xca); }
+  static I or_and(I a, I b, I c) { return _mm512_ternarylogic_epi32(a, b, c, 0xf8); }
+  static I to_lanes(I bytes) { return _mm512_permutexvar_epi16(_mm512_load_si512(kToLanes), bytes); }
+  static I from_lanes(I bytes) { return _mm512_permutexvar_epi16(_mm512_load_si512(kFromLanes), bytes); }
+  static I swap_middle(I a) {
+    return _mm512_shuffle_epi8(a, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15)));
+  }
+  static I signs(F a, F b, F c, F d) {
+    const I words_ab = _mm512_packs_epi32(int_of(a), int_of(b)), words_cd = _mm512_packs_epi32(int_of(c), int_of(d));
+    return _mm512_shuffle_epi8(_mm512_packs_epi16(words_ab, words_cd),
+                               _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+  }
+  static I load_table(const Byte* address) {
+    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(address)));
+  }
+  static I lookup(I table, I indices) { return _mm512_shuffle_epi8(table, indices); }
+  static I mul_bytes(I a, I b) { return _mm512_maddubs_epi16(a, b); }
+  static I lower_words(I a) { return _mm512_madd_epi16(a, _mm512_set1_epi32(1)); }
+  static I upper_words(I a) { return _mm512_srai_epi32(a, 16); }
+  static I keep_where(I a, I b) { return _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(b, b), a); }
+  static I round_words(I upper, I lower) {
+    const I odd = _mm512_and_si512(upper, _mm512_set1_epi16(1));
+    const I rest = or_and(odd, lower, _mm512_set1_epi32(static_cast<int>(0xff00ff00u)));
+    const __mmask32 up = _mm512_cmpgt_epu16_mask(rest, _mm512_set1_epi16(static_cast<short>(0x8000)));
+    return _mm512_mask_add_epi16(upper, up, upper, _mm512_set1_epi16(1));
+  }
+  static bool any_not_finite(I words) {
+    const I magnitude = _mm512_and_si512(words, _mm512_set1_epi16(0x7fff));
+    return _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(0x7f7f)) != 0;
+  }
+  template <int dtype>
+  static void widen_pair(const Byte* address, F* values) {
+    if constexpr (dtype == kBfloat16) {
+      const I words = load_int(address);
+      values[0] = float_of(shift_left<16>(words));
+      values[1] = float_of(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+    } else {
+      const F first = widen<dtype>(address), second = widen<dtype>(address + (dtype == kFloat32 ? 4 : 2) * kWidth);
+      values[0] = _mm512_permutex2var_ps(first, _mm512_load_si512(kEven), second);
+      values[1] = _mm512_permutex2var_ps(first, _mm512_load_si512(kOdd), second);
+    }
+  }
+  static void load_pair(const Byte* address, F* values) { widen_pair<kFloat32>(address, values); }
+  static void store_pair(Byte* address, const F* values) {
+    store(address, _mm512_permutex2var_ps(values[0], _mm512_load_si512(kFirst), values[1]));
+    store(address + 4 * kWidth, _mm512_permutex2var_ps(values[0], _mm512_load_si512(kSecond), values[1]));
+  }
+  static I narrow_pair(F even, F odd) {
+    const I lower = _mm512_cvtepu16_epi32(narrow<kFloat16>(even)), upper = _mm512_cvtepu16_epi32(narrow<kFloat16>(odd));
+    return _mm512_or_si512(lower, shift_left<16>(upper));
   }
 
   template <int dtype>

@@ -214,6 +214,7 @@ inline std::uint64_t mix64(std::uint64_t z) {
 
 struct Exact {
   static constexpr std::size_t kStateBytes = 4;
+  static constexpr bool kBlocks = false;
 
   template <class V>
   struct Rounding {
@@ -252,35 +253,59 @@ alignas(64) constexpr std::uint32_t kCounterSteps[16] = {
     15 * kCounterStep,
 };
 
+// The random bits of elements; offload/kernels/reference/rounding.py defines them.
+template <class V>
+struct RandomBits {
+  using I = typename V::I;
+
+  RandomBits(const Segment& s, std::uint64_t begin) {
+    const std::uint64_t upper = (s.first_index + begin) >> 32;
+    const std::uint64_t key = mix64(s.rounding_key + upper * 0x9e3779b97f4a7c15u);
+    offset = static_cast<std::uint32_t>(s.first_index) * kCounterStep + static_cast<std::uint32_t>(key);
+    inner = V::set1_int(static_cast<std::uint32_t>(key >> 32));
+  }
+
+  // Return the counters of element `i` and, in the other lanes, of those that follow at a distance of `stride`.
+  template <int stride = 1>
+  I counters(std::uint64_t i) const {
+    const std::uint32_t first = offset + static_cast<std::uint32_t>(i) * kCounterStep;
+    I steps = V::load_ints(kCounterSteps);
+    if constexpr (stride == 2) steps = V::add_ints(steps, steps);
+    return V::add_ints(V::set1_int(first), steps);
+  }
+
+  // Return 32 bits for each counter, the lower 16 of which are still to be combined with the upper ones.
+  I mixed(I x) const {
+    x = V::xor_ints(x, V::template shift_ints<16>(x));
+    x = V::mul_ints(x, V::set1_int(0x7feb352du));
+    x = V::xor_ints(V::xor_ints(x, V::template shift_ints<15>(x)), inner);
+    return V::mul_ints(x, V::set1_int(0x846ca68bu));
+  }
+
+  I of(I counters) const {
+    const I x = mixed(counters);
+    return V::xor_ints(x, V::template shift_ints<16>(x));
+  }
+
+  std::uint32_t offset;
+  I inner;
+};
+
 struct Compact16 {
   static constexpr std::size_t kStateBytes = 2;
+  static constexpr bool kBlocks = false;
 
-  // The random bits of an element; offload/kernels/reference/rounding.py defines them.
   template <class V>
-  struct Rounding {
-    Rounding(const Segment& s, std::uint64_t begin) {
-      const std::uint64_t upper = (s.first_index + begin) >> 32;
-      const std::uint64_t key = mix64(s.rounding_key + upper * 0x9e3779b97f4a7c15u);
-      offset = static_cast<std::uint32_t>(s.first_index) * kCounterStep + static_cast<std::uint32_t>(key);
-      inner = V::set1_int(static_cast<std::uint32_t>(key >> 32));
-    }
+  struct Rounding : RandomBits<V> {
+    using RandomBits<V>::RandomBits;
 
     // Write 16 bits for each state tensor, of elements `i` and following.
     void draw(std::uint64_t i, typename V::I* random) const {
-      using I = typename V::I;
-      const std::uint32_t counter = offset + static_cast<std::uint32_t>(i) * kCounterStep;
-      I x = V::add_ints(V::set1_int(counter), V::load_ints(kCounterSteps));
-      x = V::xor_ints(x, V::template shift_ints<16>(x));
-      x = V::mul_ints(x, V::set1_int(0x7feb352du));
-      x = V::xor_ints(V::xor_ints(x, V::template shift_ints<15>(x)), inner);
-      x = V::mul_ints(x, V::set1_int(0x846ca68bu));
-      const I upper = V::template shift_ints<16>(x);
+      const typename V::I x = this->mixed(this->counters(i));
+      const typename V::I upper = V::template shift_ints<16>(x);
       random[0] = V::and_ints(V::xor_ints(x, upper), V::set1_int(0xffffu));
       random[1] = upper;
     }
-
-    std::uint32_t offset;
-    typename V::I inner;
   };
 
   template <class V>
@@ -536,8 +561,11 @@ void update_active(const Segment& segment, std::uint64_t begin, std::uint64_t en
   for (; i < end; ++i) update_and_store<gradient_dtype, weight_dtype>(single, i);
 }
 
-template <int weight_dtype>
+#include "compact8.h"
+
+template <class Format, int weight_dtype>
 void load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  if constexpr (Format::kBlocks) return load_planes<weight_dtype>(segment, begin, end);
   Byte* master = pointer(segment.new_master ? segment.new_master : segment.master);
   const Byte* weight = pointer(segment.weight);
   std::uint64_t i = begin;
@@ -546,15 +574,24 @@ void load_master(const Segment& segment, std::uint64_t begin, std::uint64_t end)
   for (; i < end; ++i) Single::store(master + 4 * i, widen_one<weight_dtype>(weight + 2 * i));
 }
 
+template <class Rule, class Format, int gradient_dtype, int weight_dtype>
+void update_as_stored(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  if constexpr (Format::kBlocks) {
+    update_active_blocks<Rule, gradient_dtype, weight_dtype>(segment, begin, end);
+  } else {
+    update_active<Rule, Format, gradient_dtype, weight_dtype>(segment, begin, end);
+  }
+}
+
 template <class Rule, class Format, int gradient_dtype>
 void update_for_gradient(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   switch (segment.weight ? segment.weight_dtype : kNone) {
     case kBfloat16:
-      return update_active<Rule, Format, gradient_dtype, kBfloat16>(segment, begin, end);
+      return update_as_stored<Rule, Format, gradient_dtype, kBfloat16>(segment, begin, end);
     case kFloat16:
-      return update_active<Rule, Format, gradient_dtype, kFloat16>(segment, begin, end);
+      return update_as_stored<Rule, Format, gradient_dtype, kFloat16>(segment, begin, end);
     default:
-      return update_active<Rule, Format, gradient_dtype, kNone>(segment, begin, end);
+      return update_as_stored<Rule, Format, gradient_dtype, kNone>(segment, begin, end);
   }
 }
 
@@ -571,27 +608,38 @@ void update_with(const Segment& segment, std::uint64_t begin, std::uint64_t end)
     }
   }
   if ((segment.flags & kLoadMaster) && segment.weight) {
-    if (segment.weight_dtype == kBfloat16) load_master<kBfloat16>(segment, begin, end);
-    if (segment.weight_dtype == kFloat16) load_master<kFloat16>(segment, begin, end);
+    if (segment.weight_dtype == kBfloat16) load_master<Format, kBfloat16>(segment, begin, end);
+    if (segment.weight_dtype == kFloat16) load_master<Format, kFloat16>(segment, begin, end);
   }
-  if (segment.flags & kZeroState)
-    for (int k = 0; k < Rule::kStates; ++k)
-      __builtin_memset(pointer(segment.state[k]) + Format::kStateBytes * begin, 0, Format::kStateBytes * (end - begin));
+  if (!(segment.flags & kZeroState)) return;
+  for (int k = 0; k < Rule::kStates; ++k)
+    __builtin_memset(pointer(segment.state[k]) + Format::kStateBytes * begin, 0, Format::kStateBytes * (end - begin));
+  if constexpr (Format::kBlocks) zero_scales<Rule>(segment, begin, end);
+}
+
+// A range in pieces, one for each value of the upper half of an element's index in the unsharded parameter.
+template <class Rule, class Format>
+void update_rounding(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  for (std::uint64_t from = begin; from < end;) {
+    const std::uint64_t left = 0x100000000u - ((segment.first_index + from) & 0xffffffffu);
+    const std::uint64_t to = end - from < left ? end : from + left;
+    update_with<Rule, Format>(segment, from, to);
+    from = to;
+  }
 }
 
 void update(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   with_rule(segment.rule, 0, [&](auto rule) {
     using Rule = decltype(rule);
-    if (segment.state_format == kExact) {
-      update_with<Rule, Exact>(segment, begin, end);
-      return 0;
-    }
-    // A piece for each value of the upper half of an element's index.
-    for (std::uint64_t from = begin; from < end;) {
-      const std::uint64_t left = 0x100000000u - ((segment.first_index + from) & 0xffffffffu);
-      const std::uint64_t to = end - from < left ? end : from + left;
-      update_with<Rule, Compact16>(segment, from, to);
-      from = to;
+    switch (segment.state_format) {
+      case kExact:
+        update_with<Rule, Exact>(segment, begin, end);
+        break;
+      case kCompact16:
+        update_rounding<Rule, Compact16>(segment, begin, end);
+        break;
+      default:
+        update_rounding<Rule, Compact8>(segment, block_begin(segment, begin), block_begin(segment, end));
     }
     return 0;
   });

@@ -42,13 +42,18 @@ std::string check_segment(const Segment& s) {
   if (s.new_weight != 0 && s.weight == 0) return "new_weight is given but weight is null";
   if ((active || loads) && s.master == 0) return "master is null";
   if (s.state_format > kLastStateFormat) return "unknown state_format " + std::to_string(s.state_format);
-  const unsigned state_bytes = s.state_format == kExact ? 4 : 2;
+  const unsigned state_bytes = s.state_format == kExact ? 4 : s.state_format == kCompact16 ? 2 : 1;
+  const bool planes = s.state_format == kCompact8 && s.weight != 0;  // the master's
+  const unsigned master_bytes = planes ? 2 : 4;
   std::uint64_t state_addresses = 0;
   for (int k = 0; k < states; ++k) {
     if ((active || zeroes) && s.state[k] == 0) return "state " + std::to_string(k) + " is null";
     state_addresses |= s.state[k];
   }
-  if ((s.master | s.new_master) % 4) return "master is not aligned to 4 bytes";
+  if ((s.master | s.new_master) % master_bytes)
+    return "master is not aligned to " + std::to_string(master_bytes) + " bytes";
+  if (planes && (active || loads) && s.master_low == 0) return "master_low is null";
+  if (s.state_format == kCompact8 && (active || zeroes) && s.scales == 0) return "scales is null";
   if (state_addresses % state_bytes) return "state is not aligned to " + std::to_string(state_bytes) + " bytes";
   if (active && s.gradient == 0) return "gradient is null";
   if (active && (s.gradient_dtype < kBfloat16 || s.gradient_dtype > kFloat32))

@@ -23,14 +23,14 @@ enum : std::uint32_t {
 };
 
 // How state lies in memory; StateFormat of offload/protocols.py.
-enum : std::uint32_t { kExact = 0, kCompact16 = 1, kCompact8 = 2, kLastStateFormat = kCompact16 };
+enum : std::uint32_t { kExact = 0, kCompact16 = 1, kCompact8 = 2, kLastStateFormat = kCompact8 };
 
 constexpr int kMaxStates = 2;
 constexpr int kMaxScalars = 11;
 
-// One parameter's run of elements with its own scalars. Addresses are of the first element: the master is fp32 at any
-// multiple of 4 (fastest at 64), state fp32 or bf16 and the weight at any multiple of their element's size, the gradient
-// anywhere. The ranges must not overlap each other or another segment's.
+// One parameter's run of elements with its own scalars. Addresses are of the first element: the master, state and the
+// weight at any multiple of their element's size (fastest at 64), the gradient anywhere. The ranges must not overlap each
+// other or another segment's; no two segments share a block of kCompact8.
 struct Segment {
   std::uint64_t master;
   std::uint64_t new_master;  // 0: where the old one is

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from offload.kernels import reference, rounding_keys
-from offload.kernels.reference import SegmentTensors
-from offload.protocols import SegmentFlag, StateFormat
-from offload.rules import ADAMW, UpdateRule, segment_dtype
+from offload.kernels.reference import SegmentTensors, minifloat
+from offload.protocols import BLOCK_NUMEL, SegmentFlag, StateFormat
+from offload.rules import ADAMW, MASTER, MASTER_LOW, SCALES, UpdateRule, segment_dtype
 
 GUARD = 0xA5
 SIZES = (0, 1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 12345)
@@ -20,6 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WEIGHT_DTYPES = (torch.bfloat16, torch.float16, None)
 
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_STATE_DTYPES = {StateFormat.EXACT: torch.float32, StateFormat.COMPACT16: torch.bfloat16}
 _SPECIAL = (
     0.0,
     -0.0,
@@ -36,6 +37,8 @@ _SPECIAL = (
 
 def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether two tensors hold the same bits, NaN being equal to NaN whatever its payload."""
+    if not expected.is_floating_point():
+        return torch.equal(actual, expected)
     nan = torch.isnan(expected)
     if not torch.equal(torch.isnan(actual), nan):
         return False
@@ -78,7 +81,7 @@ class Placed:
         if not self.unaligned:
             offset -= offset % self.dtype.itemsize
         self._start = 256 + (-self._raw.data_ptr() % 256) + offset
-        self._inside.copy_(tensor.contiguous().view(torch.uint8))
+        self._inside.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
         self.address = self._raw.data_ptr() + self._start
 
     @property
@@ -118,7 +121,7 @@ class Case:
         offsets: tuple[int, ...] = (),
         rule: UpdateRule = ADAMW,
     ) -> Case:
-        state_dtype = torch.float32 if cls.state_format is StateFormat.EXACT else torch.bfloat16
+        state_dtype = _STATE_DTYPES.get(cls.state_format, torch.float32)
         tensors = SegmentTensors(
             master=values(seed, numel, torch.float32, kind),
             state=[
@@ -136,14 +139,17 @@ class Case:
             rounding_key=int(rounding_keys(seed, 0, 1)[0]),
             first_index=some_index(seed, numel),
         )
+        if cls.state_format is StateFormat.COMPACT8:
+            if kind == "wild":
+                for number, tensor in enumerate(tensors.tensors().values()):
+                    tensor.copy_(mostly_finite(tensor, tensors.first_index, seed + number))
+            store_in_codes(tensors)
         named = tensors.tensors()
         names = (*tensors.rule.names, "gradient", "weight")
-        placed = {
-            name: Placed(named[name], at)
-            for name, at in zip(names, offsets or [0] * len(names), strict=True)
-            if name in named
-        }
-        return cls(tensors, placed)
+        at = dict(zip(names, offsets or [0] * len(names), strict=True))
+        for name, beside in ((MASTER_LOW, MASTER.name), (SCALES, tensors.rule.names[1])):
+            at[name] = at[beside] // 4
+        return cls(tensors, {name: Placed(tensor, at[name]) for name, tensor in named.items()})
 
     def row(self) -> np.ndarray:
         """Return the segment's row, pointing at the bytes."""
@@ -156,7 +162,35 @@ class Case:
         """Run the reference and compare everything with what the kernel left behind."""
         reference.update(self.tensors)
         for name, placed in self.placed.items():
-            assert same_bits(placed.tensor(), self.tensors.tensors()[name]), f"{name} differs from the reference"
+            assert same_bits(placed.tensor(), self.tensors.tensors()[name].reshape(-1)), (
+                f"{name} differs from the reference"
+            )
+
+
+def mostly_finite(tensor: torch.Tensor, first_index: int, seed: int) -> torch.Tensor:
+    """Return wild values whose blocks are mostly finite, of few binades, or zeros: one value makes NaN of a block."""
+    numel, generator = tensor.numel(), torch.Generator().manual_seed(seed)
+    blocks, before = minifloat.blocks_numel(first_index, numel), first_index % BLOCK_NUMEL
+    kind, exponent = (
+        torch.randint(*limits, (blocks,), generator=generator).repeat_interleave(BLOCK_NUMEL)[before : before + numel]
+        for limits in ((0, 10), (-140, 100))
+    )
+    mantissas = torch.frexp(tensor.to(torch.float32).nan_to_num(0.7, 0.9, -0.6)).mantissa
+    finite = torch.ldexp(mantissas, exponent - torch.randint(0, 12, (numel,), generator=generator))
+    return torch.where(kind == 0, 0.0, torch.where(kind == 1, tensor.to(torch.float32), finite)).to(tensor.dtype)
+
+
+def store_in_codes(tensors: SegmentTensors) -> None:
+    """Put a segment's state, which is in fp32, into codes, and the master of a 16-bit weight into planes."""
+    numel, values, master = tensors.master.numel(), tensors.state, tensors.master
+    blocks = minifloat.blocks_numel(tensors.first_index, numel)
+    tensors.state = [torch.zeros(numel, dtype=torch.uint8) for _ in values]
+    tensors.scales = torch.zeros(blocks, len(values), dtype=torch.uint8)
+    if tensors.weight is not None:
+        tensors.master = torch.zeros(numel, dtype=torch.int16)
+        tensors.master_low = torch.zeros(numel, dtype=torch.uint8)
+    reference.store_state(tensors, values)
+    reference.store_master(tensors, master)
 
 
 def some_index(seed: int, numel: int) -> int:

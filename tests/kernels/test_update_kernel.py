@@ -16,7 +16,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import InternalError, SessionBrokenError
 from offload.kernels import CpuUpdateKernel, instruction_sets
 from offload.protocols import SegmentFlag
-from offload.rules import ADAMW, RULES, segment_dtype
+from offload.rules import ADAMW, MASTER_LOW, RULES, segment_dtype
 
 ACTIVE, DECOUPLED = SegmentFlag.ACTIVE, SegmentFlag.DECOUPLED_DECAY
 LOAD, ZERO = SegmentFlag.LOAD_MASTER, SegmentFlag.ZERO_STATE
@@ -87,7 +87,7 @@ def test_old_values_stay_where_new_ones_go_elsewhere(kernel, rule):
     for weight_dtype, flags in itertools.product(WEIGHT_DTYPES, (ACTIVE, ACTIVE | LOAD, LOAD)):
         case = Case.make(5000, weight_dtype=weight_dtype, flags=flags, rule=rule)
         table = case.row()
-        names = ["master", *(["weight"] if weight_dtype is not None else [])]
+        names = [name for name in ("master", MASTER_LOW, "weight") if name in case.placed]
         old = {name: case.placed[name] for name in names}
         before = {name: old[name].tensor() for name in names}
         for name in names:

@@ -3,6 +3,7 @@
 
 struct Adagrad {
   static constexpr int kStates = 1;  // sum
+  static constexpr bool is_root(int k) { return k == 0; }
 
   template <class V>
   struct Scalars {

@@ -3,6 +3,7 @@
 
 struct Adam {
   static constexpr int kStates = 2;  // exp_avg, exp_avg_sq
+  static constexpr bool is_root(int k) { return k == 1; }
 
   template <class V>
   struct Scalars {

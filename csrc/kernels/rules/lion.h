@@ -3,6 +3,7 @@
 
 struct Lion {
   static constexpr int kStates = 1;  // exp_avg
+  static constexpr bool is_root(int) { return false; }
 
   template <class V>
   struct Scalars {

@@ -3,6 +3,7 @@
 
 struct Sgd {
   static constexpr int kStates = 1;  // momentum_buffer
+  static constexpr bool is_root(int) { return false; }
 
   template <class V>
   struct Scalars {

@@ -1,0 +1,429 @@
+// The update of state in kCompact8: codes of one byte in blocks that share a power of two, and a master in two planes.
+// offload/kernels/reference/minifloat.py defines the numbers. Included by body.h, in its unnamed namespace.
+//
+// A whole block is computed in registers, looked at, and only then stored. What is rare (NaN, infinity, values close to
+// it), and what a segment has of the blocks at its ends, goes element by element from the same memory.
+//
+// Vectors hold elements in groups of four: element 2j of a group's first half is in lane j of the first vector, element
+// 2j + 1 in that of the second; those of the other half are in the third and the fourth. So a vector of 16-bit elements
+// as they lie in memory is a pair of vectors, one in the lower and one in the upper halves of its lanes, and one of
+// bytes is all four, after one permutation. What a vector type supplies for that, with I as in body.h:
+//   load_int, store_int(address, I), stream_int(address, I), int_of(F) and float_of(I) (the same bits), to_float(I)
+//   max(F, F), max_ints (unsigned), greatest(I) (unsigned, of all lanes), shift_left<bits>, select(mask, a, b) (b where
+//   the mask's bits are 0), or_and(a, b, c) = a | (b & c)
+//   to_lanes(I), from_lanes(I): bytes from the order in memory to 4 of a group's in each lane, and back
+//   swap_middle(I): the second and the third byte of each lane, exchanged
+//   signs(F, F, F, F): bytes, as to_lanes has them, whose highest bits are the signs
+//   lookup(table, I): for each byte, below 16, the one in a table; load_table(address)
+//   mul_bytes(I, I): sums of products of two neighbours, the first factors without signs, as 16-bit words
+//   lower_words(I), upper_words(I): halves of lanes, sign-extended; keep_where(I, I): bytes where others are not 0
+//   round_words(upper, lower): 16-bit words, and one more where those below say so, to nearest even
+//   any_not_finite(I): whether any 16-bit word, without its sign, is 0x7f80 or more
+//   widen_pair<dtype>(address, F*), narrow_pair<kFloat16>(F, F) -> I, load_pair and store_pair (fp32)
+
+constexpr std::uint64_t kBlockNumel = 64;    // BLOCK_NUMEL of offload/protocols.py
+constexpr std::uint32_t kNanScale = 255;     // scales: values are NaN;
+constexpr std::uint32_t kGreatestScale = 254;
+constexpr std::uint32_t kLeastScale = 24;    // below, values are zeros
+constexpr std::uint32_t kMasterRandom = 0x9e3779b1u;
+
+struct Signed {
+  static constexpr int kMantissaBits = 4;
+};
+struct Root {
+  static constexpr int kMantissaBits = 5;
+};
+
+template <class Code>
+constexpr int kCut = 23 - Code::kMantissaBits;  // bits of an fp32 mantissa that a code has no room for
+
+// What a code's integer is multiplied by.
+template <class Code>
+inline float unit_of(std::uint32_t scale) {
+  if (scale == 0) return 1.0f;
+  return bits_to_float(scale == kNanScale ? 0x7fc00000u : (scale - 6 - Code::kMantissaBits) << 23);
+}
+
+template <class Code>
+inline std::uint32_t scale_of(std::uint32_t greatest) {
+  if (greatest >= 0x7f800000u) return kNanScale;
+  const std::uint32_t scale = (greatest + (1u << kCut<Code>)-1) >> 23;
+  return scale < kLeastScale ? 0 : scale > kGreatestScale ? kGreatestScale : scale;
+}
+
+// Call `work(k, Code())` for each of a rule's state tensors from the k-th on.
+template <class Rule, int k = 0, class Work>
+inline void for_each_state(Work work) {
+  if constexpr (k < Rule::kStates) {
+    if constexpr (Rule::is_root(k)) {
+      work(k, Root());
+    } else {
+      work(k, Signed());
+    }
+    for_each_state<Rule, k + 1>(work);
+  }
+}
+
+struct Compact8 {
+  static constexpr std::size_t kStateBytes = 1;
+  static constexpr bool kBlocks = true;
+
+  template <class V>
+  using Rounding = RandomBits<V>;
+};
+
+template <class V, class Rule>
+struct BlockConstants : Constants<V, Rule, Compact8> {
+  BlockConstants(const Segment& s, std::uint64_t begin)
+      : Constants<V, Rule, Compact8>(s, begin),
+        master_low(pointer(s.master_low)),
+        new_master_low(pointer(s.new_master_low ? s.new_master_low : s.master_low)),
+        scales(pointer(s.scales)),
+        before(s.first_index % kBlockNumel) {}
+
+  // The scales of the block that element `i` is in.
+  Byte* scales_of(std::uint64_t i) const { return scales + (before + i) / kBlockNumel * Rule::kStates; }
+
+  const Byte* master_low;
+  Byte* new_master_low;
+  Byte* scales;
+  std::uint64_t before;  // elements of the first block that come before the segment's
+};
+
+// Element by element.
+
+template <class Code>
+inline float decode_one(std::uint32_t code, float unit) {
+  constexpr int bits = Code::kMantissaBits;
+  const std::uint32_t magnitude = Code::kMantissaBits == Signed::kMantissaBits ? code & 0x7fu : code;
+  const std::uint32_t above = magnitude >> bits ? (magnitude >> bits) - 1 : 0;
+  const float value = static_cast<float>(static_cast<std::int32_t>((magnitude - (above << bits)) << above)) * unit;
+  if (bits == Root::kMantissaBits) return value * value;
+  return magnitude == code ? value : -value;
+}
+
+template <class Code>
+inline Byte encode_one(float value, std::uint32_t random, std::uint32_t scale) {
+  constexpr int bits = Code::kMantissaBits, cut = kCut<Code>;
+  if (scale == 0 || scale == kNanScale) return 0;
+  const float least_normal = 1 << bits, magnitude = bits_to_float(float_to_bits(value) & 0x7fffffffu);
+  const float y = magnitude * bits_to_float((260 + bits - scale) << 23);
+  const bool is_normal = y >= least_normal;
+  const std::uint32_t added = bits == Root::kMantissaBits ? random & ((1u << cut) - 1) : random >> (32 - cut);
+  std::uint32_t code = (float_to_bits(is_normal ? y : y + least_normal) + added) >> cut;
+  code -= (127u + bits - is_normal) << bits;
+  if (code > (8u << bits) - 1) code = (8u << bits) - 1;
+  if (bits == Root::kMantissaBits || code == 0) return static_cast<Byte>(code);
+  return static_cast<Byte>(code | (float_to_bits(value) >> 31 << 7));
+}
+
+inline float load_planes(const Byte* upper, const Byte* lower) {
+  std::uint16_t half;
+  __builtin_memcpy(&half, upper, sizeof half);
+  return bits_to_float(static_cast<std::uint32_t>(half) << 16 | static_cast<std::uint32_t>(*lower) << 8);
+}
+
+// Return the master as it is stored.
+inline float store_planes(Byte* upper, Byte* lower, float value, std::uint32_t added) {
+  std::uint32_t bits = float_to_bits(value);
+  const std::uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude < 0x7f7fff00u) bits += added;
+  if (magnitude > 0x7f800000u) bits = 0x7fc00000u;
+  const auto half = static_cast<std::uint16_t>(bits >> 16);
+  __builtin_memcpy(upper, &half, sizeof half);
+  *lower = static_cast<Byte>(bits >> 8);
+  return bits_to_float(bits & 0xffffff00u);
+}
+
+template <class Rule, int gradient_dtype, int weight_dtype>
+void update_one_by_one(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  const BlockConstants<Single, Rule> c(segment, begin);
+  Byte* scales = c.scales_of(begin);
+  float states[kMaxStates][kBlockNumel];
+  std::uint32_t random[kBlockNumel], greatest[kMaxStates] = {};
+  float units[kMaxStates];
+  for_each_state<Rule>([&](int k, auto code) { units[k] = unit_of<decltype(code)>(scales[k]); });
+  for (std::uint64_t i = begin; i < end; ++i) {
+    const std::uint64_t at = i - begin;
+    float p;
+    if constexpr (weight_dtype == kNone) {
+      p = old_master<kNone>(c, i);
+    } else {
+      p = c.load_master ? widen_one<weight_dtype>(c.weight + 2 * i) : load_planes(c.master + 2 * i, c.master_low + i);
+    }
+    float g = scaled_gradient<gradient_dtype>(c, i), state[Rule::kStates];
+    if (c.mode == Decay::kL2) g = with_l2_term(c, g, p);
+    for_each_state<Rule>([&](int k, auto code) {
+      state[k] = c.zero_state ? 0.0f : decode_one<decltype(code)>(c.state[k][i], units[k]);
+    });
+    const float change = Rule::template change<Single>(c.scalars, g, state);
+    for (int k = 0; k < Rule::kStates; ++k) {
+      states[k][at] = Rule::is_root(k) ? Single::sqrt(state[k]) : state[k];
+      const std::uint32_t magnitude = float_to_bits(states[k][at]) & 0x7fffffffu;
+      if (magnitude > greatest[k]) greatest[k] = magnitude;
+    }
+    random[at] = c.rounding.of(c.rounding.counters(i));
+    if constexpr (weight_dtype == kNone) {
+      update_master(c, i, p, change);
+    } else {
+      if (c.mode == Decay::kDecoupled) p = p * c.decay;
+      p = store_planes(c.new_master + 2 * i, c.new_master_low + i, p - change, random[at] * kMasterRandom >> 24);
+      Single::store_half(c.new_weight + 2 * i, Single::narrow<weight_dtype>(p));
+    }
+  }
+  for_each_state<Rule>([&](int k, auto code) {
+    using Code = decltype(code);
+    const std::uint32_t scale = scale_of<Code>(greatest[k]);
+    scales[k] = static_cast<Byte>(scale);
+    for (std::uint64_t i = begin; i < end; ++i)
+      c.state[k][i] = encode_one<Code>(states[k][i - begin], random[i - begin], scale);
+  });
+  for (int k = 0; k < Rule::kStates; ++k)
+    for (std::uint64_t i = begin; Rule::is_root(k) && i < end; ++i)
+      for (int other = 0; c.state[k][i] == 0 && other < Rule::kStates; ++other) c.state[other][i] = 0;
+}
+
+// A block at once.
+
+// The tables of `decode_group`, by a code's exponent, with its sign where it has one: the bit above its mantissa, and
+// what that is multiplied by.
+alignas(16) constexpr Byte kTops[2][16] = {{0, 16, 16, 16, 16, 16, 16, 16, 0, 16, 16, 16, 16, 16, 16, 16},
+                                           {0, 32, 32, 32, 32, 32, 32, 32}};
+alignas(16) constexpr Byte kFactors[2][16] = {{1, 1, 2, 4, 8, 16, 32, 64, 255, 255, 254, 252, 248, 240, 224, 192},
+                                              {1, 1, 2, 4, 8, 16, 32, 64}};
+
+template <class Code, class V>
+inline void decode_group(const Byte* address, float unit, typename V::F* values) {
+  using I = typename V::I;
+  constexpr bool is_root = Code::kMantissaBits == Root::kMantissaBits;
+  constexpr std::uint32_t exponents = is_root ? 0x07070707u : 0x0f0f0f0fu, mantissas = is_root ? 0x1f1f1f1fu : 0x0f0f0f0fu;
+  const I codes = V::to_lanes(V::load_int(address));
+  const I exponent = V::and_ints(V::template shift_ints<Code::kMantissaBits>(codes), V::set1_int(exponents));
+  const I significand =
+      V::or_and(V::lookup(V::load_table(kTops[is_root]), exponent), codes, V::set1_int(mantissas));
+  const I factor = V::lookup(V::load_table(kFactors[is_root]), exponent);
+  const I even = V::mul_bytes(V::and_ints(significand, V::set1_int(0x00ff00ffu)), factor);
+  const I odd = V::mul_bytes(V::and_ints(significand, V::set1_int(0xff00ff00u)), factor);
+  const I integers[4] = {V::lower_words(even), V::lower_words(odd), V::upper_words(even), V::upper_words(odd)};
+  for (int v = 0; v < 4; ++v) {
+    const typename V::F value = V::mul(V::to_float(integers[v]), V::set1(unit));
+    values[v] = is_root ? V::mul(value, value) : value;
+  }
+}
+
+// Two binades below a code's own unit its bits are those of an fp32 value from 2 to 512: see `encode_one`, of which this
+// is the same rounding. From there on the greater of 2y and y + 2 is the one that `is_normal` chooses.
+template <class Code, class V>
+inline typename V::I encode_group(const typename V::I* magnitudes, const typename V::I* random, std::uint32_t scale) {
+  using I = typename V::I;
+  using F = typename V::F;
+  constexpr bool is_root = Code::kMantissaBits == Root::kMantissaBits;
+  const F unit = V::set1(scale == 0 ? 0.0f : bits_to_float((261 - scale) << 23));
+  I bits[4];
+  for (int v = 0; v < 4; ++v) {
+    const F y = V::mul(V::float_of(magnitudes[v]), unit);
+    const I z = V::int_of(V::max(V::add(y, y), V::add(y, V::set1(2.0f))));
+    const I added =
+        is_root ? V::and_ints(random[v], V::set1_int((1u << kCut<Root>)-1)) : V::template shift_ints<32 - kCut<Signed>>(random[v]);
+    bits[v] = V::add_ints(z, added);
+  }
+  constexpr int cut = kCut<Code>;
+  const I lower = V::select(V::set1_int(0x000000ffu), V::template shift_ints<cut>(bits[0]),
+                            V::template shift_ints<cut - 8>(bits[1]));
+  const I upper = V::select(V::set1_int(0x00ff0000u), V::template shift_ints<cut - 16>(bits[2]),
+                            V::template shift_left<24 - cut>(bits[3]));
+  return V::select(V::set1_int(0x0000ffffu), lower, upper);
+}
+
+// Update the block from `i` on; return whether it could be done, else nothing has been stored.
+template <class Rule, int gradient_dtype, int weight_dtype, class V>
+inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
+  using F = typename V::F;
+  using I = typename V::I;
+  constexpr std::uint64_t group = 4 * V::kWidth, half = 2 * V::kWidth;
+  constexpr int groups = kBlockNumel / group;
+  Byte* scales = c.scales_of(i);
+  float units[kMaxStates];
+  for_each_state<Rule>([&](int k, auto code) { units[k] = unit_of<decltype(code)>(scales[k]); });
+  F masters[groups][4], states[groups][kMaxStates][4];
+  I random[groups][4], magnitudes[groups][kMaxStates][4], upper[groups][2], lower[groups][2];
+  for (int n = 0; n < groups; ++n) {
+    const std::uint64_t at = i + group * n;
+    F(&p)[4] = masters[n];
+    if constexpr (weight_dtype == kNone) {
+      V::load_pair(c.master + 4 * at, p);
+      V::load_pair(c.master + 4 * (at + half), p + 2);
+    } else if (c.load_master) {
+      V::template widen_pair<weight_dtype>(c.weight + 2 * at, p);
+      V::template widen_pair<weight_dtype>(c.weight + 2 * (at + half), p + 2);
+    } else {
+      const I low = V::to_lanes(V::load_int(c.master_low + at)), byte = V::set1_int(0xff00u);
+      const I first = V::load_int(c.master + 2 * at), second = V::load_int(c.master + 2 * (at + half));
+      const I upper_half = V::set1_int(0xffff0000u);
+      p[0] = V::float_of(V::or_and(V::template shift_left<16>(first), V::template shift_left<8>(low), byte));
+      p[1] = V::float_of(V::or_and(V::and_ints(first, upper_half), low, byte));
+      p[2] = V::float_of(V::or_and(V::template shift_left<16>(second), V::template shift_ints<8>(low), byte));
+      p[3] = V::float_of(V::or_and(V::and_ints(second, upper_half), V::template shift_ints<16>(low), byte));
+    }
+    F g[4];
+    V::template widen_pair<gradient_dtype>(c.gradient + size_of<gradient_dtype>() * at, g);
+    V::template widen_pair<gradient_dtype>(c.gradient + size_of<gradient_dtype>() * (at + half), g + 2);
+    for_each_state<Rule>([&](int k, auto code) {
+      if (c.zero_state) {
+        for (int v = 0; v < 4; ++v) states[n][k][v] = V::zero();
+      } else {
+        decode_group<decltype(code), V>(c.state[k] + at, units[k], states[n][k]);
+      }
+    });
+    for (int v = 0; v < 4; ++v) {
+      g[v] = V::mul(g[v], c.grad_scale);
+      if (c.mode == Decay::kL2) g[v] = with_l2_term(c, g[v], p[v]);
+      if (c.mode == Decay::kDecoupled) p[v] = V::mul(p[v], c.decay);
+      F state[Rule::kStates];
+      for (int k = 0; k < Rule::kStates; ++k) state[k] = states[n][k][v];
+      p[v] = V::sub(p[v], Rule::template change<V>(c.scalars, g[v], state));
+      for (int k = 0; k < Rule::kStates; ++k) {
+        // A root is its own magnitude, or NaN or -0, which the sign makes greater than any.
+        states[n][k][v] = Rule::is_root(k) ? V::sqrt(state[k]) : state[k];
+        const I bits = V::int_of(states[n][k][v]);
+        magnitudes[n][k][v] = Rule::is_root(k) ? bits : V::and_ints(bits, V::set1_int(0x7fffffffu));
+      }
+      random[n][v] = c.rounding.of(c.rounding.template counters<2>(at + v % 2 + v / 2 * half));
+    }
+  }
+
+  std::uint32_t new_scales[kMaxStates];
+  bool is_rare = false;
+  for_each_state<Rule>([&](int k, auto code) {
+    using Code = decltype(code);
+    I greatest = magnitudes[0][k][0];
+    for (int n = 0; n < groups; ++n)
+      for (int v = 0; v < 4; ++v) greatest = V::max_ints(greatest, magnitudes[n][k][v]);
+    const std::uint32_t bits = V::greatest(greatest);
+    is_rare |= bits > (kGreatestScale << 23) - (1u << kCut<Code>);
+    new_scales[k] = scale_of<Code>(bits);
+  });
+  if constexpr (weight_dtype != kNone) {
+    for (int n = 0; n < groups; ++n) {
+      I bits[4];
+      for (int v = 0; v < 4; ++v) {
+        const I added = V::template shift_ints<24>(V::mul_ints(random[n][v], V::set1_int(kMasterRandom)));
+        bits[v] = V::add_ints(V::int_of(masters[n][v]), added);
+      }
+      const I upper_half = V::set1_int(0xffff0000u);
+      for (int pair = 0; pair < 2; ++pair) {
+        const I even = bits[2 * pair], odd = bits[2 * pair + 1];
+        upper[n][pair] = V::select(upper_half, odd, V::template shift_ints<16>(even));
+        lower[n][pair] = V::select(upper_half, V::template shift_left<16>(odd), even);
+        is_rare |= V::any_not_finite(upper[n][pair]);
+        if constexpr (weight_dtype == kFloat16) {
+          const I stored = V::set1_int(0xffffff00u);
+          masters[n][2 * pair] = V::float_of(V::and_ints(even, stored));
+          masters[n][2 * pair + 1] = V::float_of(V::and_ints(odd, stored));
+        }
+      }
+    }
+  }
+  if (__builtin_expect(is_rare, false)) return false;
+
+  for (int n = 0; n < groups; ++n) {
+    const std::uint64_t at = i + group * n;
+    if constexpr (weight_dtype == kNone) {
+      V::store_pair(c.new_master + 4 * at, masters[n]);
+      V::store_pair(c.new_master + 4 * (at + half), masters[n] + 2);
+    } else {
+      const bool past_caches = reinterpret_cast<std::uintptr_t>(c.new_weight + 2 * at) % V::kPairBytes == 0;
+      for (int pair = 0; pair < 2; ++pair) {
+        V::store_int(c.new_master + 2 * (at + half * pair), upper[n][pair]);
+        I rounded;
+        if constexpr (weight_dtype == kBfloat16) {
+          rounded = V::round_words(upper[n][pair], lower[n][pair]);
+        } else {
+          rounded = V::narrow_pair(masters[n][2 * pair], masters[n][2 * pair + 1]);
+        }
+        Byte* weight = c.new_weight + 2 * (at + half * pair);
+        if (past_caches) {
+          V::stream_int(weight, rounded);
+        } else {
+          V::store_int(weight, rounded);
+        }
+      }
+      const I bytes = V::select(V::set1_int(0x00ff00ffu), V::template shift_ints<8>(lower[n][0]), lower[n][1]);
+      V::store_int(c.new_master_low + at, V::from_lanes(V::swap_middle(bytes)));
+    }
+    I codes[kMaxStates];
+    for_each_state<Rule>([&](int k, auto code) {
+      codes[k] = encode_group<decltype(code), V>(magnitudes[n][k], random[n], new_scales[k]);
+    });
+    for_each_state<Rule>([&](int k, auto) {
+      if (Rule::is_root(k)) return;
+      const F* values = states[n][k];
+      I kept = V::or_and(codes[k], V::signs(values[0], values[1], values[2], values[3]), V::set1_int(0x80808080u));
+      kept = V::keep_where(kept, codes[k]);
+      for (int root = 0; root < Rule::kStates; ++root)
+        if (Rule::is_root(root)) kept = V::keep_where(kept, codes[root]);
+      codes[k] = kept;
+    });
+    for (int k = 0; k < Rule::kStates; ++k) V::store_int(c.state[k] + at, V::from_lanes(codes[k]));
+  }
+  for (int k = 0; k < Rule::kStates; ++k) scales[k] = static_cast<Byte>(new_scales[k]);
+  return true;
+}
+
+// Whole blocks. They are never updated apart, as `must_be_apart` would have it: all of a line is loaded at once, or in
+// two loads that follow each other, and stored likewise, so lines that push each other out do so once a block.
+template <class Rule, int gradient_dtype, int weight_dtype, class V>
+void update_blocks(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  const BlockConstants<V, Rule> c(segment, begin);
+  for (std::uint64_t i = begin; i < end; i += kBlockNumel) {
+    constexpr std::uint64_t master_bytes = weight_dtype == kNone ? 4 : 2;
+    for (std::uint64_t at = 0; at < master_bytes * kBlockNumel; at += 64) prefetch(c.master + master_bytes * i + at);
+    if constexpr (weight_dtype != kNone) prefetch(c.master_low + i);
+    for (int k = 0; k < Rule::kStates; ++k) prefetch(c.state[k] + i);
+    for (std::uint64_t at = 0; at < size_of<gradient_dtype>() * kBlockNumel; at += 64)
+      prefetch(c.gradient + size_of<gradient_dtype>() * i + at);
+    if (!update_block<Rule, gradient_dtype, weight_dtype>(c, i))
+      update_one_by_one<Rule, gradient_dtype, weight_dtype>(segment, i, i + kBlockNumel);
+  }
+}
+
+// Elements [begin, end), whose blocks are theirs alone.
+template <class Rule, int gradient_dtype, int weight_dtype>
+void update_active_blocks(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  std::uint64_t i = begin;
+  while (i < end) {
+    const std::uint64_t left = kBlockNumel - (segment.first_index + i) % kBlockNumel;
+    if constexpr (Simd::kWidth > 1) {
+      if (left == kBlockNumel && end - i >= kBlockNumel) {
+        const std::uint64_t stop = i + (end - i) / kBlockNumel * kBlockNumel;
+        update_blocks<Rule, gradient_dtype, weight_dtype, Simd>(segment, i, stop);
+        i = stop;
+        continue;
+      }
+    }
+    const std::uint64_t stop = end - i < left ? end : i + left;
+    update_one_by_one<Rule, gradient_dtype, weight_dtype>(segment, i, stop);
+    i = stop;
+  }
+}
+
+template <int weight_dtype>
+void load_planes(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  Byte* upper = pointer(segment.new_master ? segment.new_master : segment.master);
+  Byte* lower = pointer(segment.new_master_low ? segment.new_master_low : segment.master_low);
+  for (std::uint64_t i = begin; i < end; ++i)
+    store_planes(upper + 2 * i, lower + i, widen_one<weight_dtype>(pointer(segment.weight) + 2 * i), 0);
+}
+
+template <class Rule>
+void zero_scales(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  const std::uint64_t before = segment.first_index % kBlockNumel;
+  const std::uint64_t first = (before + begin) / kBlockNumel, last = (before + end + kBlockNumel - 1) / kBlockNumel;
+  __builtin_memset(pointer(segment.scales) + Rule::kStates * first, 0, Rule::kStates * (last - first));
+}
+
+// Where a cut of a segment is made so that every block is updated as a whole: where the block of that element begins.
+inline std::uint64_t block_begin(const Segment& segment, std::uint64_t i) {
+  const std::uint64_t past = (segment.first_index + i) % kBlockNumel;
+  return i == segment.numel ? i : i < past ? 0 : i - past;
+}

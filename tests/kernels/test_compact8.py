@@ -1,0 +1,389 @@
+"""State in `compact8`: the suite of exact state on every kernel, and what codes, blocks and planes add to it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import DTYPES, WEIGHT_DTYPES, Case, Placed, same_bits, some_scalars, store_in_codes, table_of
+from test_update_kernel import (  # noqa: F401
+    ACTIVE,
+    DECOUPLED,
+    LOAD,
+    OTHERS,
+    UPDATES,
+    ZERO,
+    run_and_check,
+    test_any_alignment,
+    test_any_table,
+    test_every_rule,
+    test_flags,
+    test_old_values_stay_where_new_ones_go_elsewhere,
+    test_sizes,
+    test_unread_fields_may_be_null,
+    test_untouched_without_flags,
+)
+
+from offload.errors import InternalError
+from offload.kernels import CpuUpdateKernel, instruction_sets, reference, rounding_keys
+from offload.kernels.reference import minifloat
+from offload.kernels.reference.rounding import random_bits
+from offload.protocols import BLOCK_NUMEL, StateFormat
+from offload.rules import ADAMW, MASTER_LOW, RULES, SCALES
+
+BITS = (minifloat.SIGNED_MANTISSA_BITS, minifloat.ROOT_MANTISSA_BITS)
+
+
+@pytest.fixture(scope="module", params=instruction_sets())
+def kernel(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Case, "state_format", StateFormat.COMPACT8)
+        with CpuUpdateKernel(threads=2, instruction_set=request.param) as kernel:
+            yield kernel
+
+
+def replaced(case: Case, **tensors: torch.Tensor) -> Case:
+    """Put other values into a case, for the reference and for the kernel; state and master in fp32."""
+    segment = case.tensors
+    for name in ("gradient", "weight"):
+        if name in tensors:
+            getattr(segment, name).copy_(tensors[name])
+    state, master = reference.state_of(segment), reference.master_of(segment)
+    for number, tensor in enumerate(segment.rule.state):
+        state[number].copy_(tensors.get(tensor.name, state[number]))
+    segment.state, segment.master = state, tensors.get("master", master)
+    store_in_codes(segment)
+    return placed_again(case)
+
+
+def placed_again(case: Case) -> Case:
+    """Copy a case's tensors, which have changed, to where the kernel finds them."""
+    case.placed = {name: Placed(tensor) for name, tensor in case.tensors.tensors().items()}
+    return case
+
+
+def passing_through(moments: torch.Tensor, *, seed: int = 0, first_index: int = 0) -> Case:
+    """Return an update whose new exp_avg is what is given, and whose new exp_avg_sq is its square."""
+    case = Case.make(moments.numel(), seed=seed, gradient_dtype=torch.float32, flags=ACTIVE | ZERO)
+    plain = {"grad_scale": 1.0, "decay": 0.0, "one_minus_beta1": 1.0, "one_minus_beta2": 1.0}
+    case.tensors.scalars = some_scalars(ACTIVE)._replace(**plain)
+    case.tensors.first_index = first_index
+    return replaced(case, gradient=moments)
+
+
+def scales_of(case: Case) -> torch.Tensor:
+    return case.placed[SCALES].tensor().view(-1, len(case.tensors.state))
+
+
+# Against the reference, bit for bit.
+
+
+def test_every_place_in_a_block(kernel):
+    """Segments that begin at any element of a block, and end before it, in it, with it and after it."""
+    cases = []
+    for residue, (numel, kind) in itertools.product(range(BLOCK_NUMEL), ((1, "plain"), (64, "wild"), (150, "plain"))):
+        case = Case.make(numel, seed=residue, kind=kind, weight_dtype=WEIGHT_DTYPES[residue % 3])
+        cases.append(moved(case, (1 << 40) + residue))
+    run_and_check(kernel, cases)
+
+
+@pytest.mark.parametrize("offsets", [(2, 1, 3, 2, 2), (4, 63, 17, 0, 6), (62, 0, 1, 4, 64), (6, 2, 2, 1, 34)])
+def test_codes_at_any_byte(kernel, offsets):
+    run_and_check(
+        kernel,
+        [
+            Case.make(numel, seed=numel + i, gradient_dtype=g, weight_dtype=w, offsets=offsets)
+            for i, (numel, g, w) in enumerate(itertools.product((63, 64, 200, 4097), DTYPES, WEIGHT_DTYPES[:2]))
+        ],
+    )
+
+
+def test_wild_updates_of_every_kind(kernel):
+    """Values of all magnitudes, so that blocks of all sorts lie beside each other, under all flags."""
+    for rule in RULES.values():
+        kinds = itertools.product(DTYPES, WEIGHT_DTYPES, (*UPDATES, *OTHERS))
+        run_and_check(
+            kernel,
+            [
+                Case.make(700 + i, seed=i, kind="wild", gradient_dtype=g, weight_dtype=w, flags=f, rule=rule)
+                for i, (g, w, f) in enumerate(kinds)
+            ],
+        )
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf"), 2.0**127 * 1.99, 3.4e38])
+@pytest.mark.parametrize("at", [0, 63, 64, 200])
+def test_what_is_not_finite_stays_in_its_block(kernel, special, at):
+    """One gradient makes NaN of the state of its block, and of no other's; of the masters of that block, later."""
+    moments = torch.linspace(-1, 1, 300)
+    moments[at] = special
+    case = passing_through(moments)
+    run_and_check(kernel, [case])
+    block, scales = at // BLOCK_NUMEL, scales_of(case)
+    others = [b for b in range(len(scales)) if b != block]
+    finite = bool(np.isfinite(special))
+    assert torch.all(scales[others] < 200)
+    assert scales[block].tolist() == [254 if finite else 255, 255]
+    inside = slice(block * BLOCK_NUMEL, (block + 1) * BLOCK_NUMEL)
+    case.tensors.flags = ACTIVE
+    run_and_check(kernel, [case])
+    master = reference.master_of(case.tensors)
+    assert torch.all(torch.isnan(master[inside]))
+    assert torch.isnan(master).sum() == len(master[inside])
+
+
+@pytest.mark.parametrize("exponent", [*range(-149, -95), *range(58, 65), *range(120, 128)])
+def test_magnitudes_at_both_ends(kernel, exponent):
+    """Blocks of zeros, of the least scale, of the greatest."""
+    generator = torch.Generator().manual_seed(exponent)
+    moments = torch.ldexp(torch.rand(500, generator=generator) * 2 - 1, torch.tensor(exponent))
+    moments[7::64] = torch.ldexp(
+        torch.tensor([1.0, 31 / 32, 1.9375, 1.95, 63 / 64, 1.96875, 1.97, 1.999]), torch.tensor(exponent)
+    )
+    case = passing_through(moments)
+    run_and_check(kernel, [case])
+    run_and_check(kernel, [replaced(Case.make(500, gradient_dtype=torch.float32), exp_avg=moments, gradient=moments)])
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16])
+def test_masters_at_every_tie_and_at_both_ends(kernel, weight_dtype):
+    """The weight is the rounding of the master as it is stored: at, just below and just above all ties."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    if weight_dtype is torch.bfloat16:
+        bits = torch.cat(
+            [(halves << 16) + offset for offset in (0, 0x7E80, 0x7F00, 0x7FFF, 0x8000, 0x8001, 0x8100, 0xFFFF)]
+        )
+    else:
+        bits = torch.cat(
+            [
+                halves.to(torch.int16).view(torch.float16).float().view(torch.int32) + o
+                for o in (-256, 0, 4096 - 256, 4096, 4096 + 256)
+            ]
+        )
+        small = torch.arange(0, 2048, dtype=torch.float32) * 2.0**-26
+        bits = torch.cat([bits, small.view(torch.int32), (-small).view(torch.int32)])
+    # Finite blocks and others.
+    master = torch.cat(
+        [bits.view(torch.float32), torch.where(bits.view(torch.float32).isfinite(), bits.view(torch.float32), 1.0)]
+    )
+    scalars = some_scalars(ACTIVE)._replace(step_size=0.0, decay=0.0, eps=1.0)
+    for gradient in (0.0, 1e-3):
+        case = Case.make(master.numel(), weight_dtype=weight_dtype, flags=ACTIVE, scalars=scalars)
+        run_and_check(kernel, [replaced(case, master=master, gradient=torch.full_like(master, gradient))])
+
+
+def test_every_sixteen_bit_gradient_and_weight(kernel):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    for dtype, flags in itertools.product((torch.bfloat16, torch.float16), (ACTIVE | LOAD, LOAD)):
+        case = Case.make(2**16, gradient_dtype=dtype, weight_dtype=dtype, flags=flags)
+        weight, gradient = every.roll(777).view(dtype), every.view(dtype)
+        run_and_check(kernel, [replaced(case, weight=weight, gradient=gradient)])
+
+
+def test_all_codes_are_read(kernel):
+    """Every code in blocks of every scale, with a gradient of 0."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256)
+    for weight_dtype in WEIGHT_DTYPES:
+        case = Case.make(65_536, weight_dtype=weight_dtype)
+        segment = case.tensors
+        segment.first_index = 0
+        segment.state = [torch.where(codes == 0x80, 0, codes), codes.clone()]
+        scales = torch.tensor([0, *range(24, 256)], dtype=torch.uint8).repeat(5)[:1024]
+        segment.scales = torch.stack([scales, scales.roll(1)], dim=1).contiguous()
+        segment.gradient.zero_()
+        run_and_check(kernel, [placed_again(case)])
+
+
+def test_values_whose_root_is_coded_as_zero_are_zeros(kernel):
+    """Else a moment would be divided by almost nothing."""
+    generator = torch.Generator().manual_seed(0)
+    moments = torch.exp2(-12 * torch.rand(64_000, generator=generator))
+    case = passing_through(moments)
+    run_and_check(kernel, [case])
+    moment, root = (case.placed[name].tensor() for name in ("exp_avg", "exp_avg_sq"))
+    assert torch.any(root == 0)
+    assert not torch.any(moment[root == 0])
+    assert torch.any(moment[root != 0] == 0)
+
+
+def cut_up(case: Case, starts: list[int]) -> np.ndarray:
+    """Return a table with a row for each run of a case's elements that begins at one of `starts`."""
+    whole, ends = case.row(), [*starts[1:], case.tensors.master.numel()]
+    table, first_index = np.repeat(whole, len(starts)), case.tensors.first_index
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        table["numel"][row] = end - start
+        table["first_index"][row] = (first_index + start) % (1 << 64)
+        for name, placed in case.placed.items():
+            offset = start * placed.dtype.itemsize
+            if name == SCALES:
+                offset = (first_index % BLOCK_NUMEL + start) // BLOCK_NUMEL * len(case.tensors.state)
+            table[name][row] += np.uint64(offset)
+    return table
+
+
+def moved(case: Case, first_index: int) -> Case:
+    """Return a case whose segment begins at another element."""
+    segment = case.tensors
+    segment.state, segment.master = reference.state_of(segment), reference.master_of(segment)
+    segment.first_index = first_index
+    store_in_codes(segment)
+    return placed_again(case)
+
+
+@pytest.mark.parametrize(
+    "first_index", [0, 999, (1 << 32) - 5000, (7 << 32) - 1, (1 << 63) - 3000, (1 << 64) - 10_000]
+)
+@pytest.mark.parametrize("rule", [ADAMW, RULES["lion"]], ids=lambda rule: rule.name)
+def test_cuts_between_blocks_change_nothing(kernel, first_index, rule):
+    """Rows, on both sides of a multiple of 2^32."""
+    to_block = -first_index % BLOCK_NUMEL
+    for cuts in ((), (0, 64, 4096, 4160, 8192), tuple(range(0, 9000, 1024))):
+        case = moved(Case.make(10_000, seed=3, rule=rule), first_index)
+        kernel.run(cut_up(case, sorted({0, *(to_block + cut for cut in cuts)})))
+        case.check()
+
+
+@pytest.mark.parametrize("first_index", [0, 1, 63, (1 << 32) - 70_001])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_change_nothing(threads, first_index, monkeypatch):
+    """Pieces are cut at multiples of 4096 elements of their segment, wherever blocks begin."""
+    monkeypatch.setattr(Case, "state_format", StateFormat.COMPACT8)
+    cases = [Case.make(i % 23, seed=i, flags=UPDATES[i % len(UPDATES)]) for i in range(50)]
+    cases[30:30] = [moved(Case.make(200_001, seed=6, flags=flags), first_index) for flags in (ACTIVE, LOAD | ZERO)]
+    with CpuUpdateKernel(threads=threads) as kernel:
+        run_and_check(kernel, cases)
+
+
+def test_all_formats_in_one_table(kernel):
+    cases = []
+    for state_format in StateFormat:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Case, "state_format", state_format)
+            cases.append([Case.make(1000, seed=seed, kind="wild") for seed in range(3)])
+    run_and_check(kernel, [case for together in zip(*cases, strict=True) for case in together])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"master": 1}, "master is not aligned to 2 bytes"),
+        ({"new_master": 1}, "master is not aligned to 2 bytes"),
+        ({"state_format": 1}, "unknown state_format 3"),
+        ({MASTER_LOW: None}, "master_low is null"),
+        ({SCALES: None}, "scales is null"),
+        ({"exp_avg": None}, "state 0 is null"),
+    ],
+)
+def test_wrong_tables_are_refused(kernel, changes, message):
+    cases = [Case.make(10), Case.make(10)]
+    table = table_of(cases)
+    for name, more in changes.items():
+        table[name][1] = 0 if more is None else int(table[name][1]) + more
+    before = cases[0].placed["master"].tensor()
+    with pytest.raises(InternalError, match=f"segment 1: {message}"):
+        kernel.run(table)
+    assert same_bits(cases[0].placed["master"].tensor(), before), "something was updated"
+
+
+def test_masters_of_fp32_weights_are_whole(kernel):
+    case = Case.make(100, weight_dtype=None)
+    assert case.tensors.master_low is None
+    table = case.row()
+    table["master"] += np.uint64(2)
+    with pytest.raises(InternalError, match="master is not aligned to 4 bytes"):
+        kernel.run(table)
+    run_and_check(kernel, [case])
+
+
+# The numbers themselves, as the reference has them.
+
+
+def blocks_of(codes: torch.Tensor, scale: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return codes, torch.full((minifloat.blocks_numel(0, codes.numel()),), scale, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("scale", [24, 25, 127, 200, 254])
+@pytest.mark.parametrize("mantissa_bits", BITS)
+def test_codes_are_distinct_values_in_order(mantissa_bits, scale):
+    codes, scales = blocks_of(torch.arange(8 << mantissa_bits, dtype=torch.uint8), scale)
+    decoded = minifloat.decode(codes, scales, 0, mantissa_bits)
+    assert decoded[0] == 0
+    assert torch.all(decoded[1:] > decoded[:-1])
+    assert decoded[-1] == (2 - 2.0**-mantissa_bits) * 2.0 ** (scale - 127)
+    signed = minifloat.decode_signed(
+        torch.arange(256, dtype=torch.uint8), torch.full((4,), scale, dtype=torch.uint8), 0
+    )
+    assert torch.all(signed[129:] == -signed[1:128])
+
+
+@pytest.mark.parametrize("mantissa_bits", BITS)
+def test_what_was_decoded_is_coded_to_the_same_values(mantissa_bits):
+    """With any random bits, in any block whose greatest value is no greater; to the same codes in one like it."""
+    generator = torch.Generator().manual_seed(mantissa_bits)
+    codes = torch.randint(0, 8 << mantissa_bits, (64_000,), generator=generator).to(torch.uint8)
+    codes.view(-1, BLOCK_NUMEL)[:, 3] = torch.randint(
+        4 << mantissa_bits, 8 << mantissa_bits, (1000,), generator=generator
+    )
+    scales = torch.randint(24, 255, (1000,), generator=generator).to(torch.uint8)
+    values = minifloat.decode(codes, scales, 0, mantissa_bits)
+    random = torch.randint(0, 1 << 23 - mantissa_bits, (64_000,), generator=generator)
+    for bits in (random, torch.zeros_like(random), torch.full_like(random, (1 << 23 - mantissa_bits) - 1), None):
+        again, scales_again = minifloat.encode(values, 0, mantissa_bits, bits)
+        assert same_bits(minifloat.decode(again, scales_again, 0, mantissa_bits), values)
+    full = codes.view(-1, BLOCK_NUMEL).amax(dim=1) >= 7 << mantissa_bits
+    same = (again == codes).view(-1, BLOCK_NUMEL).all(dim=1) & (scales_again == scales)
+    assert torch.all(same[full])
+
+
+def test_masters_of_24_bits_stay_what_they_are():
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(1 << 31), 1 << 31, (100_000,), generator=generator) & ~0xFF
+    values = bits.to(torch.int32).view(torch.float32)
+    for random in (random_bits(7, 0, values.numel()), None):
+        upper, lower = minifloat.split_master(values, random)
+        assert same_bits(minifloat.join_master(upper, lower), values)
+
+
+def z_score(rounded: torch.Tensor, values: torch.Tensor) -> float:
+    """Return how many standard deviations the sum of rounding errors is from 0."""
+    errors = rounded.double() - values.double()
+    return float(errors.sum() / (errors * errors).sum().sqrt())
+
+
+@pytest.mark.parametrize("power", [-0.4, 0.0, 1.0])
+@pytest.mark.slow
+def test_the_mean_of_what_is_stored_is_the_value(power):
+    """Over elements, keys, and magnitudes throughout a block; rounding to nearest fails the same test.
+
+    A bias of a thousandth of the distance between two codes would be 9 standard deviations off.
+    """
+    numel = 1 << 22
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(numel, generator=generator) ** 8 * (torch.rand(numel, generator=generator) + 1)
+    values.view(-1, BLOCK_NUMEL)[:, 0] = 1.5
+    # Errors of all binades count alike.
+    weight = values.clamp(min=2.0**-7) ** -abs(power)
+    random = random_bits(int(rounding_keys(0, 0, 1)[0]), 12_345 * BLOCK_NUMEL, numel)
+    first = 12_345 * BLOCK_NUMEL
+    upper, lower = minifloat.split_master(values, random)
+    stored = {
+        "signed": minifloat.decode_signed(*minifloat.encode_signed(-values, first, random), first) * -1,
+        "root": minifloat.decode(*minifloat.encode_root(values, first, random), first, BITS[1]),
+        "master": minifloat.join_master(upper, lower),
+    }
+    for name, rounded in stored.items():
+        assert abs(z_score(rounded * weight.double(), values * weight.double())) < 4, name
+    nearest = minifloat.decode(*minifloat.encode_root(values * 0 + 0.0101, first, None), first, BITS[1])
+    assert abs(z_score(nearest[:1000], values[:1000] * 0 + 0.0101)) > 20
+
+
+def test_the_parts_of_random_bits_are_independent():
+    """What rounds exp_avg up says nothing of what rounds the root or the master up."""
+    numel = 1 << 20
+    random = random_bits(99, 0, numel)
+    parts = [random >> 31, (random & 0x3FFFF) >> 17, ((random * minifloat.MASTER_RANDOM) & 0xFFFFFFFF) >> 31]
+    for first, second in itertools.combinations(parts, 2):
+        agree = float((first == second).sum())
+        assert abs(agree - numel / 2) < 4 * (numel / 4) ** 0.5
