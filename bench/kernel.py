@@ -9,8 +9,9 @@ One run, one set of buffers, interleaved rounds. Each contender twice:
 Both touch at least 28 bytes a parameter. 100% is the fastest of several ways to stream over those bytes with
 next to no arithmetic, in the same run with the same number of threads.
 
-`offload/compact16` is the whole job with moments in bf16: 20 bytes a parameter. It is compared with the fastest
-stream over those bytes and with `cached/compact16`, the same update of state in the first-level cache, on one core.
+`offload/compact16` is the whole job with moments in bf16, 20 bytes a parameter; `offload/compact8` with moments of
+one byte and a master of three, 14 bytes. Each is compared with the fastest stream over those bytes and with
+`cached/...`, the same update of state in the first-level cache, on one core.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from _common import Target, arguments, cores, environment, huge_tensors, interle
 from _needs import NATIVE, require
 
 from offload.kernels import CpuUpdateKernel, StreamVariant, reference, rounding_keys, scalars
-from offload.kernels.reference import SegmentTensors, segment_table
-from offload.protocols import SegmentFlag, StateFormat
+from offload.kernels.reference import SegmentTensors, minifloat, segment_table
+from offload.protocols import BLOCK_NUMEL, SegmentFlag, StateFormat
+from offload.rules import SCALES
 
 BYTES_PER_PARAMETER = 28
-COMPACT16_BYTES = 20
+COMPACT_BYTES = {StateFormat.COMPACT16: 20, StateFormat.COMPACT8: 14}
+CHUNK_NUMEL = 1 << 20
 CACHED_NUMEL = 1024  # 28 bytes of each are 28 KiB: a first-level cache has 32 or more
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 GRAD_SCALE = 0.37
@@ -38,10 +41,10 @@ FLAGS = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY
 
 
 class Buffers:
-    """The tensors that all contenders share: fp32 state and gradient, bf16 moments, gradient and weight."""
+    """The tensors that all contenders share: fp32 state and gradient, bf16 gradient and weight; and compact state."""
 
     def __init__(self, numel: int) -> None:
-        half, full = torch.bfloat16, torch.float32
+        half, full, byte = torch.bfloat16, torch.float32, torch.uint8
         (
             self.master,
             self.exp_avg,
@@ -51,7 +54,18 @@ class Buffers:
             self.weight,
             self.exp_avg16,
             self.exp_avg_sq16,
-        ) = huge_tensors(*[(numel, full)] * 4, *[(numel, half)] * 4)
+            self.master_upper,
+            self.master_low,
+            self.exp_avg8,
+            self.exp_avg_sq8,
+            self.scales,
+        ) = huge_tensors(
+            *[(numel, full)] * 4,
+            *[(numel, half)] * 4,
+            (numel, torch.int16),
+            *[(numel, byte)] * 3,
+            (2 * minifloat.blocks_numel(0, numel), byte),
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -61,11 +75,23 @@ class Buffers:
         self.gradient32.normal_(0.0, 0.01, generator=generator)
         self.gradient.copy_(self.gradient32)
         self.gradient32.copy_(self.gradient)
-        self.exp_avg.zero_()
-        self.exp_avg_sq.zero_()
-        self.exp_avg16.zero_()
-        self.exp_avg_sq16.zero_()
+        for tensors in self.moments().values():
+            for tensor in tensors:
+                tensor.zero_()
+        self.scales.zero_()
+        for start in range(0, self.master.numel(), CHUNK_NUMEL):
+            cut = slice(start, start + CHUNK_NUMEL)
+            upper, lower = minifloat.split_master(self.master[cut])
+            self.master_upper[cut], self.master_low[cut] = upper, lower
         self.weight.copy_(self.master)
+
+    def moments(self) -> dict[StateFormat, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the tensors of both moments in each format."""
+        return {
+            StateFormat.EXACT: (self.exp_avg, self.exp_avg_sq),
+            StateFormat.COMPACT16: (self.exp_avg16, self.exp_avg_sq16),
+            StateFormat.COMPACT8: (self.exp_avg8, self.exp_avg_sq8),
+        }
 
     def segment(
         self,
@@ -77,17 +103,20 @@ class Buffers:
     ) -> SegmentTensors:
         """Return the buffers (or their first `numel` elements) as one segment."""
         cut = slice(numel)
-        exact = state_format is StateFormat.EXACT
-        moments = (self.exp_avg, self.exp_avg_sq) if exact else (self.exp_avg16, self.exp_avg_sq16)
+        master, planes = self.master, {}
+        if state_format is StateFormat.COMPACT8:
+            scales = self.scales.view(-1, 2)[: minifloat.blocks_numel(0, self.master[cut].numel())]
+            master, planes = self.master_upper, {"master_low": self.master_low[cut], "scales": scales}
         return SegmentTensors(
-            self.master[cut],
-            [moment[cut] for moment in moments],
+            master[cut],
+            [moment[cut] for moment in self.moments()[state_format]],
             self.gradient[cut] if whole else self.gradient32[cut],
             self.weight[cut] if whole else None,
             FLAGS,
             scalars(step, decoupled=True, grad_scale=GRAD_SCALE, **SETTINGS),
             state_format=state_format,
             rounding_key=int(rounding_keys(0, 0, step)[0]),
+            **planes,
         )
 
 
@@ -95,20 +124,23 @@ def checked_checksum(kernel: CpuUpdateKernel, buffers: Buffers) -> str:
     """Compare the first elements with the reference, bit for bit; return a digest after three steps."""
     numel = min(buffers.master.numel(), 100_000)
     digest = hashlib.sha256()
-    for state_format in (StateFormat.EXACT, StateFormat.COMPACT16):
+    for state_format in StateFormat:
         buffers.reset()
-        for step in (1, 2, 3):
-            reference.update(buffers.segment(step, whole=True, numel=numel, state_format=state_format))
-        names = ("master", "exp_avg", "exp_avg_sq", "exp_avg16", "exp_avg_sq16", "weight")
-        expected = [getattr(buffers, name)[:numel].clone() for name in names]
+        part = [buffers.segment(step, whole=True, numel=numel, state_format=state_format) for step in (1, 2, 3)]
+        for segment in part:
+            reference.update(segment)
+        expected = {name: tensor.clone() for name, tensor in part[0].tensors().items()}
         buffers.reset()
-        for step in (1, 2, 3):
-            kernel.run(segment_table([buffers.segment(step, whole=True, state_format=state_format)]))
-        for name, tensor in zip(names, expected, strict=True):
-            ours = getattr(buffers, name)
-            if not torch.equal(ours[:numel].view(torch.uint8), tensor.view(torch.uint8)):
+        all_of_it = [buffers.segment(step, whole=True, state_format=state_format) for step in (1, 2, 3)]
+        for segment in all_of_it:
+            kernel.run(segment_table([segment]))
+        for name, tensor in expected.items():
+            # The last block of the part is not whole, so it has scales of its own.
+            known = tensor[: numel // BLOCK_NUMEL] if name == SCALES else tensor[: numel - numel % BLOCK_NUMEL]
+            ours = all_of_it[0].tensors()[name]
+            if not torch.equal(ours[: len(known)].reshape(-1).view(torch.uint8), known.reshape(-1).view(torch.uint8)):
                 raise SystemExit(f"{name} is not what the reference computes; nothing was timed")
-            digest.update(memoryview(ours.view(torch.uint8).numpy()))
+            digest.update(memoryview(ours.reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()[:16]
 
 
@@ -162,7 +194,7 @@ def main() -> None:
 
     whole = segment_table([buffers.segment(4, whole=True)])
     alone = segment_table([buffers.segment(4, whole=False)])
-    compact = segment_table([buffers.segment(4, whole=True, state_format=StateFormat.COMPACT16)])
+    compact = {kind: segment_table([buffers.segment(4, whole=True, state_format=kind)]) for kind in COMPACT_BYTES}
     one_core = CpuUpdateKernel(threads=1)
     contenders: dict[str, dict[str, Any] | str] = {
         "offload": {"update": lambda: kernel.run(alone), "whole": lambda: kernel.run(whole)},
@@ -184,10 +216,13 @@ def main() -> None:
         kinds = [kind.name.lower() for kind in (weight, state, apart, ahead) if kind in variant and kind.name]
         label = "+".join(kinds) or "plain"
         functions[f"stream/{label}"] = lambda variant=variant: kernel.stream(whole, variant)
-        functions[f"stream16/{label}"] = lambda variant=variant: kernel.stream(compact, variant)
-    functions["offload/compact16"] = lambda: kernel.run(compact)
+        for kind, table in compact.items():
+            name = f"stream_{kind.name.lower()}/{label}"
+            functions[name] = lambda table=table, variant=variant: kernel.stream(table, variant)
+    for kind, table in compact.items():
+        functions[f"offload/{kind.name.lower()}"] = lambda table=table: kernel.run(table)
     small = Buffers(CACHED_NUMEL)
-    for state_format in (StateFormat.EXACT, StateFormat.COMPACT16):
+    for state_format in StateFormat:
         row = segment_table([small.segment(4, whole=True, state_format=state_format)])
         rows = np.repeat(row, numel // CACHED_NUMEL)
         functions[f"cached/{state_format.name.lower()}"] = lambda rows=rows: one_core.run(rows)
@@ -196,10 +231,24 @@ def main() -> None:
     kernel.close()
     one_core.close()
     rates = {name: numel / statistics.median(seconds) for name, seconds in times.items()}
-    stream, stream16 = (
-        max((name for name in rates if name.startswith(f"{kind}/")), key=rates.__getitem__)
-        for kind in ("stream", "stream16")
-    )
+
+    def fastest(kind: str) -> str:
+        return max((name for name in rates if name.startswith(f"{kind}/")), key=rates.__getitem__)
+
+    stream = fastest("stream")
+
+    def compared(kind: StateFormat) -> dict[str, Any]:
+        name = kind.name.lower()
+        ours, its_stream = f"offload/{name}", fastest(f"stream_{name}")
+        return {
+            "fastest_stream": its_stream,
+            "bytes_per_s": rates[its_stream] * COMPACT_BYTES[kind],
+            "parameters_per_s_a_core": rates[ours] / args.threads,
+            "share_of_stream": speedup(times, ours, its_stream),
+            "share_of_cached": speedup(times, ours, f"cached/{name}") / args.threads,
+            "times_exact": speedup(times, ours, "offload/whole"),
+        }
+
     results = {
         "numel": numel,
         "rounds": rounds,
@@ -209,14 +258,7 @@ def main() -> None:
             "fastest": stream,
             "bytes_per_s": rates[stream] * BYTES_PER_PARAMETER,
         },
-        "compact16": {
-            "fastest_stream": stream16,
-            "bytes_per_s": rates[stream16] * COMPACT16_BYTES,
-            "parameters_per_s_a_core": rates["offload/compact16"] / args.threads,
-            "share_of_stream": speedup(times, "offload/compact16", stream16),
-            "share_of_cached": speedup(times, "offload/compact16", "cached/compact16") / args.threads,
-            "times_exact": speedup(times, "offload/compact16", "offload/whole"),
-        },
+        **{kind.name.lower(): compared(kind) for kind in COMPACT_BYTES},
         "contenders": {
             name: {
                 "parameters_per_s": rates[name],
@@ -230,8 +272,9 @@ def main() -> None:
     print(f"{numel} parameters, {args.threads} threads, {kernel.instruction_set}, 100% is {stream}")
     for name in times:
         print(f"  {name:46} {rates[name] / 1e6:8.0f} Mparam/s {speedup(times, name, stream):6.2f} of stream")
-    for name, value in results["compact16"].items():
-        print(f"  compact16, {name}: {value if isinstance(value, str) else format(value, '.4g')}")
+    for kind in COMPACT_BYTES:
+        for name, value in results[kind.name.lower()].items():
+            print(f"  {kind.name.lower()}, {name}: {value if isinstance(value, str) else format(value, '.4g')}")
     for name, reason in results["not_run"].items():
         print(f"  {name:46} not run: {reason}")
 
@@ -252,10 +295,13 @@ def main() -> None:
                 "whole job, times DeepSpeed CPU Adam", faster("deepspeed")[0], 1.2, faster("deepspeed")[1]
             ),
             Target.at_least("whole job, times torch foreach", faster("torch_foreach")[0], 8.0),
-            Target.at_least(
-                "compact16, share of the slower of its stream and its update in the cache",
-                max(results["compact16"][name] for name in ("share_of_stream", "share_of_cached")),
-                0.9,
+            *(
+                Target.at_least(
+                    f"{kind}, share of the slower of its stream and its update in the cache",
+                    max(results[kind][name] for name in ("share_of_stream", "share_of_cached")),
+                    0.9,
+                )
+                for kind in (kind.name.lower() for kind in COMPACT_BYTES)
             ),
         ],
     )

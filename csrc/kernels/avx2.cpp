@@ -10,6 +10,9 @@ namespace {
 
 using Byte = unsigned char;
 
+template <std::uint32_t value>
+constexpr std::uint32_t kStored = value;
+
 struct Simd {
   using F = __m256;
   using H = __m128i;
@@ -88,12 +91,20 @@ struct Simd {
   }
 
   // Groups of four vectors; compact8.h says what is where.
+  // From memory: compilers take integers through a register each time, on the port of shuffles.
+  template <std::uint32_t value>
+  static I constant() {
+    I everywhere;
+    __asm__("vpbroadcastd %1, %0" : "=v"(everywhere) : "m"(kStored<value>));
+    return everywhere;
+  }
   static I load_int(const Byte* address) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)); }
   static void store_int(Byte* address, I value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(address), value); }
   static void stream_int(Byte* address, I value) { _mm256_stream_si256(reinterpret_cast<__m256i*>(address), value); }
   static I int_of(F a) { return _mm256_castps_si256(a); }
   static F float_of(I a) { return _mm256_castsi256_ps(a); }
   static F to_float(I a) { return _mm256_cvtepi32_ps(a); }
+  static F mul_add(F a, F b, F c) { return add(mul(a, b), c); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static I max_ints(I a, I b) { return _mm256_max_epu32(a, b); }
   static std::uint32_t greatest(I a) {
@@ -140,9 +151,10 @@ struct Simd {
     const I flipped = _mm256_xor_si256(rest, _mm256_set1_epi16(static_cast<short>(0x8000)));
     return _mm256_sub_epi16(upper, _mm256_cmpgt_epi16(flipped, _mm256_setzero_si256()));
   }
-  static bool any_not_finite(I words) {
-    const I magnitude = _mm256_and_si256(words, _mm256_set1_epi16(0x7fff));
-    return _mm256_movemask_epi8(_mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16(0x7f7f))) != 0;
+  static bool any_not_finite(I a, I b) {
+    const I sign = constant<0x7fff7fffu>();
+    const I greatest = _mm256_max_epu16(_mm256_and_si256(a, sign), _mm256_and_si256(b, sign));
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi16(greatest, constant<0x7f7f7f7fu>())) != 0;
   }
   template <int dtype>
   static void widen_pair(const Byte* address, F* values) {

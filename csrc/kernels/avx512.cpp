@@ -1,5 +1,5 @@
-// AVX-512 F, BW, DQ and VL: 16 fp32 elements at a time. No FMA is used: it rounds once where the reference
-// rounds twice. vsqrtps and vdivps are correctly rounded; vcvtps2ph rounds to nearest even whatever MXCSR
+// AVX-512 F, BW, DQ and VL: 16 fp32 elements at a time. FMA is used only for exact products: it rounds once where
+// the reference rounds twice. vsqrtps and vdivps are correctly rounded; vcvtps2ph rounds to nearest even whatever MXCSR
 // says and keeps subnormals; bf16 is rounded by integer arithmetic because vcvtneps2bf16 flushes subnormals.
 #include <immintrin.h>
 
@@ -18,6 +18,9 @@ alignas(64) constexpr std::uint32_t kEven[16] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 
 alignas(64) constexpr std::uint32_t kOdd[16] = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
 alignas(64) constexpr std::uint32_t kFirst[16] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
 alignas(64) constexpr std::uint32_t kSecond[16] = {8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+
+template <std::uint32_t value>
+constexpr std::uint32_t kStored = value;
 
 struct Simd {
   using F = __m512;
@@ -95,12 +98,20 @@ struct Simd {
   }
 
   // Groups of four vectors; compact8.h says what is where.
+  // From memory: compilers take integers through a register each time, on the port of shuffles.
+  template <std::uint32_t value>
+  static I constant() {
+    I everywhere;
+    __asm__("vpbroadcastd %1, %0" : "=v"(everywhere) : "m"(kStored<value>));
+    return everywhere;
+  }
   static I load_int(const Byte* address) { return _mm512_loadu_si512(address); }
   static void store_int(Byte* address, I value) { _mm512_storeu_si512(address, value); }
   static void stream_int(Byte* address, I value) { _mm512_stream_si512(reinterpret_cast<__m512i*>(address), value); }
   static I int_of(F a) { return _mm512_castps_si512(a); }
   static F float_of(I a) { return _mm512_castsi512_ps(a); }
   static F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+  static F mul_add(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static I max_ints(I a, I b) { return _mm512_max_epu32(a, b); }
   static std::uint32_t greatest(I a) { return _mm512_reduce_max_epu32(a); }
@@ -125,25 +136,25 @@ struct Simd {
   }
   static I lookup(I table, I indices) { return _mm512_shuffle_epi8(table, indices); }
   static I mul_bytes(I a, I b) { return _mm512_maddubs_epi16(a, b); }
-  static I lower_words(I a) { return _mm512_madd_epi16(a, _mm512_set1_epi32(1)); }
+  static I lower_words(I a) { return _mm512_madd_epi16(a, constant<1>()); }
   static I upper_words(I a) { return _mm512_srai_epi32(a, 16); }
   static I keep_where(I a, I b) { return _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(b, b), a); }
   static I round_words(I upper, I lower) {
-    const I odd = _mm512_and_si512(upper, _mm512_set1_epi16(1));
-    const I rest = or_and(odd, lower, _mm512_set1_epi32(static_cast<int>(0xff00ff00u)));
-    const __mmask32 up = _mm512_cmpgt_epu16_mask(rest, _mm512_set1_epi16(static_cast<short>(0x8000)));
-    return _mm512_mask_add_epi16(upper, up, upper, _mm512_set1_epi16(1));
+    const I rest = or_and(_mm512_and_si512(upper, constant<0x00010001u>()), lower, constant<0xff00ff00u>());
+    const __mmask32 up = _mm512_cmpgt_epu16_mask(rest, constant<0x80008000u>());
+    return _mm512_mask_add_epi16(upper, up, upper, constant<0x00010001u>());
   }
-  static bool any_not_finite(I words) {
-    const I magnitude = _mm512_and_si512(words, _mm512_set1_epi16(0x7fff));
-    return _mm512_cmpgt_epi16_mask(magnitude, _mm512_set1_epi16(0x7f7f)) != 0;
+  static bool any_not_finite(I a, I b) {
+    const I sign = constant<0x7fff7fffu>();
+    const I greatest = _mm512_max_epu16(_mm512_and_si512(a, sign), _mm512_and_si512(b, sign));
+    return _mm512_cmpgt_epu16_mask(greatest, constant<0x7f7f7f7fu>()) != 0;
   }
   template <int dtype>
   static void widen_pair(const Byte* address, F* values) {
     if constexpr (dtype == kBfloat16) {
       const I words = load_int(address);
       values[0] = float_of(shift_left<16>(words));
-      values[1] = float_of(_mm512_and_si512(words, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+      values[1] = float_of(_mm512_and_si512(words, constant<0xffff0000u>()));
     } else {
       const F first = widen<dtype>(address), second = widen<dtype>(address + (dtype == kFloat32 ? 4 : 2) * kWidth);
       values[0] = _mm512_permutex2var_ps(first, _mm512_load_si512(kEven), second);

@@ -847,36 +847,43 @@ inline void stream_weight(Byte* weight, const Byte* gradient) {
 
 template <bool state_nontemporal, bool weight_nontemporal>
 void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end, bool tensor_by_tensor, bool ahead) {
-  constexpr std::uint64_t step = 2 * Simd::kWidth, vector = 4 * Simd::kWidth;
-  const std::uint64_t item = segment.state_format == kExact ? 4 : 2;
+  constexpr std::uint64_t pair = 2 * Simd::kWidth, vector = 4 * Simd::kWidth;
+  constexpr std::uint64_t state_bytes[] = {4, 2, 1}, master_bytes[] = {4, 4, 2};
+  const std::uint64_t item = state_bytes[segment.state_format];
+  const std::uint64_t step = item == 1 ? 2 * pair : pair;  // a vector of the smallest elements
   struct {
     Byte* first;
     std::uint64_t item;
-  } const tensors[] = {{pointer(segment.master), 4}, {pointer(segment.state[0]), item}, {pointer(segment.state[1]), item}};
+  } const tensors[] = {{pointer(segment.master), master_bytes[segment.state_format]},
+                       {pointer(segment.state[0]), item},
+                       {pointer(segment.state[1]), item},
+                       {pointer(segment.master_low), 1}};
+  const int count = segment.state_format == kCompact8 ? 4 : 3;
   const Byte* gradient = pointer(segment.gradient);
   Byte* weight = pointer(segment.weight);
   if (tensor_by_tensor) {
     for (std::uint64_t from = begin; from < end; from += kNormBlockNumel) {
       const std::uint64_t to = from + kNormBlockNumel < end ? from + kNormBlockNumel : end;
-      for (const auto& tensor : tensors)
-        for (std::uint64_t at = tensor.item * from; at + vector <= tensor.item * to; at += vector)
-          stream_state<state_nontemporal>(tensor.first + at);
-      for (std::uint64_t i = from; i + step <= to; i += step)
+      for (int k = 0; k < count; ++k)
+        for (std::uint64_t at = tensors[k].item * from; at + vector <= tensors[k].item * to; at += vector)
+          stream_state<state_nontemporal>(tensors[k].first + at);
+      for (std::uint64_t i = from; i + pair <= to; i += pair)
         stream_weight<weight_nontemporal>(weight + 2 * i, gradient + 2 * i);
     }
     return;
   }
   for (std::uint64_t i = begin; i + step <= end; i += step) {
     if (ahead) {
-      for (const auto& tensor : tensors)
-        for (std::uint64_t at = tensor.item * i; at < tensor.item * (i + step); at += vector)
-          prefetch(tensor.first + at);
-      prefetch(gradient + 2 * i);
+      for (int k = 0; k < count; ++k)
+        for (std::uint64_t at = tensors[k].item * i; at < tensors[k].item * (i + step); at += vector)
+          prefetch(tensors[k].first + at);
+      for (std::uint64_t at = i; at < i + step; at += pair) prefetch(gradient + 2 * at);
     }
-    for (const auto& tensor : tensors)
-      for (std::uint64_t at = tensor.item * i; at < tensor.item * (i + step); at += vector)
-        stream_state<state_nontemporal>(tensor.first + at);
-    stream_weight<weight_nontemporal>(weight + 2 * i, gradient + 2 * i);
+    for (int k = 0; k < count; ++k)
+      for (std::uint64_t at = tensors[k].item * i; at < tensors[k].item * (i + step); at += vector)
+        stream_state<state_nontemporal>(tensors[k].first + at);
+    for (std::uint64_t at = i; at < i + step; at += pair)
+      stream_weight<weight_nontemporal>(weight + 2 * at, gradient + 2 * at);
   }
 }
 

@@ -8,7 +8,8 @@
 // 2j + 1 in that of the second; those of the other half are in the third and the fourth. So a vector of 16-bit elements
 // as they lie in memory is a pair of vectors, one in the lower and one in the upper halves of its lanes, and one of
 // bytes is all four, after one permutation. What a vector type supplies for that, with I as in body.h:
-//   load_int, store_int(address, I), stream_int(address, I), int_of(F) and float_of(I) (the same bits), to_float(I)
+//   load_int, store_int(address, I), stream_int(address, I), int_of(F) and float_of(I) (the same bits), to_float(I),
+//   constant<value>(), mul_add(F, F, F) (for exact products)
 //   max(F, F), max_ints (unsigned), greatest(I) (unsigned, of all lanes), shift_left<bits>, select(mask, a, b) (b where
 //   the mask's bits are 0), or_and(a, b, c) = a | (b & c)
 //   to_lanes(I), from_lanes(I): bytes from the order in memory to 4 of a group's in each lane, and back
@@ -18,13 +19,13 @@
 //   mul_bytes(I, I): sums of products of two neighbours, the first factors without signs, as 16-bit words
 //   lower_words(I), upper_words(I): halves of lanes, sign-extended; keep_where(I, I): bytes where others are not 0
 //   round_words(upper, lower): 16-bit words, and one more where those below say so, to nearest even
-//   any_not_finite(I): whether any 16-bit word, without its sign, is 0x7f80 or more
+//   any_not_finite(I, I): whether any 16-bit word, without its sign, is 0x7f80 or more
 //   widen_pair<dtype>(address, F*), narrow_pair<kFloat16>(F, F) -> I, load_pair and store_pair (fp32)
 
-constexpr std::uint64_t kBlockNumel = 64;    // BLOCK_NUMEL of offload/protocols.py
-constexpr std::uint32_t kNanScale = 255;     // scales: values are NaN;
+constexpr std::uint64_t kBlockNumel = 64;  // BLOCK_NUMEL of offload/protocols.py
+constexpr std::uint32_t kNanScale = 255;
 constexpr std::uint32_t kGreatestScale = 254;
-constexpr std::uint32_t kLeastScale = 24;    // below, values are zeros
+constexpr std::uint32_t kLeastScale = 24;  // smaller blocks are zeros, whose scale is 0
 constexpr std::uint32_t kMasterRandom = 0x9e3779b1u;
 
 struct Signed {
@@ -37,11 +38,27 @@ struct Root {
 template <class Code>
 constexpr int kCut = 23 - Code::kMantissaBits;  // bits of an fp32 mantissa that a code has no room for
 
-// What a code's integer is multiplied by.
+// By scale: the bits of what a code's integer is multiplied by, and what magnitudes are multiplied by in `encode_group`,
+// one place on, before which is twice that. A load goes to all lanes without the port that shuffles need.
+struct Units {
+  std::uint32_t of_codes[2][256], of_magnitudes[257];
+};
+constexpr Units make_units() {
+  Units units{};
+  for (std::uint32_t scale = 0; scale < 256; ++scale) {
+    for (std::uint32_t is_root = 0; is_root < 2; ++is_root) {
+      const std::uint32_t unit = scale == 0 ? 127 : scale - 6 - Signed::kMantissaBits - is_root;
+      units.of_codes[is_root][scale] = scale == kNanScale ? 0x7fc00000u : unit << 23;
+    }
+    units.of_magnitudes[scale + 1] = scale < kLeastScale - 1 || scale == kNanScale ? 0 : (261 - scale) << 23;
+  }
+  return units;
+}
+constexpr Units kUnits = make_units();
+
 template <class Code>
 inline float unit_of(std::uint32_t scale) {
-  if (scale == 0) return 1.0f;
-  return bits_to_float(scale == kNanScale ? 0x7fc00000u : (scale - 6 - Code::kMantissaBits) << 23);
+  return bits_to_float(kUnits.of_codes[Code::kMantissaBits - Signed::kMantissaBits][scale]);
 }
 
 template <class Code>
@@ -79,7 +96,15 @@ struct BlockConstants : Constants<V, Rule, Compact8> {
         master_low(pointer(s.master_low)),
         new_master_low(pointer(s.new_master_low ? s.new_master_low : s.master_low)),
         scales(pointer(s.scales)),
-        before(s.first_index % kBlockNumel) {}
+        before(s.first_index % kBlockNumel) {
+    for (int v = 0; v < 4; ++v) steps[v] = this->rounding.template counters<2>(v % 2 + v / 2 * 2 * V::kWidth);
+  }
+
+  // Return the random bits of one of the four vectors of the group from element `i` on.
+  typename V::I random_of_group(std::uint64_t i, int v) const {
+    const auto distance = static_cast<std::uint32_t>(i) * kCounterStep;
+    return this->rounding.of(V::add_ints(V::set1_int(distance), steps[v]));
+  }
 
   // The scales of the block that element `i` is in.
   Byte* scales_of(std::uint64_t i) const { return scales + (before + i) / kBlockNumel * Rule::kStates; }
@@ -87,6 +112,7 @@ struct BlockConstants : Constants<V, Rule, Compact8> {
   const Byte* master_low;
   Byte* new_master_low;
   Byte* scales;
+  typename V::I steps[4];
   std::uint64_t before;  // elements of the first block that come before the segment's
 };
 
@@ -196,14 +222,15 @@ template <class Code, class V>
 inline void decode_group(const Byte* address, float unit, typename V::F* values) {
   using I = typename V::I;
   constexpr bool is_root = Code::kMantissaBits == Root::kMantissaBits;
-  constexpr std::uint32_t exponents = is_root ? 0x07070707u : 0x0f0f0f0fu, mantissas = is_root ? 0x1f1f1f1fu : 0x0f0f0f0fu;
+  constexpr std::uint32_t exponents = is_root ? 0x07070707u : 0x0f0f0f0fu;
+  constexpr std::uint32_t mantissas = is_root ? 0x1f1f1f1fu : 0x0f0f0f0fu;
   const I codes = V::to_lanes(V::load_int(address));
-  const I exponent = V::and_ints(V::template shift_ints<Code::kMantissaBits>(codes), V::set1_int(exponents));
+  const I exponent = V::and_ints(V::template shift_ints<Code::kMantissaBits>(codes), V::template constant<exponents>());
   const I significand =
-      V::or_and(V::lookup(V::load_table(kTops[is_root]), exponent), codes, V::set1_int(mantissas));
+      V::or_and(V::lookup(V::load_table(kTops[is_root]), exponent), codes, V::template constant<mantissas>());
   const I factor = V::lookup(V::load_table(kFactors[is_root]), exponent);
-  const I even = V::mul_bytes(V::and_ints(significand, V::set1_int(0x00ff00ffu)), factor);
-  const I odd = V::mul_bytes(V::and_ints(significand, V::set1_int(0xff00ff00u)), factor);
+  const I even = V::mul_bytes(V::and_ints(significand, V::template constant<0x00ff00ffu>()), factor);
+  const I odd = V::mul_bytes(V::and_ints(significand, V::template constant<0xff00ff00u>()), factor);
   const I integers[4] = {V::lower_words(even), V::lower_words(odd), V::upper_words(even), V::upper_words(odd)};
   for (int v = 0; v < 4; ++v) {
     const typename V::F value = V::mul(V::to_float(integers[v]), V::set1(unit));
@@ -211,28 +238,30 @@ inline void decode_group(const Byte* address, float unit, typename V::F* values)
   }
 }
 
-// Two binades below a code's own unit its bits are those of an fp32 value from 2 to 512: see `encode_one`, of which this
-// is the same rounding. From there on the greater of 2y and y + 2 is the one that `is_normal` chooses.
+// In such units that a code's bits are those of an fp32 value from 2 to 512. Else the same rounding as `encode_one`'s: of
+// 2y and y + 2, whose roundings are those of a normal number and of one below, the greater is what `is_normal` chooses.
+// Products are exact, but for those so small that the sum is 2 anyway.
 template <class Code, class V>
 inline typename V::I encode_group(const typename V::I* magnitudes, const typename V::I* random, std::uint32_t scale) {
   using I = typename V::I;
   using F = typename V::F;
   constexpr bool is_root = Code::kMantissaBits == Root::kMantissaBits;
-  const F unit = V::set1(scale == 0 ? 0.0f : bits_to_float((261 - scale) << 23));
+  const F unit = V::set1(bits_to_float(kUnits.of_magnitudes[scale + 1]));
+  const F twice = V::set1(bits_to_float(kUnits.of_magnitudes[scale]));
   I bits[4];
   for (int v = 0; v < 4; ++v) {
-    const F y = V::mul(V::float_of(magnitudes[v]), unit);
-    const I z = V::int_of(V::max(V::add(y, y), V::add(y, V::set1(2.0f))));
-    const I added =
-        is_root ? V::and_ints(random[v], V::set1_int((1u << kCut<Root>)-1)) : V::template shift_ints<32 - kCut<Signed>>(random[v]);
+    const F y = V::float_of(magnitudes[v]);
+    const I z = V::int_of(V::max(V::mul(y, twice), V::mul_add(y, unit, V::set1(2.0f))));
+    const I added = is_root ? V::and_ints(random[v], V::template constant<(1u << kCut<Root>)-1>())
+                            : V::template shift_ints<32 - kCut<Signed>>(random[v]);
     bits[v] = V::add_ints(z, added);
   }
   constexpr int cut = kCut<Code>;
-  const I lower = V::select(V::set1_int(0x000000ffu), V::template shift_ints<cut>(bits[0]),
+  const I lower = V::select(V::template constant<0x000000ffu>(), V::template shift_ints<cut>(bits[0]),
                             V::template shift_ints<cut - 8>(bits[1]));
-  const I upper = V::select(V::set1_int(0x00ff0000u), V::template shift_ints<cut - 16>(bits[2]),
+  const I upper = V::select(V::template constant<0x00ff0000u>(), V::template shift_ints<cut - 16>(bits[2]),
                             V::template shift_left<24 - cut>(bits[3]));
-  return V::select(V::set1_int(0x0000ffffu), lower, upper);
+  return V::select(V::template constant<0x0000ffffu>(), lower, upper);
 }
 
 // Update the block from `i` on; return whether it could be done, else nothing has been stored.
@@ -257,9 +286,9 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
       V::template widen_pair<weight_dtype>(c.weight + 2 * at, p);
       V::template widen_pair<weight_dtype>(c.weight + 2 * (at + half), p + 2);
     } else {
-      const I low = V::to_lanes(V::load_int(c.master_low + at)), byte = V::set1_int(0xff00u);
+      const I low = V::to_lanes(V::load_int(c.master_low + at)), byte = V::template constant<0xff00u>();
       const I first = V::load_int(c.master + 2 * at), second = V::load_int(c.master + 2 * (at + half));
-      const I upper_half = V::set1_int(0xffff0000u);
+      const I upper_half = V::template constant<0xffff0000u>();
       p[0] = V::float_of(V::or_and(V::template shift_left<16>(first), V::template shift_left<8>(low), byte));
       p[1] = V::float_of(V::or_and(V::and_ints(first, upper_half), low, byte));
       p[2] = V::float_of(V::or_and(V::template shift_left<16>(second), V::template shift_ints<8>(low), byte));
@@ -275,10 +304,12 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
         decode_group<decltype(code), V>(c.state[k] + at, units[k], states[n][k]);
       }
     });
+    for (int v = 0; v < 4; ++v) g[v] = V::mul(g[v], c.grad_scale);
+    if (c.mode == Decay::kL2)
+      for (int v = 0; v < 4; ++v) g[v] = with_l2_term(c, g[v], p[v]);
+    if (c.mode == Decay::kDecoupled)
+      for (int v = 0; v < 4; ++v) p[v] = V::mul(p[v], c.decay);
     for (int v = 0; v < 4; ++v) {
-      g[v] = V::mul(g[v], c.grad_scale);
-      if (c.mode == Decay::kL2) g[v] = with_l2_term(c, g[v], p[v]);
-      if (c.mode == Decay::kDecoupled) p[v] = V::mul(p[v], c.decay);
       F state[Rule::kStates];
       for (int k = 0; k < Rule::kStates; ++k) state[k] = states[n][k][v];
       p[v] = V::sub(p[v], Rule::template change<V>(c.scalars, g[v], state));
@@ -286,9 +317,9 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
         // A root is its own magnitude, or NaN or -0, which the sign makes greater than any.
         states[n][k][v] = Rule::is_root(k) ? V::sqrt(state[k]) : state[k];
         const I bits = V::int_of(states[n][k][v]);
-        magnitudes[n][k][v] = Rule::is_root(k) ? bits : V::and_ints(bits, V::set1_int(0x7fffffffu));
+        magnitudes[n][k][v] = Rule::is_root(k) ? bits : V::and_ints(bits, V::template constant<0x7fffffffu>());
       }
-      random[n][v] = c.rounding.of(c.rounding.template counters<2>(at + v % 2 + v / 2 * half));
+      random[n][v] = c.random_of_group(at, v);
     }
   }
 
@@ -301,27 +332,28 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
       for (int v = 0; v < 4; ++v) greatest = V::max_ints(greatest, magnitudes[n][k][v]);
     const std::uint32_t bits = V::greatest(greatest);
     is_rare |= bits > (kGreatestScale << 23) - (1u << kCut<Code>);
-    new_scales[k] = scale_of<Code>(bits);
+    const std::uint32_t scale = (bits + (1u << kCut<Code>)-1) >> 23;
+    new_scales[k] = scale < kLeastScale ? 0 : scale;
   });
   if constexpr (weight_dtype != kNone) {
     for (int n = 0; n < groups; ++n) {
       I bits[4];
       for (int v = 0; v < 4; ++v) {
-        const I added = V::template shift_ints<24>(V::mul_ints(random[n][v], V::set1_int(kMasterRandom)));
+        const I added = V::template shift_ints<24>(V::mul_ints(random[n][v], V::template constant<kMasterRandom>()));
         bits[v] = V::add_ints(V::int_of(masters[n][v]), added);
       }
-      const I upper_half = V::set1_int(0xffff0000u);
+      const I upper_half = V::template constant<0xffff0000u>();
       for (int pair = 0; pair < 2; ++pair) {
         const I even = bits[2 * pair], odd = bits[2 * pair + 1];
         upper[n][pair] = V::select(upper_half, odd, V::template shift_ints<16>(even));
         lower[n][pair] = V::select(upper_half, V::template shift_left<16>(odd), even);
-        is_rare |= V::any_not_finite(upper[n][pair]);
         if constexpr (weight_dtype == kFloat16) {
-          const I stored = V::set1_int(0xffffff00u);
+          const I stored = V::template constant<0xffffff00u>();
           masters[n][2 * pair] = V::float_of(V::and_ints(even, stored));
           masters[n][2 * pair + 1] = V::float_of(V::and_ints(odd, stored));
         }
       }
+      is_rare |= V::any_not_finite(upper[n][0], upper[n][1]);
     }
   }
   if (__builtin_expect(is_rare, false)) return false;
@@ -348,7 +380,8 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
           V::store_int(weight, rounded);
         }
       }
-      const I bytes = V::select(V::set1_int(0x00ff00ffu), V::template shift_ints<8>(lower[n][0]), lower[n][1]);
+      const I first = V::template shift_ints<8>(lower[n][0]);
+      const I bytes = V::select(V::template constant<0x00ff00ffu>(), first, lower[n][1]);
       V::store_int(c.new_master_low + at, V::from_lanes(V::swap_middle(bytes)));
     }
     I codes[kMaxStates];
@@ -358,7 +391,8 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
     for_each_state<Rule>([&](int k, auto) {
       if (Rule::is_root(k)) return;
       const F* values = states[n][k];
-      I kept = V::or_and(codes[k], V::signs(values[0], values[1], values[2], values[3]), V::set1_int(0x80808080u));
+      const I signs = V::signs(values[0], values[1], values[2], values[3]);
+      I kept = V::or_and(codes[k], signs, V::template constant<0x80808080u>());
       kept = V::keep_where(kept, codes[k]);
       for (int root = 0; root < Rule::kStates; ++root)
         if (Rule::is_root(root)) kept = V::keep_where(kept, codes[root]);

@@ -259,8 +259,8 @@ class CpuUpdateKernel:
     def stream(self, table: npt.NDArray[Any], variant: StreamVariant) -> None:
         """Move the bytes that `run` would move, with next to no arithmetic, to measure what memory allows.
 
-        State is negated, 16-bit gradients are copied to 16-bit weights. Up to 31 elements at the end of a
-        segment may be left out.
+        State is negated, 16-bit gradients are copied to 16-bit weights. Up to 63 elements at the end of a
+        segment may be left out, and `COMPACT8`'s scales are.
 
         Args:
             table: As for `run`; every segment with a 16-bit gradient and a 16-bit weight. With
@@ -278,7 +278,7 @@ class CpuUpdateKernel:
             "only segments with two state tensors and 16-bit gradients and weights can be streamed over",
         )
         if variant & (StreamVariant.WEIGHT_NONTEMPORAL | StreamVariant.STATE_NONTEMPORAL):
-            aligned = all(np.all(rows[name] % 64 == 0) for name in ("master", "state", "weight"))
+            aligned = all(np.all(rows[name] % 64 == 0) for name in ("master", "master_low", "state", "weight"))
             invariant(aligned, "non-temporal streams need tensors aligned to 64 bytes")
         self._call("stream", rows.ctypes.data, rows.size, int(variant))
 

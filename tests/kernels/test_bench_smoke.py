@@ -32,7 +32,7 @@ def test_kernel_benchmark(tmp_path):
         assert report["smoke"] is True
         assert {"cpu", "torch", "commit", "command"} <= report["environment"].keys()
         assert all(target.keys() >= {"name", "value", "target", "met"} for target in report["targets"])
-        assert len(report["targets"]) == 5
+        assert len(report["targets"]) == 6
         assert report["results"]["contenders"]["offload/whole"]["parameters_per_s"] > 0
         checksums.append(report["checksum"])
     assert checksums[0] == checksums[1]
