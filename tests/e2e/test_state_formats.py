@@ -333,3 +333,17 @@ def test_masters_that_are_weights_are_saved_whole(here: str, tmp_path: Path) -> 
         parameter.data.zero_()
         optimizer.load_checkpoint(tmp_path / "checkpoint")
         assert same_bits(parameter.detach(), saved)
+
+
+@pytest.mark.parametrize("kind", [offload.AdamW, offload.Lion, offload.Adagrad, offload.SGD])
+@pytest.mark.parametrize("numel", [4096, 20_000])
+def test_scales_on_a_path_are_what_was_written(kind: Any, numel: int, tmp_path: Path) -> None:
+    """Of one tensor too, whose scales fill a sector with 4,096 elements as its codes do."""
+    found = []
+    for settings in ({}, {"paths": [tmp_path], "host_memory": 0, "subgroup_numel": 4096}):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, numel).reshape(32, -1).to(torch.bfloat16))
+        config = offload.OffloadConfig(state_format="compact8", **settings)
+        with kind([("p", parameter)], lr=1e-2, offload=config) as optimizer:
+            train(optimizer, [parameter], range(STEPS))
+            found.append(states(optimizer, [parameter]))
+    assert same(*found)
