@@ -347,3 +347,18 @@ def test_scales_on_a_path_are_what_was_written(kind: Any, numel: int, tmp_path: 
             train(optimizer, [parameter], range(STEPS))
             found.append(states(optimizer, [parameter]))
     assert same(*found)
+
+
+def test_an_embedding_that_comes_later_fits_into_the_slots_that_there_are(tmp_path: Path) -> None:
+    first, later = (torch.nn.Parameter(torch.zeros(1024, 512, dtype=torch.bfloat16)) for _ in range(2))
+    settings = offload.OffloadConfig(
+        state_format="compact8", paths=[tmp_path], host_memory=0, staging_memory="512KiB"
+    )
+    with offload.AdamW([("up", first)], offload=settings) as optimizer:
+        train(optimizer, [first], range(1))
+        slot_bytes = optimizer.plan.plan.slot_bytes
+        optimizer.add_param_group({"params": [("embed", later)]})
+        train(optimizer, [first, later], range(1, 3))
+        plan = optimizer.plan.plan
+        assert plan.slot_bytes == slot_bytes
+        assert [p.exact for p in plan.layout.parameters] == [False, True]
