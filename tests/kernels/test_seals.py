@@ -76,7 +76,7 @@ def ended(queue: CompletionQueue) -> Completion:
     return Completion(*record)
 
 
-@pytest.mark.parametrize("state_format", list(StateFormat))
+@pytest.mark.parametrize("state_format", [StateFormat.EXACT, StateFormat.COMPACT16])
 @pytest.mark.parametrize("instruction_set", instruction_sets())
 @pytest.mark.parametrize("inactive", [None, 0, 4])
 def test_a_sealed_update_has_the_same_bits_and_the_checksums_of_its_tiles(
