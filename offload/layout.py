@@ -258,7 +258,7 @@ def stored_tensors(rule: UpdateRule, dtype: DtypeCode) -> tuple[StateTensor, ...
 
 
 def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tuple[Parameter, ...]:
-    """Return parameters with `exact` set for those that suffer where elements share scales.
+    """Return parameters with `exact` set for those that suffer where elements share scales too.
 
     Args:
         parameters: Of a session that stores state in blocks.
@@ -267,7 +267,8 @@ def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tupl
     return tuple(
         replace(
             parameter,
-            exact=parameter.unsharded_numel < LEAST_COMPACT_NUMEL
+            exact=parameter.exact
+            or parameter.unsharded_numel < LEAST_COMPACT_NUMEL
             or (parameter.shape is not None and len(parameter.shape) < 2)
             or any(fnmatchcase(parameter.name, pattern) for pattern in patterns),
         )
@@ -304,8 +305,8 @@ def build_layout(
 ) -> Layout:
     """Cut parameters into subgroups of at most `subgroup_numel` elements each.
 
-    Each run of parameters with one group and dtype is cut into subgroups of equal size, so that a short last one
-    does not disturb the pipeline.
+    Each run of parameters with one group, dtype and format is cut into subgroups of equal size, so that a short last
+    one does not disturb the pipeline. Where a format takes more bytes than the rule's, fewer elements are a subgroup.
 
     Args:
         parameters: All parameters with state, in the caller's order; names are unique.
@@ -341,7 +342,9 @@ def extend_layout(
         tensors = stored_tensors(rule, dtype)
         widest = max(tensor.format.bytes_each for tensor in (*rule.masters, *rule.beside))
         most_numel = int(_round_up(max_tile_bytes, SECTOR_BYTES) / widest)
-        for segments in _cut(members, parameters, subgroup_numel, rule):
+        # Of as many bytes in every format: staging slots have one size.
+        limit = int(subgroup_numel * min(1.0, layout.rule.item_bytes / rule.item_bytes))
+        for segments in _cut(members, parameters, check_subgroup_numel(limit, rule), rule):
             last = segments[-1]
             numel = _round_up(last.offset + last.numel, rule.sector_numel)
             tile_count = -(-numel // most_numel)

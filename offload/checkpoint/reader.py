@@ -31,7 +31,7 @@ from offload.engine.memory import Arena
 from offload.engine.views import tensor_at
 from offload.errors import CheckpointError, TierError, invariant
 from offload.kernels.reference import store_rounded
-from offload.kernels.stored import stored_dtype, tensor_as_fp32
+from offload.kernels.stored import put_as_fp32, stored_dtype
 from offload.layout import Subgroup
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
 from offload.rules import FP32, UpdateRule
@@ -329,7 +329,7 @@ class Checkpoint:
                 item, done = item + count, done + count
         if len(planes) == 1:
             return lambda: None
-        return lambda: store_rounded(tensor_as_fp32(rule, name, stored, run.first_index), run.out)
+        return lambda: put_as_fp32(rule, name, stored, run.first_index, run.out)
 
     def lend(self, address: int, nbytes: int) -> None:
         """See `StateSource.lend`."""

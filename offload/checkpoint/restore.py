@@ -14,8 +14,7 @@ from offload.engine.operations import Run
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError
-from offload.kernels.reference import store_rounded
-from offload.kernels.stored import stored_master
+from offload.kernels.stored import store_weight
 from offload.layout import Parameter, Segment, Subgroup
 
 
@@ -113,8 +112,7 @@ class Restorer:
         layout = self._views.plan.layout.subgroups[subgroup]
         if layout.dtype is not DtypeCode.FLOAT32:
             for segment, views in parts:
-                master = stored_master(views["master"], layout.state_format)
-                store_rounded(master, self._views.weight(subgroup, segment, view))
+                store_weight(views["master"], layout.state_format, self._views.weight(subgroup, segment, view))
 
     def derive_weights(self, subgroup: Subgroup) -> None:
         """Make the weights of a subgroup whose state stays where the checkpoint has it."""

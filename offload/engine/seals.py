@@ -35,7 +35,7 @@ class _Held:
 
 def can_seal(subgroup: Subgroup) -> bool:
     """Return whether an update can seal a subgroup: elements follow each other in all its tensors."""
-    return all(t.format.nbytes(subgroup.numel) == subgroup.numel * t.format.item_bytes for t in subgroup.tensors)
+    return all(tensor.format.item_numel == 1 for tensor in subgroup.tensors)
 
 
 class DamagedError(Exception):

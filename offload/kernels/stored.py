@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -14,11 +15,15 @@ from offload.kernels.reference import (
     minifloat,
     state_of,
     store_master,
+    store_rounded,
     store_state,
 )
-from offload.protocols import SegmentFlag, StateFormat
+from offload.protocols import BLOCK_NUMEL, SegmentFlag, StateFormat
 from offload.rules import MASTER, MASTER_LOW, SCALES, Format, UpdateRule
 from offload.rules.formats import BF16, FP24_UPPER, FP32
+
+RUN_NUMEL = 1 << 14
+"""Elements that are decoded or encoded at once, which takes a hundred times as many bytes."""
 
 _DTYPES = {FP32: torch.float32, BF16: torch.bfloat16, FP24_UPPER: torch.int16}
 
@@ -35,6 +40,7 @@ def as_fp32(
     stored: Mapping[str, torch.Tensor],
     first_index: int,
     *,
+    read: bool,
     keep: bool,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Lend a segment's state in fp32 by the rule's names: the tensors that are fp32, and copies of others.
@@ -44,6 +50,7 @@ def as_fp32(
         state_format: How it is stored.
         stored: What it is stored in, by name; flat.
         first_index: Index of its first element in the unsharded parameter.
+        read: Whether copies hold what is stored; else anything.
         keep: Whether copies are stored afterwards, rounded to nearest.
     """
     if state_format is StateFormat.EXACT:
@@ -63,27 +70,73 @@ def as_fp32(
         master_low=stored.get(MASTER_LOW),
         scales=None if scales is None else scales.view(-1, len(rule.state)),
     )
-    views = dict(zip(rule.names, (master_of(segment), *state_of(segment)), strict=True))
+    numel = segment.master.numel()
+    is_fp32 = segment.master_low is None
+    copied = rule.names[1:] if is_fp32 else rule.names
+    views = {MASTER.name: segment.master}
+    views |= {name: torch.empty(numel, dtype=torch.float32, device="cpu") for name in copied}
+    for run in _runs(first_index, numel) if read else ():
+        part = _part(segment, run)
+        for view, values in zip(views.values(), (master_of(part), *state_of(part)), strict=True):
+            if view is not segment.master:
+                view[run] = values
     yield views
-    if keep:
-        store_state(segment, [views[tensor.name] for tensor in rule.state])
-        store_master(segment, views[MASTER.name])
+    for run in _runs(first_index, numel) if keep else ():
+        part = _part(segment, run)
+        store_state(part, [views[tensor.name][run] for tensor in rule.state])
+        if not is_fp32:
+            store_master(part, views[MASTER.name][run])
 
 
-def stored_master(values: torch.Tensor, state_format: StateFormat) -> torch.Tensor:
-    """Return the fp32 master of a 16-bit weight as it is once it has been stored in a format."""
-    return minifloat.join_master(*minifloat.split_master(values)) if state_format is StateFormat.COMPACT8 else values
+def _runs(first_index: int, numel: int) -> Iterator[slice]:
+    """Yield runs that a core's cache holds and that begin with a block: memory is bounded whatever the size."""
+    start = 0
+    while start < numel:
+        stop = min(numel, start + RUN_NUMEL - (first_index + start) % BLOCK_NUMEL)
+        yield slice(start, stop)
+        start = stop
 
 
-def tensor_as_fp32(rule: UpdateRule, name: str, stored: Mapping[str, torch.Tensor], first_index: int) -> torch.Tensor:
-    """Return one state tensor of a segment, stored in several, in fp32.
+def _part(segment: SegmentTensors, run: slice) -> SegmentTensors:
+    """Return a run of a segment; see `_runs`."""
+    before = segment.first_index % BLOCK_NUMEL
+    scales = slice((before + run.start) // BLOCK_NUMEL, -(-(before + run.stop) // BLOCK_NUMEL))
+    return replace(
+        segment,
+        master=segment.master[run],
+        state=[tensor[run] for tensor in segment.state],
+        first_index=segment.first_index + run.start,
+        master_low=None if segment.master_low is None else segment.master_low[run],
+        scales=None if segment.scales is None else segment.scales[scales],
+    )
+
+
+def store_weight(master: torch.Tensor, state_format: StateFormat, weight: torch.Tensor) -> None:
+    """Put into a 16-bit weight what its fp32 master is once that has been stored in a format, rounded."""
+    if state_format is not StateFormat.COMPACT8:
+        store_rounded(master, weight)
+        return
+    for run in _runs(0, master.numel()):
+        store_rounded(minifloat.join_master(*minifloat.split_master(master[run])), weight[run])
+
+
+def put_as_fp32(
+    rule: UpdateRule, name: str, stored: Mapping[str, torch.Tensor], first_index: int, out: torch.Tensor
+) -> None:
+    """Put one state tensor of a segment, stored in several, into a flat tensor, rounded to its type.
 
     Args:
         rule: The update rule.
         name: One of its `names`.
         stored: What the tensor is stored in, as bytes, by name.
         first_index: Index of its first element in the unsharded parameter.
+        out: As many elements.
     """
-    if name == MASTER.name:
-        return decoded(rule, name, stored[name].view(torch.int16), stored[MASTER_LOW], first_index)
-    return decoded(rule, name, stored[name], stored[SCALES].view(-1, len(rule.state)), first_index)
+    before = first_index % BLOCK_NUMEL
+    for run in _runs(first_index, out.numel()):
+        if name == MASTER.name:
+            main, beside = stored[name].view(torch.int16)[run], stored[MASTER_LOW][run]
+        else:
+            scales = slice((before + run.start) // BLOCK_NUMEL, -(-(before + run.stop) // BLOCK_NUMEL))
+            main, beside = stored[name][run], stored[SCALES].view(-1, len(rule.state))[scales]
+        store_rounded(decoded(rule, name, main, beside, first_index + run.start), out[run])

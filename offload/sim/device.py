@@ -104,6 +104,24 @@ def _common(left: tuple[list[int], list[int]], right: tuple[list[int], list[int]
 _RULES = {rule.code: rule for rule in RULES.values()}
 
 
+def spans_of(row: Any) -> list[Span]:
+    """Return what memory the update of a row of a segment table touches."""
+    numel = int(row["numel"])
+    if not numel:
+        return []
+    rule = _RULES[int(row["rule"])].stored_in(StateFormat(row["state_format"]))
+    active = bool(row["flags"] & int(SegmentFlag.ACTIVE))
+    row = row.reshape(1).view(segment_dtype(rule))[0]
+    stored = dict((*(rule.masters if row["weight"] else (MASTER,)), *rule.beside))
+    blocks = blocks_numel(int(row["first_index"]), numel) * BLOCK_NUMEL
+    sizes = {name: form.offset(numel if form.item_numel == 1 else blocks) for name, form in stored.items()}
+    sizes |= dict.fromkeys(("weight",), numel * int(ITEM_BYTES[row["weight_dtype"]]))
+    sizes |= {f"new_{name}": sizes[name] for name in ("master", "master_low", "weight") if name in sizes}
+    columns = [(int(row[name]), size, True) for name, size in sizes.items()]
+    columns.append((int(row["gradient"]) if active else 0, numel * int(ITEM_BYTES[row["gradient_dtype"]]), False))
+    return [(at, at + size, writes) for at, size, writes in columns if at]
+
+
 class HazardError(InternalError):
     """Two pieces of work touch the same memory in no order."""
 
@@ -499,25 +517,11 @@ class SimulatedDevice:
     def update(self, table: npt.NDArray[Any]) -> None:
         """See `Device.update`."""
         rows = checked(table).copy()
-        spans: list[Span] = []
-        nbytes = 0
-        for row in rows:
-            numel, active = int(row["numel"]), bool(row["flags"] & int(SegmentFlag.ACTIVE))
-            if not numel:
-                continue
-            rule = _RULES[int(row["rule"])].stored_in(StateFormat(row["state_format"]))
-            nbytes += int(rule.item_bytes * numel)
-            row = row.reshape(1).view(segment_dtype(rule))[0]
-            stored = dict((*(rule.masters if row["weight"] else (MASTER,)), *rule.beside))
-            blocks = blocks_numel(int(row["first_index"]), numel) * BLOCK_NUMEL
-            sizes = {name: form.offset(numel if form.item_numel == 1 else blocks) for name, form in stored.items()}
-            sizes |= dict.fromkeys(("weight",), numel * int(ITEM_BYTES[row["weight_dtype"]]))
-            sizes |= {f"new_{name}": sizes[name] for name in ("master", "master_low", "weight") if name in sizes}
-            columns = [(int(row[name]), size, True) for name, size in sizes.items()]
-            columns.append(
-                (int(row["gradient"]) if active else 0, numel * int(ITEM_BYTES[row["gradient_dtype"]]), False)
-            )
-            spans += [(at, at + size, writes) for at, size, writes in columns if at]
+        spans = [span for row in rows for span in spans_of(row)]
+        nbytes = sum(
+            int(_RULES[int(row["rule"])].stored_in(StateFormat(row["state_format"])).item_bytes * int(row["numel"]))
+            for row in rows
+        )
         self._send_table(DeviceLane.UPDATE, rows.nbytes)
         self._put(DeviceLane.UPDATE, "an update", lambda: self._kernel.run(rows), tuple(spans), nbytes)
 

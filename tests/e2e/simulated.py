@@ -13,9 +13,9 @@ from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.dtypes import ITEM_BYTES
 from offload.kernels.table import checked
-from offload.protocols import SegmentFlag, StateFormat
 from offload.rules import ADAM
 from offload.sim import SimulatedDevice
+from offload.sim.device import spans_of
 
 
 class OnDevice(offload.AdamW):
@@ -47,18 +47,8 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
 
     def look(table: Any) -> None:
         for row in checked(table):
-            numel = int(row["numel"])
-            if not numel:
-                continue
-            stored = 2 if row["state_format"] == int(StateFormat.COMPACT16) else 4
-            for address, item in ((row["master"], 4), *((state, stored) for state in row["state"])):
-                if address:
-                    device.host_access(int(address), item * numel, writes=True)
-            if row["flags"] & int(SegmentFlag.ACTIVE):
-                item = 4 if row["gradient_dtype"] == 3 else 2
-                device.host_access(int(row["gradient"]), item * numel, writes=False)
-                if row["weight"]:
-                    device.host_access(int(row["weight"]), 2 * numel, writes=True)
+            for start, end, writes in spans_of(row):
+                device.host_access(start, end - start, writes=writes)
 
     def submit(op: int, table: Any, plain: Any = parts.kernel.submit) -> None:
         look(table)

@@ -15,7 +15,8 @@ from simulated import OnDevice
 import offload
 from offload.errors import ConfigError
 from offload.kernels import reference, rounding_keys
-from offload.kernels.reference import SegmentTensors
+from offload.kernels.reference import SegmentTensors, minifloat
+from offload.kernels.stored import RUN_NUMEL
 from offload.protocols import SegmentFlag, StateFormat
 from offload.rules import ADAMW, STATE_FORMATS
 from offload.sim import SimulatedDevice
@@ -333,3 +334,66 @@ def test_masters_that_are_weights_are_saved_whole(here: str, tmp_path: Path) -> 
         parameter.data.zero_()
         optimizer.load_checkpoint(tmp_path / "checkpoint")
         assert same_bits(parameter.detach(), saved)
+
+
+@pytest.mark.parametrize("kind", [offload.AdamW, offload.Lion, offload.Adagrad, offload.SGD])
+@pytest.mark.parametrize("numel", [4096, 20_000])
+def test_scales_on_a_path_are_what_was_written(kind: Any, numel: int, tmp_path: Path) -> None:
+    """Of one tensor too, whose scales fill a sector with 4,096 elements as its codes do."""
+    found = []
+    for settings in ({}, {"paths": [tmp_path], "host_memory": 0, "subgroup_numel": 4096}):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, numel).reshape(32, -1).to(torch.bfloat16))
+        config = offload.OffloadConfig(state_format="compact8", **settings)
+        with kind([("p", parameter)], lr=1e-2, offload=config) as optimizer:
+            train(optimizer, [parameter], range(STEPS))
+            found.append(states(optimizer, [parameter]))
+    assert same(*found)
+
+
+def test_an_embedding_that_comes_later_fits_into_the_slots_that_there_are(tmp_path: Path) -> None:
+    first, later = (torch.nn.Parameter(torch.zeros(1024, 512, dtype=torch.bfloat16)) for _ in range(2))
+    settings = offload.OffloadConfig(
+        state_format="compact8", paths=[tmp_path], host_memory=0, staging_memory="512KiB"
+    )
+    with offload.AdamW([("up", first)], offload=settings) as optimizer:
+        train(optimizer, [first], range(1))
+        slot_bytes = optimizer.plan.plan.slot_bytes
+        optimizer.add_param_group({"params": [("embed", later)]})
+        train(optimizer, [first, later], range(1, 3))
+        plan = optimizer.plan.plan
+        assert plan.slot_bytes == slot_bytes
+        assert [p.exact for p in plan.layout.parameters] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_large_parameter_is_read_and_written_in_short_runs(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What decodes and encodes takes much more memory than what it makes, so its calls are for few elements."""
+    sizes: list[int] = []
+
+    def watched(plain: Any) -> Any:
+        def look(values: torch.Tensor, *rest: Any) -> Any:
+            sizes.append(values.numel())
+            return plain(values, *rest)
+
+        return look
+
+    for name in ("encode", "decode", "split_master", "join_master"):
+        monkeypatch.setattr(minifloat, name, watched(getattr(minifloat, name)))
+
+    def made() -> torch.nn.Parameter:
+        return torch.nn.Parameter(torch.linspace(-1, 1, 90_000).reshape(300, 300).to(dtype))
+
+    parameter, other = made(), made()
+    with offload.AdamW([("p", parameter)], offload=offload.OffloadConfig(state_format="compact8")) as optimizer:
+        train(optimizer, [parameter], range(2))
+        before = states(optimizer, [parameter])
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.save_checkpoint(tmp_path / "checkpoint")
+    settings = offload.OffloadConfig(state_format="compact8", subgroup_numel=1 << 15)
+    with offload.AdamW([("p", other)], offload=settings) as optimizer:
+        optimizer.load_checkpoint(tmp_path / "checkpoint")
+        assert same(states(optimizer, [other]), before)
+    assert len(sizes) > 20
+    assert max(sizes) <= RUN_NUMEL

@@ -21,8 +21,10 @@ from offload.layout import (
     check_layout,
     check_subgroup_numel,
     extend_layout,
+    keep_exact,
 )
-from offload.protocols import SECTOR_BYTES, TileId
+from offload.protocols import SECTOR_BYTES, StateFormat, TileId
+from offload.rules import ADAMW
 
 DTYPES = [DtypeCode.BFLOAT16, DtypeCode.FLOAT16, DtypeCode.FLOAT32]
 
@@ -183,3 +185,23 @@ def test_a_weight_that_is_not_bound_is_not_copied() -> None:
         4096,
         6144,
     ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_kept_exact_takes_no_larger_slots(dtype: DtypeCode) -> None:
+    """A subgroup of exact state has fewer elements, so that staging memory is cut into slots of one size."""
+    rule = ADAMW.stored_in(StateFormat.COMPACT8)
+    parameters = [
+        Parameter("matrix", 1 << 20, dtype, 0),
+        Parameter("embedding", 1 << 20, dtype, 0, exact=True),
+    ]
+    for subgroup_numel in (4096, 1 << 14, 100_000):
+        layout = build_layout(parameters, subgroup_numel, rule=rule)
+        most = subgroup_numel * rule.item_bytes + SECTOR_BYTES  # of scales, padded
+        assert layout.max_subgroup_bytes <= most
+        assert {subgroup.state_format for subgroup in layout.subgroups} == {StateFormat.EXACT, StateFormat.COMPACT8}
+
+
+def test_a_parameter_that_was_made_exact_stays_so() -> None:
+    made = [Parameter(f"p{exact}", 8192, DtypeCode.BFLOAT16, 0, exact=exact) for exact in (True, False)]
+    assert [parameter.exact for parameter in keep_exact(made, [])] == [True, False]
