@@ -77,11 +77,18 @@ class FaultyTier:
         self.cached = inner.cached
         self.fired: list[Fault] = []
         self._queue = queue
-        self._pending = list(faults)
-        self._seen = [0] * len(self._pending)
+        self._pending: list[Fault] = []
+        self._seen: list[int] = []
+        for fault in faults:
+            self.plant(fault)
         self._damaged: dict[int, None] = {}
         self._held: dict[int, tuple[Operation, TileRequest | None]] = {}
         self._closed = False
+
+    def plant(self, fault: Fault) -> None:
+        """Have a fault happen; its operations are counted from now on."""
+        self._pending.append(fault)
+        self._seen.append(0)
 
     def _begin(self, verb: Operation, request: TileRequest, plain: Callable[[TileRequest], None]) -> Fault | None:
         """Do an operation that is to have no fault, and hold one that is to wait; return the fault of any other."""

@@ -18,12 +18,11 @@ import torch
 from faulty import Fault, FaultKind, FaultyTier, Operation
 
 import offload
+from offload.measure import quick_probe
+from offload.plan import Rates
 from offload.protocols import TileId, TileRequest
-from offload.session import setup, visits
+from offload.session import parts, setup, visits
 from offload.tiers import SLOT_HEADER_BYTES, FileTier, open_tier
-
-PROBE_OPERATIONS = 12
-"""The probe writes and reads four tiles three times before the first step."""
 
 
 @pytest.fixture
@@ -31,14 +30,23 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that makes the n-th operation (after the probe) of one path fail."""
 
     def plant(path: Path, operation: Operation, kind: FaultKind, nth: int, code: int = errno.EIO) -> None:
+        tiers: list[FaultyTier] = []
+
         def opened(name: str, store: uuid.UUID, queue: Any, **settings: Any) -> Any:
             tier = open_tier(name, store, queue, **settings)
             if name == str(path):
-                fault = Fault(operation, kind, PROBE_OPERATIONS + nth, errno=code)
-                return FaultyTier(tier, queue, [fault])
+                tiers.append(FaultyTier(tier, queue))
+                return tiers[-1]
             return tier
 
+        def probed(*arguments: Any) -> Rates:
+            rates = quick_probe(*arguments)
+            for tier in tiers:  # how many operations the probe takes depends on time
+                tier.plant(Fault(operation, kind, nth, errno=code))
+            return rates
+
         monkeypatch.setattr(setup, "open_tier", opened)
+        monkeypatch.setattr(parts, "quick_probe", probed)
 
     return plant
 
