@@ -449,7 +449,11 @@ NODE = (
     Row(
         "step over its bound: all updates on the CPU, all on the GPU, the planner's share of both",
         ("{}, {}, {}",),
-        one("gpu", *(f"{H100}step, {who}, over its bound" for who in ("all on the CPU", "all on the GPU", "auto")), form=".3f"),
+        one(
+            "gpu",
+            *(f"{H100}step, {who}, over its bound" for who in ("all on the CPU", "all on the GPU", "auto")),
+            form=".3f",
+        ),
     ),
     Row(
         "the planner's share, beside the best of all shares",
@@ -519,6 +523,8 @@ BENCHMARKS = (
     ("`python bench/deepspeed.py`", "ZeRO-3 with our backend beside stock, at two batch sizes: time, exposed step, memory", "13 min", ("deepspeed",)),
     ("`python bench/scaling.py`", "how does a step scale with parameters, memory, paths, look-ahead, subgroups, ranks?", "4 min", ("scaling", "scaling-published")),
     ("`python bench/kernel.py`", "how fast is the update beside torch's, DeepSpeed's, and the memory it runs on?", "2 min", ("kernel",)),
+    ("`python bench/formats.py`", "what does a step cost in each format of state, on a disk and a throttled path?", "2 min", ("formats",)),
+    ("`python bench/quality.py`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ()),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/paths.py`", "one path against fio, several against their sum, a path that slows down, overlap, S3", "10 min", ("paths",)),
     ("`python bench/lock.py`", "do processes that share a path move more when they take turns?", "1 min", ("lock",)),

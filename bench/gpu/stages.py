@@ -420,9 +420,9 @@ def check(stage: Stage) -> Iterator[Part]:
     yield Part("facts", [sys.executable, "-P", __file__, "facts", str(stage.scratch)], 90.0, last_json)
     device = pytest(stage, str(tests / "tiers" / "test_device.py"), *(["-k", "bytes or pinned"] if smoke else []))
     yield Part("device", device, 90.0, tests_of)
-    kernels = str(tests / "kernels" / "test_gpu.py")
+    kernels = [str(tests / "kernels" / f"test_{name}.py") for name in ("gpu", "compact16", "compact8_gpu")]
     workers = max(1, min(8, (os.cpu_count() or 1) // 2)) if has("xdist") else 1
-    command = pytest(stage, kernels, *(["-k", "large_and_small or cannot_read"] if smoke else []), workers=workers)
+    command = pytest(stage, *kernels, *(["-k", "large_and_small or cannot_read"] if smoke else []), workers=workers)
     yield Part("kernels", command, 200.0, tests_of)
     fewer = ["-k", "streams"] if smoke else []
     training = pytest(stage, str(tests / "e2e" / "test_gpu_training.py"), *fewer)

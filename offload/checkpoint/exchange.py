@@ -244,6 +244,8 @@ class SafetensorsSource:
                     for start in range(0, item.out.numel(), READ_NUMEL):
                         out = item.out[start : start + READ_NUMEL]
                         _fill(file, buffer[: out.numel()])
+                        if item.tensor in self.rule.roots and bool((buffer[: out.numel()] < 0).any()):
+                            raise CheckpointError(f"{self.path} is damaged: {key} has negative elements")
                         store_rounded(buffer[: out.numel()], out)
         except (OSError, EOFError) as cause:
             raise CheckpointError(f"{self.path} cannot be read: {cause}") from cause

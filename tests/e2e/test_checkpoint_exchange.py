@@ -158,7 +158,11 @@ def test_step_counts_that_are_none(tmp_path: Path, step: float) -> None:
     refuse_header(tmp_path, step, lambda header: header.update(__metadata__={"offload": '{"step": 1}'}))
 
 
-def refuse_header(tmp_path: Path, step: float, change: Any) -> None:
+def test_what_cannot_be_a_square_is_refused(tmp_path: Path) -> None:
+    refuse_header(tmp_path, 1.0, lambda header: None, exp_avg_sq=-1.0)
+
+
+def refuse_header(tmp_path: Path, step: float, change: Any, exp_avg_sq: float = 0.0) -> None:
     header = {
         "state.a.exp_avg": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
         "state.a.exp_avg_sq": {"dtype": "F32", "shape": [3], "data_offsets": [12, 24]},
@@ -166,7 +170,7 @@ def refuse_header(tmp_path: Path, step: float, change: Any) -> None:
     }
     change(header)
     content = json.dumps(header).encode()
-    values = torch.tensor([0.0] * 6 + [step])
+    values = torch.tensor([0.0] * 3 + [exp_avg_sq] * 3 + [step])
     file = tmp_path / "state.safetensors"
     file.write_bytes(len(content).to_bytes(8, "little") + content + values.numpy().tobytes())
     parameter = torch.nn.Parameter(torch.zeros(3))

@@ -95,6 +95,7 @@ def run(beta2: float, fall: float, before: int, after: int) -> tuple[dict[str, f
     return {name: root / roots["exact"] for name, root in roots.items()}, greatest
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("beta2", "fall", "before", "after"),
     [
