@@ -87,7 +87,7 @@ def lane_rates(timeline: Sequence[Interval]) -> dict[str, float]:
 def rates_beside(timeline: Sequence[Interval]) -> dict[str, float]:
     """Return the bytes per second of each lane while all were at work, if they were for long enough to tell.
 
-    Else, as where one is through before another has begun, those of `lane_rates`.
+    Else, as where one is through before another has begun, or rests while another works, those of `lane_rates`.
     """
     spans = [
         (min(i.started_s for i in timeline if i.lane == lane), max(i.finished_s for i in timeline if i.lane == lane))
@@ -97,7 +97,7 @@ def rates_beside(timeline: Sequence[Interval]) -> dict[str, float]:
     found = lane_rates(timeline)
     if together_s < ENOUGH_TOGETHER * max(end_s - begin_s for begin_s, end_s in spans):
         return found
-    return {lane: bytes_per_s(timeline, lane) for lane in found}
+    return {lane: bytes_per_s(timeline, lane) or alone for lane, alone in found.items()}
 
 
 def bytes_per_s(timeline: Sequence[Interval], lane: str) -> float:

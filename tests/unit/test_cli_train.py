@@ -121,7 +121,7 @@ def test_most_state_is_streamed_unless_told_otherwise(
 
 def test_options_reach_the_engine(train: Callable[..., int], tmp_path: Path, standin: type[_AdamW]) -> None:
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]
-    options = ["--host-memory", "1MiB", "--staging-memory", "4096", "--subgroup-numel", "2k", "--threads", "1"]
+    options = ["--host-memory", "1MiB", "--staging-memory", "4096B", "--subgroup-numel", "2k", "--threads", "1"]
     options += ["--rates", "node.json"]
     assert train("--paths", paths[0], paths[1], *options) == 0
     config = standin.made[0].config

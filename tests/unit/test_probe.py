@@ -295,3 +295,13 @@ def test_a_gpu_is_measured() -> None:
     alone = {way: found.measurements[f"gpu/{way} alone"].median for way in ("h2d", "d2h")}
     assert gpu.h2d_bytes_per_s < 1.2 * alone["h2d"]
     assert gpu.d2h_bytes_per_s < 1.2 * alone["d2h"]
+
+
+def test_a_lane_that_rests_while_the_other_works_has_a_rate() -> None:
+    timeline = [
+        Interval("read:0", "", 0.0, 1.0, 100, 0.0),
+        Interval("read:0", "", 9.0, 10.0, 100, 0.0),
+        Interval("write:0", "", 2.0, 8.0, 600, 0.0),
+    ]
+    rates = rates_beside(timeline)
+    assert min(rates.values()) > 0
