@@ -162,7 +162,7 @@ class Subgroup:
         whole, rest = divmod(self.numel, self.tile_numel)
         found: Counter[int] = Counter()
         for tensor in tensors:
-            found[tensor.format.nbytes(min(self.tile_numel, self.numel))] += whole
+            found[tensor.format.nbytes(self.tile_numel)] += whole
             found[tensor.format.nbytes(rest)] += 1
         return tuple((nbytes, count) for nbytes, count in found.items() if nbytes and count)
 
@@ -254,7 +254,7 @@ class Layout:
 
 def stored_tensors(rule: UpdateRule, dtype: DtypeCode) -> tuple[StateTensor, ...]:
     """Return what state of weights of one dtype is stored in; an fp32 weight *is* its master and needs no copy."""
-    return rule.beside if dtype is DtypeCode.FLOAT32 else (*rule.masters, *rule.beside)
+    return rule.beside if dtype is DtypeCode.FLOAT32 else rule.stored
 
 
 def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tuple[Parameter, ...]:
@@ -340,7 +340,7 @@ def extend_layout(
     for (group, dtype, state_format), members in buckets.items():
         rule = layout.rule.stored_in(state_format)
         tensors = stored_tensors(rule, dtype)
-        widest = max(tensor.format.bytes_each for tensor in (*rule.masters, *rule.beside))
+        widest = max(tensor.format.bytes_each for tensor in rule.stored)
         most_numel = int(_round_up(max_tile_bytes, SECTOR_BYTES) / widest)
         # Of as many bytes in every format: staging slots have one size.
         limit = int(subgroup_numel * min(1.0, layout.rule.item_bytes / rule.item_bytes))

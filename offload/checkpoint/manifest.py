@@ -322,7 +322,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def _formats(rule: UpdateRule) -> dict[str, str]:
-    return {tensor.name: tensor.format.name for tensor in (*rule.masters, *rule.beside)}
+    return {tensor.name: tensor.format.name for tensor in rule.stored}
 
 
 class _Parameter(Row, frozen=True):

@@ -34,7 +34,7 @@ from offload.kernels.reference import store_rounded
 from offload.kernels.stored import put_as_fp32, stored_dtype
 from offload.layout import Subgroup
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
-from offload.rules import FP32, UpdateRule
+from offload.rules import FP32, Format, UpdateRule
 from offload.tiers import open_existing, tier_error
 
 log = logging.getLogger("offload")
@@ -89,6 +89,18 @@ class _Run:
     out: torch.Tensor
 
 
+def _places(run: _Run, form: Format, number: int) -> Iterator[tuple[TileId, slice, slice]]:
+    """Yield where a run's items of a stored tensor lie: tile, bytes in it, and which of the run's items they are."""
+    item, stop = run.offset // form.item_numel, -(-(run.offset + run.out.numel()) // form.item_numel)
+    tile_items, done = -(-run.subgroup.tile_numel // form.item_numel), 0
+    while item < stop:
+        tile, skipped = divmod(item, tile_items)
+        count = min(stop - item, tile_items - skipped)
+        source = slice(skipped * form.item_bytes, (skipped + count) * form.item_bytes)
+        yield TileId(run.subgroup.index, number, tile), source, slice(done, done + count)
+        item, done = item + count, done + count
+
+
 _Wanted = OrderedDict[tuple[int, TileId], list[Callable[[torch.Tensor], None]]]
 """What to do with each tile, a tensor of bytes, while it is in a buffer."""
 
@@ -97,7 +109,7 @@ def _put(source: slice, into: torch.Tensor, tile: torch.Tensor) -> None:
     into.copy_(tile[source])
 
 
-def _put_as_fp32(source: slice, dtype: torch.dtype, out: torch.Tensor, tile: torch.Tensor) -> None:
+def _put_rounded(source: slice, dtype: torch.dtype, out: torch.Tensor, tile: torch.Tensor) -> None:
     store_rounded(tile[source].view(dtype).to(torch.float32), out)
 
 
@@ -306,30 +318,26 @@ class Checkpoint:
 
     def _ask(self, wanted: _Wanted, rank: int, name: str, run: _Run) -> Callable[[], None]:
         """Note which tiles hold a run of a tensor and what to do with each; return what to do at the end."""
-        subgroup, stored = run.subgroup, {}
+        subgroup = run.subgroup
         numbers = {tensor.name: number for number, tensor in enumerate(subgroup.kept)}
         rule = self.rule.stored_in(subgroup.state_format)
-        planes = [plane for plane in rule.stored_as(name) if plane in numbers]
-        for plane in planes:
-            form = subgroup.kept[numbers[plane]].format
-            item, stop = run.offset // form.item_numel, -(-(run.offset + run.out.numel()) // form.item_numel)
-            kept_bytes = 0 if len(planes) == 1 else (stop - item) * form.item_bytes
-            into = torch.empty(kept_bytes, dtype=torch.uint8, device="cpu")
-            stored[plane], done, tile_items = into, 0, -(-subgroup.tile_numel // form.item_numel)
-            while item < stop:
-                tile, skipped = divmod(item, tile_items)
-                count = min(stop - item, tile_items - skipped)
-                source = slice(skipped * form.item_bytes, (skipped + count) * form.item_bytes)
-                if len(planes) == 1:
-                    out, dtype = run.out[done : done + count], stored_dtype(form)
-                    put = partial(_put_as_fp32, source, dtype, out)
-                else:
-                    put = partial(_put, source, into[done * form.item_bytes : (done + count) * form.item_bytes])
-                wanted.setdefault((rank, TileId(subgroup.index, numbers[plane], tile)), []).append(put)
-                item, done = item + count, done + count
-        if len(planes) == 1:
+        stored = {plane: numbers[plane] for plane in rule.stored_as(name) if plane in numbers}
+        if len(stored) == 1:  # what it is stored in needs nothing else to be read
+            (number,) = stored.values()
+            form = subgroup.kept[number].format
+            for tile, source, part in _places(run, form, number):
+                put = partial(_put_rounded, source, stored_dtype(form), run.out[part])
+                wanted.setdefault((rank, tile), []).append(put)
             return lambda: None
-        return lambda: put_as_fp32(rule, name, stored, run.first_index, run.out)
+        raw = {}
+        for plane, number in stored.items():
+            form = subgroup.kept[number].format
+            places = list(_places(run, form, number))
+            raw[plane] = torch.empty(places[-1][2].stop * form.item_bytes, dtype=torch.uint8, device="cpu")
+            for tile, source, part in places:
+                into = raw[plane][part.start * form.item_bytes : part.stop * form.item_bytes]
+                wanted.setdefault((rank, tile), []).append(partial(_put, source, into))
+        return lambda: put_as_fp32(rule, name, raw, run.first_index, run.out)
 
     def lend(self, address: int, nbytes: int) -> None:
         """See `StateSource.lend`."""

@@ -97,17 +97,21 @@ def _runs(first_index: int, numel: int) -> Iterator[slice]:
         start = stop
 
 
+def _blocks(first_index: int, run: slice) -> slice:
+    """Return which of a segment's blocks a run of its elements lies in."""
+    before = first_index % BLOCK_NUMEL
+    return slice((before + run.start) // BLOCK_NUMEL, -(-(before + run.stop) // BLOCK_NUMEL))
+
+
 def _part(segment: SegmentTensors, run: slice) -> SegmentTensors:
     """Return a run of a segment; see `_runs`."""
-    before = segment.first_index % BLOCK_NUMEL
-    scales = slice((before + run.start) // BLOCK_NUMEL, -(-(before + run.stop) // BLOCK_NUMEL))
     return replace(
         segment,
         master=segment.master[run],
         state=[tensor[run] for tensor in segment.state],
         first_index=segment.first_index + run.start,
         master_low=None if segment.master_low is None else segment.master_low[run],
-        scales=None if segment.scales is None else segment.scales[scales],
+        scales=None if segment.scales is None else segment.scales[_blocks(segment.first_index, run)],
     )
 
 
@@ -132,11 +136,10 @@ def put_as_fp32(
         first_index: Index of its first element in the unsharded parameter.
         out: As many elements.
     """
-    before = first_index % BLOCK_NUMEL
     for run in _runs(first_index, out.numel()):
         if name == MASTER.name:
             main, beside = stored[name].view(torch.int16)[run], stored[MASTER_LOW][run]
         else:
-            scales = slice((before + run.start) // BLOCK_NUMEL, -(-(before + run.stop) // BLOCK_NUMEL))
-            main, beside = stored[name][run], stored[SCALES].view(-1, len(rule.state))[scales]
+            scales = stored[SCALES].view(-1, len(rule.state))
+            main, beside = stored[name][run], scales[_blocks(first_index, run)]
         store_rounded(decoded(rule, name, main, beside, first_index + run.start), out[run])

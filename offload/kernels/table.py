@@ -86,7 +86,7 @@ def trial_table(rule: UpdateRule, addresses: Mapping[str, int] | int, numel: int
 
 def trial_items(rule: UpdateRule) -> dict[str, Format]:
     """Return the tensors of a `trial_table`, and how each is stored."""
-    return dict((*rule.masters, *rule.beside)) | dict.fromkeys(("gradient", "weight"), BF16)
+    return dict(rule.stored) | dict.fromkeys(("gradient", "weight"), BF16)
 
 
 def trial_bytes(rule: UpdateRule) -> int:

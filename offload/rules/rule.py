@@ -121,6 +121,11 @@ class UpdateRule(ABC):
             return self.state
         return (*self.state, StateTensor(SCALES, scales(len(self.state))))
 
+    @property
+    def stored(self) -> tuple[StateTensor, ...]:
+        """What all state of a 16-bit weight is stored in."""
+        return (*self.masters, *self.beside)
+
     def stored_as(self, name: str) -> tuple[str, ...]:
         """Return the names of what one of `names` is stored in."""
         if self.state_format is not StateFormat.COMPACT8:
@@ -130,18 +135,17 @@ class UpdateRule(ABC):
     @property
     def item_bytes(self) -> float:
         """Bytes of state that an element of a 16-bit weight has."""
-        return sum(tensor.format.bytes_each for tensor in (*self.masters, *self.beside))
+        return sum(tensor.format.bytes_each for tensor in self.stored)
 
     @property
     def sector_numel(self) -> int:
         """Elements of which every tensor is whole sectors, but for `scales`, which are padded."""
-        tensors = (*self.masters, *self.beside)
-        return max(tensor.format.sector_numel for tensor in tensors if tensor.format.item_numel == 1)
+        return max(tensor.format.sector_numel for tensor in self.stored if tensor.format.item_numel == 1)
 
     @property
     def tile_unit(self) -> int:
         """Elements of which all that is stored is whole sectors: every tile but the last has a multiple of them."""
-        return max(tensor.format.sector_numel for tensor in (*self.masters, *self.beside))
+        return max(tensor.format.sector_numel for tensor in self.stored)
 
     @property
     def memory_cost(self) -> float:

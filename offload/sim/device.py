@@ -112,10 +112,10 @@ def spans_of(row: Any) -> list[Span]:
     rule = _RULES[int(row["rule"])].stored_in(StateFormat(row["state_format"]))
     active = bool(row["flags"] & int(SegmentFlag.ACTIVE))
     row = row.reshape(1).view(segment_dtype(rule))[0]
-    stored = dict((*(rule.masters if row["weight"] else (MASTER,)), *rule.beside))
+    stored = dict(rule.stored if row["weight"] else (MASTER, *rule.beside))
     blocks = blocks_numel(int(row["first_index"]), numel) * BLOCK_NUMEL
     sizes = {name: form.offset(numel if form.item_numel == 1 else blocks) for name, form in stored.items()}
-    sizes |= dict.fromkeys(("weight",), numel * int(ITEM_BYTES[row["weight_dtype"]]))
+    sizes["weight"] = numel * int(ITEM_BYTES[row["weight_dtype"]])
     sizes |= {f"new_{name}": sizes[name] for name in ("master", "master_low", "weight") if name in sizes}
     columns = [(int(row[name]), size, True) for name, size in sizes.items()]
     columns.append((int(row["gradient"]) if active else 0, numel * int(ITEM_BYTES[row["gradient_dtype"]]), False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import test_update_kernel
 import torch
 from kernel_cases import DTYPES, WEIGHT_DTYPES, Case, Placed, same_bits, some_scalars, table_of
-from test_gpu import Synchronous, remember_what_is_replaced
+from test_gpu import gpu_kernel
 from test_update_kernel import (  # noqa: F401
     ACTIVE,
     DECOUPLED,
@@ -33,7 +32,6 @@ from offload.kernels import CpuUpdateKernel, instruction_sets, reference, roundi
 from offload.protocols import StateFormat
 from offload.rules import LION, RULES
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 GREATEST = float(torch.finfo(torch.bfloat16).max)
 
 
@@ -47,16 +45,8 @@ def kernel(request):
             with CpuUpdateKernel(threads=2, instruction_set=request.param) as kernel:
                 yield kernel
             return
-        pytest.importorskip("triton", reason="Triton is not installed")
-        if INTERPRETED is not (request.param == "interpreter"):
-            pytest.skip("TRITON_INTERPRET says otherwise")
-        if not INTERPRETED and not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-        patch.setattr(Placed, "device", "cpu" if INTERPRETED else "cuda")
-        patch.setattr(Placed, "unaligned", False)
-        if INTERPRETED:
-            remember_what_is_replaced(patch)
-        yield Synchronous(Placed.device)
+        with gpu_kernel(interpreted=request.param == "interpreter") as kernel:
+            yield kernel
 
 
 def replaced(case: Case, **tensors: torch.Tensor) -> Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import DTYPES, WEIGHT_DTYPES, Case, Placed, same_bits, some_scalars, table_of
-from test_gpu import Synchronous, remember_what_is_replaced
+from test_gpu import Synchronous, gpu_kernel
 from test_update_kernel import (  # noqa: F401
     ACTIVE,
     DECOUPLED,
@@ -35,24 +34,14 @@ from offload.protocols import BLOCK_NUMEL as SHARED_NUMEL
 from offload.protocols import SEGMENT_DTYPE, StateFormat
 from offload.rules import ADAGRAD, ADAMW, LION, MASTER, MASTER_LOW, RULES, SCALES, segment_dtype
 
-pytest.importorskip("triton", reason="Triton is not installed")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 
 
 @pytest.fixture(scope="module", params=["interpreter8", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel(request):
-    if INTERPRETED is not (request.param == "interpreter8"):
-        pytest.skip("TRITON_INTERPRET says otherwise")
-    if not INTERPRETED and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, gpu_kernel(interpreted=request.param == "interpreter8") as kernel:
         patch.setattr(Case, "state_format", StateFormat.COMPACT8)
-        patch.setattr(Placed, "device", "cpu" if INTERPRETED else "cuda")
-        patch.setattr(Placed, "unaligned", False)
-        if INTERPRETED:
-            remember_what_is_replaced(patch)
-        yield Synchronous(Placed.device)
+        yield kernel
 
 
 def run_and_check(kernel: Synchronous, cases: list[Case]) -> None:

@@ -6,9 +6,11 @@ collected here too, and get this module's `kernel`.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import os
+from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -101,19 +103,26 @@ def remember_what_is_replaced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "_patch_builtin", replace)
 
 
-@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def kernel(request):
-    if request.param == "interpreter" and not INTERPRETED:
-        pytest.skip("there is a GPU; set TRITON_INTERPRET=1 to run the interpreter instead")
-    if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
-        pytest.skip("no CUDA device, or TRITON_INTERPRET is set")
-    device = "cuda" if request.param == "cuda" else "cpu"
+@contextlib.contextmanager
+def gpu_kernel(*, interpreted: bool) -> Iterator[Synchronous]:
+    """Lend the GPU's kernel, in Triton's interpreter or on a GPU, and have `Placed` tensors lie there."""
+    if INTERPRETED is not interpreted:
+        pytest.skip("TRITON_INTERPRET says otherwise")
+    if not interpreted and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = "cpu" if interpreted else "cuda"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Placed, "device", device)
         patch.setattr(Placed, "unaligned", False)
-        if INTERPRETED:
+        if interpreted:
             remember_what_is_replaced(patch)
         yield Synchronous(device)
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel(request):
+    with gpu_kernel(interpreted=request.param == "interpreter") as kernel:
+        yield kernel
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -321,8 +322,15 @@ def test_closed_form_is_near_the_simulated_step_of_what_is_chosen(whole):
     assert sorted(errors)[len(errors) // 2] < 0.005
 
 
+def shared(read: float, write: float, keeps: float = 0.5, **others: float) -> PathRates:
+    """Return a path of which each direction keeps a part of its rate beside the other."""
+    alone = {"read_alone_bytes_per_s": read, "write_alone_bytes_per_s": write}
+    return PathRates(keeps * read, keeps * write, **others, **alone)
+
+
 @pytest.mark.slow
-def test_closed_form_is_near_the_simulated_step():
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_closed_form_is_near_the_simulated_step(is_shared: bool):
     """Within 10 % with three staging slots or more, within 25 % with fewer; nine times in ten within 2 %."""
     rng = random.Random(0)
     errors = []
@@ -332,8 +340,9 @@ def test_closed_form_is_near_the_simulated_step():
         numel = 1024 * rng.choice((8, 16))
         plan = make(subgroups, rng.randrange(1, 8), rng.randrange(subgroups), shares, numel)
         latency_s = rng.choice((0.0, 1e-6, 1e-4))
+        path = partial(shared, keeps=rng.choice((0.5, 0.5, 0.6, 0.8))) if is_shared else PathRates
         paths = [
-            PathRates(share * rng.uniform(0.5e9, 2e9), share * rng.uniform(0.3e9, 1.5e9), latency_s)
+            path(share * rng.uniform(0.5e9, 2e9), share * rng.uniform(0.3e9, 1.5e9), latency_s=latency_s)
             for share in shares
         ]
         rates = Rates(10 ** rng.uniform(8, 10), tuple(paths))
@@ -341,12 +350,6 @@ def test_closed_form_is_near_the_simulated_step():
         assert error < (0.1 if plan.staging_slots >= 3 else 0.25), (plan.staging_slots, rates, error)
         errors.append(error)
     assert sorted(errors)[len(errors) * 9 // 10] < 0.02
-
-
-def shared(read: float, write: float, keeps: float = 0.5, **others: float) -> PathRates:
-    """Return a path of which each direction keeps a part of its rate beside the other."""
-    alone = {"read_alone_bytes_per_s": read, "write_alone_bytes_per_s": write}
-    return PathRates(keeps * read, keeps * write, **others, **alone)
 
 
 def test_directions_that_take_turns_have_a_shared_path_for_themselves():
@@ -401,24 +404,3 @@ def test_a_path_that_is_hardly_shared_is_as_one_that_is_not():
         assert other.lane_bytes == one.lane_bytes
         assert other.busy_s == pytest.approx(one.busy_s, rel=1e-6)
         assert len(other.timeline) == len(one.timeline)
-
-
-@pytest.mark.slow
-def test_closed_form_is_near_the_simulated_step_of_shared_paths():
-    """As near as with paths that are not shared."""
-    rng = random.Random(0)
-    errors = []
-    for _ in range(400):
-        shares = [rng.uniform(0.5, 3.0) for _ in range(rng.randrange(1, 4))]
-        subgroups = rng.randrange(2, 40)
-        plan = make(subgroups, rng.randrange(1, 8), rng.randrange(subgroups), shares, 1024 * rng.choice((8, 16)))
-        latency_s, keeps = rng.choice((0.0, 1e-6, 1e-4)), rng.choice((0.5, 0.5, 0.6, 0.8))
-        paths = [
-            shared(share * rng.uniform(0.5e9, 2e9), share * rng.uniform(0.3e9, 1.5e9), keeps, latency_s=latency_s)
-            for share in shares
-        ]
-        rates = Rates(10 ** rng.uniform(8, 10), tuple(paths))
-        error = abs(estimate(plan, rates).step_s / predict(plan, rates, steps=2).step_s - 1)
-        assert error < (0.1 if plan.staging_slots >= 3 else 0.25), (plan.staging_slots, rates, error)
-        errors.append(error)
-    assert sorted(errors)[len(errors) * 9 // 10] < 0.02
