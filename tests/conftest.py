@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,49 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("new", derandomize=False, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--overlap", action="store_true", help="let every step go on behind, with all weights hidden")
+
+
+class Everything:
+    """A model of all parameters of an optimizer, whose forward pass waits for all of them."""
+
+    check = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def parameters(self) -> set[torch.Tensor]:
+        optimizer = self._optimizer()
+        return set() if optimizer is None else set(optimizer._parameters())
+
+    def unhook(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--overlap`, steps begin and are waited for in two calls."""
+    if not request.config.getoption("--overlap"):
+        return
+    from offload.optim.optimizer import OffloadedOptimizer
+
+    plain_init, plain_step = OffloadedOptimizer.__init__, OffloadedOptimizer.step
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        plain_init(self, *arguments, **options)
+        self._overlap.following.append(Everything(self))
+
+    def step(self: Any, closure: Any = None) -> Any:
+        loss = plain_step(self, closure)
+        self.finish()
+        return loss
+
+    monkeypatch.setattr(OffloadedOptimizer, "__init__", init)
+    monkeypatch.setattr(OffloadedOptimizer, "step", step)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,6 +192,11 @@ class GpuLanes:
         """Make work that the caller enqueues from now on wait for new weights and state."""
         for lane in (DeviceLane.UPDATE, DeviceLane.H2D, DeviceLane.PIECES):
             self.device.follow(DeviceLane.CALLER, self.device.mark(lane, timed=False))
+
+    def lead_caller_to(self, subgroups: Iterable[int]) -> None:
+        """Make work that the caller enqueues from now on wait for new weights of subgroups whose visits ended."""
+        for mark in dict.fromkeys(mark for subgroup in subgroups for mark in self._written.get(subgroup, ())):
+            self.device.follow(DeviceLane.CALLER, mark)
 
     def wait(self) -> None:
         """Wait until all work on the lanes has been done; any thread."""

@@ -194,6 +194,9 @@ class Machine:
         self.moved: list[int] = []
         """Subgroups whose changing visit has finished in the current (or last) sweep, in that order; none after a
         `Stop` between sweeps."""
+        self.ended: list[int] = []
+        """Subgroups whose visit has ended in the current (or last) sweep, in that order: weights that it changes are
+        there, or on their way on the lane of pushes."""
         self._on_warning = on_warning
         self._on_break = on_break
         self._phases: list[Phase] = []
@@ -379,6 +382,7 @@ class Machine:
         self._sweep = sweep
         self._unfinished = len(subgroups)
         self.moved = []
+        self.ended = []
         self._pending = {visit.subgroup: visit for visit in sweep.visits}
         for subgroup in subgroups:
             match self._phases[subgroup]:
@@ -440,7 +444,7 @@ class Machine:
             case FetchWeights(subgroup=subgroup):
                 self._cpu.under_way.append(subgroup)
             case PushWeights(subgroup=subgroup, weight_slot=weight_slot):
-                self._unfinished -= 1
+                self._end_visit(subgroup)
                 if self.broken is None:
                     self._issue(AwaitPush(self._take_op(), subgroup, weight_slot))
             case AwaitPush(weight_slot=weight_slot):
@@ -492,9 +496,9 @@ class Machine:
             self._versions[subgroup] = self._sweep.step if self._sweep else self._versions.get(subgroup, 0)
             self.moved.append(subgroup)
         if run.weight_slot is None:
-            self._unfinished -= 1
+            self._end_visit(subgroup)
         elif not visit.changes:
-            self._unfinished -= 1
+            self._end_visit(subgroup)
             del self._weight_slots[run.weight_slot]
         elif self.broken is None:  # else the GPU keeps old weights, and the visit does not end
             self._issue(PushWeights(self._take_op(), subgroup, run.weight_slot, visit.weight_bytes))
@@ -505,6 +509,10 @@ class Machine:
             self._settle(subgroup, changed=False)
         elif self.broken is None:
             self._issue(CopyOut(self._take_op(), subgroup, run.slot, run.gpu_slot))
+
+    def _end_visit(self, subgroup: int) -> None:
+        self._unfinished -= 1
+        self.ended.append(subgroup)
 
     def _settle(self, subgroup: int, *, changed: bool) -> None:
         """Take in that a subgroup's state is whole in its memory and nothing works on it any more."""

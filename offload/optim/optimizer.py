@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
@@ -26,6 +25,7 @@ from offload.layout import Parameter
 from offload.optim import ranks
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.late import LateEngine
+from offload.optim.overlap import Following, Overlap
 from offload.optim.routes import choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
@@ -62,6 +62,9 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._weights.place = first[0].device if first else None
         self._scaling = Scaling()
         self._route = choose_route(late, self._weights, self._scaling, world)
+        self._overlap = Overlap(late, self._weights)
+        self._is_told = True  # of the last step
+        self._lock.first = lambda: owner._finish()
         self._forecast = Forecast()
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         if late.device is None or config.gpu_memory != "auto":
@@ -255,20 +258,94 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]
         active = self._bind_gradients()
-        scale, clip, started_s = self._scaling.loss_scale, self._scaling.clip, time.monotonic()
+        scale, clip = self._scaling.loss_scale, self._scaling.clip
         try:
-            self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
+            if self._overlap.following:
+                self._begin_step(groups, scale, clip, active)
+            else:
+                self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
+                self._is_told = False
         finally:
             self._state.changes += 1
             self._scaling.forget()
             self._route.forget()
             self._weights.written(active)
-        self._forecast.watch(self.engine.plan, self.engine.rates, time.monotonic() - started_s)
+        if not self._overlap.is_behind:
+            self._tell()
+
+    def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[Bound]) -> None:
+        """Have a step go on behind the caller, but for what the next forward pass does not wait for."""
+        owned, in_order = self._overlap.owned(), self._overlap.in_order(active)
+        at_once = [bound for bound in in_order if bound.parameter not in owned]
+        later = [bound for bound in in_order if bound.parameter in owned]
+        kept = [*self._route.read(), *(bound.parameter.detach() for bound in active)]
+        positions = [bound.position for bound in (*at_once, *later)]
+        self._overlap.hide(later)
+        try:
+            self.engine.step(groups, scale=scale, clip=clip, active=positions, behind=kept)
+        finally:
+            if self.engine.is_behind:  # perhaps it was interrupted
+                self._is_told = False
+                del kept
+                at_once += self._route.take(active)
+            else:
+                self._overlap.finish()
+        self._overlap.wait_for(at_once)
+
+    def _finish(self) -> None:
+        """Wait until the step is over that goes on behind its caller, if one does, and tell of it."""
+        self._overlap.finish()
+        if not self._is_told:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell whoever wants to know of the last step."""
+        self._is_told = True
+        self._forecast.watch(self.engine.plan, self.engine.rates, self.engine.step_s)
         step = self.engine.step_number
         due = [write for every, write in self._writers if step % every == 0]
         metrics = self.metrics() if due else {}
         for write in due:
             write(metrics, step)
+
+    # Into the next forward pass
+
+    def overlap_forward(self, model: torch.nn.Module, *, check: bool = False) -> Following:
+        """Have each `step` go on into the next forward pass of a model: its modules wait for their own weights only.
+
+        `step` returns when the norm is known and the update has begun; `.grad` is None then, as it is the update's.
+        The order is that of the last forward pass, and all numbers stay what they are. Whatever asks for state or
+        weights through the optimizer or the model's state dicts waits for all of the step; `finish` does nothing
+        else. Parameters that no module of the model owns are updated before `step` returns, and so are those whose
+        gradient somebody else still holds.
+
+        A module waits when it is called: for the parameters that it owns, and those that belong to modules below it
+        that have never been called. Weights that are used elsewhere (an average of them, `F.linear(x, other.weight)`
+        before `other` is called, `parameters_to_vector`, a copy of the model) need `finish` first. A compiled module
+        waits for all that is in it: give the one that `torch.compile` returned.
+
+        Args:
+            model: The module whose forward pass is called, compiled or wrapped as it is called. Give it again after
+                modules were added to it.
+            check: For tests: weights that wait hold NaN until somebody waits for them. Takes a second copy of them.
+
+        Returns:
+            What ends it with `remove()`.
+
+        Raises:
+            ConfigError: `model` is no module.
+        """
+        with self._lock:
+            return self._overlap.follow(model, check)
+
+    def finish(self) -> None:
+        """Wait until the last step is over, if it goes on into the next forward pass (`overlap_forward`).
+
+        Raises:
+            StepAbortedError: It could not be finished; the session is broken.
+        """
+        with self._lock:
+            pass
 
     # Figures and the end
 
@@ -338,7 +415,12 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._writers.append((every, write))
 
     def close(self) -> None:
-        """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten."""
+        """Free memory and files; the weights stay. Idempotent; also done when the optimizer is forgotten.
+
+        Raises:
+            StepAbortedError: The last step, which went on behind its caller, could not be finished.
+        """
+        self._overlap.unhook()
         self._route.detach()
         for parameter in self._parameters():
             if parameter.grad_dtype not in (None, parameter.dtype):
@@ -346,6 +428,7 @@ class OffloadedOptimizer(StatefulOptimizer):
                 parameter.grad_dtype = parameter.dtype
         self._late.close()
         self._route.release()  # the lanes have ended
+        self._overlap.closed()
 
     def __enter__(self) -> OffloadedOptimizer:
         return self

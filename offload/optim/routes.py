@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -65,7 +65,10 @@ class Route:
     def arrived(self, bound: Bound, builds_graph: bool = False) -> None:
         """Take in a gradient that has been accumulated; `builds_graph` if backward makes a graph of it."""
         gradient = bound.parameter.grad
-        if gradient is None or self._engine.broken is not None:
+        if gradient is None:
+            return
+        self._engine.wait_for([bound.position])  # a step that goes on reads the gradient before
+        if self._engine.broken is not None:
             return
         bound.arrivals += 1
         if self._scaling.noted:
@@ -106,6 +109,33 @@ class Route:
         """Yield all parameters, and what tells their gradients from others."""
         return ((bound, self.note(bound)) for bound in self._bound.values())
 
+    def read(self) -> list[torch.Tensor]:
+        """Return the memory that the step reads gradients from, as far as the engine does not own it."""
+        return [gradient.detach() for gradient in self._held if not self._is_slot(gradient)]
+
+    def _is_slot(self, gradient: torch.Tensor) -> bool:
+        return False
+
+    def take(self, active: Iterable[Bound]) -> list[Bound]:
+        """Take gradients that a step reads out of `.grad`, and let go of them; somebody keeps what `read` returned.
+
+        Returns:
+            Parameters whose gradient somebody else can reach, and so write to.
+        """
+        taken = []
+        for bound in active:
+            gradient, bound.parameter.grad = bound.parameter.grad, None
+            if gradient is not None:
+                storage = None if self._is_slot(gradient) else gradient.untyped_storage()._cdata
+                taken.append((bound, weakref.ref(gradient), storage))
+            del gradient
+        self._held.clear()
+        return [
+            bound
+            for bound, gradient, storage in taken
+            if not (bound.slot.is_free if storage is None else gradient() is None and _has_one_owner(storage))
+        ]
+
     def forget(self) -> None:
         """Forget gradients that are not in `.grad` any more."""
         self.release()
@@ -136,9 +166,15 @@ class Slots(Route):
 
     has_slots = True
 
+    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling) -> None:
+        super().__init__(late, weights, scaling)
+        self._slots_at: set[int] = set()
+
     def attach(self, bound: Bound) -> None:
         """See `Route.attach`."""
         bound.slot = GradientSlot(self._late.engine.gradient_slot(bound.position), bound.parameter)
+        if bound.parameter.numel():
+            self._slots_at.add(bound.slot.address)
         super().attach(bound)
 
     def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
@@ -161,6 +197,9 @@ class Slots(Route):
                 engine.gradient_arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
             parameter.grad = gradient = lent
         bound.gathered = gradient._version
+
+    def _is_slot(self, gradient: torch.Tensor) -> bool:
+        return gradient.data_ptr() in self._slots_at
 
     def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:
         return gradient.data_ptr() == bound.slot.address and gradient._version == bound.gathered
@@ -250,6 +289,18 @@ class Departing(Route):
             if not any(self._engine.has_gradient(bound.position) for bound in self._left):
                 self.release()
 
+    def read(self) -> list[torch.Tensor]:
+        """See `Route.read`."""
+        left = [gradient for gradient in self._left.values() if gradient is not None]
+        return [*super().read(), *left, *(gradient for _, gradient in self._in_transit)]
+
+    def take(self, active: Iterable[Bound]) -> list[Bound]:
+        """See `Route.take`."""
+        held = super().take(active)
+        self._engine.forget_gradients()
+        self.release()
+        return held
+
     def release(self) -> None:
         """See `Route.release`."""
         super().release()
@@ -273,6 +324,12 @@ class _ArrivalHook:
             builds_graph = torch.is_grad_enabled()
             with torch.no_grad():
                 route.arrived(bound, builds_graph)
+
+
+def _has_one_owner(storage: int) -> bool:
+    """Return whether one tensor alone has a storage, given torch's address of it."""
+    count: int = torch._C._storage_Use_Count(storage)
+    return count == 1
 
 
 def _lies_as(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -7,7 +7,6 @@ it is found by the copy's version counter, and refused when the optimizer is nex
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.optim.late import LateEngine
+from offload.optim.overlap import Turn
 from offload.optim.weights import Bound, Weights
 from offload.rules import MASTER, RULES, UpdateRule, number
 
@@ -141,9 +141,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         changes: Counts the changes of any state.
     """
 
-    def __init__(
-        self, late: LateEngine, weights: Weights, rule: UpdateRule, lock: threading.RLock, owner: str
-    ) -> None:
+    def __init__(self, late: LateEngine, weights: Weights, rule: UpdateRule, lock: Turn, owner: str) -> None:
         self.copies = Copies()
         self.changes = 0
         self._late = late

@@ -7,7 +7,6 @@ import io
 import logging
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import deepcopy
 from itertools import chain
@@ -21,6 +20,7 @@ from offload.errors import CheckpointError, ConfigError
 from offload.optim import ranks
 from offload.optim.groups import NOT_LOADED, Group, checked_groups, from_json, names, set_restored, to_json
 from offload.optim.late import LateEngine
+from offload.optim.overlap import Turn
 from offload.optim.state import StateView, says_nothing
 from offload.optim.weights import Bound, Weights
 from offload.rules import UpdateRule
@@ -39,7 +39,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     """What checkpoints call the optimizer."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], late: LateEngine) -> None:
-        self._lock = threading.RLock()
+        self._lock = Turn()
         self._late = late
         self._weights = Weights(late)
         self._state = StateView(late, self._weights, self.rule, self._lock, type(self).__name__)

@@ -37,6 +37,7 @@ from offload.measure import lane_totals
 from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, DeviceLane, Mark, StateFormat
 from offload.rules import ADAMW, UpdateRule
+from offload.session.behind import Behind
 from offload.session.checkpoints import Checkpoints
 from offload.session.ending import Ending
 from offload.session.parts import Parts
@@ -127,6 +128,7 @@ class Engine:
 
     def timeline(self) -> list[Interval]:
         """Return what the lanes did in the last step and since, in the order in which it ended."""
+        self._thread.wait_behind()
         self._parts.executor.take_timed()
         return list(self._parts.executor.timeline)
 
@@ -203,10 +205,12 @@ class Engine:
 
     def bind_weight(self, parameter: int | str, address: int) -> None:
         """Say where a parameter's weight lies: contiguous, in the parameter's dtype."""
+        self.wait_for([parameter])
         self._parts.tables.weights[self._position(parameter)] = address
 
     def reload_master(self, parameter: int | str) -> None:
         """Take the master from the weight when the parameter is next updated; the moments stay."""
+        self.wait_for([parameter])
         self._parts.tables.reload_master(self._position(parameter))
 
     def gradient_slot(self, parameter: int | str) -> torch.Tensor:
@@ -234,6 +238,7 @@ class Engine:
             gradient of a parameter of which `keeps_gradient` is true is read, and added to, until the step has
             returned.
         """
+        self.wait_for([parameter])
         self._thread.check_usable()
         return self._parts.gradients.arrived(self._position(parameter), address, dtype)
 
@@ -275,7 +280,7 @@ class Engine:
             for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
                 gpu.device.give_up(gradient)
             self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
-            if self._visits.placing.due:  # and no gradient is here now
+            if self._visits.placing.due and not self.is_behind:  # and no gradient is here now
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
                     self._thread.request(self._visits.placing.review)
 
@@ -295,6 +300,7 @@ class Engine:
             gathered: Whether `gradient_arrived` gathered its norm. On the CPU the norm is made anew where any bit of
                 the gradient has changed since; false saves looking.
         """
+        self.wait_for([parameter])
         self._parts.gradients.bind(self._position(parameter), address, dtype, gathered)
 
     # Work
@@ -320,8 +326,13 @@ class Engine:
         scale: float = 1.0,
         clip: float = 1.0,
         active: Iterable[int | str] | None = None,
+        behind: Sequence[torch.Tensor] | None = None,
     ) -> None:
         """Update state and weights of all active parameters from their bound gradients.
+
+        With `behind` this returns when the step has begun, and it goes on behind the caller: `wait_for` waits for
+        some weights; `finish`, and whatever else asks anything of the engine, for all. Until then nobody writes to
+        weights or gradients.
 
         Args:
             groups: Hyperparameters, by group index: what the rule's `values` makes of one of torch's groups (Adam's
@@ -329,9 +340,12 @@ class Engine:
             scale: What the gradients were multiplied by (loss scale); they are divided by it.
             clip: Factor for the unscaled gradients.
             active: Parameters that have a gradient; None for all. The others stay as they are, bit for bit.
+                With `behind` they are updated in this order, but for what lies in staging memory, which is first.
+            behind: Do not wait, and keep these tensors until the step is over: the memory of weights and gradients.
 
         Raises:
-            StepAbortedError: If it could not be finished; the session is broken.
+            StepAbortedError: If it, or a step that went on behind the caller, could not be finished; the session is
+                broken.
             SessionBrokenError: If the session cannot be used.
         """
         parts, visits, tables = self._parts, self._visits, self._parts.tables
@@ -347,23 +361,56 @@ class Engine:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             started_s = time.monotonic()
             subgroups = tables.begin_step(groups, scale, clip, chosen)
+            if behind is not None:
+                places = parts.plan.layout.places
+                subgroups = tuple(dict.fromkeys(subgroup for n in chosen for subgroup, _ in places[n]))
 
             def applied() -> None:
                 tables.steps[chosen] += 1
                 visits.step_number += 1
                 self._step_started_s, self._step_s = started_s, time.monotonic() - started_s
 
+            aborted = partial(_aborted, parts, visits)
+            follows = None if behind is None else Behind(behind, aborted)
             try:
-                self._thread.request(partial(visits.begin_step, subgroups), applied, visits.learn)
+                self._thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, follows)
             except SessionBrokenError:
                 raise
             except Exception as error:
                 if error is not self._thread.broken:
                     raise  # not the sweep's: a signal handler's
-                last = parts.saves.last_folder
-                if isinstance(error, OffloadError):  # else it is a fault of ours, and where it came from counts
-                    error.__traceback__ = None  # the session keeps the error, which would keep its callers' frames
-                raise StepAbortedError(visits.step_number + 1, error, parts.machine.moved, last) from error
+                raise aborted(error) from error
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a step that nobody has waited for goes on behind its caller, or has."""
+        return self._thread.behind is not None
+
+    def wait_for(self, parameters: Iterable[int | str]) -> None:
+        """Wait until the weights of some parameters are those of the last step, and their gradients have been read.
+
+        On a GPU the work that the calling thread enqueues from now on waits for them, too.
+
+        Raises:
+            StepAbortedError: The step could not be finished; the session is broken.
+        """
+        behind = self._thread.behind
+        if behind is None:
+            return
+        subgroups = self._visits.subgroups_of(map(self._position, parameters))
+        behind.wait_for(subgroups)
+        if behind.error is not None:
+            self._thread.finish()
+        elif self._parts.gpu is not None:
+            self._parts.gpu.lead_caller_to(subgroups)
+
+    def finish(self) -> None:
+        """Wait until a step that goes on behind its caller is over, if one does.
+
+        Raises:
+            StepAbortedError: It could not be finished; the session is broken.
+        """
+        self._thread.finish()
 
     def read_state(self, parameters: Iterable[int | str]) -> list[dict[str, torch.Tensor]]:
         """Return the rule's tensors of each parameter (Adam: master, exp_avg, exp_avg_sq), new, flat and fp32."""
@@ -595,6 +642,15 @@ class Engine:
             restorer = Restorer(checkpoint, parameters, names or {}, parts.views, parts.tables, parts.gpu)
             self._checkpoints.load(checkpoint, restorer, rank, ranks)
 
+    @property
+    def step_s(self) -> float:
+        """Seconds that the last step took."""
+        return self._step_s
+
+    def raise_untold(self) -> None:
+        """Raise what a step has failed with that went on behind its caller, unless it was raised before."""
+        self._thread.raise_untold()
+
     def close(self) -> None:
         """Finish what is in flight, a checkpoint included, and free everything; idempotent.
 
@@ -612,3 +668,12 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _aborted(parts: Parts, visits: Visits, error: BaseException) -> StepAbortedError:
+    """Return what to raise for a step that has failed with an error."""
+    if isinstance(error, OffloadError):  # else it is a fault of ours, and where it came from counts
+        error.__traceback__ = None  # the session keeps the error, which would keep its callers' frames
+    aborted = StepAbortedError(visits.step_number + 1, error, parts.machine.moved, parts.saves.last_folder)
+    aborted.__cause__ = error
+    return aborted

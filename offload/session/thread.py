@@ -2,6 +2,9 @@
 
 A caller posts a request and waits for its answer. Between requests the thread finishes flushes and checkpoints. What
 a request does is not known here (offload/session/visits.py, offload/session/checkpoints.py).
+
+A request may be answered when its sweep has begun (`Behind`). The next one is taken when that sweep is over, and
+whoever asks for it waits until then.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from offload.engine.operations import Begin, Release, Stop, Sweep
 from offload.errors import CheckpointError, OffloadError, SessionBrokenError, known
 from offload.layout import Parameter
 from offload.protocols import DeviceLane, Mark
+from offload.session.behind import Behind
 from offload.session.parts import Parts
 
 log = logging.getLogger("offload")
@@ -43,6 +47,8 @@ class _Request:
     """Takes note of a sweep that has ended well; on the engine thread, where no interrupt can come between."""
     meanwhile: Callable[[], None]
     """Called on the engine thread when the sweep's first operations are under way."""
+    behind: Behind | None
+    """Where the caller does not wait for the sweep: told of its visits and its end."""
     error: BaseException | None = None
 
 
@@ -64,10 +70,14 @@ class EngineThread:
         """Whoever has it may ask."""
         self.afterwards: Callable[[], None] | None = None
         """What the requester is to do when it has its answer: to close the session, if a signal handler wanted to."""
+        self.behind: Behind | None = None
+        """The sweep that nobody has waited for to its end."""
         self._thread: threading.Thread | None = None
         self._opening: waits.Aside | None = None
         self._starting = threading.Lock()
         self._serving = self._told_broken = False
+        self._followed: Behind | None = None  # what is told of the sweep under way
+        self._told = 0  # how many of its visits it was told of
         self._next: _Request | None = None
         self._current: _Request | None = None
         self._reply = CompletionQueue()
@@ -126,19 +136,55 @@ class EngineThread:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for the caller's turn; a session that cannot be used raises `SessionBrokenError`."""
+        """Wait for the caller's turn, and for a sweep behind it.
+
+        Raises:
+            SessionBrokenError: The session cannot be used.
+            StepAbortedError: The sweep has failed.
+        """
+        self.finish()
         self.check_usable()
         with self.lock:
+            self.finish()
             self.check_usable()
             yield
+
+    def wait_behind(self) -> None:
+        """Wait until the sweep is over that goes on behind its caller, if one does, well or not."""
+        behind = self.behind
+        if behind is not None and os.getpid() == self.pid:
+            behind.wait()
+
+    def finish(self) -> None:
+        """Wait until the sweep is over that goes on behind its caller, if one does; raise what failed it, once."""
+        behind = self.behind
+        if behind is None or os.getpid() != self.pid:
+            return
+        behind.wait()
+        gpu = self._parts.gpu
+        if gpu is not None:
+            with contextlib.suppress(OffloadError):  # a device that has failed ends nothing
+                gpu.lead_caller()
+                for tensor in behind.kept:
+                    gpu.device.give_up(tensor)
+        self.raise_untold()
+
+    def raise_untold(self) -> None:
+        """Raise what the sweep that is over has failed with, if it has, once."""
+        behind = self.behind
+        if behind is not None and behind.is_over:
+            self.behind = None
+            if behind.error is not None:
+                raise behind.error
 
     def request(
         self,
         begin: Callable[[], Sweep | None],
         applied: Callable[[], None] = nothing,
         meanwhile: Callable[[], None] = nothing,
+        behind: Behind | None = None,
     ) -> None:
-        """Have the engine thread do something and wait until it has ended, well or not.
+        """Have the engine thread do something and wait until it has ended, well or not; or, `behind`, has begun.
 
         A sweep reads gradients and writes weights until it has ended, so nothing may cut the wait short: handing over
         and waiting are one native call, and what is raised in this thread meanwhile (a KeyboardInterrupt, a signal
@@ -149,11 +195,12 @@ class EngineThread:
             begin: See `_Request`.
             applied: See `_Request`.
             meanwhile: See `_Request`.
+            behind: See `_Request`.
 
         Raises:
             BaseException: What the request ended with.
         """
-        request = _Request(begin, applied, meanwhile)
+        request = _Request(begin, applied, meanwhile, behind)
         interrupted = self._next  # what is about to be handed over, if a signal handler asks for this
         try:
             self._exchange(request)
@@ -179,7 +226,7 @@ class EngineThread:
                 with contextlib.suppress(OffloadError):
                     gpu.lead_caller()
             raise
-        if gpu is not None:
+        if gpu is not None and request.behind is None:
             gpu.lead_caller()
 
     def stop(self) -> None:
@@ -213,7 +260,7 @@ class EngineThread:
                 executor.drain()  # whoever is answered may free what updates still write to
             self._end_save(error)
             if self._current is not None:
-                self._answer(error)
+                self._end_request(error)
             while True:
                 while not executor.requests:
                     executor.wait()
@@ -227,17 +274,21 @@ class EngineThread:
             pump(
                 machine,
                 executor,
-                lambda m: m.finished is not None or m.saver.ended is not None or (m.idle and executor.requests > 0),
+                lambda m: (
+                    m.finished is not None
+                    or m.saver.ended is not None
+                    or (m.idle and executor.requests > 0)
+                    or (self._followed is not None and len(m.ended) > self._told)
+                ),
             )
+            self._tell_ended()
             self.take_save()
             if machine.finished is None and not (machine.idle and executor.requests > 0):
                 continue
             if machine.take_finished() is not None:
-                if machine.failed or self._current is None:
-                    self._answer(machine.broken)
-                else:
-                    self._current.applied()
-                    self._answer(None)
+                if not machine.failed:
+                    known(self._current, "a sweep of nobody").applied()
+                self._end_request(machine.broken if machine.failed else None)
                 continue
             if self._take_request() is None:
                 self._finish()
@@ -258,7 +309,19 @@ class EngineThread:
             machine, executor = self._parts.machine, self._parts.executor
             machine.handle(Begin(sweep))
             executor.submit(machine.take_operations())
+            if request.behind is not None:
+                request.behind.begin(visit.subgroup for visit in sweep.visits)
+                self.behind = self._followed = request.behind
+                self._told = 0
+                self._reply.post(0)
             request.meanwhile()
+
+    def _tell_ended(self) -> None:
+        """Say which visits have ended of a sweep that goes on behind its caller."""
+        if self._followed is not None:
+            ended = self._parts.machine.ended
+            self._followed.ended(ended[self._told :])
+            self._told = len(ended)
 
     def _finish(self) -> None:
         """Finish what is in flight as the session is closed; a device that does not answer breaks it, as ever."""
@@ -313,6 +376,18 @@ class EngineThread:
         self._parts.executor.requests -= 1
         self._current = self._next
         return self._current
+
+    def _end_request(self, error: BaseException | None) -> None:
+        """Say what a request has ended with: to its caller, or where its sweep goes on behind, to whoever waits."""
+        behind, self._followed = self._followed, None
+        if behind is None:
+            self._answer(error)
+            return
+        self._current = None
+        self._parts.executor.visit_with(visit_nothing)
+        if self._parts.gpu is None:  # else lanes may still be at it
+            behind.kept = ()
+        behind.end(error)
 
     def _answer(self, error: BaseException | None) -> None:
         request, self._current = known(self._current, "an answer to nobody"), None

@@ -1,0 +1,257 @@
+"""Steps that go on into the next forward pass: each module waits for its own weights only.
+
+`Overlap` knows which modules are hooked, in which order they were called, and what waits for whom. It does not know
+how a step is taken (`offload.optim.optimizer`) or run (`offload.session`).
+
+A module waits for the parameters that it owns, and for those of modules below it that are never called themselves,
+as `torch.nn.MultiheadAttention` uses the weights of its projection. Which are called is learnt from the first forward
+pass, before which no step goes on behind it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from offload.errors import ConfigError, OffloadError
+from offload.optim.late import LateEngine
+from offload.optim.weights import Bound, Weights
+
+
+class Overlap:
+    """What goes on behind the caller of one optimizer's `step`.
+
+    Args:
+        late: The engine.
+        weights: The parameters.
+
+    Attributes:
+        following: The models whose forward passes wait for weights.
+    """
+
+    def __init__(self, late: LateEngine, weights: Weights) -> None:
+        self.following: list[Following] = []
+        self._late = late
+        self._bound = weights.bound
+        self._used: dict[torch.Tensor, None] = {}
+        self._hidden: dict[Bound, torch.Tensor] = {}
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a step that nobody has waited for goes on behind its caller, or has."""
+        return self._late.opened is not None and self._late.opened.is_behind
+
+    def follow(self, model: torch.nn.Module, check: bool) -> Following:
+        """Hook a model; once more to hook what has been added to it."""
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError("model", type(model).__name__, "give the torch.nn.Module whose forward pass trains")
+        self.finish()
+        for other in [other for other in self.following if other.model is model]:
+            other.remove()
+        following = Following(self, model, check)
+        self.following.append(following)
+        return following
+
+    def used(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take note that a forward pass needs some weights now, and wait for them."""
+        for parameter in parameters:
+            self._used.setdefault(parameter)
+        if self.is_behind:
+            self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
+
+    def in_order(self, active: Iterable[Bound]) -> list[Bound]:
+        """Return the parameters to update in the order in which forward passes since the last step used them."""
+        place = {parameter: number for number, parameter in enumerate(self._used)}
+        self._used = {}
+        return sorted(active, key=lambda bound: place.get(bound.parameter, len(place)))
+
+    def owned(self) -> set[torch.Tensor]:
+        """Return the parameters that a hooked module waits for."""
+        return {parameter for following in self.following for parameter in following.parameters}
+
+    # Around a step
+
+    def hide(self, waiting: Iterable[Bound]) -> None:
+        """Have a step update copies of weights, and fill these with NaN until somebody waits for them."""
+        if any(following.check for following in self.following):
+            for bound in waiting:
+                copy = bound.parameter.detach().clone()
+                self._late.engine.bind_weight(bound.position, copy.data_ptr())
+                self._hidden[bound] = copy
+                bound.parameter.data.fill_(float("nan"))
+
+    def wait_for(self, waiting: Iterable[Bound]) -> None:
+        """Wait until some weights are those of the last step, and their gradients have been read."""
+        waiting = [*waiting]
+        if not waiting or not self.is_behind or self._late.opened is None:
+            return
+        try:
+            self._late.opened.wait_for([bound.position for bound in waiting])
+        except OffloadError:
+            self._show([*self._hidden])
+            raise
+        self._show(waiting)
+
+    def finish(self) -> None:
+        """Wait until the step is over that goes on behind its caller, if one does."""
+        try:
+            if self._late.opened is not None:
+                self._late.opened.finish()
+        finally:
+            self._show([*self._hidden])
+
+    def _show(self, waiting: Iterable[Bound], closed: bool = False) -> None:
+        for bound in waiting:
+            copy = self._hidden.get(bound)
+            if copy is not None:
+                bound.parameter.data.copy_(copy)
+                if not closed:
+                    self._late.engine.bind_weight(bound.position, bound.parameter.data_ptr())
+                del self._hidden[bound]
+
+    def unhook(self) -> None:
+        """Let all models be."""
+        for following in [*self.following]:
+            following.unhook()
+
+    def closed(self) -> None:
+        """The engine has been closed: show what was hidden, and raise what nobody was told of."""
+        self._show([*self._hidden], closed=True)
+        if self._late.opened is not None:
+            self._late.opened.raise_untold()
+
+
+class Turn:
+    """The lock of one optimizer; whoever has it finds no step going on behind its caller.
+
+    Attributes:
+        first: Waits for such a step.
+    """
+
+    def __init__(self) -> None:
+        self.first: Callable[[], None] = lambda: None
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            self.first()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+
+class Following:
+    """A model whose modules wait for their weights; returned by `overlap_forward`.
+
+    Attributes:
+        model: Which.
+        check: Whether weights that wait hold NaN.
+        parameters: Those that a hook waits for.
+    """
+
+    def __init__(self, overlap: Overlap, model: torch.nn.Module, check: bool) -> None:
+        self.model = model
+        self.check = check
+        self._overlap = overlap
+        self._own: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
+        self._below: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
+        self._called: set[torch.nn.Module] = set()
+        self._needs: dict[torch.nn.Module, tuple[torch.Tensor, ...]] = {}
+        self._handles: list[Any] = []
+        self._walk(model)
+        self.parameters = {parameter for own in self._own.values() for parameter in own}
+        for module in self._own:
+            hook = _Hook(self, module, Following.entered)
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        untyped: Any
+        for untyped in model.modules():
+            hook = _Hook(self, untyped, Following.finish)
+            self._handles.append(untyped.register_state_dict_pre_hook(hook))
+            self._handles.append(untyped.register_load_state_dict_pre_hook(hook))
+
+    def remove(self) -> None:
+        """Wait for the step that goes on, and let the model be; idempotent."""
+        try:
+            self._overlap.finish()
+        finally:
+            self.unhook()
+
+    def unhook(self) -> None:
+        """Let the model be."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self in self._overlap.following:
+            self._overlap.following.remove(self)
+
+    def _walk(self, module: torch.nn.Module) -> None:
+        """Find all modules, each with what is below it; what is compiled as one is called as one."""
+        if module in self._own:
+            return
+        is_compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        own = module.parameters() if is_compiled else module._parameters.values()
+        self._own[module] = tuple(parameter for parameter in own if parameter is not None)
+        self._below[module] = () if is_compiled else tuple(module.children())
+        for child in self._below[module]:
+            self._walk(child)
+
+    def entered(self, module: torch.nn.Module) -> None:
+        """Have a module wait that is called."""
+        if module not in self._called:
+            self._called.add(module)
+            self._needs.clear()
+        if module not in self._needs:
+            self._needs[module] = tuple(dict.fromkeys(self._needed(module)))
+        self._overlap.used(self._needs[module])
+
+    def _needed(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
+        """Yield what a module owns, and what is owned below it by those that have never been called."""
+        yield from self._own[module]
+        for child in self._below[module]:
+            if child not in self._called:
+                yield from self._needed(child)
+
+    def finish(self, module: torch.nn.Module) -> None:
+        """Wait until the step is over that goes on."""
+        self._overlap.finish()
+
+
+class _Hook:
+    """Has a module of a followed model wait. A copy of the model, or another process, waits for nothing."""
+
+    def __init__(
+        self,
+        following: Following,
+        module: torch.nn.Module,
+        then: Callable[[Following, torch.nn.Module], None],
+    ) -> None:
+        self._following = weakref.ref(following)
+        self._module = weakref.ref(module)
+        self._then = then
+        self._pid = os.getpid()
+
+    @_disable_dynamo
+    def __call__(self, module: torch.nn.Module, *arguments: Any) -> None:
+        following, mine = self._following(), self._module()
+        if following is not None and mine is module and os.getpid() == self._pid:
+            self._then(following, module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Nothing, ()
+
+
+class _Nothing:
+    """What a hook is in a copy of its module."""
+
+    def __call__(self, *arguments: Any) -> None:
+        pass

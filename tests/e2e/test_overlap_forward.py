@@ -1,0 +1,567 @@
+"""Steps that go on into the next forward pass: the bits of those that do not, whatever comes between."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mirror import same_bits
+from simulated import OnDevice
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.errors import ConfigError, SessionBrokenError, StepAbortedError, TierError
+from offload.sim import SimulatedDevice
+
+WIDTH, TOKENS = 32, 48
+
+
+class Block(torch.nn.Module):
+    """Attention whose projection is used without being called, and layers that are recomputed."""
+
+    def __init__(self, dtype: torch.dtype, recompute: bool) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+        self.attention = torch.nn.MultiheadAttention(WIDTH, 2, batch_first=True, dtype=dtype)
+        self.up = torch.nn.Linear(WIDTH, 2 * WIDTH, dtype=dtype)
+        self.down = torch.nn.Linear(2 * WIDTH, WIDTH, dtype=dtype)
+        self._recompute = recompute
+
+    def _mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(*3 * (self.norm(x.float()).to(x.dtype),), need_weights=False)[0]
+        return x + (checkpoint(self._mlp, x, use_reentrant=False) if self._recompute else self._mlp(x))
+
+
+class Model(torch.nn.Module):
+    """Tied embeddings, a frozen layer, a weight of two dtypes, and one that is used before its owner is called."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, blocks: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(TOKENS, WIDTH, dtype=dtype)
+        self.blocks = torch.nn.ModuleList(Block(dtype, number == 1) for number in range(blocks))
+        self.frozen = torch.nn.Linear(WIDTH, WIDTH, dtype=dtype).requires_grad_(False)
+        self.bias = torch.nn.Parameter(torch.zeros(WIDTH, dtype=dtype))
+        self.head = torch.nn.Linear(WIDTH, TOKENS, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.bias
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.frozen(x))
+
+
+def loss_of(model: Callable[..., torch.Tensor], seed: int) -> torch.Tensor:
+    tokens = torch.randint(0, TOKENS, (2, 9), generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def everything(optimizer: offload.AdamW, model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return all weights and state."""
+    found = [tensor.clone() for tensor in model.state_dict().values()]
+    for entry in optimizer.state_dict()["state"].values():
+        found += [value for name, value in sorted(entry.items()) if name != "step"]
+    return found
+
+
+def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    assert len(left) == len(right)
+    for number, (one, other) in enumerate(zip(left, right, strict=True)):
+        assert same_bits(one, other), number
+
+
+MODES = ("off", "on", "check")
+
+
+def follow(optimizer: offload.AdamW, model: torch.nn.Module, mode: str) -> None:
+    if mode != "off":
+        optimizer.overlap_forward(model, check=mode == "check")
+
+
+@pytest.fixture(name="config")
+def _config(tmp_path: Path) -> Callable[..., offload.OffloadConfig]:
+    folders = iter(range(100))
+
+    def make(**settings: Any) -> offload.OffloadConfig:
+        path = tmp_path / str(next(folders))
+        path.mkdir()
+        defaults = {"host_memory": 0, "paths": [path], "subgroup_numel": 4096}
+        return offload.OffloadConfig(**{**defaults, "staging_memory": 5 * 12 * 4096, **settings})
+
+    return make
+
+
+def train(model: Model, optimizer: offload.AdamW, steps: int) -> list[float]:
+    """Train with all that a loop may do: clip, accumulate, skip, evaluate, average weights, change the rate."""
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    losses = []
+    for step in range(steps):
+        for micro in range(1 + step % 2):
+            loss = loss_of(model, 10 * step + micro)
+            loss.backward()
+            losses.append(loss.item())
+        if step % 7 == 6:  # as a gradient scaler does with what is not finite
+            model.bias.grad[0] = float("nan")
+            assert not optimizer.clip_grad_norm_(1.0).isfinite()
+            optimizer.zero_grad()
+            continue
+        if step % 5 == 1:
+            optimizer.clip_grad_norm_(0.05)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step % 6 == 2:
+            model.eval()
+            with torch.no_grad():
+                losses.append(loss_of(model, -1).item())
+            model.train()
+        if step % 4 == 3:
+            optimizer.finish()
+            for mean, parameter in zip(average, model.parameters(), strict=True):
+                mean.lerp_(parameter.detach(), 0.5)
+    return [*losses, *(float(mean.float().sum()) for mean in average)]
+
+
+@pytest.mark.parametrize("state_format", ["exact", "compact16", "compact8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_are_those_without(
+    config: Callable[..., offload.OffloadConfig], dtype: torch.dtype, state_format: str
+) -> None:
+    found = []
+    for mode in MODES:
+        model = Model(dtype)
+        settings = config(state_format=state_format)
+        with offload.AdamW(model.parameters(), lr=1e-2, offload=settings) as optimizer:
+            follow(optimizer, model, mode)
+            losses = train(model, optimizer, 24)
+            found.append([torch.tensor(losses), *everything(optimizer, model)])
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+@pytest.mark.full
+def test_bits_are_those_without_over_300_steps(config: Callable[..., offload.OffloadConfig]) -> None:
+    found = []
+    for mode in MODES:
+        model = Model()
+        with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
+            follow(optimizer, model, mode)
+            losses = train(model, optimizer, 300)
+            found.append([torch.tensor(losses), *everything(optimizer, model)])
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+@pytest.mark.parametrize("settings", [{}, {"host_memory": "1GiB"}, {"host_memory": 12 * 4096 * 4}])
+@pytest.mark.parametrize("gradient_dtype", ["parameter", "float32"])
+def test_bits_are_those_without_wherever_state_lives(
+    config: Callable[..., offload.OffloadConfig], settings: dict[str, Any], gradient_dtype: str
+) -> None:
+    found = []
+    for mode in MODES:
+        model = Model()
+        with offload.AdamW(
+            model.parameters(), lr=1e-2, offload=config(gradient_dtype=gradient_dtype, **settings)
+        ) as optimizer:
+            follow(optimizer, model, mode)
+            losses = train(model, optimizer, 12)
+            found.append([torch.tensor(losses), *everything(optimizer, model)])
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+@pytest.mark.parametrize("keep_grads", [True, False])
+@pytest.mark.parametrize("placement", ["cpu", "gpu", 0.5])
+def test_weights_on_a_simulated_gpu(
+    config: Callable[..., offload.OffloadConfig], keep_grads: bool, placement: Any
+) -> None:
+    found = []
+    for mode in MODES:
+        model = Model()
+        device = SimulatedDevice(1 << 26, delay_s=1e-4)
+        settings = config(keep_grads=keep_grads, placement=placement, gpu_memory=12 * 4096 * 2)
+        with OnDevice(model.parameters(), lr=1e-2, device=device, offload=settings) as optimizer:
+            follow(optimizer, model, mode)
+            losses = []
+            for step in range(10):
+                for micro in range(1 + step % 2):
+                    loss = loss_of(model, 10 * step + micro)
+                    loss.backward()
+                    losses.append(loss.item())
+                optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.finish()
+            found.append([torch.tensor(losses), *everything(optimizer, model)])
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, offload.GradScaler])
+def test_gradient_scalers(config: Callable[..., offload.OffloadConfig], scaler: Any) -> None:
+    found = []
+    for mode in MODES:
+        model = Model(torch.float32)
+        with offload.AdamW(model.parameters(), lr=1e-3, offload=config()) as optimizer:
+            follow(optimizer, model, mode)
+            scaling = scaler("cpu", init_scale=2.0**127, growth_interval=50)
+            for step in range(12):
+                scaling.scale(64 * loss_of(model, step)).backward()
+                scaling.unscale_(optimizer)
+                if scaler is offload.GradScaler:
+                    optimizer.clip_grad_norm_(1.0)
+                else:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaling.step(optimizer)
+                scaling.update()
+                optimizer.zero_grad()
+            found.append([torch.tensor(scaling.get_scale()), *everything(optimizer, model)])
+            assert 2.0**117 < scaling.get_scale() < 2.0**127  # steps were skipped, and others were not
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+class Held:
+    """Updates of resident state that wait in front of the kernel, from the `first` of a step on."""
+
+    def __init__(self, optimizer: offload.AdamW, first: int) -> None:
+        self._kernel: Any = optimizer.engine._parts.kernel
+        self._plain = self._kernel.submit
+        self._before = first
+        self._waiting: list[tuple[Any, ...]] = []
+        self._lock = threading.Lock()
+        self._kernel.submit = self._submit
+
+    def _submit(self, *update: Any) -> None:
+        with self._lock:
+            self._before -= 1
+            if self._before < 0 and self._kernel.submit == self._submit:
+                self._waiting.append(update)
+            else:
+                self._plain(*update)
+
+    def go_on(self) -> None:
+        with self._lock:
+            self._kernel.submit = self._plain
+            for update in self._waiting:
+                self._plain(*update)
+
+
+def chain(layers: int = 4) -> torch.nn.Sequential:
+    """Return layers of one subgroup each."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False).bfloat16() for _ in range(layers)))
+
+
+def in_a_thread(call: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_module_waits_for_its_own_weights_only(config: Callable[..., offload.OffloadConfig]) -> None:
+    model = chain()
+    x = torch.randn(3, 64).bfloat16()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config(host_memory="1GiB")) as optimizer:
+        optimizer.overlap_forward(model)
+        model(x).sum().backward()
+        before = [layer.weight.detach().clone() for layer in model]
+        held = Held(optimizer, 2)
+        optimizer.step()
+        assert all(layer.weight.grad is None for layer in model)
+        y = model[1](model[0](x))
+        assert not torch.equal(model[0].weight, before[0])
+        assert not torch.equal(model[1].weight, before[1])
+        assert torch.equal(model[3].weight, before[3])
+        waits = in_a_thread(lambda: model[2](y))
+        waits.join(0.2)
+        assert waits.is_alive()
+        reads = in_a_thread(model.state_dict)
+        reads.join(0.2)
+        assert reads.is_alive()
+        held.go_on()
+        waits.join(60.0)
+        reads.join(60.0)
+        assert not torch.equal(model[2].weight, before[2])
+
+
+def test_updates_come_in_the_order_of_the_forward_pass(config: Callable[..., offload.OffloadConfig]) -> None:
+    class Backwards(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in reversed(self):
+                x = layer(x)
+            return x
+
+    model = Backwards(*chain())
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config(host_memory="1GiB")) as optimizer:
+        optimizer.overlap_forward(model)
+        for _ in range(2):
+            model(torch.ones(3, 64).bfloat16()).sum().backward()
+            optimizer.step()
+        optimizer.finish()
+        places = optimizer.engine.plan.layout.places
+        assert optimizer.engine._parts.machine.ended == [places[n][0][0] for n in (3, 2, 1, 0)]
+
+
+def test_the_next_gradient_waits_until_the_last_was_read(config: Callable[..., offload.OffloadConfig]) -> None:
+    found = []
+    for overlaps in (False, True):
+        model = chain()
+        x = torch.ones(3, 64).bfloat16()
+        with offload.AdamW(model.parameters(), lr=1e-2, offload=config(host_memory="1GiB")) as optimizer:
+            if overlaps:
+                optimizer.overlap_forward(model)
+            for layer in model:
+                layer(x).sum().backward()
+            if overlaps:
+                held = Held(optimizer, 0)
+                optimizer.step()
+                # Not by way of a module: nothing but its gradient waits.
+                product = (x @ model[0].weight.T).sum() * 3
+                waits = in_a_thread(product.backward)
+                waits.join(0.2)
+                assert waits.is_alive()
+                held.go_on()
+                waits.join(60.0)
+            else:
+                product = (x @ model[0].weight.T).sum() * 3
+                optimizer.step()
+                optimizer.zero_grad()
+                model[0].weight.grad = torch.full_like(model[0].weight, 9.0)
+            optimizer.step()
+            found.append(everything(optimizer, model))
+    assert_same(*found)
+
+
+def test_a_gradient_that_somebody_holds_is_read_before_step_returns(
+    config: Callable[..., offload.OffloadConfig],
+) -> None:
+    found = []
+    for overlaps in (False, True):
+        model = chain()
+        with offload.AdamW(model.parameters(), lr=1e-2, offload=config(host_memory="1GiB")) as optimizer:
+            if overlaps:
+                optimizer.overlap_forward(model)
+            for number in range(3):
+                model(torch.ones(3, 64).bfloat16()).sum().backward()
+                if number == 1:  # not in its slot
+                    for layer in model:
+                        layer.weight.grad = layer.weight.grad.clone()
+                held = [layer.weight.grad[3:] if number == 2 else layer.weight.grad for layer in model]
+                optimizer.step()
+                for tensor in held:
+                    tensor.fill_(7.0)
+                optimizer.zero_grad()
+                del held, tensor
+            found.append(everything(optimizer, model))
+    assert_same(*found)
+
+
+def test_parameters_of_no_module_are_updated_at_once(config: Callable[..., offload.OffloadConfig]) -> None:
+    model, other = chain(), torch.nn.Parameter(torch.zeros(5000))
+    with offload.AdamW([*model.parameters(), other], lr=1e-2, offload=config()) as optimizer:
+        optimizer.overlap_forward(model, check=True)
+        for number in range(3):
+            (model(torch.ones(3, 64).bfloat16()).sum() + other.sum()).backward()
+            optimizer.step()
+            assert bool((other < -0.009 * (number + 1)).all())
+            assert model[3].weight.isnan().all()
+
+
+def test_a_failure_is_raised_by_the_next_module(config: Callable[..., offload.OffloadConfig]) -> None:
+    model = chain(8)
+    x = torch.ones(3, 64).bfloat16()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config(staging_memory=3 * 12 * 4096)) as optimizer:
+        optimizer.overlap_forward(model)
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+        optimizer.finish()
+        model(x).sum().backward()
+
+        def read(request: Any) -> None:
+            raise TierError("read", tier="file", path="here", detail="gone")
+
+        for tier in optimizer.engine._parts.tiers:
+            tier.read = read  # type: ignore[method-assign]
+        optimizer.step()
+        with pytest.raises(StepAbortedError, match=r"step 3 was aborted.*gone") as caught:
+            model(x)
+        assert caught.value.step == 3
+        model(x)  # whoever was told may look at what there is
+        with pytest.raises(SessionBrokenError):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("asks", ["step", "close", "state_dict", "save_checkpoint", "finish", "metrics"])
+def test_a_failure_is_raised_by_whatever_comes_next(
+    config: Callable[..., offload.OffloadConfig], asks: str, tmp_path: Path
+) -> None:
+    model = chain(8)
+    optimizer = offload.AdamW(model.parameters(), lr=1e-2, offload=config(staging_memory=3 * 12 * 4096))
+    optimizer.overlap_forward(model)
+    model(torch.ones(3, 64).bfloat16()).sum().backward()
+
+    def fails(*arguments: Any) -> Any:
+        raise TierError("write", tier="file", path="here", detail="gone")
+
+    optimizer.step()
+    model(torch.ones(3, 64).bfloat16()).sum().backward()
+    optimizer.engine._parts.views.update_table = fails  # type: ignore[method-assign]
+    optimizer.step()
+    calls: dict[str, Callable[[], Any]] = {
+        "step": optimizer.step,
+        "close": optimizer.close,
+        "state_dict": optimizer.state_dict,
+        "save_checkpoint": lambda: optimizer.save_checkpoint(tmp_path / "checkpoint"),
+        "finish": optimizer.finish,
+        "metrics": optimizer.metrics,
+    }
+    if asks == "metrics":
+        calls["metrics"]()  # what is known; no failure is lost by it
+        asks = "finish"
+    with pytest.raises(StepAbortedError, match="step 2 was aborted"):
+        calls[asks]()
+    optimizer.close()
+
+
+def test_an_optimizer_is_forgotten_while_its_step_goes_on(config: Callable[..., offload.OffloadConfig]) -> None:
+    model = chain()
+    optimizer = offload.AdamW(model.parameters(), lr=1e-2, offload=config())
+    optimizer.overlap_forward(model)
+    for _ in range(2):
+        model(torch.ones(3, 64).bfloat16()).sum().backward()
+        optimizer.step()
+    del optimizer
+    gc.collect()
+    model(torch.ones(3, 64).bfloat16())
+    del model
+    gc.collect()
+
+
+def test_a_model_is_copied_and_pickled(config: Callable[..., offload.OffloadConfig]) -> None:
+    model = chain()
+    x = torch.ones(3, 64).bfloat16()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
+        optimizer.overlap_forward(model)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.finish()
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(buffer, weights_only=False)]
+        for other in copies:
+            assert torch.equal(other(x), model(x))
+
+
+def test_weights_are_loaded_while_a_step_goes_on(config: Callable[..., offload.OffloadConfig]) -> None:
+    model, loaded = chain(), chain().requires_grad_(False)
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config(host_memory="1GiB")) as optimizer:
+        optimizer.overlap_forward(model)
+        model(torch.ones(3, 64).bfloat16()).sum().backward()
+        held = Held(optimizer, 1)
+        optimizer.step()
+        loads = in_a_thread(lambda: model.load_state_dict(loaded.state_dict()))
+        loads.join(0.2)
+        assert loads.is_alive()
+        held.go_on()
+        loads.join(60.0)
+        for layer, other in zip(model, loaded, strict=True):
+            assert torch.equal(layer.weight, other.weight)
+        model(torch.ones(3, 64).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.finish()
+
+
+def test_checkpoints_are_of_whole_steps(config: Callable[..., offload.OffloadConfig], tmp_path: Path) -> None:
+    found = []
+    for mode in MODES:
+        model = Model()
+        with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
+            follow(optimizer, model, mode)
+            for step in range(6):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 3:
+                    optimizer.save_checkpoint(tmp_path / mode, copy=True)
+            optimizer.wait_checkpoint()
+        model = Model()
+        with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
+            follow(optimizer, model, mode)
+            optimizer.load_checkpoint(tmp_path / mode)
+            for step in range(4, 6):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(everything(optimizer, model))
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+def test_compiled_models(config: Callable[..., offload.OffloadConfig]) -> None:
+    found = []
+    for mode in MODES:
+        model = Model()
+        compiled = torch.compile(model, backend="eager")
+        with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
+            follow(optimizer, compiled, mode)
+            for step in range(5):
+                loss_of(compiled, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(everything(optimizer, model))
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+def test_blocks_that_are_compiled_by_themselves(config: Callable[..., offload.OffloadConfig]) -> None:
+    found = []
+    for mode in MODES:
+        model = Model()
+        for block in model.blocks:
+            block.compile(backend="eager")
+        with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
+            follow(optimizer, model, mode)
+            for step in range(5):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(everything(optimizer, model))
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+
+
+def test_it_ends_when_it_is_removed(config: Callable[..., offload.OffloadConfig]) -> None:
+    model = chain()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
+        following = optimizer.overlap_forward(model, check=True)
+        for number in range(4):
+            model(torch.ones(3, 64).bfloat16()).sum().backward()
+            optimizer.step()
+            assert bool(model[3].weight.isnan().any()) == (number < 2)
+            if number == 1:
+                following.remove()
+                assert not any(layer._forward_pre_hooks for layer in model)
+        assert model[0].weight.grad is not None
+
+
+def test_a_model_that_is_none_is_refused(config: Callable[..., offload.OffloadConfig]) -> None:
+    model = chain()
+    optimizer = offload.AdamW(model.parameters(), lr=1e-2, offload=config())
+    with optimizer, pytest.raises(ConfigError, match="model"):
+        optimizer.overlap_forward(model.parameters())  # type: ignore[arg-type]
