@@ -61,8 +61,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         first = self.param_groups[0]["params"]
         self._weights.place = first[0].device if first else None
         self._scaling = Scaling()
-        self._route = choose_route(late, self._weights, self._scaling, world)
         self._overlap = Overlap(late, self._weights)
+        self._route = choose_route(late, self._weights, self._scaling, self._overlap, world)
         self._is_told = True  # of the last step
         self._lock.first = lambda: owner._finish()
         self._forecast = Forecast()
@@ -280,6 +280,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         later = [bound for bound in in_order if bound.parameter in owned]
         kept = [*self._route.read(), *(bound.parameter.detach() for bound in active)]
         positions = [bound.position for bound in (*at_once, *later)]
+        began_s = self._overlap.pace.begins()
         self._overlap.hide(later)
         try:
             self.engine.step(groups, scale=scale, clip=clip, active=positions, behind=kept)
@@ -291,6 +292,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             else:
                 self._overlap.finish()
         self._overlap.wait_for(at_once)
+        self._overlap.pace.returns(began_s)
 
     def _finish(self) -> None:
         """Wait until the step is over that goes on behind its caller, if one does, and tell of it."""
@@ -352,7 +354,17 @@ class OffloadedOptimizer(StatefulOptimizer):
     @property
     def plan(self) -> PlanReport:
         """What lives where, how long a step should take, what bounds it, and how long the last one took."""
-        return PlanReport(self.engine.plan, self.explain(), int(self.engine.metrics().get("unpinned_bytes", 0)))
+        explanation, iteration = self.explain(), None
+        if self._overlap.pace.typical is not None:
+            iteration = (*self._overlap.pace.typical, self._iteration_s(*self._overlap.pace.typical))
+        return PlanReport(
+            self.engine.plan, explanation, int(self.engine.metrics().get("unpinned_bytes", 0)), iteration
+        )
+
+    def _iteration_s(self, forward_s: float, backward_s: float) -> float:
+        """Return the predicted seconds of an iteration whose step goes on into the next forward pass."""
+        on_cpu = self._late.device is None
+        return backward_s + self._forecast.with_forward_s(self.engine.plan, self.engine.rates, forward_s, on_cpu)
 
     def explain(self) -> Explanation:
         """Return predicted and measured seconds of the last step, lane by lane; print it."""
@@ -363,11 +375,19 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         Beside each `lane/<lane>/busy_s` there is `lane/<lane>/predicted_s`; beside `step_s`, `predicted_step_s`; and
         `gradient_norm`, that of the last `clip_grad_norm_`. Predictions are those that were due before the step.
+        With `overlap_forward`, `forward_s` and `backward_s` of the last iterations, `waited_s` (what the caller has
+        waited for the last step, in `step` and after it), `hidden_s` (the rest of it), and `predicted_iteration_s`.
         """
         prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
         lanes = {f"lane/{lane}/predicted_s": busy_s for lane, busy_s in prediction.busy_s.items()}
         predicted = {**lanes, "predicted_step_s": prediction.step_s}
-        return {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm}
+        found = {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm}
+        pace = self._overlap.pace
+        if pace.typical is not None:
+            found["forward_s"], found["backward_s"] = pace.typical
+            found["waited_s"], found["hidden_s"] = pace.waited_s, max(found["step_s"] - pace.waited_s, 0.0)
+            found["predicted_iteration_s"] = self._iteration_s(*pace.typical)
+        return found
 
     def timeline(self) -> list[Interval]:
         """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes)."""

@@ -21,6 +21,7 @@ from torch._compile import _disable_dynamo
 
 from offload.errors import ConfigError, OffloadError
 from offload.optim.late import LateEngine
+from offload.optim.pace import Pace
 from offload.optim.weights import Bound, Weights
 
 
@@ -33,10 +34,12 @@ class Overlap:
 
     Attributes:
         following: The models whose forward passes wait for weights.
+        pace: How long forward and backward take, and the caller waits.
     """
 
     def __init__(self, late: LateEngine, weights: Weights) -> None:
         self.following: list[Following] = []
+        self.pace = Pace()
         self._late = late
         self._bound = weights.bound
         self._used: dict[torch.Tensor, None] = {}
@@ -65,6 +68,12 @@ class Overlap:
         if self.is_behind:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
+    def arrived(self, bound: Bound) -> None:
+        """Take note that a gradient has arrived, and wait until the one before has been read."""
+        if self.following:
+            self.pace.arrived()
+            self.wait_for([bound])
+
     def in_order(self, active: Iterable[Bound]) -> list[Bound]:
         """Return the parameters to update in the order in which forward passes since the last step used them."""
         place = {parameter: number for number, parameter in enumerate(self._used)}
@@ -92,7 +101,8 @@ class Overlap:
         if not waiting or not self.is_behind or self._late.opened is None:
             return
         try:
-            self._late.opened.wait_for([bound.position for bound in waiting])
+            with self.pace.waits():
+                self._late.opened.wait_for([bound.position for bound in waiting])
         except OffloadError:
             self._show([*self._hidden])
             raise
@@ -101,8 +111,9 @@ class Overlap:
     def finish(self) -> None:
         """Wait until the step is over that goes on behind its caller, if one does."""
         try:
-            if self._late.opened is not None:
-                self._late.opened.finish()
+            if self.is_behind:
+                with self.pace.waits(for_all=True):
+                    self._late.engine.finish()
         finally:
             self._show([*self._hidden])
 

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim.late import LateEngine
+from offload.optim.overlap import Overlap
 from offload.optim.scaling import Note, Scaling
 from offload.optim.slots import GradientSlot
 from offload.optim.weights import Bound, Weights
@@ -30,15 +31,15 @@ NO_PASS = -1
 """What torch calls the backward pass outside of any."""
 
 
-def choose_route(late: LateEngine, weights: Weights, scaling: Scaling, world: int) -> Route:
+def choose_route(late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap, world: int) -> Route:
     """Return the route for the device and the number of ranks; refuse, and close, what would leave unreduced."""
     if world > 1 and not late.config.keep_grads:
         late.close()
         allowed = f"use true: {world} processes reduce gradients after they have arrived"
         raise ConfigError("keep_grads", False, allowed)
     if late.device is None:
-        return (Slots if world == 1 else Reduced)(late, weights, scaling)
-    return (AtStep if late.config.keep_grads else Departing)(late, weights, scaling)
+        return (Slots if world == 1 else Reduced)(late, weights, scaling, overlap)
+    return (AtStep if late.config.keep_grads else Departing)(late, weights, scaling, overlap)
 
 
 class Route:
@@ -49,8 +50,9 @@ class Route:
     widens: ClassVar[bool] = True
     """Whether autograd may accumulate in a wider dtype than the weight's."""
 
-    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling) -> None:
+    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._late = late
+        self._overlap = overlap
         self._bound = weights.bound
         self._scaling = scaling
         self._handles: list[Any] = []
@@ -67,7 +69,7 @@ class Route:
         gradient = bound.parameter.grad
         if gradient is None:
             return
-        self._engine.wait_for([bound.position])  # a step that goes on reads the gradient before
+        self._overlap.arrived(bound)
         if self._engine.broken is not None:
             return
         bound.arrivals += 1
@@ -166,8 +168,8 @@ class Slots(Route):
 
     has_slots = True
 
-    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling) -> None:
-        super().__init__(late, weights, scaling)
+    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
+        super().__init__(late, weights, scaling, overlap)
         self._slots_at: set[int] = set()
 
     def attach(self, bound: Bound) -> None:
@@ -208,8 +210,8 @@ class Slots(Route):
 class Departing(Route):
     """From a GPU during backward: `.grad` is None again before the next parameter's gradient arrives."""
 
-    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling) -> None:
-        super().__init__(late, weights, scaling)
+    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
+        super().__init__(late, weights, scaling, overlap)
         self._left: dict[Bound, torch.Tensor | None] = {}
         """Parameters whose gradients have left `.grad`, and those that the GPU reads and adds to until the step.
 

@@ -9,7 +9,7 @@ from offload.plan.budget import Plan
 from offload.plan.cost import estimate
 from offload.plan.rates import Rates
 from offload.sim.explanation import Explanation
-from offload.sim.predict import Prediction, predict
+from offload.sim.predict import Prediction, predict, with_forward_s
 from offload.units import format_bytes
 
 log = logging.getLogger("offload")
@@ -43,6 +43,12 @@ class Forecast:
                 return carry_on(prediction, then, rates, closed_s / then_s if then_s else 1.0)
         return self.simulated(plan, rates)
 
+    def with_forward_s(self, plan: Plan, rates: Rates, forward_s: float, on_cpu: bool) -> float:
+        """Return the seconds of a forward pass behind which the last step goes on; see `with_forward_s`."""
+        now = self.carried_on(plan, rates)
+        made = now if self._made is None else self._made[3]
+        return with_forward_s(made, forward_s, on_cpu=on_cpu, factor=now.step_s / made.step_s if made.step_s else 1.0)
+
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
         """Say that a step has taken far longer than expected: the first time, the second, the fourth, and so on.
 
@@ -70,14 +76,22 @@ class PlanReport:
         explanation: How long a step should take by the rates known now, what bounds it, and how long the last one
             took.
         unpinned_bytes: Host memory that the GPU copies from and to more slowly, as it could not be pinned.
+        iteration: With `overlap_forward`, seconds of forward, of backward, and of a whole iteration.
     """
 
     plan: Plan
     explanation: Explanation
     unpinned_bytes: int = 0
+    iteration: tuple[float, float, float] | None = None
 
     def __str__(self) -> str:
         lines = [str(self.plan), str(self.explanation)]
+        if self.iteration is not None:
+            forward_s, backward_s, iteration_s = self.iteration
+            lines.append(
+                f"the step goes on into a forward pass of {forward_s:.3g} s; with {backward_s:.3g} s of backward an "
+                f"iteration takes {iteration_s:.3g} s"
+            )
         if self.unpinned_bytes:
             nbytes = format_bytes(self.unpinned_bytes)
             lines.insert(1, f"  not pinned   {nbytes:>10}  of the host memory: slower from and to the GPU")

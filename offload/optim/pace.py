@@ -1,0 +1,74 @@
+"""How long forward and backward take while a step goes on behind them, and how much of it the caller waits for."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+HISTORY = 5
+"""Iterations whose median is taken."""
+
+
+class Pace:
+    """Seconds of forward and backward, less waits: measured between a step's return and the next one's begin.
+
+    Forward lasts until the first gradient arrives, and backward until somebody asks for all of the step. So where
+    several backward passes make one step, forward is that of the first.
+
+    Attributes:
+        waited_s: What the caller has waited for the last step that is over: in `step` and after it.
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._seen: deque[tuple[float, float]] = deque(maxlen=HISTORY)
+        self._returned_s = self._arrived_s = self._asked_s = math.nan
+        self._call_s = self._forward_waits_s = self._other_waits_s = 0.0
+
+    @property
+    def typical(self) -> tuple[float, float] | None:
+        """Seconds of forward and backward; None before they have been seen."""
+        if not self._seen:
+            return None
+        forward_s, backward_s = zip(*self._seen, strict=True)
+        return statistics.median(forward_s), statistics.median(backward_s)
+
+    def arrived(self) -> None:
+        """A gradient has arrived."""
+        if math.isnan(self._arrived_s):
+            self._arrived_s = time.monotonic()
+
+    @contextmanager
+    def waits(self, *, for_all: bool = False) -> Iterator[None]:
+        """The caller waits for a part of the step, or for all of it."""
+        began_s, in_forward = time.monotonic(), math.isnan(self._arrived_s)
+        if for_all and not in_forward and math.isnan(self._asked_s):
+            self._asked_s = began_s
+        try:
+            yield
+        finally:
+            waited_s = time.monotonic() - began_s
+            if in_forward:
+                self._forward_waits_s += waited_s
+            else:
+                self._other_waits_s += waited_s
+
+    def begins(self) -> float:
+        """The next step begins, and the last is over; return when."""
+        now_s = time.monotonic()
+        forward_s = self._arrived_s - self._returned_s - self._forward_waits_s
+        if not math.isnan(forward_s):
+            asked_s = now_s if math.isnan(self._asked_s) else self._asked_s
+            self._seen.append((max(forward_s, 0.0), max(asked_s - self._arrived_s, 0.0)))
+        self.waited_s = self._call_s + self._forward_waits_s + self._other_waits_s
+        return now_s
+
+    def returns(self, began_s: float) -> None:
+        """The step that began at `began_s` goes on behind its caller from now on."""
+        self._returned_s = time.monotonic()
+        self._arrived_s = self._asked_s = math.nan
+        self._call_s, self._forward_waits_s, self._other_waits_s = self._returned_s - began_s, 0.0, 0.0
