@@ -174,6 +174,8 @@ class Answer:
         prediction: The simulated step, or None.
         forward_s: Seconds of forward, or None where nothing is known of it.
         backward_s: Seconds of backward, gradients on their way out included, or None.
+        overlapped_s: Seconds of an iteration whose step goes on into the next forward pass (`overlap_forward`), or
+            None.
     """
 
     question: Question
@@ -185,6 +187,7 @@ class Answer:
     prediction: Prediction | None
     forward_s: float | None
     backward_s: float | None
+    overlapped_s: float | None
 
     @property
     def iteration_s(self) -> float:
@@ -282,16 +285,21 @@ def ask(
     """
     from offload.plan import estimate
     from offload.sim import predict
+    from offload.sim.predict import with_forward_s
 
     rates = _rates(question)
     plan = _plan(question, rates)
     use = use_of(plan)
     check_fits(question.node, question.ranks, use, rates)
     cost = estimate(plan, rates)
-    prediction = predict(plan, rates, steps=2, timeline=False, report=report) if simulate else None
     forward_s, backward_s = _forward_backward_s(question, rates, plan)
-    step_s = prediction.step_s if prediction else cost.step_s
-    return Answer(question, rates, plan, use, cost, step_s, prediction, forward_s, backward_s)
+    follows = forward_s is not None
+    prediction = predict(plan, rates, steps=2, timeline=follows, report=report) if simulate else None
+    step_s, overlapped_s = prediction.step_s if prediction else cost.step_s, None
+    if prediction is not None and forward_s is not None and backward_s is not None:
+        on_cpu = not question.weights_on_gpu
+        overlapped_s = backward_s + with_forward_s(prediction, forward_s, on_cpu=on_cpu)
+    return Answer(question, rates, plan, use, cost, step_s, prediction, forward_s, backward_s, overlapped_s)
 
 
 def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[float | None, float | None]:
@@ -673,6 +681,7 @@ def _as_dict(
         "backward_s": answer.backward_s,
         "step_s": answer.step_s,
         "iteration_s": answer.iteration_s,
+        "overlapped_iteration_s": answer.overlapped_s,
         "closed_form_step_s": cost.step_s,
         "bound_s": cost.bound_s,
         "bound_by": cost.bound_by,
@@ -704,7 +713,8 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
         f"(the step takes {f'{gap:.1%}' if gap >= 0.0005 else 'nothing'} more)"
     )
     if answer.forward_s is not None:
-        lines.append(f"iteration {format_seconds(answer.iteration_s)}")
+        with_overlap = f"; with overlap_forward {format_seconds(answer.overlapped_s)}" if answer.overlapped_s else ""
+        lines.append(f"iteration {format_seconds(answer.iteration_s)}{with_overlap}")
     if answer.prediction is not None:
         lines += str(answer.prediction).splitlines()[1:]
     for number, row in enumerate(wear):
