@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-LANES = ("cpu", "gpu", "read", "write", "h2d", "d2h")
+CALLER = "caller"
+"""What is shown like a lane: forward and backward, and waits there, while a step goes on."""
+
+LANES = (CALLER, "cpu", "gpu", "read", "write", "h2d", "d2h")
 """The order in which lanes are shown."""
 
 

@@ -390,8 +390,11 @@ class OffloadedOptimizer(StatefulOptimizer):
         return found
 
     def timeline(self) -> list[Interval]:
-        """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes)."""
-        return self.engine.timeline()
+        """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes).
+
+        With `overlap_forward`, what the caller did since that step returned is there as lane "caller".
+        """
+        return [*self.engine.timeline(), *self._overlap.pace.intervals]
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what every lane did in the last step and since, for Perfetto (ui.perfetto.dev) or chrome://tracing.

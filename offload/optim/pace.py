@@ -9,8 +9,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from offload.engine.timeline import CALLER, Interval
+
 HISTORY = 5
 """Iterations whose median is taken."""
+
+LEAST_WAIT_S = 1e-4
+"""Shorter waits are not shown one by one."""
 
 
 class Pace:
@@ -28,6 +33,14 @@ class Pace:
         self._seen: deque[tuple[float, float]] = deque(maxlen=HISTORY)
         self._returned_s = self._arrived_s = self._asked_s = math.nan
         self._call_s = self._forward_waits_s = self._other_waits_s = 0.0
+        self._waits: list[Interval] = []
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """What the caller has done since the last step returned, as far as it has ended: forward, backward, waits."""
+        marks = (("forward", self._returned_s, self._arrived_s), ("backward", self._arrived_s, self._asked_s))
+        done = [Interval(CALLER, label, began_s, ended_s, 0) for label, began_s, ended_s in marks]
+        return [*(interval for interval in done if not math.isnan(interval.finished_s)), *self._waits]
 
     @property
     def typical(self) -> tuple[float, float] | None:
@@ -51,7 +64,10 @@ class Pace:
         try:
             yield
         finally:
-            waited_s = time.monotonic() - began_s
+            ended_s = time.monotonic()
+            waited_s = ended_s - began_s
+            if waited_s > LEAST_WAIT_S:
+                self._waits.append(Interval(CALLER, "waits for weights", began_s, ended_s, 0))
             if in_forward:
                 self._forward_waits_s += waited_s
             else:
@@ -71,4 +87,5 @@ class Pace:
         """The step that began at `began_s` goes on behind its caller from now on."""
         self._returned_s = time.monotonic()
         self._arrived_s = self._asked_s = math.nan
+        self._waits = []
         self._call_s, self._forward_waits_s, self._other_waits_s = self._returned_s - began_s, 0.0, 0.0

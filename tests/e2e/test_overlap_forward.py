@@ -565,3 +565,22 @@ def test_a_model_that_is_none_is_refused(config: Callable[..., offload.OffloadCo
     optimizer = offload.AdamW(model.parameters(), lr=1e-2, offload=config())
     with optimizer, pytest.raises(ConfigError, match="model"):
         optimizer.overlap_forward(model.parameters())  # type: ignore[arg-type]
+
+
+def test_what_is_hidden_can_be_seen(config: Callable[..., offload.OffloadConfig]) -> None:
+    model, told = Model(), []
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
+        optimizer.log_to(lambda values, step: told.append((step, values, optimizer.timeline())))
+        optimizer.overlap_forward(model)
+        for step in range(5):
+            loss_of(model, step).backward()
+            optimizer.step()
+            assert [number for number, _, _ in told] == list(range(1, step + 1))  # of those that are over
+        optimizer.finish()
+        assert [number for number, _, _ in told] == [1, 2, 3, 4, 5]
+        assert "goes on into a forward pass" in str(optimizer.plan)
+    step_s = told[2][1]["offload/step_s"]
+    assert told[2][1]["offload/hidden_s"] + told[2][1]["offload/waited_s"] >= step_s
+    assert told[2][1]["offload/predicted_iteration_s"] > told[2][1]["offload/backward_s"] > 0
+    labels = [interval.label for interval in told[2][2] if interval.lane == "caller"]
+    assert {"forward", "backward"} <= set(labels)
