@@ -1,10 +1,11 @@
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -52,6 +53,9 @@ GradientBlocks checked(const GradientBlocks& work) {
   return work;
 }
 
+// A `SealedTensor`, as Python says it.
+using SealedRow = std::tuple<std::uintptr_t, std::uint32_t, std::uint32_t, std::uint64_t>;
+
 // What Python holds of a seal; shared in C++ alone, as StoreFile in bind_io.cpp.
 struct SharedSeal {
   std::shared_ptr<const Seal> seal;
@@ -78,12 +82,12 @@ class CpuKernels {
     pool_.submit(std::make_shared<ReportingTableJob>(copy_table(table, rows), kernels_.update, queue_, op));
   }
   SharedSeal submit_sealed(std::uint64_t op, std::uintptr_t table, std::size_t rows, std::uintptr_t offsets,
-                           const std::vector<std::pair<std::uintptr_t, std::uint32_t>>& tensors, std::uint64_t numel,
-                           std::uint64_t tile_numel, const SharedSeal* expected) {
+                           const std::vector<SealedRow>& tensors, std::uint64_t numel, std::uint64_t tile_numel,
+                           const SharedSeal* expected) {
     const auto* offset = reinterpret_cast<const std::uint64_t*>(offsets);
     SealedState state{{offset, offset + rows}, {}, numel, tile_numel, nullptr};
-    for (const auto& [address, item_bytes] : tensors)
-      state.tensors.push_back({reinterpret_cast<char*>(address), item_bytes});
+    for (const auto& [address, item_bytes, item_numel, nbytes] : tensors)
+      state.tensors.push_back({reinterpret_cast<char*>(address), {item_bytes, item_numel, nbytes}});
     if (expected != nullptr) state.expected = expected->seal;
     const auto job =
         std::make_shared<SealedTableJob>(copy_table(table, rows), std::move(state), kernels_.update, queue_, op);
