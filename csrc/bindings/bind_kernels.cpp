@@ -194,28 +194,29 @@ void bind_kernels(nb::module_& module) {
       nb::arg("destination_dtype"), "Return what is wrong with these arguments, or an empty string.");
   module.def(
       "decode",
-      [](std::int32_t form, std::uintptr_t first, std::uintptr_t beside, std::uint64_t stride, std::uint64_t first_index,
-         std::uint64_t numel, std::uintptr_t values, std::int32_t dtype, const std::string& instruction_set) {
+      [](std::int32_t form, std::uintptr_t first, std::uintptr_t beside, std::uint64_t stride,
+         std::uint64_t first_index, std::uint64_t numel, std::uintptr_t values, std::int32_t dtype, const std::string& instruction_set) {
         if (dtype < kBfloat16 || dtype > kFloat32)
           throw std::invalid_argument("dtype " + std::to_string(dtype) + " is not a dtype code");
         const Stored stored = stored_at(form, first, beside, stride, first_index, numel);
         const KernelSet& kernels = kernels_named(instruction_set);
         nb::gil_scoped_release release;
         const DefaultFloatEnvironment environment;
-        kernels.decode(stored, reinterpret_cast<void*>(values), dtype);
+        if (numel != 0) kernels.decode(stored, reinterpret_cast<void*>(values), dtype);
       },
       nb::arg("form"), nb::arg("first"), nb::arg("beside"), nb::arg("stride"), nb::arg("first_index"), nb::arg("numel"),
       nb::arg("values"), nb::arg("dtype"), nb::arg("instruction_set") = "",
       "Write what is stored to `values`, rounded to a dtype; see `Stored` in csrc/kernels/kernels.h.");
   module.def(
       "encode",
-      [](std::int32_t form, std::uintptr_t first, std::uintptr_t beside, std::uint64_t stride, std::uint64_t first_index,
-         std::uint64_t numel, std::uintptr_t values, std::uintptr_t roots, const std::string& instruction_set) {
+      [](std::int32_t form, std::uintptr_t first, std::uintptr_t beside, std::uint64_t stride,
+         std::uint64_t first_index, std::uint64_t numel, std::uintptr_t values, std::uintptr_t roots, const std::string& instruction_set) {
         const Stored stored = stored_at(form, first, beside, stride, first_index, numel);
         const KernelSet& kernels = kernels_named(instruction_set);
         nb::gil_scoped_release release;
         const DefaultFloatEnvironment environment;
-        kernels.encode(stored, reinterpret_cast<const void*>(values), reinterpret_cast<const unsigned char*>(roots));
+        const auto* divisors = reinterpret_cast<const unsigned char*>(roots);
+        if (numel != 0) kernels.encode(stored, reinterpret_cast<const void*>(values), divisors);
       },
       nb::arg("form"), nb::arg("first"), nb::arg("beside"), nb::arg("stride"), nb::arg("first_index"), nb::arg("numel"),
       nb::arg("values"), nb::arg("roots"), nb::arg("instruction_set") = "",

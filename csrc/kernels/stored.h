@@ -65,7 +65,8 @@ inline bool encode_block(const Byte* values, Byte* codes, Byte* scale, const Byt
   std::uint32_t new_scale = (bits + (1u << kCut<Code>)-1) >> 23;
   if (new_scale < kLeastScale) new_scale = 0;
   *scale = static_cast<Byte>(new_scale);
-  const I to_nearest = V::template constant<kHalf<Code>>(), random[4] = {to_nearest, to_nearest, to_nearest, to_nearest};
+  const I to_nearest = V::template constant<kHalf<Code>>();
+  const I random[4] = {to_nearest, to_nearest, to_nearest, to_nearest};
   for (int n = 0; n < groups; ++n) {
     I found_codes = encode_group<Code, V>(magnitudes[n], random, new_scale);
     if (!is_root) {
