@@ -44,6 +44,7 @@ from offload.layout import SECTOR_NUMEL, Parameter, build_layout
 from offload.measure import RatesFile, full, full_probe, observe
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Placement, Plan, Rates, choose_plan, estimate
 from offload.plan.planner import STAGING_SLOTS
+from offload.protocols import StateFormat
 from offload.rules import FP32, GroupScalars
 from offload.session import parts, setup
 from offload.sim import predict
@@ -239,7 +240,7 @@ class Probed:
 
     def rates(self, configuration: Configuration) -> Rates:
         paths = tuple(self.file.rates.paths[self.kinds.index(rate)] for rate in configuration.paths)
-        cpu = self.file.cpu_rate(configuration.threads)
+        cpu = self.file.cpu_rate({StateFormat.EXACT: 1}, configuration.threads)
         return dataclasses.replace(self.file.rates, cpu_bytes_per_s=cpu, paths=paths, gpu=None)
 
 

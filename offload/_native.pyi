@@ -107,3 +107,27 @@ class IoUring(IoEngine):
     def __init__(self, queue: CompletionQueue, depth: int, piece_bytes: int, checksum: bool) -> None: ...
     @staticmethod
     def refusal() -> int: ...
+
+# bind_kernels.cpp, in part: `offload.kernels.cpu` has the rest
+def decode(
+    form: int,
+    first: int,
+    beside: int,
+    stride: int,
+    first_index: int,
+    numel: int,
+    values: int,
+    dtype: int,
+    instruction_set: str = "",
+) -> None: ...
+def encode(
+    form: int,
+    first: int,
+    beside: int,
+    stride: int,
+    first_index: int,
+    numel: int,
+    values: int,
+    roots: int,
+    instruction_set: str = "",
+) -> None: ...

@@ -197,6 +197,15 @@ class Subgroup:
         return self.tensors + self._weight_tensors
 
 
+def numels_by_format(parameters: Sequence[Parameter], rule: UpdateRule) -> dict[StateFormat, int]:
+    """Return how many elements have their state in each format, where that is any."""
+    exact = sum(parameter.numel for parameter in parameters if parameter.exact)
+    others = sum(parameter.numel for parameter in parameters) - exact
+    found = {rule.state_format: others}
+    found[StateFormat.EXACT] = found.get(StateFormat.EXACT, 0) + exact
+    return {state_format: numel for state_format, numel in found.items() if numel}
+
+
 @dataclass(frozen=True)
 class Layout:
     """All parameters of one rank and the subgroups that hold their state."""

@@ -237,8 +237,8 @@ class Seal(Protocol):
 class SealedState(NamedTuple):
     """Where the state of a subgroup lies: its tensors, and the segments in them."""
 
-    tensors: list[tuple[int, int]]
-    """Memory address and bytes of an element of each."""
+    tensors: list[tuple[int, int, int, int]]
+    """Memory address of each, bytes of an item, elements of an item, and bytes in all, padding included."""
     offsets: npt.NDArray[np.uint64]
     """Where each segment begins in each tensor, in elements; ascending."""
     numel: int

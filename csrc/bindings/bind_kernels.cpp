@@ -1,10 +1,11 @@
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -52,10 +53,21 @@ GradientBlocks checked(const GradientBlocks& work) {
   return work;
 }
 
+// A `SealedTensor`, as Python says it.
+using SealedRow = std::tuple<std::uintptr_t, std::uint32_t, std::uint32_t, std::uint64_t>;
+
 // What Python holds of a seal; shared in C++ alone, as StoreFile in bind_io.cpp.
 struct SharedSeal {
   std::shared_ptr<const Seal> seal;
 };
+
+Stored stored_at(std::int32_t form, std::uintptr_t first, std::uintptr_t beside, std::uint64_t stride,
+                 std::uint64_t first_index, std::uint64_t numel) {
+  if (form < kBfloat16 || form > kRoot) throw std::invalid_argument("unknown form " + std::to_string(form));
+  if (numel != 0 && (first == 0 || (form >= kPlanes && beside == 0))) throw std::invalid_argument("an address is null");
+  return {form,   reinterpret_cast<unsigned char*>(first), reinterpret_cast<unsigned char*>(beside),
+          stride, first_index,                             numel};
+}
 
 // A worker pool with one instruction set: what offload.kernels wraps. Takes addresses, checks values.
 class CpuKernels {
@@ -70,12 +82,12 @@ class CpuKernels {
     pool_.submit(std::make_shared<ReportingTableJob>(copy_table(table, rows), kernels_.update, queue_, op));
   }
   SharedSeal submit_sealed(std::uint64_t op, std::uintptr_t table, std::size_t rows, std::uintptr_t offsets,
-                           const std::vector<std::pair<std::uintptr_t, std::uint32_t>>& tensors, std::uint64_t numel,
-                           std::uint64_t tile_numel, const SharedSeal* expected) {
+                           const std::vector<SealedRow>& tensors, std::uint64_t numel, std::uint64_t tile_numel,
+                           const SharedSeal* expected) {
     const auto* offset = reinterpret_cast<const std::uint64_t*>(offsets);
     SealedState state{{offset, offset + rows}, {}, numel, tile_numel, nullptr};
-    for (const auto& [address, item_bytes] : tensors)
-      state.tensors.push_back({reinterpret_cast<char*>(address), item_bytes});
+    for (const auto& [address, item_bytes, item_numel, nbytes] : tensors)
+      state.tensors.push_back({reinterpret_cast<char*>(address), {item_bytes, item_numel, nbytes}});
     if (expected != nullptr) state.expected = expected->seal;
     const auto job =
         std::make_shared<SealedTableJob>(copy_table(table, rows), std::move(state), kernels_.update, queue_, op);
@@ -180,6 +192,35 @@ void bind_kernels(nb::module_& module) {
       },
       nb::arg("source"), nb::arg("source_dtype"), nb::arg("numel"), nb::arg("blocks"), nb::arg("destination"),
       nb::arg("destination_dtype"), "Return what is wrong with these arguments, or an empty string.");
+  module.def(
+      "decode",
+      [](std::int32_t form, std::uintptr_t first, std::uintptr_t beside, std::uint64_t stride,
+         std::uint64_t first_index, std::uint64_t numel, std::uintptr_t values, std::int32_t dtype, const std::string& instruction_set) {
+        if (dtype < kBfloat16 || dtype > kFloat32)
+          throw std::invalid_argument("dtype " + std::to_string(dtype) + " is not a dtype code");
+        const Stored stored = stored_at(form, first, beside, stride, first_index, numel);
+        const KernelSet& kernels = kernels_named(instruction_set);
+        nb::gil_scoped_release release;
+        const DefaultFloatEnvironment environment;
+        if (numel != 0) kernels.decode(stored, reinterpret_cast<void*>(values), dtype);
+      },
+      nb::arg("form"), nb::arg("first"), nb::arg("beside"), nb::arg("stride"), nb::arg("first_index"), nb::arg("numel"),
+      nb::arg("values"), nb::arg("dtype"), nb::arg("instruction_set") = "",
+      "Write what is stored to `values`, rounded to a dtype; see `Stored` in csrc/kernels/kernels.h.");
+  module.def(
+      "encode",
+      [](std::int32_t form, std::uintptr_t first, std::uintptr_t beside, std::uint64_t stride,
+         std::uint64_t first_index, std::uint64_t numel, std::uintptr_t values, std::uintptr_t roots, const std::string& instruction_set) {
+        const Stored stored = stored_at(form, first, beside, stride, first_index, numel);
+        const KernelSet& kernels = kernels_named(instruction_set);
+        nb::gil_scoped_release release;
+        const DefaultFloatEnvironment environment;
+        const auto* divisors = reinterpret_cast<const unsigned char*>(roots);
+        if (numel != 0) kernels.encode(stored, reinterpret_cast<const void*>(values), divisors);
+      },
+      nb::arg("form"), nb::arg("first"), nb::arg("beside"), nb::arg("stride"), nb::arg("first_index"), nb::arg("numel"),
+      nb::arg("values"), nb::arg("roots"), nb::arg("instruction_set") = "",
+      "Store fp32 values, rounded to nearest; codes are zeros where those at `roots` are.");
   using release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<SharedSeal>(module, "Seal", "Checksums of a subgroup's state that an update has made; see csrc/kernels/seal.h.")
       .def(

@@ -214,5 +214,5 @@ struct Simd {
 #include "body.h"
 
 namespace offload {
-const KernelSet kAvx2Kernels = {"avx2", update, gradient_blocks, fingerprint, add, stream};
+const KernelSet kAvx2Kernels = {"avx2", update, gradient_blocks, fingerprint, add, decode, encode, stream};
 }  // namespace offload

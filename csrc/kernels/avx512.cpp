@@ -203,5 +203,5 @@ struct Simd {
 #include "body.h"
 
 namespace offload {
-const KernelSet kAvx512Kernels = {"avx512", update, gradient_blocks, fingerprint, add, stream};
+const KernelSet kAvx512Kernels = {"avx512", update, gradient_blocks, fingerprint, add, decode, encode, stream};
 }  // namespace offload

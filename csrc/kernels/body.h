@@ -823,6 +823,8 @@ void add(void* target, const void* source, std::int32_t dtype, std::uint64_t num
   }
 }
 
+#include "stored.h"
+
 template <bool nontemporal>
 inline void stream_state(Byte* address) {
   const Simd::F value = Simd::negate(Simd::load(address));

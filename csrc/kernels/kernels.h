@@ -24,6 +24,19 @@ enum : std::uint32_t {
   kStreamPrefetch = 8,  // side by side only: as far ahead as the update does
 };
 
+// How a state tensor is stored, beside the element types of segment.h; the formats of offload/rules/formats.py.
+enum : std::int32_t { kPlanes = 4, kSigned = 5, kRoot = 6 };
+
+// Where a run of a state tensor is stored. Addresses at any alignment.
+struct Stored {
+  std::int32_t form;
+  unsigned char* first;   // of kPlanes: the upper plane
+  unsigned char* beside;  // of kPlanes: the lower plane; of codes: the scale of the first element's block
+  std::uint64_t stride;   // bytes from a block's scale to the next one's
+  std::uint64_t first_index;  // of the first element in the unsharded parameter
+  std::uint64_t numel;
+};
+
 struct KernelSet {
   const char* name;
 
@@ -44,6 +57,12 @@ struct KernelSet {
 
   // Add elements to others that do not overlap them: in fp32, rounded to their dtype.
   void (*add)(void* target, const void* source, std::int32_t dtype, std::uint64_t numel);
+
+  // Write what is stored to `values`, rounded to a dtype.
+  void (*decode)(const Stored& stored, void* values, std::int32_t dtype);
+
+  // Store fp32 values, rounded to nearest. Codes are zeros where those at `roots`, unless it is null, are.
+  void (*encode)(const Stored& stored, const void* values, const unsigned char* roots);
 
   // Touch the bytes that an update of [begin, end) touches (negated state, gradient copied to the
   // weight) with next to no arithmetic. Gradient and weight must have the same element size.

@@ -12,5 +12,5 @@ using Simd = Single;
 #include "body.h"
 
 namespace offload {
-const KernelSet kScalarKernels = {"scalar", update, gradient_blocks, fingerprint, add, stream};
+const KernelSet kScalarKernels = {"scalar", update, gradient_blocks, fingerprint, add, decode, encode, stream};
 }  // namespace offload

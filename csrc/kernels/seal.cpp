@@ -8,22 +8,22 @@
 
 namespace offload {
 
-Seal::Seal(std::uint64_t numel, std::uint64_t tile_numel, std::vector<std::uint32_t> item_bytes)
+Seal::Seal(std::uint64_t numel, std::uint64_t tile_numel, std::vector<SealedSize> sizes)
     : numel_(numel),
       tile_numel_(tile_numel),
       blocks_((numel + kBlockNumel - 1) / kBlockNumel),
-      item_bytes_(std::move(item_bytes)),
+      sizes_(std::move(sizes)),
       crcs_(tensors() * blocks_),
       tiles_(tensors() * tiles()) {}
 
 bool Seal::cut_like(const Seal& other) const {
-  return numel_ == other.numel_ && tile_numel_ == other.tile_numel_ && item_bytes_ == other.item_bytes_;
+  return numel_ == other.numel_ && tile_numel_ == other.tile_numel_ && sizes_ == other.sizes_;
 }
 
 std::uint32_t Seal::taken(std::size_t tensor, std::uint64_t block, const char* address) const noexcept {
   const std::uint32_t seed = begins_run(block) ? 0 : crcs_[tensor * blocks_ + block - 1];
-  const std::size_t item = item_bytes_[tensor];
-  return crc32c(seed, address + begin_of(block) * item, (end_of(block) - begin_of(block)) * item);
+  const std::uint64_t begin = first_byte(tensor, block);
+  return crc32c(seed, address + begin, end_byte(tensor, block) - begin);
 }
 
 void Seal::complete() noexcept {
@@ -33,9 +33,9 @@ void Seal::complete() noexcept {
     std::uint64_t run = 0;
     for (std::uint64_t block = 1; block <= blocks_; ++block) {
       if (block != blocks_ && !begins_run(block)) continue;
-      const std::uint64_t numel = end_of(block - 1) - begin_of(run);
-      if (numel != known) power = crc32c_detail::power_of_x(8 * numel * item_bytes_[tensor]);
-      known = numel;
+      const std::uint64_t nbytes = end_byte(tensor, block - 1) - first_byte(tensor, run);
+      if (nbytes != known) power = crc32c_detail::power_of_x(8 * nbytes);
+      known = nbytes;
       std::uint32_t& tile = tiles_[tensor * tiles() + tile_of(run)];
       const std::uint32_t before = begin_of(run) % tile_numel_ == 0 ? 0 : tile;
       tile = crc32c_detail::multiply(power, before) ^ crcs_[tensor * blocks_ + block - 1];
@@ -62,9 +62,16 @@ SealedTableJob::SealedTableJob(std::vector<Segment> segments, SealedState state,
     end = state_.offsets[i] + segments_[i].numel;
   }
   if (end > state_.numel) throw std::invalid_argument("segments are longer than the tensors that they lie in");
-  std::vector<std::uint32_t> item_bytes;
-  for (const SealedTensor& tensor : state_.tensors) item_bytes.push_back(tensor.item_bytes);
-  seal_ = std::make_shared<Seal>(state_.numel, state_.tile_numel, std::move(item_bytes));
+  std::vector<SealedSize> sizes;
+  for (const SealedTensor& tensor : state_.tensors) {
+    const SealedSize& size = tensor.size;
+    if (size.item_numel == 0 || kBlockNumel % size.item_numel != 0)
+      throw std::invalid_argument("blocks of a sealed update are not whole items");
+    if (size.nbytes < (state_.numel + size.item_numel - 1) / size.item_numel * size.item_bytes)
+      throw std::invalid_argument("a tensor of a sealed update has fewer bytes than its items");
+    sizes.push_back(size);
+  }
+  seal_ = std::make_shared<Seal>(state_.numel, state_.tile_numel, std::move(sizes));
   if (state_.expected && !state_.expected->cut_like(*seal_))
     throw std::invalid_argument("the seal that is expected is of another subgroup");
 }

@@ -18,22 +18,33 @@
 
 namespace offload {
 
-// One state tensor of a subgroup: its elements follow each other.
+// How much memory a stored tensor takes: items of so many elements, and padding up to `nbytes` after the last.
+struct SealedSize {
+  std::uint32_t item_bytes;
+  std::uint32_t item_numel;
+  std::uint64_t nbytes;
+
+  bool operator==(const SealedSize& other) const {
+    return item_bytes == other.item_bytes && item_numel == other.item_numel && nbytes == other.nbytes;
+  }
+};
+
+// What one tensor of a subgroup's state is stored in.
 struct SealedTensor {
   char* address;
-  std::uint32_t item_bytes;
+  SealedSize size;
 };
 
 // Checksums of tensors of equal length, by blocks and by tiles.
 class Seal {
  public:
   // Tensors of `numel` elements, which tiles of `tile_numel` (the last may be shorter) and blocks cut; tiles are whole
-  // blocks.
-  Seal(std::uint64_t numel, std::uint64_t tile_numel, std::vector<std::uint32_t> item_bytes);
+  // blocks, and those whole items. Padding belongs to the last block.
+  Seal(std::uint64_t numel, std::uint64_t tile_numel, std::vector<SealedSize> sizes);
 
   std::uint64_t blocks() const { return blocks_; }
   std::uint64_t tiles() const { return (numel_ + tile_numel_ - 1) / tile_numel_; }
-  std::size_t tensors() const { return item_bytes_.size(); }
+  std::size_t tensors() const { return sizes_.size(); }
   std::uint64_t begin_of(std::uint64_t block) const { return block * kBlockNumel; }
   std::uint64_t end_of(std::uint64_t block) const { return std::min(numel_, (block + 1) * kBlockNumel); }
   std::uint64_t tile_of(std::uint64_t block) const { return begin_of(block) / tile_numel_; }
@@ -55,13 +66,20 @@ class Seal {
   bool begins_run(std::uint64_t block) const {
     return begin_of(block) % kPieceNumel == 0 || begin_of(block) % tile_numel_ == 0;
   }
+  // Where a block begins in a tensor, and where it ends.
+  std::uint64_t first_byte(std::size_t tensor, std::uint64_t block) const {
+    return begin_of(block) / sizes_[tensor].item_numel * sizes_[tensor].item_bytes;
+  }
+  std::uint64_t end_byte(std::size_t tensor, std::uint64_t block) const {
+    return block + 1 == blocks_ ? sizes_[tensor].nbytes : first_byte(tensor, block + 1);
+  }
   // Checksum of a run of blocks up to this one.
   std::uint32_t taken(std::size_t tensor, std::uint64_t block, const char* address) const noexcept;
 
   const std::uint64_t numel_;
   const std::uint64_t tile_numel_;
   const std::uint64_t blocks_;
-  const std::vector<std::uint32_t> item_bytes_;
+  const std::vector<SealedSize> sizes_;
   std::vector<std::uint32_t> crcs_;   // by tensor, then block
   std::vector<std::uint32_t> tiles_;  // by tensor, then tile
 };

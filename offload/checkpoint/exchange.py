@@ -32,7 +32,7 @@ from offload.checkpoint.manifest import check_metadata, check_text
 from offload.checkpoint.reader import Checkpoint, Range
 from offload.engine.memory import Arena
 from offload.errors import CheckpointError
-from offload.kernels.reference import store_rounded
+from offload.kernels.stored import store_rounded
 from offload.rules import RULES
 from offload.tiers.places import replacing
 

@@ -30,8 +30,7 @@ from offload.engine.flights import Flights
 from offload.engine.memory import Arena
 from offload.engine.views import tensor_at
 from offload.errors import CheckpointError, TierError, invariant
-from offload.kernels.reference import store_rounded
-from offload.kernels.stored import put_as_fp32, stored_dtype
+from offload.kernels.stored import Stored, stored_dtype, stored_in
 from offload.layout import Subgroup
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
 from offload.rules import FP32, Format, UpdateRule
@@ -109,8 +108,8 @@ def _put(source: slice, into: torch.Tensor, tile: torch.Tensor) -> None:
     into.copy_(tile[source])
 
 
-def _put_rounded(source: slice, dtype: torch.dtype, out: torch.Tensor, tile: torch.Tensor) -> None:
-    store_rounded(tile[source].view(dtype).to(torch.float32), out)
+def _put_rounded(source: slice, form: Format, out: torch.Tensor, tile: torch.Tensor) -> None:
+    Stored(form, tile[source].view(stored_dtype(form))).read(out)
 
 
 _Flight = tuple[tuple[int, TileId], int, TileRequest, Tier]
@@ -326,7 +325,7 @@ class Checkpoint:
             (number,) = stored.values()
             form = subgroup.kept[number].format
             for tile, source, part in _places(run, form, number):
-                put = partial(_put_rounded, source, stored_dtype(form), run.out[part])
+                put = partial(_put_rounded, source, form, run.out[part])
                 wanted.setdefault((rank, tile), []).append(put)
             return lambda: None
         raw = {}
@@ -337,7 +336,10 @@ class Checkpoint:
             for tile, source, part in places:
                 into = raw[plane][part.start * form.item_bytes : part.stop * form.item_bytes]
                 wanted.setdefault((rank, tile), []).append(partial(_put, source, into))
-        return lambda: put_as_fp32(rule, name, raw, run.first_index, run.out)
+        typed = {
+            plane: raw[plane].view(stored_dtype(subgroup.kept[number].format)) for plane, number in stored.items()
+        }
+        return lambda: stored_in(rule, name, typed, run.first_index).read(run.out)
 
     def lend(self, address: int, nbytes: int) -> None:
         """See `StateSource.lend`."""

@@ -119,11 +119,11 @@ def add_parser(commands: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is to be predicted; sizes in bytes, all but `params` and `rates` those of one rank.
+    """What is to be predicted; sizes in bytes, all but `params`, `exact_params` and `rates` those of one rank.
 
     Attributes:
         params: Parameters of the whole model.
-        rates: Of the node.
+        rates: Of the node; that of the update is of parameters with such state.
         keep_grads: Whether gradients stay on the GPU, if weights lie there, until the step.
         recompute: Whether backward repeats the forward pass.
         tokens: Tokens of one rank in an iteration; None to predict the step alone.
@@ -132,6 +132,7 @@ class Question:
         exact_params: How many of `params` have exact state all the same.
         node: What the node has.
         places: Directories of the first paths, or what else the rates call them; other paths have only a number.
+        warnings: What the reader should know of the rates.
     """
 
     params: int
@@ -153,6 +154,7 @@ class Question:
     exact_params: int = 0
     node: Node = UNKNOWN
     places: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def path_name(self, number: int) -> str:
         """Return what a path is called, by its number, as in the names of lanes, and where it is."""
@@ -534,6 +536,11 @@ def _question(arguments: argparse.Namespace) -> Question:
         params, exact_params = parse_count("--params", arguments.params), 0
     else:
         params, exact_params = _params_of(arguments.config)
+    state_format = STATE_FORMATS[arguments.state_format]
+    if state_format is not StateFormat.COMPACT8:
+        exact_params = 0
+    numels = {state_format: params - exact_params} | ({StateFormat.EXACT: exact_params} if exact_params else {})
+    rates = replace(rates, cpu_bytes_per_s=file.cpu_rate(numels))
     weights_on = arguments.weights_on or ("gpu" if rates.gpu is not None else "cpu")
     values = {
         name: parse_bytes(f"--{name.replace('_', '-')}", value)
@@ -555,9 +562,10 @@ def _question(arguments: argparse.Namespace) -> Question:
         recompute=arguments.recompute,
         rule=arguments.rule,
         state_format=arguments.state_format,
-        exact_params=exact_params if STATE_FORMATS[arguments.state_format] is StateFormat.COMPACT8 else 0,
+        exact_params=exact_params,
         node=node,
         places=tuple(str(facts.get("path", "")) for facts in file.paths),
+        warnings=tuple(filter(None, [file.guesses(numels)])),
         **values,
         **counts,
     )
@@ -660,6 +668,7 @@ def _as_dict(
         "ranks": answer.question.ranks,
         "rank": {
             "state_bytes": plan.state_bytes,
+            "formats": {name: {"params": n, "bytes": nbytes} for name, (n, nbytes) in plan.formats.items()},
             "gpu_bytes": plan.home_bytes[Home.GPU],
             "host_bytes": plan.home_bytes[Home.HOST],
             "streamed_bytes": plan.home_bytes[Home.STREAMED],
@@ -692,6 +701,7 @@ def _as_dict(
         if prediction
         else {},
         "paths": [{"name": answer.question.path_name(number), **row} for number, row in enumerate(wear)],
+        "warnings": list(answer.question.warnings),
         "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in found],
     }
 
@@ -699,7 +709,7 @@ def _as_dict(
 def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequence[tuple[str, float]]) -> str:
     plan, cost, ranks = answer.plan, answer.estimate, answer.question.ranks
     lines = [f"{answer.question.params:,} parameters on {ranks} rank{'s' if ranks > 1 else ''}; each has:", str(plan)]
-    lines += ["", *_node_lines(answer), ""]
+    lines += ["", *_node_lines(answer), *answer.question.warnings, ""]
     if answer.forward_s is None:
         reason = "give --tokens" if answer.question.tokens is None else "the rates know no FLOP/s; give --flops"
         lines.append(f"forward and backward: unknown ({reason})")

@@ -35,7 +35,7 @@ from offload.engine.operations import (
     WeightOperation,
     WriteTile,
 )
-from offload.engine.seals import DamagedError, Seals, can_seal
+from offload.engine.seals import DamagedError, Seals
 from offload.engine.timeline import Interval
 from offload.errors import InternalError, OffloadError, TierError
 from offload.plan.budget import Plan
@@ -260,7 +260,7 @@ class LiveExecutor:
 
     def _update(self, run: Run, table: npt.NDArray[Any]) -> None:
         subgroup = self._plan.layout.subgroups[run.visit.subgroup] if self._plan is not None else None
-        if run.slot is None or subgroup is None or not self._verify or not can_seal(subgroup):
+        if run.slot is None or subgroup is None or not self._verify:
             self._kernel.submit(run.op, table)
             return
         expected = self._seals.expected(run, subgroup)

@@ -33,11 +33,6 @@ class _Held:
     """Tiles that are to be compared with seals before anything uses them."""
 
 
-def can_seal(subgroup: Subgroup) -> bool:
-    """Return whether an update can seal a subgroup: elements follow each other in all its tensors."""
-    return all(tensor.format.item_numel == 1 for tensor in subgroup.tensors)
-
-
 class DamagedError(Exception):
     """A tile in memory is not what was read for."""
 
@@ -87,7 +82,10 @@ class Seals:
         """Return where the state of a subgroup lies, as kernels are told."""
         if subgroup.index not in self._offsets:
             self._offsets[subgroup.index] = np.array([s.offset for s in subgroup.segments], np.uint64)
-        tensors = [(address + subgroup.offsets[t.name], t.format.item_bytes) for t in subgroup.tensors]
+        tensors = [
+            (address + subgroup.offsets[name], form.item_bytes, form.item_numel, form.nbytes(subgroup.numel))
+            for name, form in subgroup.tensors
+        ]
         return SealedState(tensors, self._offsets[subgroup.index], subgroup.numel, subgroup.tile_numel)
 
     def expected(self, run: Run, subgroup: Subgroup) -> Seal | None:

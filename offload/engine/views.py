@@ -164,8 +164,8 @@ class StateViews:
             stored[tensor.name] = tensor_at(address, numel, stored_dtype(tensor.format))
         if MASTER.name not in stored:
             stored[MASTER.name] = self.weight(subgroup.index, segment, view)
-        visit, form = run.visit, subgroup.state_format
-        with as_fp32(layout.rule, form, stored, first_index, read=not visit.overwrites, keep=visit.changes) as views:
+        visit, rule = run.visit, layout.rule.stored_in(subgroup.state_format)
+        with as_fp32(rule, stored, first_index, read=not visit.overwrites, keep=visit.changes) as views:
             yield views
 
     def gather_tile(self, tile: TileId, address: int) -> None:

@@ -1,31 +1,32 @@
-"""State as it is stored, and as fp32 tensors: for everybody who looks at it, between updates."""
+"""State as it is stored, and as fp32 tensors: for everybody who looks at it, between updates.
+
+Native, on the calling thread, with the GIL released; bit for bit what `offload.kernels.reference` defines.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from offload.kernels.reference import (
-    SegmentTensors,
-    decoded,
-    master_of,
-    minifloat,
-    state_of,
-    store_master,
-    store_rounded,
-    store_state,
-)
-from offload.protocols import BLOCK_NUMEL, SegmentFlag, StateFormat
-from offload.rules import MASTER, MASTER_LOW, SCALES, Format, UpdateRule
-from offload.rules.formats import BF16, FP24_UPPER, FP32
+from offload._native import decode, encode
+from offload.dtypes import DtypeCode
+from offload.errors import invariant
+from offload.kernels.reference import DTYPE_CODES
+from offload.kernels.reference.minifloat import blocks_numel
+from offload.protocols import StateFormat
+from offload.rules import BF16, FP32, MASTER, MASTER_LOW, SCALES, Format, UpdateRule
+from offload.rules.formats import FP24_UPPER, ROOT, SIGNED
 
-RUN_NUMEL = 1 << 14
-"""Elements that are decoded or encoded at once, which takes a hundred times as many bytes."""
+RUN_NUMEL = 1 << 16
+"""Elements that `store_weight` rounds at once, so that memory is bounded whatever the size."""
 
 _DTYPES = {FP32: torch.float32, BF16: torch.bfloat16, FP24_UPPER: torch.int16}
+
+# As csrc/kernels/kernels.h counts them.
+_FORMS = {FP32: DtypeCode.FLOAT32, BF16: DtypeCode.BFLOAT16, FP24_UPPER: 4, SIGNED: 5, ROOT: 6}
 
 
 def stored_dtype(stored: Format) -> torch.dtype:
@@ -33,86 +34,119 @@ def stored_dtype(stored: Format) -> torch.dtype:
     return _DTYPES.get(stored, torch.uint8)
 
 
+class Stored(NamedTuple):
+    """What a run of a state tensor is stored in, in host memory.
+
+    Attributes:
+        format: How.
+        first: Flat, of its `stored_dtype`: elements, codes, or the upper plane of a master.
+        beside: The lower plane of a master; of codes the scales of their blocks, which may be a column of a matrix.
+        first_index: Index of the first element in the unsharded parameter; where there are no blocks, anything.
+    """
+
+    format: Format
+    first: torch.Tensor
+    beside: torch.Tensor | None = None
+    first_index: int = 0
+
+    def place(self) -> tuple[int, int, int, int, int, int]:
+        """Return what native functions are told."""
+        numel, beside = self.first.numel(), self.beside
+        _check("first", self.first, stored_dtype(self.format), numel)
+        if beside is None:
+            invariant(self.format in (FP32, BF16), f"state in {self.format.name} without what lies beside it")
+            return _FORMS[self.format], self.first.data_ptr(), 0, 0, 0, numel
+        has_blocks = self.format is not FP24_UPPER
+        items = blocks_numel(self.first_index, numel) if has_blocks else numel
+        _check("beside", beside, torch.uint8, items, column=has_blocks)
+        stride = beside.stride(0)
+        return _FORMS[self.format], self.first.data_ptr(), beside.data_ptr(), stride, self.first_index, numel
+
+    def read(self, out: torch.Tensor, instruction_set: str = "") -> None:
+        """Write what is stored to a flat tensor of as many elements, rounded to its type."""
+        _check("out", out, out.dtype, self.first.numel())
+        decode(*self.place(), out.data_ptr(), DTYPE_CODES[out.dtype], instruction_set)
+
+    def write(self, values: torch.Tensor, roots: torch.Tensor | None = None, instruction_set: str = "") -> None:
+        """Store flat fp32 values, rounded to nearest.
+
+        Args:
+            values: As many as there are.
+            roots: Codes of the roots that these values are divided by: where those are 0, 0 is stored.
+            instruction_set: One of `instruction_sets()`; "" for the fastest.
+        """
+        _check("values", values, torch.float32, self.first.numel())
+        if roots is not None:
+            _check("roots", roots, torch.uint8, self.first.numel())
+        address = 0 if roots is None else roots.data_ptr()
+        encode(*self.place(), values.data_ptr(), address, instruction_set)
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int, *, column: bool = False) -> None:
+    is_flat = tensor.dim() == 1 and (column or tensor.is_contiguous()) and tensor.device.type == "cpu"
+    fits = is_flat and tensor.dtype == dtype and tensor.numel() == numel
+    invariant(
+        fits, f"{name}: {tensor.dtype} of shape {list(tensor.shape)}, not {numel} elements of {dtype} in host memory"
+    )
+
+
+def stored_in(rule: UpdateRule, name: str, tensors: Mapping[str, torch.Tensor], first_index: int) -> Stored:
+    """Return what one state tensor of a segment is stored in.
+
+    Args:
+        rule: The update rule, in the format of the state.
+        name: One of its `names`.
+        tensors: What state is stored in, by name; flat. A master without a lower plane is fp32.
+        first_index: Index of the segment's first element in the unsharded parameter.
+    """
+    form = {tensor.name: tensor.format for tensor in rule.stored}[name]
+    if name == MASTER.name:
+        beside = tensors.get(MASTER_LOW)
+        return Stored(FP32 if beside is None else form, tensors[name], beside)
+    if rule.state_format is not StateFormat.COMPACT8:
+        return Stored(form, tensors[name])
+    scales = tensors[SCALES].view(-1, len(rule.state))
+    return Stored(form, tensors[name], scales[:, rule.names.index(name) - 1], first_index)
+
+
 @contextlib.contextmanager
 def as_fp32(
-    rule: UpdateRule,
-    state_format: StateFormat,
-    stored: Mapping[str, torch.Tensor],
-    first_index: int,
-    *,
-    read: bool,
-    keep: bool,
+    rule: UpdateRule, tensors: Mapping[str, torch.Tensor], first_index: int, *, read: bool, keep: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Lend a segment's state in fp32 by the rule's names: the tensors that are fp32, and copies of others.
 
     Args:
-        rule: The update rule.
-        state_format: How it is stored.
-        stored: What it is stored in, by name; flat.
+        rule: The update rule, in the format of the state.
+        tensors: What state is stored in, by name; flat.
         first_index: Index of its first element in the unsharded parameter.
         read: Whether copies hold what is stored; else anything.
         keep: Whether copies are stored afterwards, rounded to nearest.
     """
-    if state_format is StateFormat.EXACT:
-        yield dict(stored)
-        return
-    scales = stored.get(SCALES)
-    segment = SegmentTensors(
-        master=stored[MASTER.name],
-        state=[stored[tensor.name] for tensor in rule.state],
-        gradient=None,
-        weight=None,
-        flags=SegmentFlag(0),
-        scalars=None,
-        rule=rule,
-        state_format=state_format,
-        first_index=first_index,
-        master_low=stored.get(MASTER_LOW),
-        scales=None if scales is None else scales.view(-1, len(rule.state)),
-    )
-    numel = segment.master.numel()
-    is_fp32 = segment.master_low is None
-    copied = rule.names[1:] if is_fp32 else rule.names
-    views = {MASTER.name: segment.master}
-    views |= {name: torch.empty(numel, dtype=torch.float32, device="cpu") for name in copied}
-    for run in _runs(first_index, numel) if read else ():
-        part = _part(segment, run)
-        for view, values in zip(views.values(), (master_of(part), *state_of(part)), strict=True):
-            if view is not segment.master:
-                view[run] = values
+    stored = {name: stored_in(rule, name, tensors, first_index) for name in rule.names}
+    views = {
+        name: place.first
+        if place.format is FP32
+        else torch.empty(place.first.numel(), dtype=torch.float32, device="cpu")
+        for name, place in stored.items()
+    }
+    copies = {name: place for name, place in stored.items() if place.format is not FP32}
+    for name, place in copies.items() if read else ():
+        place.read(views[name])
     yield views
-    for run in _runs(first_index, numel) if keep else ():
-        part = _part(segment, run)
-        store_state(part, [views[tensor.name][run] for tensor in rule.state])
-        if not is_fp32:
-            store_master(part, views[MASTER.name][run])
+    if not keep:
+        return
+    roots = [place.first for place in copies.values() if place.format is ROOT]
+    invariant(len(roots) <= 1, "a rule with several roots")  # each would have to be zeroed where another is
+    for name, place in sorted(copies.items(), key=lambda item: item[1].format is not ROOT):  # roots first
+        is_divided = place.format is SIGNED and roots
+        place.write(views[name], roots[0] if is_divided else None)
 
 
-def _runs(first_index: int, numel: int) -> Iterator[slice]:
-    """Yield runs that a core's cache holds and that begin with a block: memory is bounded whatever the size."""
-    start = 0
-    while start < numel:
-        stop = min(numel, start + RUN_NUMEL - (first_index + start) % BLOCK_NUMEL)
-        yield slice(start, stop)
-        start = stop
-
-
-def _blocks(first_index: int, run: slice) -> slice:
-    """Return which of a segment's blocks a run of its elements lies in."""
-    before = first_index % BLOCK_NUMEL
-    return slice((before + run.start) // BLOCK_NUMEL, -(-(before + run.stop) // BLOCK_NUMEL))
-
-
-def _part(segment: SegmentTensors, run: slice) -> SegmentTensors:
-    """Return a run of a segment; see `_runs`."""
-    return replace(
-        segment,
-        master=segment.master[run],
-        state=[tensor[run] for tensor in segment.state],
-        first_index=segment.first_index + run.start,
-        master_low=None if segment.master_low is None else segment.master_low[run],
-        scales=None if segment.scales is None else segment.scales[_blocks(segment.first_index, run)],
-    )
+def store_rounded(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Put flat fp32 values into a flat tensor of as many elements, rounded to its type, to nearest even."""
+    _check("values", values, torch.float32, out.numel())
+    _check("out", out, out.dtype, out.numel())
+    encode(DTYPE_CODES[out.dtype], out.data_ptr(), 0, 0, 0, out.numel(), values.data_ptr(), 0)
 
 
 def store_weight(master: torch.Tensor, state_format: StateFormat, weight: torch.Tensor) -> None:
@@ -120,26 +154,10 @@ def store_weight(master: torch.Tensor, state_format: StateFormat, weight: torch.
     if state_format is not StateFormat.COMPACT8:
         store_rounded(master, weight)
         return
-    for run in _runs(0, master.numel()):
-        store_rounded(minifloat.join_master(*minifloat.split_master(master[run])), weight[run])
-
-
-def put_as_fp32(
-    rule: UpdateRule, name: str, stored: Mapping[str, torch.Tensor], first_index: int, out: torch.Tensor
-) -> None:
-    """Put one state tensor of a segment, stored in several, into a flat tensor, rounded to its type.
-
-    Args:
-        rule: The update rule.
-        name: One of its `names`.
-        stored: What the tensor is stored in, as bytes, by name.
-        first_index: Index of its first element in the unsharded parameter.
-        out: As many elements.
-    """
-    for run in _runs(first_index, out.numel()):
-        if name == MASTER.name:
-            main, beside = stored[name].view(torch.int16)[run], stored[MASTER_LOW][run]
-        else:
-            scales = stored[SCALES].view(-1, len(rule.state))
-            main, beside = stored[name][run], scales[_blocks(first_index, run)]
-        store_rounded(decoded(rule, name, main, beside, first_index + run.start), out[run])
+    upper = torch.empty(RUN_NUMEL, dtype=torch.int16, device="cpu")
+    lower = torch.empty(RUN_NUMEL, dtype=torch.uint8, device="cpu")
+    for start in range(0, weight.numel(), RUN_NUMEL):
+        out = weight[start : start + RUN_NUMEL]
+        planes = Stored(FP24_UPPER, upper[: out.numel()], lower[: out.numel()])
+        planes.write(master[start : start + RUN_NUMEL])
+        planes.read(out)

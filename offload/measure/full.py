@@ -10,6 +10,7 @@ Not done here: choosing anything from the rates; rates of several paths at work 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -33,7 +34,7 @@ from offload.measure.rates_file import Measurement, RatesFile, machine_facts, pa
 from offload.measure.workbench import CHUNK_NUMEL, STREAM_ITEM_BYTES, UPDATE_DEPTH, Slots, TrialState, memory_cost
 from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
-from offload.protocols import SECTOR_BYTES
+from offload.protocols import SECTOR_BYTES, StateFormat
 from offload.rules import ADAMW
 from offload.tiers import check_directories, open_tier, slot_bytes
 from offload.units import format_bytes
@@ -82,7 +83,8 @@ def full_probe(
             megabytes at most, and left as it was.
         seconds: About how long it may take; runs are short if it is little, but three rounds there are.
         threads: Most threads of the update; None for as many as this process may use.
-        numel: Elements that the update works on; None for more than caches hold, if there is memory for that.
+        numel: Elements that the update works on, in each format of state; None for more than caches hold, if there is
+            memory for that.
         report: Hears of progress: runs done, runs in all, and what is measured next.
 
     Returns:
@@ -96,17 +98,19 @@ def full_probe(
     check_directories(paths)
     threads = threads or len(os.sched_getaffinity(0))
     if numel is None:
-        most = available_bytes() // 4 // trial_bytes(ADAMW)
+        most = available_bytes() // 4 // sum(trial_bytes(ADAMW.stored_in(form)) for form in StateFormat)
         numel = max(UPDATE_DEPTH * CHUNK_NUMEL, min(UPDATE_NUMEL, most)) // CHUNK_NUMEL * CHUNK_NUMEL
     with contextlib.ExitStack() as stack:
         queue = CompletionQueue()
-        state = TrialState(ADAMW, numel, UPDATE_DEPTH, prefault=True)
-        stack.callback(state.close)
+        states = {}
+        for form in StateFormat:
+            states[form] = TrialState(ADAMW.stored_in(form), numel, UPDATE_DEPTH, prefault=True)
+            stack.callback(states[form].close)
         counts = thread_counts(threads)
         kernels = {count: stack.enter_context(CpuUpdateKernel(queue, count)) for count in counts}
-        expected = len(counts) + len(_VARIANTS) + 4 * len(paths)
+        expected = len(states) * len(counts) + len(_VARIANTS) + 4 * len(paths)
         run_s = min(LONGEST_RUN_S, seconds / (ROUNDS[0] + 1) / expected)
-        cpu = _CpuProbe(queue, kernels, state, run_s)
+        cpu = _CpuProbe(queue, kernels, states, run_s)
         probes = []
         for number, path in enumerate(paths):
             report(0, 1, f"opening {path}")
@@ -132,8 +136,10 @@ def thread_counts(most: int) -> list[int]:
     return sorted(counts)
 
 
-def _threads(count: int) -> str:
-    return f"{count} thread{'s' if count > 1 else ''}"
+def _update_name(state_format: StateFormat, count: int) -> str:
+    """Return what the update with so many threads is called among measurements."""
+    which = "" if state_format is StateFormat.EXACT else f" of {state_format.name.lower()}"
+    return f"update{which}/{count} thread{'s' if count > 1 else ''}"
 
 
 def summarise(values: Sequence[float], unit: str) -> Measurement:
@@ -187,7 +193,8 @@ def _result(
     def median(name: str) -> float:
         return measurements[name].median
 
-    cpu = {count: median(f"update/{_threads(count)}") for count in counts}
+    by_format = {form: {count: median(_update_name(form, count)) for count in counts} for form in StateFormat}
+    cpu = by_format[StateFormat.EXACT]
     streams = [median(f"memory/{name}") for name in _VARIANTS]
     memory = max(*streams, max(cpu.values()) * UPDATE_MEMORY_COST)
 
@@ -220,7 +227,7 @@ def _result(
         machine=machine_facts(),
         versions=versions(),
         rates=Rates(cpu[counts[-1]], tuple(rated), gpu, memory),
-        cpu_bytes_per_s=cpu,
+        cpu_bytes_per_s=by_format,
         paths=tuple(facts),
         measurements=measurements,
         warnings=tuple(warnings),
@@ -248,38 +255,45 @@ class _CpuProbe:
     """The update by number of threads, and the memory that it runs on."""
 
     def __init__(
-        self, queue: CompletionQueue, kernels: Mapping[int, CpuUpdateKernel], state: TrialState, run_s: float
+        self,
+        queue: CompletionQueue,
+        kernels: Mapping[int, CpuUpdateKernel],
+        states: Mapping[StateFormat, TrialState],
+        run_s: float,
     ) -> None:
         self._kernels = kernels
-        self._state = state
-        self._whole = state.table(0, state.numel)
+        self._states = states
+        self._numel = states[StateFormat.EXACT].numel
+        self._whole = states[StateFormat.EXACT].table(0, self._numel)
         self._runs = _Runs(queue, run_s / 2, 4096)
         self.most = max(kernels)
 
     def samples(self) -> Iterator[tuple[str, Sample]]:
         """Return what to measure once a round."""
-        for threads in self._kernels:
-            yield f"update, {_threads(threads)}", partial(self._update, threads)
+        for state_format, threads in itertools.product(self._states, self._kernels):
+            name = _update_name(state_format, threads)
+            yield name.replace("/", ", "), partial(self._update, name, threads, state_format)
         for label, variant in _VARIANTS.items():
             yield "memory bandwidth", partial(self._stream, label, variant)
 
-    def load(self, threads: int, count: int | None) -> Load:
+    def load(self, threads: int, count: int | None, state_format: StateFormat = StateFormat.EXACT) -> Load:
         """Return the update as a load."""
-        return self._state.updates(self._kernels[threads], count)
+        return self._states[state_format].updates(self._kernels[threads], count)
 
-    def rate(self, threads: int) -> float:
+    def rate(self, threads: int, state_format: StateFormat = StateFormat.EXACT) -> float:
         """Return the state bytes that the update does a second, with nothing beside it."""
-        return lane_rates(self._runs.run(str(threads), 4, lambda count: [self.load(threads, count)]))["cpu"]
+        name = _update_name(state_format, threads)
+        return lane_rates(self._runs.run(name, 4, lambda count: [self.load(threads, count, state_format)]))["cpu"]
 
-    def _update(self, threads: int) -> dict[str, float]:
-        return {f"update/{_threads(threads)}": self.rate(threads)}
+    def _update(self, name: str, threads: int, state_format: StateFormat) -> dict[str, float]:
+        return {name: self.rate(threads, state_format)}
 
     def _stream(self, label: str, variant: StreamVariant) -> dict[str, float]:
         # Twice, as a stream negates the state.
         started_s = time.perf_counter()
         for _ in range(2):
             self._kernels[self.most].stream(self._whole, variant)
-        rate = 2 * self._state.numel * STREAM_ITEM_BYTES / (time.perf_counter() - started_s)
+        rate = 2 * self._numel * STREAM_ITEM_BYTES / (time.perf_counter() - started_s)
         return {f"memory/{label}": rate}
 
 

@@ -19,14 +19,14 @@ from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena, available_bytes
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_bytes
-from offload.layout import MAX_TILE_BYTES, SECTOR_NUMEL
+from offload.layout import MAX_TILE_BYTES, SECTOR_NUMEL, numels_by_format
 from offload.measure.drive import Load, drive, lane_rates, rates_beside
 from offload.measure.gpu import COPIES_BESIDE, D2H, H2D, UPDATE, GpuProbe
-from offload.measure.workbench import CHUNK_NUMEL, STREAM_ITEM_BYTES, UPDATE_DEPTH, Slots, TrialState, memory_cost
+from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
 from offload.plan import GpuRates, PathRates, Plan, Rates
-from offload.plan.rates import UPDATE_MEMORY_COST
-from offload.protocols import SECTOR_BYTES, Queue, Tier
-from offload.rules import ADAMW
+from offload.plan.rates import mean_rate
+from offload.protocols import SECTOR_BYTES, Queue, StateFormat, Tier
+from offload.rules import ADAMW, UpdateRule
 from offload.units import format_bytes
 
 PROBE_TILES = 4
@@ -75,7 +75,7 @@ def quick_probe(
     plan: Plan,
     lanes: GpuLanes | None = None,
 ) -> Rates:
-    """Measure the update and the memory that it runs on, the GPU, and every path with a few tiles.
+    """Measure the update of exact state and of what else the session has, memory, the GPU, and every path.
 
     The update passes over more memory than caches hold, where the session has so much of it, and the machine so much
     to spare; the log says how much it was.
@@ -92,10 +92,18 @@ def quick_probe(
         TierError: If a path fails.
         OffloadError: If the device fails, or it or the host has no memory for it.
     """
-    with contextlib.closing(_HostProbe(kernel, queue, plan)) as host:
-        cpu, memory = host.rates()
-        gpu = _probe_gpu(lanes, host, plan) if lanes is not None else None
-    return Rates(cpu, tuple(_probe_path(tier, queue, address, plan) for tier in tiers), gpu, memory)
+    layout, gpu = plan.layout, None
+    numels = numels_by_format(layout.parameters, layout.rule) or {StateFormat.EXACT: 1}
+    cpu: dict[StateFormat, float] = {}
+    memory = 0.0
+    for state_format in sorted({StateFormat.EXACT, *numels}):
+        with contextlib.closing(_HostProbe(kernel, queue, plan, state_format)) as host:
+            cpu[state_format], reached = host.rates()
+            memory = max(memory, reached)
+            if state_format is StateFormat.EXACT and lanes is not None:
+                gpu = _probe_gpu(lanes, host, plan)
+    paths = tuple(_probe_path(tier, queue, address, plan) for tier in tiers)
+    return Rates(mean_rate(cpu, numels), paths, gpu, memory)
 
 
 class _HostProbe:
@@ -105,17 +113,20 @@ class _HostProbe:
         kernel: The session's kernel.
         queue: What it reports to.
         plan: What the session is about to do.
+        state_format: Of the state.
 
     Attributes:
         key: What the rates depend on in this process.
     """
 
-    def __init__(self, kernel: CpuUpdateKernel, queue: Queue, plan: Plan) -> None:
+    def __init__(self, kernel: CpuUpdateKernel, queue: Queue, plan: Plan, state_format: StateFormat) -> None:
         self._kernel = kernel
         self._queue = queue
-        self._numel = _host_numel(plan)
+        self._rule = ADAMW.stored_in(state_format)
+        self._numel = _host_numel(plan, self._rule)
         self._state: TrialState | None = None
-        self.key = (kernel.threads, frozenset(os.sched_getaffinity(0)), kernel.instruction_set, self._numel)
+        cpus = frozenset(os.sched_getaffinity(0))
+        self.key = (kernel.threads, cpus, kernel.instruction_set, state_format, self._numel)
 
     def rates(self) -> tuple[float, float]:
         """Return the rates of the update and of memory, reads and writes together."""
@@ -125,10 +136,12 @@ class _HostProbe:
             while len(found) < ROUNDS and time.perf_counter() < until_s:
                 found.append((self.update(), self._stream()))
             cpu, memory = (max(rates) for rates in zip(*found, strict=True))
-            _known[self.key] = cpu, max(memory, cpu * UPDATE_MEMORY_COST)
+            _known[self.key] = cpu, max(memory, cpu * self._rule.memory_cost)
+            sizes = *_known[self.key], self._numel * trial_bytes(self._rule), cache_bytes()
             log.info(
-                "the update reaches %s/s and memory %s/s, by passes over %s; the last-level caches hold %s",
-                *map(format_bytes, (*_known[self.key], self._numel * trial_bytes(ADAMW), cache_bytes())),
+                "the update of %s state reaches %s/s and memory %s/s, by passes over %s; last-level caches hold %s",
+                self._rule.state_format.name.lower(),
+                *map(format_bytes, sizes),
             )
         return _known[self.key]
 
@@ -142,12 +155,13 @@ class _HostProbe:
         started_s = time.perf_counter()
         for variant in _VARIANTS:
             self._kernel.stream(whole, variant)
-        return len(_VARIANTS) * self._numel * STREAM_ITEM_BYTES / (time.perf_counter() - started_s)
+        moved_bytes = len(_VARIANTS) * self._numel * self._rule.item_bytes * self._rule.memory_cost
+        return moved_bytes / (time.perf_counter() - started_s)
 
     def _open(self) -> TrialState:
         if self._state is None:
             depth = max(1, min(UPDATE_DEPTH, self._numel // CHUNK_NUMEL))
-            self._state = TrialState(ADAMW, self._numel, depth, prefault=True)
+            self._state = TrialState(self._rule, self._numel, depth, prefault=True)
         return self._state
 
     def close(self) -> None:
@@ -180,14 +194,14 @@ def _cost_beside(probe: GpuProbe, host: _HostProbe, h2d: float, d2h: float) -> f
     return min(memory_cost(memory, cpu, speed, h2d + d2h, spread / speed), MOST_MEMORY_COST)
 
 
-def _host_numel(plan: Plan) -> int:
+def _host_numel(plan: Plan, rule: UpdateRule) -> int:
     """Return the elements to pass over: more than caches hold, if the session and the machine have room for that."""
     nbytes = min(
         max(ENOUGH_BYTES, CACHES * cache_bytes()),
         plan.host_bytes - plan.overhead_bytes,  # what the session is about to take itself
         available_bytes() // SHARE_OF_AVAILABLE,
     )
-    numel = nbytes // trial_bytes(ADAMW)
+    numel = nbytes // trial_bytes(rule)
     return max(SECTOR_NUMEL, numel // CHUNK_NUMEL * CHUNK_NUMEL or numel // SECTOR_NUMEL * SECTOR_NUMEL)
 
 

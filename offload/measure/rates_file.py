@@ -2,16 +2,18 @@
 
 JSON, one object:
 
-    {"format": 1, "created": "2026-01-31T12:00:00Z",
+    {"format": 2, "created": "2026-01-31T12:00:00Z",
      "machine": {"cpu", "cores", "memory_bytes", "gpu", "kernel"},
      "versions": {"offload", "torch"},
-     "rates": what `Rates.to_dict` gives, but "cpu_bytes_per_s" may be an object of rates by number of threads,
+     "rates": what `Rates.to_dict` gives, but "cpu_bytes_per_s" may be an object of rates by number of threads, or
+         one of these by the format of the state,
      "paths": [{"path", "file_system", "device", ...}, ...], in the order of rates.paths,
      "measurements": {name: {"median", "spread", "runs", "unit"}},
      "warnings": [...]}
 
 Only "format" and "rates" are needed to predict with; to be used by a session, a file has to say what machine,
-versions and paths it is about, and to fit. Other entries (such as "source") are for people.
+versions and paths it is about, and to fit. Other entries (such as "source") are for people. Format 1 had rates of the
+update of exact state alone.
 """
 
 from __future__ import annotations
@@ -35,10 +37,14 @@ import psutil
 
 from offload.errors import ConfigError, OffloadError
 from offload.plan import Rates
+from offload.plan.rates import mean_rate
+from offload.protocols import StateFormat
+from offload.rules import STATE_FORMATS
 from offload.tiers import file_system
 from offload.tiers.places import read_regular, replacing
 
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
 
 MAX_FILE_BYTES = 4 << 20
 
@@ -75,8 +81,9 @@ class RatesFile:
     """What a file of rates says.
 
     Attributes:
-        rates: All lanes, with as many threads as were measured.
-        cpu_bytes_per_s: Rate of the update by number of threads; empty where only one rate is known.
+        rates: All lanes, with as many threads as were measured, and exact state.
+        cpu_bytes_per_s: Rate of the update by the format of the state, and by number of threads: 0 where it is not
+            known how many.
         machine: What `machine_facts` said where it was measured.
         versions: Likewise of `versions`.
         paths: What `path_facts` said of each path, in the order of `rates.paths`.
@@ -87,7 +94,7 @@ class RatesFile:
     """
 
     rates: Rates
-    cpu_bytes_per_s: Mapping[int, float] = field(default_factory=dict)
+    cpu_bytes_per_s: Mapping[StateFormat, Mapping[int, float]]
     machine: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, Any] = field(default_factory=dict)
     paths: tuple[Mapping[str, Any], ...] = ()
@@ -96,20 +103,24 @@ class RatesFile:
     created: str = ""
     file: str = ""
 
-    def cpu_rate(self, threads: int) -> float:
-        """Return the rate of the update with so many threads, interpolated where that was not measured.
+    def cpu_rate(self, numels: Mapping[StateFormat, int], threads: int | None = None) -> float:
+        """Return the rate of the update of parameters whose state has these formats; see `mean_rate`.
 
-        Below the least number measured it is taken as proportional, above the most as that of the most.
+        Args:
+            numels: How many parameters have each.
+            threads: How many update; None for the most that were measured. In between it is interpolated, below the
+                least number measured taken as proportional, above the most as that of the most.
         """
-        known = sorted(self.cpu_bytes_per_s.items())
-        if not known:
-            return self.rates.cpu_bytes_per_s
-        below, rate = 0, 0.0
-        for count, next_rate in known:
-            if count >= threads:
-                return rate + (next_rate - rate) * (threads - below) / (count - below)
-            below, rate = count, next_rate
-        return rate
+        rates = {form: _with_threads(known, threads) for form, known in self.cpu_bytes_per_s.items()}
+        return mean_rate(rates, numels)
+
+    def guesses(self, numels: Mapping[StateFormat, int]) -> str:
+        """Return what `cpu_rate` takes without a measurement, as a sentence; "" for nothing."""
+        names = [form.name.lower() for form, numel in numels.items() if numel and form not in self.cpu_bytes_per_s]
+        if not names:
+            return ""
+        what = f"there are no rates of the update of {' and '.join(names)} state"
+        return f"{what}: taken as fast, in parameters, as that of exact state; {_ADVICE}"
 
     def misfit(self) -> str:
         """Return in what this file differs from the machine and the versions here; "" if it fits."""
@@ -127,12 +138,13 @@ class RatesFile:
                     differences.append(f"{what}.{name} is {found!r} there and {value!r} here")
         return "; ".join(differences)
 
-    def for_session(self, paths: Sequence[str], threads: int) -> Rates:
+    def for_session(self, paths: Sequence[str], threads: int, numels: Mapping[StateFormat, int]) -> Rates:
         """Return the rates of a session on this machine.
 
         Args:
             paths: Its paths, each of which was measured, or lies on a device of which another directory was.
             threads: Threads of its update.
+            numels: How many parameters have state in each format.
 
         Raises:
             ConfigError: If the file is about another machine or other versions (names what differs), or does not
@@ -150,13 +162,15 @@ class RatesFile:
                 allowed = f"it has no rates for {path} ({place}), only for {', '.join(known) or 'no path'}; {_ADVICE}"
                 raise ConfigError("rates", self.file, allowed)
             rated.append(self.rates.paths[places.index(place)])
-        return dataclasses.replace(self.rates, cpu_bytes_per_s=self.cpu_rate(threads), paths=tuple(rated))
+        return dataclasses.replace(self.rates, cpu_bytes_per_s=self.cpu_rate(numels, threads), paths=tuple(rated))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the file's content."""
         rates = self.rates.to_dict()
-        if self.cpu_bytes_per_s:
-            rates["cpu_bytes_per_s"] = {str(count): rate for count, rate in sorted(self.cpu_bytes_per_s.items())}
+        rates["cpu_bytes_per_s"] = {
+            form.name.lower(): known[0] if 0 in known else {str(count): known[count] for count in sorted(known)}
+            for form, known in self.cpu_bytes_per_s.items()
+        }
         return {
             "format": FORMAT,
             "created": self.created,
@@ -181,19 +195,15 @@ class RatesFile:
         """
         if not isinstance(values, Mapping):
             raise ConfigError("rates", file, f"it is not an object with rates; {_ADVICE}")
-        if values.get("format") != FORMAT:
-            allowed = f"its format is {values.get('format')!r} and this version reads {FORMAT}; {_ADVICE}"
+        if values.get("format") not in READABLE:
+            allowed = f"its format is {values.get('format')!r} and this version reads 1 and {FORMAT}; {_ADVICE}"
             raise ConfigError("rates", file, allowed)
         rates = values.get("rates")
         if not isinstance(rates, Mapping):
             raise ConfigError("rates", file, f"it has no rates; {_ADVICE}")
-        by_threads = rates.get("cpu_bytes_per_s")
-        cpu: dict[int, float] = {}
         try:
-            if isinstance(by_threads, Mapping):
-                cpu = _by_threads(by_threads)
-                rates = {**rates, "cpu_bytes_per_s": cpu[max(cpu)]}
-            checked = Rates.from_dict(rates)
+            cpu = _by_format(rates.get("cpu_bytes_per_s"))
+            checked = Rates.from_dict({**rates, "cpu_bytes_per_s": _with_threads(cpu[StateFormat.EXACT], None)})
             paths = _listed(values, "paths", Mapping)
             if paths and len(paths) != len(checked.paths):
                 raise ConfigError("paths", len(paths), f"name the {len(checked.paths)} paths of rates.paths")
@@ -212,16 +222,45 @@ class RatesFile:
             raise ConfigError(f"{file}: {error.field}", error.value, error.allowed) from error
 
 
+def _with_threads(known: Mapping[int, float], threads: int | None) -> float:
+    below, rate = 0, 0.0
+    for count, next_rate in sorted(known.items()):
+        if threads is not None and count >= threads:
+            return rate + (next_rate - rate) * (threads - below) / (count - below)
+        below, rate = count, next_rate
+    return rate
+
+
+def _by_format(values: Any) -> dict[StateFormat, dict[int, float]]:
+    """Return rates of the update by format and number of threads from what a file has."""
+    if values is None:
+        raise ConfigError("rates.cpu_bytes_per_s", None, "is missing; measure it")
+    formats = isinstance(values, Mapping) and any(name in values for name in STATE_FORMATS)
+    found = {}
+    for name, known in values.items() if formats else [("exact", values)]:
+        if name not in STATE_FORMATS:
+            raise ConfigError("rates.cpu_bytes_per_s", name, f"give rates by format: {', '.join(STATE_FORMATS)}")
+        found[STATE_FORMATS[name]] = _by_threads(known) if isinstance(known, Mapping) else {0: _rate(known)}
+    if StateFormat.EXACT not in found:
+        raise ConfigError("rates.cpu_bytes_per_s.exact", None, "is missing; measure it")
+    return found
+
+
 def _by_threads(values: Mapping[str, Any]) -> dict[int, float]:
     cpu = {}
     for count, rate in values.items():
         if not (isinstance(count, str) and count.isdecimal() and len(count) < 10 and int(count) > 0):
-            raise ConfigError("rates.cpu_bytes_per_s", count, "give rates by number of threads, at least 1")
-        # As strict as `Rates` is, in its words.
-        cpu[int(count)] = dataclasses.replace(Rates(1.0), cpu_bytes_per_s=rate).cpu_bytes_per_s
+            allowed = f"give rates by number of threads, at least 1, or by format: {', '.join(STATE_FORMATS)}"
+            raise ConfigError("rates.cpu_bytes_per_s", count, allowed)
+        cpu[int(count)] = _rate(rate)
     if not cpu:
         raise ConfigError("rates.cpu_bytes_per_s", {}, "give the rate for one number of threads at least")
     return cpu
+
+
+def _rate(value: Any) -> float:
+    """Return a rate, as strict as `Rates` is, in its words."""
+    return dataclasses.replace(Rates(1.0), cpu_bytes_per_s=value).cpu_bytes_per_s
 
 
 def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -306,13 +345,14 @@ def find_rates(name: str | os.PathLike[str]) -> RatesFile:
     return load_rates(wanted)
 
 
-def session_rates(wanted: str, paths: Sequence[str], threads: int) -> Rates | None:
+def session_rates(wanted: str, paths: Sequence[str], threads: int, numels: Mapping[StateFormat, int]) -> Rates | None:
     """Return the rates that a session starts from, or None if they are to be probed; says which in the log.
 
     Args:
         wanted: "auto" for this machine's file if it fits, or a file.
         paths: The session's paths.
         threads: Threads of its update.
+        numels: How many parameters have state in each format.
 
     Raises:
         ConfigError: If a file was named and cannot be used.
@@ -323,13 +363,15 @@ def session_rates(wanted: str, paths: Sequence[str], threads: int) -> Rates | No
         return None
     try:
         found = load_rates(file)
-        rates = found.for_session(paths, threads)
+        rates = found.for_session(paths, threads, numels)
     except ConfigError as error:
         if wanted != "auto":
             raise
         _log.info("rates from a short probe: %s", error)
         return None
     _log.info("rates from %s, measured %s", file, found.created or "at an unknown time")
+    if guesses := found.guesses(numels):
+        _log.info("%s: %s", file, guesses)
     return rates
 
 

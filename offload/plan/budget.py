@@ -338,22 +338,26 @@ class Plan:
         slots = self.staging_bytes + self.budgets.gradient_bytes
         return self.home_bytes[Home.HOST] + slots + passing + self.overhead_bytes
 
-    def _format_lines(self) -> list[str]:
-        """Return what state in other formats than `exact` takes, and what is kept exact beside it."""
-        rule = self.layout.rule
-        if rule.state_format is StateFormat.EXACT:
-            return []
-        lines = []
+    @property
+    def formats(self) -> dict[str, tuple[int, int]]:
+        """Parameters whose state is stored in each format, and the bytes that it takes."""
+        found = {}
         for state_format in StateFormat:
             subgroups = [s for s in self.layout.subgroups if s.state_format is state_format]
             if subgroups:
                 numel = sum(segment.numel for s in subgroups for segment in s.segments)
-                nbytes = sum(s.state_bytes for s in subgroups)
-                lines.append(
-                    f"  {state_format.name.lower():<11}  {format_bytes(nbytes):>10}  state of {numel:,} parameters, "
-                    f"{nbytes / numel:.4g} bytes each"
-                )
-        return lines
+                found[state_format.name.lower()] = numel, sum(s.state_bytes for s in subgroups)
+        return found
+
+    def _format_lines(self) -> list[str]:
+        """Return what state in other formats than `exact` takes, and what is kept exact beside it."""
+        if self.layout.rule.state_format is StateFormat.EXACT:
+            return []
+        return [
+            f"  {name:<11}  {format_bytes(nbytes):>10}  state of {numel:,} parameters, "
+            f"{nbytes / numel:.4g} bytes each"
+            for name, (numel, nbytes) in self.formats.items()
+        ]
 
     def __str__(self) -> str:
         subgroups = self.layout.subgroups

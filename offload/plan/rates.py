@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offload.errors import ConfigError
+from offload.protocols import StateFormat
 from offload.rules import ADAMW
 
 UPDATE_MEMORY_COST = ADAMW.memory_cost
-"""Bytes of memory traffic for each state byte of an update. Rates are those of Adam, measured as state bytes; other
-rules move up to 8% more for each."""
+"""Bytes of memory traffic for each state byte of Adam's update of exact state. Other rules move up to 8% more
+for each, other formats up to 20%."""
 
 LEAST_CPU_SPEED = 0.1
 """Part of its rate that an update keeps whatever runs beside it."""
@@ -28,6 +29,25 @@ def cpu_speed(cpu_bytes_per_s: float, memory_bytes_per_s: float, beside_bytes_pe
     """Return the part of its own rate that an update keeps beside others; see `Rates.cpu_speed`."""
     left = memory_bytes_per_s - beside_bytes_per_s
     return min(1.0, max(LEAST_CPU_SPEED, left / (cpu_bytes_per_s * UPDATE_MEMORY_COST)))
+
+
+def mean_rate(bytes_per_s: Mapping[StateFormat, float], numels: Mapping[StateFormat, int]) -> float:
+    """Return the state bytes that the CPU updates a second of parameters whose state has several formats.
+
+    Args:
+        bytes_per_s: Its rate for each format; of those that are missing, as many parameters a second as of `EXACT`.
+        numels: How many parameters have each, one at least.
+    """
+    nbytes = {form: numel * _bytes_each(form) for form, numel in numels.items()}
+    exact_numel_per_s = bytes_per_s[StateFormat.EXACT] / _bytes_each(StateFormat.EXACT)
+    seconds = sum(
+        size / bytes_per_s.get(form, exact_numel_per_s * _bytes_each(form)) for form, size in nbytes.items()
+    )
+    return sum(nbytes.values()) / seconds
+
+
+def _bytes_each(state_format: StateFormat) -> float:
+    return ADAMW.stored_in(state_format).item_bytes
 
 
 class Direction(NamedTuple):
@@ -127,7 +147,7 @@ class Rates:
 
     Attributes:
         cpu_bytes_per_s: State bytes that the CPU updates per second, with all threads of the session and nothing else
-            running.
+            running, in the formats that its state has (`mean_rate`).
         paths: One entry per path, in the config's order.
         gpu: The GPU and its link; None without one.
         memory_bytes_per_s: Host memory bandwidth of this session, reads and writes together; infinite where unknown,

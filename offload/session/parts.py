@@ -29,7 +29,7 @@ from offload.engine.tables import Tables
 from offload.engine.views import StateViews
 from offload.errors import InfeasiblePlanError, OffloadError, TierError
 from offload.kernels import CpuUpdateKernel
-from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact
+from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact, numels_by_format
 from offload.measure import quick_probe, session_rates, tune_depth
 from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
 from offload.protocols import Completion, Device, Mark, StateFormat, Tier, TileRequest
@@ -109,8 +109,8 @@ class Parts:
         check_directories(paths)
         if self.gpu is None:
             refuse_gpu(config)
-        known = self._known_rates(paths)
         parameters = self._with_formats(parameters)
+        known = self._known_rates(paths, numels_by_format(parameters, self.rule))
         budgets = self._first_plan(parameters, known)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes()
@@ -153,9 +153,9 @@ class Parts:
             )
         return keep_exact(parameters, self.config.exact_names)
 
-    def _known_rates(self, paths: list[str]) -> Rates | None:
+    def _known_rates(self, paths: list[str], numels: Mapping[StateFormat, int]) -> Rates | None:
         """Return the rates that were measured for a session like this one, if they have all its lanes."""
-        known = session_rates(str(self.config.rates), paths, self._threads)
+        known = session_rates(str(self.config.rates), paths, self._threads, numels)
         if known is not None and self.gpu is None:
             return dataclasses.replace(known, gpu=None)
         return None if known is None or known.gpu is None else known

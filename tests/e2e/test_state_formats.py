@@ -16,7 +16,6 @@ import offload
 from offload.errors import ConfigError
 from offload.kernels import reference, rounding_keys
 from offload.kernels.reference import SegmentTensors, minifloat
-from offload.kernels.stored import RUN_NUMEL
 from offload.protocols import SegmentFlag, StateFormat
 from offload.rules import ADAMW, STATE_FORMATS
 from offload.sim import SimulatedDevice
@@ -366,21 +365,16 @@ def test_an_embedding_that_comes_later_fits_into_the_slots_that_there_are(tmp_pa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_large_parameter_is_read_and_written_in_short_runs(
+def test_nobody_decodes_with_what_defines_the_numbers(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What decodes and encodes takes much more memory than what it makes, so its calls are for few elements."""
-    sizes: list[int] = []
+    """It takes a hundred times as long as native code, and as many times the memory."""
 
-    def watched(plain: Any) -> Any:
-        def look(values: torch.Tensor, *rest: Any) -> Any:
-            sizes.append(values.numel())
-            return plain(values, *rest)
-
-        return look
+    def refused(*_: Any) -> Any:
+        raise AssertionError("the reference was called")
 
     for name in ("encode", "decode", "split_master", "join_master"):
-        monkeypatch.setattr(minifloat, name, watched(getattr(minifloat, name)))
+        monkeypatch.setattr(minifloat, name, refused)
 
     def made() -> torch.nn.Parameter:
         return torch.nn.Parameter(torch.linspace(-1, 1, 90_000).reshape(300, 300).to(dtype))
@@ -395,5 +389,3 @@ def test_a_large_parameter_is_read_and_written_in_short_runs(
     with offload.AdamW([("p", other)], offload=settings) as optimizer:
         optimizer.load_checkpoint(tmp_path / "checkpoint")
         assert same(states(optimizer, [other]), before)
-    assert len(sizes) > 20
-    assert max(sizes) <= RUN_NUMEL

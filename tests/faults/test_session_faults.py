@@ -126,10 +126,14 @@ def test_damage_done_by_a_write_is_never_used(failing: Any, paths: list[Path], k
 
 @pytest.mark.parametrize("reader", ["step", "state"])
 @pytest.mark.parametrize("place", [0, 1024, 4095])
+@pytest.mark.parametrize(("form", "tensor"), [("exact", 2), ("compact16", 2), ("compact8", 2), ("compact8", 4)])
 def test_a_bit_that_flips_on_a_path_is_found_before_it_is_used(
-    paths: list[Path], monkeypatch: pytest.MonkeyPatch, reader: str, place: int
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, reader: str, place: int, form: str, tensor: int
 ) -> None:
-    """The update takes the checksums of what it writes and verifies what it reads; others have that done before."""
+    """The update takes the checksums of what it writes and verifies what it reads; others have that done before.
+
+    The last tensor of compact8 is its scales, 128 bytes and what fills a sector.
+    """
     reads: list[TileRequest] = []
     writes: list[TileRequest] = []
 
@@ -143,8 +147,10 @@ def test_a_bit_that_flips_on_a_path_is_found_before_it_is_used(
             super().write(request)
 
     monkeypatch.setattr(setup, "open_tier", lambda *place, **settings: Noted(*place, **settings))
-    parameters = [torch.nn.Parameter(torch.ones(1024).bfloat16()) for _ in range(4)]
-    config = offload.OffloadConfig(host_memory=0, paths=paths[:1], subgroup_numel=1024, staging_memory=12 * 1024)
+    parameters = [torch.nn.Parameter(torch.ones(64, 64).bfloat16()) for _ in range(4)]
+    slot_bytes = {"exact": 48, "compact16": 32, "compact8": 24}[form] * 1024
+    settings: dict[str, Any] = {"subgroup_numel": 4096, "staging_memory": slot_bytes, "state_format": form}
+    config = offload.OffloadConfig(host_memory=0, paths=paths[:1], **settings)
 
     def step(optimizer: Any) -> None:
         for parameter in parameters:
@@ -162,7 +168,7 @@ def test_a_bit_that_flips_on_a_path_is_found_before_it_is_used(
         assert all(request.checksum is not None for request in writes)
         index = optimizer.engine._parts.machine.index
         weights = [parameter.detach().clone() for parameter in parameters]
-        record = index.get(TileId(1, 2, 0))
+        record = index.get(TileId(1, tensor, 0))
         assert record is not None
         (file,) = paths[0].glob("offload-*/tiles")
         with open(file, "r+b") as tiles:
@@ -174,9 +180,12 @@ def test_a_bit_that_flips_on_a_path_is_found_before_it_is_used(
             use()
         cause = caught.value.cause if isinstance(caught.value, offload.StepAbortedError) else caught.value
         assert isinstance(cause, offload.CorruptRecordError)
-        assert "subgroup 1, tensor 2, tile 0" in str(cause)
+        assert f"subgroup 1, tensor {tensor}, tile 0" in str(cause)
         assert str(paths[0]) in str(cause)
-        assert torch.equal(parameters[1], weights[1])
+        stored = optimizer.engine.plan.layout.subgroups[1].tensors[tensor].format
+        first = min(place // stored.item_bytes * stored.item_numel, 4095) // 1024 * 1024
+        block = slice(first, first + 1024)  # padding belongs to the last
+        assert torch.equal(parameters[1].view(-1)[block], weights[1].view(-1)[block])
 
 
 def test_a_broken_session_stays_broken_and_says_so(failing: Any, paths: list[Path]) -> None:

@@ -55,6 +55,27 @@ def test_state_on_one_path_takes_what_its_writes_take(rates, capsys):
     assert "days" not in found["paths"][0]
 
 
+def test_each_format_of_state_is_predicted_by_its_rate(rates, capsys, tmp_path):
+    """Resident, where a step is its update: by a file of the format before, and by one that knows all formats."""
+    known = {"exact": {"8": 30 * GB, "16": 60 * GB}, "compact16": 20 * GB, "compact8": {"16": 5 * GB}}
+    newer = tmp_path / "newer.json"
+    newer.write_text(json.dumps({"format": 2, "rates": RATES | {"cpu_bytes_per_s": known}}))
+    arguments = ["--params", "8e9", "--weights-on", "cpu", "--placement", "cpu", "--host-memory", "100GiB"]
+    each = {"exact": (12.0, 60 * GB), "compact16": (8.0, 20 * GB), "compact8": (5 + 2 / 64, 5 * GB)}
+    for name, (nbytes, rate) in each.items():
+        found = plan_json(capsys, *arguments, "--rates", str(newer), "--state-format", name)
+        assert found["rank"]["state_bytes"] == pytest.approx(nbytes * 8e9, rel=0.001)
+        assert found["rank"]["formats"] == {name: {"params": 8e9, "bytes": found["rank"]["state_bytes"]}}
+        assert found["step_s"] == pytest.approx(nbytes * 8e9 / rate, rel=0.01)
+        assert found["closed_form_step_s"] == pytest.approx(found["step_s"], rel=0.01)
+        assert not found["warnings"]
+        old = plan_json(capsys, *arguments, "--rates", rates, "--state-format", name)
+        assert old["step_s"] == pytest.approx(12 * 8e9 / (60 * GB), rel=0.01)
+        assert [name in warning for warning in old["warnings"]] == [True] * (name != "exact")
+    assert cli.main(["plan", *arguments, "--rates", rates, "--state-format", "compact8"]) == 0
+    assert "there are no rates of the update of compact8 state" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_ranks_share_the_node_and_the_model(rates, capsys):
     one = plan_json(capsys, "--params", "8e9", "--rates", rates, "--placement", "cpu")

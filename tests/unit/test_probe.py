@@ -26,6 +26,7 @@ from offload.measure.gpu import GpuProbe
 from offload.measure.workbench import memory_cost
 from offload.plan import PathRates, Rates
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST
+from offload.protocols import StateFormat
 from offload.rules import ADAMW
 from offload.sim.device import SimulatedDevice
 from offload.tiers import open_tier
@@ -81,9 +82,12 @@ def test_a_probe_measures_everything_and_leaves_nothing(tmp_path: Path) -> None:
     reports: list[tuple[int, int, str]] = []
     found = probe(tmp_path / "one", tmp_path / "two", report=lambda *each: reports.append(each))
     assert found.misfit() == ""
-    assert set(found.cpu_bytes_per_s) == {1, 2}
+    assert set(found.cpu_bytes_per_s) == set(StateFormat)
+    assert all(set(each) == {1, 2} for each in found.cpu_bytes_per_s.values())
     assert len(found.rates.paths) == len(found.paths) == 2
-    assert found.rates.memory_bytes_per_s >= max(found.cpu_bytes_per_s.values()) * UPDATE_MEMORY_COST
+    assert (
+        found.rates.memory_bytes_per_s >= max(found.cpu_bytes_per_s[StateFormat.EXACT].values()) * UPDATE_MEMORY_COST
+    )
     for number in range(2):
         for name in ("read alone", "write alone", "read", "write", "latency", "read beside cpu", "speed of cpu"):
             assert f"path {number}/{name}" in found.measurements

@@ -17,14 +17,20 @@ from offload.measure import probe, quick_probe
 from offload.measure.workbench import CHUNK_NUMEL, TrialState
 from offload.plan import Budgets, Plan, make_plan
 from offload.plan.rates import UPDATE_MEMORY_COST
+from offload.protocols import StateFormat
 from offload.rules import ADAMW
 from offload.sim import SimulatedDevice
 
 GIB = 1 << 30
 
 
-def plan_of(numel: int) -> Plan:
-    layout = build_layout([Parameter("p", numel, DtypeCode.BFLOAT16, 0)], 1 << 22, 1 << 20)
+def plan_of(numel: int, state_format: StateFormat = StateFormat.EXACT, exact: int = 0) -> Plan:
+    parameters = [
+        Parameter("p", numel, DtypeCode.BFLOAT16, 0),
+        Parameter("q", exact, DtypeCode.BFLOAT16, 0, exact=True),
+    ]
+    rule = ADAMW.stored_in(state_format)
+    layout = build_layout(parameters if exact else parameters[:1], 1 << 22, 1 << 20, rule=rule)
     return make_plan(layout, Budgets(host_bytes=layout.state_bytes))
 
 
@@ -54,7 +60,7 @@ def test_over_how_much_memory(
     class Session:
         host_bytes, overhead_bytes = state + 1000, 1000
 
-    numel = probe._host_numel(Session)  # type: ignore[arg-type]
+    numel = probe._host_numel(Session, ADAMW)  # type: ignore[arg-type]
     nbytes = numel * trial_bytes(ADAMW)
     unit = (CHUNK_NUMEL if expected > CHUNK_NUMEL * trial_bytes(ADAMW) else 1024) * trial_bytes(ADAMW)
     assert numel > 0
@@ -97,6 +103,34 @@ def test_a_process_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken[0] == taken[1] < taken[2]
     # An update does not move more than memory gives.
     assert 0 < first.cpu_bytes_per_s * UPDATE_MEMORY_COST <= first.memory_bytes_per_s < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("state_format", "exact", "expected"),
+    [
+        (StateFormat.EXACT, 0, 12.0),
+        (StateFormat.COMPACT16, 0, 4.0),
+        (StateFormat.COMPACT8, 0, 1.0),
+        (StateFormat.COMPACT8, 100_000, (12 + 5 + 2 / 64) / (12 / 12 + (5 + 2 / 64) / 1)),
+    ],
+)
+def test_each_format_of_a_session_is_measured(
+    state_format: StateFormat, exact: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {StateFormat.EXACT: 12.0, StateFormat.COMPACT16: 4.0, StateFormat.COMPACT8: 1.0}
+    plain, measured = probe._HostProbe.rates, []
+
+    def stated(self: Any) -> tuple[float, float]:
+        assert min(plain(self)) > 0
+        measured.append(self._rule.state_format)
+        return rates[self._rule.state_format] * 1e9, 50e9
+
+    monkeypatch.setattr(probe._HostProbe, "rates", stated)
+    queue = CompletionQueue()
+    with CpuUpdateKernel(queue, 1) as kernel:
+        found = quick_probe(kernel, [], queue, 0, plan_of(100_000, state_format, exact))
+    assert found.cpu_bytes_per_s == pytest.approx(expected * 1e9)
+    assert set(measured) == {StateFormat.EXACT, state_format}
 
 
 @pytest.mark.parametrize("lazy", [False, True])

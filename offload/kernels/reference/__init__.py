@@ -46,8 +46,6 @@ FINGERPRINT_KEYS = (
     (np.uint64(0xB7E151628AED2A6B), np.uint64(0x6A09E667F3BCC909)),
 )
 """The two keys of a gradient's first word, and by how much those of the next are more; see `fingerprint`."""
-ROUNDED_NUMEL = 1 << 16
-"""Elements that `store_rounded` rounds at once."""
 
 _STATE_DTYPES = {
     StateFormat.EXACT: torch.float32,
@@ -108,19 +106,6 @@ class SegmentTensors:
 def round_weight(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Round fp32 masters to the weight's dtype, to nearest even; fp16 overflows to infinity."""
     return round_to_bfloat16(master) if dtype == torch.bfloat16 else master.to(dtype)
-
-
-def store_rounded(values: torch.Tensor, out: torch.Tensor) -> None:
-    """Put flat fp32 values into a flat tensor of as many elements, as `round_weight` rounds them.
-
-    In pieces that stay in a core's cache, so that memory is bounded whatever the size.
-    """
-    if out.dtype == torch.float32:
-        out.copy_(values)
-        return
-    for start in range(0, values.numel(), ROUNDED_NUMEL):
-        piece = values[start : start + ROUNDED_NUMEL]
-        out[start : start + ROUNDED_NUMEL] = round_weight(piece, out.dtype)
 
 
 def update(segment: SegmentTensors) -> None:
