@@ -19,7 +19,16 @@ from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.errors import CheckpointError, ConfigError
 from offload.optim import ranks
-from offload.optim.groups import NOT_LOADED, Group, checked_groups, from_json, names, set_restored, to_json
+from offload.optim.groups import (
+    NOT_LOADED,
+    Group,
+    checked_groups,
+    from_json,
+    names,
+    set_restored,
+    to_json,
+    torch_defaults,
+)
 from offload.optim.late import LateEngine
 from offload.optim.state import StateView, says_nothing
 from offload.optim.weights import Bound, Weights
@@ -37,6 +46,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     kind: ClassVar[str]
     """What checkpoints call the optimizer."""
+
+    theirs: ClassVar[type[torch.optim.Optimizer] | None] = None
+    """Torch's own optimizer of the rule."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], late: LateEngine) -> None:
         self._lock = threading.RLock()
@@ -85,9 +97,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with self._lock:
+            defaults = torch_defaults(self.theirs)
             numbers = {parameter: number for number, (parameter, _, _) in enumerate(names(self.param_groups))}
             groups = [
-                {name: value for name, value in group.items() if name != "params"}
+                {**defaults, **{name: value for name, value in group.items() if name != "params"}}
                 | {"params": [numbers[parameter] for parameter in group["params"]]}
                 for group in self.param_groups
             ]
@@ -106,7 +119,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: If the parameter has no state here.
         """
-        entry = self._state.read([self._weights.of(parameter).parameter])[0]
+        entry = self._state.read([self._weights.of(parameter).parameter], own_masters=True)[0]
         return {name: entry[name] for name in self.rule.names}
 
     def reset_state(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
@@ -331,7 +344,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._weights.check()
         world, rank = ranks.world()
         self._state.copies.forget()
-        self._state.changes += 1
+        self._state.changed()
         self.engine.load(source, rank=rank, ranks=world)
         self._weights.written(bounds)
         if groups is not None:
