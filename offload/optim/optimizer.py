@@ -266,6 +266,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]
         active = self._bind_gradients()
+        self._weights.tell_others()
         scale, clip, started_s = self._scaling.loss_scale, self._scaling.clip, time.monotonic()
         try:
             self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])

@@ -253,6 +253,8 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             if "master" not in tensors:
                 self._late.engine.reload_master(bound.position)
         self._write(entries)
+        masters = {bound: tensors["master"] for bound, (tensors, _) in entries.items() if "master" in tensors}
+        self._weights.expect({b: master for b, master in masters.items() if b.parameter.dtype != torch.float32})
 
     def _write(self, entries: Mapping[Bound, Entry]) -> None:
         self.changes += 1
@@ -356,10 +358,12 @@ def _in_order(what: str, tensor: object, parameter: torch.Tensor) -> torch.Tenso
         raise ConfigError(what, found, f"it must be a tensor of {tuple(parameter.shape)}")
     strides = parameter.stride()
     try:
+        if tensor.layout != torch.strided:
+            raise TypeError("it is not dense")
         view = tensor.detach().permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
         if tensor.numel():  # what cannot be copied is found before anything is; and a GPU's streams have come so far
             torch.empty((), dtype=torch.float32, device="cpu").copy_(view[(0,) * view.dim()])
     except (RuntimeError, TypeError, NotImplementedError) as cause:
         found = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout}, {tensor.device})"
-        raise ConfigError(what, found, f"it must be a dense tensor of real numbers: {cause}") from cause
+        raise ConfigError(what, found, f"it must be a dense tensor of numbers ({cause})") from cause
     return view

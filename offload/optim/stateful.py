@@ -178,7 +178,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if self._late.opened is not None:
                 self._state.replace_all(entries)
             for group, values in zip(self.param_groups, saved, strict=True):
-                group.update({name: deepcopy(values[name]) for name in values if name not in NOT_LOADED})
+                loaded = {name: deepcopy(values[name]) for name in values if name not in NOT_LOADED}
+                for name, value in loaded.items():  # torch.distributed.checkpoint makes lists of tuples
+                    was_tuple = isinstance(value, list) and isinstance(group.get(name), tuple)
+                    group[name] = tuple(value) if was_tuple else value
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

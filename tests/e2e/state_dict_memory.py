@@ -2,9 +2,9 @@
 
     python tests/e2e/state_dict_memory.py FOLDER DTYPE NUMEL
 
-`test_state_dicts.py` judges it; with 100000000 elements it measures what the docs say. Pages of files are not counted:
-they are the kernel's to write and drop. VmHWM counts them, and its peak may be another's, so a thread looks at RssAnon;
-a phase that it does not look at in time can only seem to take less.
+`test_state_dicts.py` judges it; with 100000000 elements it measures what the docs say. Pages of files do not count:
+they are the kernel's to write and drop. VmHWM has them, and its peak may be theirs, so a thread looks at RssAnon: a
+peak that it misses makes a phase seem to take less, never more.
 """
 
 from __future__ import annotations
