@@ -93,7 +93,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self.reset_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state and all hyperparameters in torch's own layout; `master` beside the moments."""
+        """Return a copy of the state and all hyperparameters in torch's own layout, all state in fp32.
+
+        16-bit weights have a `master` beside the moments; an fp32 weight is its own. More than 64 MiB lies in a file
+        without a name, on a path or where temporary files go (`TMPDIR`), and takes no memory of the process's own.
+
+        Raises:
+            InfeasiblePlanError: Neither a disk nor memory has room for the copy; nothing was taken.
+            TierError: A disk has failed.
+        """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with self._lock:
@@ -114,7 +122,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return packed
 
     def state_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a parameter's `master` and moments as new fp32 CPU tensors, wherever they live.
+        """Return a parameter's `master` and moments as new fp32 CPU tensors, wherever they live; see `state_dict`.
 
         Raises:
             ConfigError: If the parameter has no state here.
@@ -145,7 +153,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, of this class or of torch's own of that rule.
 
-        State is never cast down. A missing master is taken from the weight, so load the model's weights first.
+        State is never cast down, and copied piece by piece to where it lives. A missing master is taken from the
+        weight. Load the model's weights, too, before or after: those that are fp32 are left as they are, unless there
+        is a master for them.
 
         Raises:
             ConfigError: If groups, parameters or shapes do not match; nothing has changed then.

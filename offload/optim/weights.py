@@ -141,8 +141,9 @@ class Weights:
         others = [bound.name for bound in bounds if bound.expected is not None and not _is_expected(bound)]
         if others:
             log.warning(
-                "%d weights (%s, ...) are not those that the loaded masters belong to, and become what the masters "
-                "say with this update; load the model's weights, too, or leave `master` out of what is loaded",
+                "%d weights (%s, ...) "
+                "are not those that the loaded masters belong to, and become what the masters say with this update; "
+                "load the model's weights, too, or leave `master` out of what is loaded",
                 len(others),
                 others[0],
             )

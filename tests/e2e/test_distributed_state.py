@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
 from awkward import Model, everything, same
 from mirror import same_bits
 from simulated import OnDevice
@@ -219,6 +221,31 @@ def test_torchs_own_and_back(
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_torchs_own_without_names(make: Callable[..., Any], tmp_path: Path) -> None:
+    """Ours asks for names that theirs do not have."""
+    model, again = Model(torch.float32), Model(torch.float32, seed=1)
+    plain = torch.optim.AdamW([{**g, "params": [p for _, p in g["params"]]} for g in model.groups()], lr=1e-2)
+
+    def assert_alike(other: Any) -> None:
+        for ours, theirs in zip(again.trained(), model.trained(), strict=True):
+            assert same_bits(ours.detach(), theirs.detach())
+            assert all(same_bits(value, other.state[ours][key]) for key, value in plain.state[theirs].items())
+
+    model.train_with(plain, 1, 2)
+    save(model, plain, tmp_path / "theirs", StateDictOptions())
+    with make(again) as other:
+        weights, state = get_state_dict(again, other)
+        for group in state["param_groups"]:
+            group.pop("param_names")
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path / "theirs")
+        set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
+        assert_alike(other)
+        again.train_with(other, 3)
+        save(again, other, tmp_path / "ours", StateDictOptions())
+        load(model, plain, tmp_path / "ours", StateDictOptions())
+        assert_alike(other)
+
+
 def test_adam_goes_to_torch_and_back(make: Callable[..., Any], tmp_path: Path) -> None:
     model, middle, again = (Model(torch.float32, seed) for seed in range(3))
     plain = torch.optim.Adam(middle.groups(), lr=5.0)
@@ -270,3 +297,31 @@ def test_a_parameter_that_came_late(make: Callable[..., Any], tmp_path: Path) ->
         model.train_with(optimizer, 3)
         set_optimizer_state_dict(model, optimizer, saved)
         assert optimizer.state[model.late]["step"] == 1
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    handout.LARGE_BYTES = 0
+    try:
+        for options in OPTIONS:
+            chosen = StateDictOptions(**OPTIONS[options])
+            model, again = Model(torch.bfloat16), Model(torch.bfloat16, seed=4)
+            config = {"host_memory": 0, "paths": [folder], "subgroup_numel": 4096, "threads": 1}
+            with (
+                offload.AdamW(model.groups(), offload=config) as optimizer,
+                offload.AdamW(again.groups(), offload=config) as other,
+            ):
+                model.train_with(optimizer, 1, 2)
+                place = Path(folder, "saved", options)
+                save(model, optimizer, place, chosen)
+                dist.barrier()
+                load(again, other, place, chosen)
+                assert same(everything(again, other), everything(model, optimizer))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_with_the_same_state(tmp_path: Path) -> None:
+    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
