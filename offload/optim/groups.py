@@ -12,7 +12,16 @@ import torch
 from offload.errors import CheckpointError, ConfigError
 from offload.rules import number
 
-NOT_SAVED = ("param_names", "amsgrad", "foreach", "fused", "capturable", "differentiable")
+NOT_SAVED = (
+    "param_names",
+    "amsgrad",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+    "initial_accumulator_value",
+)
 NOT_LOADED = ("params", *NOT_SAVED)
 """Entries of a saved group that say nothing about this optimizer."""
 
@@ -31,6 +40,12 @@ class TorchOptions(TypedDict, total=False):
     fused: bool | None
     capturable: bool
     differentiable: bool
+
+
+def torch_defaults(kind: Any) -> Mapping[str, Any]:
+    """Return what a group of one of torch's own optimizers (or of None) has, and what it wants in a state dict."""
+    found: Mapping[str, Any] = {} if kind is None else kind([torch.empty(0, device="cpu")]).defaults
+    return found
 
 
 def check_options(kind: str, options: Mapping[str, Any]) -> None:

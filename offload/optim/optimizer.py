@@ -165,13 +165,17 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _bind_gradients(self) -> list[Bound]:
         """Tell the engine where gradients lie; return the parameters that have one."""
-        bound = self._weights.bound
-        late = [p for p in self._parameters() if p.grad is not None and p not in bound and p.requires_grad]
-        if late:  # frozen when the optimizer was made, and not any more
-            self._add(late)
+        self._bind_late()
         active = self._route.bind()
         self._scaling.check(self._route.notes())
         return active
+
+    def _bind_late(self) -> None:
+        """Add parameters with a gradient that were frozen when the optimizer was made, and are not any more."""
+        bound = self._weights.bound
+        late = [p for p in self._parameters() if p.grad is not None and p not in bound and p.requires_grad]
+        if late:
+            self._add(late)
 
     def _norm_sq(self) -> float:
         """Return the squared norm of all gradients, without factors."""
@@ -238,6 +242,10 @@ class OffloadedOptimizer(StatefulOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update all parameters that have a gradient.
 
+        `torch.distributed.checkpoint` takes a step with a rate of 0 and gradients that are all 0, so that an
+        optimizer makes its state. Before the first update such a step changes nothing here, and counts as none:
+        `state` and `state_dict` show zeros from then on.
+
         Args:
             closure: Evaluates the model and returns the loss.
 
@@ -254,10 +262,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         return loss
 
     def _step(self) -> None:
+        if self._is_asked_for_state():
+            self._show_state()
+            return
         self._late.open_after_backward()
         self._state.check()
         groups = [self.rule.values(group) for group in self.param_groups]
         active = self._bind_gradients()
+        self._weights.tell_others()
         scale, clip = self._scaling.loss_scale, self._scaling.clip
         try:
             if self._overlap.following:
@@ -266,7 +278,7 @@ class OffloadedOptimizer(StatefulOptimizer):
                 self.engine.step(groups, scale=scale, clip=clip, active=[bound.position for bound in active])
                 self._is_told = False
         finally:
-            self._state.changes += 1
+            self._state.changed()
             self._scaling.forget()
             self._route.forget()
             self._weights.written(active)
@@ -309,6 +321,23 @@ class OffloadedOptimizer(StatefulOptimizer):
         metrics = self.metrics() if due else {}
         for write in due:
             write(metrics, step)
+
+    def _is_asked_for_state(self) -> bool:
+        """Return whether a step is torch's way to have state made: see `_init_optim_state` in
+        torch/distributed/checkpoint/state_dict.py.
+        """
+        if any(number(group["lr"]) != 0 for group in self.param_groups) or not self._state.is_fresh:
+            return False
+        gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
+
+    def _show_state(self) -> None:
+        self._late.open().end_backward()
+        self._state.check()
+        self._bind_late()
+        self._state.show(parameter for parameter in self._parameters() if parameter.grad is not None)
+        self._scaling.forget()
+        self._route.forget()
 
     # Into the next forward pass
 

@@ -71,7 +71,7 @@ class Adagrad(OffloadedOptimizer):
         InfeasiblePlanError: If the state does not fit into the tiers.
     """
 
-    rule, kind = ADAGRAD, "Adagrad"
+    rule, kind, theirs = ADAGRAD, "Adagrad", torch.optim.Adagrad
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class SGD(OffloadedOptimizer):
         InfeasiblePlanError: If the state does not fit into the tiers.
     """
 
-    rule, kind = SGD_MOMENTUM, "SGD"
+    rule, kind, theirs = SGD_MOMENTUM, "SGD", torch.optim.SGD
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ from offload.optim.weights import Bound, Weights
 from offload.rules import MASTER, RULES, UpdateRule, number
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
-"""What to write of one parameter's state: tensors, flat and in the order of its memory, and its step count."""
+"""What to write of one parameter's state: tensors, in row-major order that of its memory, and its step count."""
 
 
 class Copies:
@@ -144,6 +144,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
     def __init__(self, late: LateEngine, weights: Weights, rule: UpdateRule, lock: Turn, owner: str) -> None:
         self.copies = Copies()
         self.changes = 0
+        self._shown: set[torch.Tensor] = set()
         self._late = late
         self._weights = weights
         self._rule = rule
@@ -155,17 +156,34 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         self.copies.check()
         self._weights.check()
 
-    def read(self, parameters: Iterable[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Return copies of the state of some bound parameters."""
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no parameter has been updated."""
+        engine = self._late.opened
+        return engine is None or not any(engine.step_count(bound.position) for bound in self._weights.bound.values())
+
+    def show(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Have bound parameters that were never updated count among those with state: zeros, and no updates."""
+        self._shown.update(parameters)
+
+    def changed(self) -> None:
+        """Take note of a step, or of other state in place of all that there was."""
+        self.changes += 1
+        self._shown.clear()
+
+    def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, torch.Tensor]]:
+        """Return copies of the state of some bound parameters; see `Engine.read_state`."""
         found = []
         with self._lock, torch.inference_mode(False):
             self.check()
             bounds = [self._weights.bound[parameter] for parameter in parameters]
-            states = self._late.engine.read_state([bound.position for bound in bounds]) if bounds else []
+            positions = [bound.position for bound in bounds]
+            states = self._late.engine.read_state(positions, own_masters=own_masters) if bounds else []
             for bound, state in zip(bounds, states, strict=True):
                 entry = {"step": _step_tensor(self._late.engine.step_count(bound.position))}
                 for name in (*self._rule.names[1:], MASTER.name):
-                    entry[name] = state[name].as_strided(bound.parameter.size(), bound.parameter.stride())
+                    if name in state:
+                        entry[name] = state[name].as_strided(bound.parameter.size(), bound.parameter.stride())
                 found.append(entry)
         return found
 
@@ -181,9 +199,11 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
                 return _step_tensor(step)
             if name not in names:
                 raise ConfigError("state", name, f"assign step, {', '.join(names)}")
-            flat = _checked_tensor(f"state {name}", value, parameter)
-            self._write({bound: ({name: flat}, None)})
-            return flat.as_strided(parameter.size(), parameter.stride())
+            given = _in_order(f"state {name}", value, parameter)
+            copy = torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.float32, device="cpu")
+            copy.copy_(value.detach())
+            self._write({bound: ({name: given}, None)})
+            return copy
 
     def checked(self, what: str, entry: Mapping[str, Any], parameter: torch.Tensor) -> Entry:
         """Return one parameter's whole state as it is written; a missing master is left out."""
@@ -193,9 +213,9 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             raise ConfigError(what, ", ".join(found), f"it is of another rule: here there is {self._rule.names[1]}")
         step = _checked_step(what, entry.get("step", self._rule.missing_step))
         return {
-            name: _checked_tensor(f"{what}.{name}", entry.get(name), parameter)
+            name: _in_order(f"{what}.{name}", entry.get(name), parameter)
             for name in self._rule.names
-            if name != "master" or entry.get(name) is not None
+            if name != MASTER.name or not _is_missing(entry.get(name))
         }, step
 
     def replace_all(self, entries: Mapping[Bound, Entry]) -> None:
@@ -208,6 +228,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             for position in others:
                 if engine.step_count(position):
                     engine.reload_master(position)
+            self.changed()
             self._replace(entries)
             if others:
                 engine.reset_state(others)
@@ -221,7 +242,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             wanted = [*self._weights.bound] if parameters is None else parameters
             positions = [self._weights.of(parameter).position for parameter in wanted]
             self._weights.check()
-            self.changes += 1
+            self.changed()
             self._late.engine.reset_state(positions)
 
     def _replace(self, entries: Mapping[Bound, Entry]) -> None:
@@ -230,6 +251,8 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             if "master" not in tensors:
                 self._late.engine.reload_master(bound.position)
         self._write(entries)
+        masters = {bound: tensors["master"] for bound, (tensors, _) in entries.items() if "master" in tensors}
+        self._weights.expect({b: master for b, master in masters.items() if b.parameter.dtype != torch.float32})
 
     def _write(self, entries: Mapping[Bound, Entry]) -> None:
         self.changes += 1
@@ -242,7 +265,9 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
 
     def __contains__(self, parameter: object) -> bool:
         bound = self._weights.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
-        return bound is not None and self._late.engine.step_count(bound.position) > 0
+        if bound is None:
+            return False
+        return parameter in self._shown or self._late.engine.step_count(bound.position) > 0
 
     def _entries(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         read = zip(parameters, self.read(parameters), strict=True)
@@ -308,6 +333,11 @@ def says_nothing(entry: object) -> bool:
     return isinstance(entry, Mapping) and all(value is None for value in entry.values())
 
 
+def _is_missing(value: object) -> bool:
+    """Return whether nothing was given; torch.distributed.checkpoint says so by an empty mapping, too."""
+    return value is None or (isinstance(value, Mapping) and not value)
+
+
 def _step_tensor(step: int) -> torch.Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
@@ -319,9 +349,19 @@ def _checked_step(what: str, value: object) -> int:
     return int(step)
 
 
-def _checked_tensor(what: str, tensor: object, parameter: torch.Tensor) -> torch.Tensor:
+def _in_order(what: str, tensor: object, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor whose row-major order is that of the parameter's memory; nothing is copied."""
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
         found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(what, found, f"it must be a tensor of {tuple(parameter.shape)}")
-    copy = torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.float32, device="cpu")
-    return copy.copy_(tensor.detach()).as_strided((parameter.numel(),), (1,))
+    strides = parameter.stride()
+    try:
+        if tensor.layout != torch.strided:
+            raise TypeError("it is not dense")
+        view = tensor.detach().permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
+        if tensor.numel():  # what cannot be copied is found before anything is; and a GPU's streams have come so far
+            torch.empty((), dtype=torch.float32, device="cpu").copy_(view[(0,) * view.dim()])
+    except (RuntimeError, TypeError, NotImplementedError) as cause:
+        found = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout}, {tensor.device})"
+        raise ConfigError(what, found, f"it must be a dense tensor of numbers ({cause})") from cause
+    return view

@@ -18,7 +18,16 @@ from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.errors import CheckpointError, ConfigError
 from offload.optim import ranks
-from offload.optim.groups import NOT_LOADED, Group, checked_groups, from_json, names, set_restored, to_json
+from offload.optim.groups import (
+    NOT_LOADED,
+    Group,
+    checked_groups,
+    from_json,
+    names,
+    set_restored,
+    to_json,
+    torch_defaults,
+)
 from offload.optim.late import LateEngine
 from offload.optim.overlap import Turn
 from offload.optim.state import StateView, says_nothing
@@ -37,6 +46,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     kind: ClassVar[str]
     """What checkpoints call the optimizer."""
+
+    theirs: ClassVar[type[torch.optim.Optimizer] | None] = None
+    """Torch's own optimizer of the rule."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], late: LateEngine) -> None:
         self._lock = Turn()
@@ -81,13 +93,22 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self.reset_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state and all hyperparameters in torch's own layout; `master` beside the moments."""
+        """Return a copy of the state and all hyperparameters in torch's own layout, all state in fp32.
+
+        16-bit weights have a `master` beside the moments; an fp32 weight is its own. More than 64 MiB lies in a file
+        without a name, on a path or where temporary files go (`TMPDIR`), and takes no memory of the process's own.
+
+        Raises:
+            InfeasiblePlanError: Neither a disk nor memory has room for the copy; nothing was taken.
+            TierError: A disk has failed.
+        """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with self._lock:
+            defaults = torch_defaults(self.theirs)
             numbers = {parameter: number for number, (parameter, _, _) in enumerate(names(self.param_groups))}
             groups = [
-                {name: value for name, value in group.items() if name != "params"}
+                {**defaults, **{name: value for name, value in group.items() if name != "params"}}
                 | {"params": [numbers[parameter] for parameter in group["params"]]}
                 for group in self.param_groups
             ]
@@ -101,12 +122,12 @@ class StatefulOptimizer(torch.optim.Optimizer):
         return packed
 
     def state_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a parameter's `master` and moments as new fp32 CPU tensors, wherever they live.
+        """Return a parameter's `master` and moments as new fp32 CPU tensors, wherever they live; see `state_dict`.
 
         Raises:
             ConfigError: If the parameter has no state here.
         """
-        entry = self._state.read([self._weights.of(parameter).parameter])[0]
+        entry = self._state.read([self._weights.of(parameter).parameter], own_masters=True)[0]
         return {name: entry[name] for name in self.rule.names}
 
     def reset_state(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
@@ -132,7 +153,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, of this class or of torch's own of that rule.
 
-        State is never cast down. A missing master is taken from the weight, so load the model's weights first.
+        State is never cast down, and copied piece by piece to where it lives. A missing master is taken from the
+        weight. Load the model's weights, too, before or after: those that are fp32 are left as they are, unless there
+        is a master for them.
 
         Raises:
             ConfigError: If groups, parameters or shapes do not match; nothing has changed then.
@@ -165,7 +188,10 @@ class StatefulOptimizer(torch.optim.Optimizer):
             if self._late.opened is not None:
                 self._state.replace_all(entries)
             for group, values in zip(self.param_groups, saved, strict=True):
-                group.update({name: deepcopy(values[name]) for name in values if name not in NOT_LOADED})
+                loaded = {name: deepcopy(values[name]) for name in values if name not in NOT_LOADED}
+                for name, value in loaded.items():  # torch.distributed.checkpoint makes lists of tuples
+                    was_tuple = isinstance(value, list) and isinstance(group.get(name), tuple)
+                    group[name] = tuple(value) if was_tuple else value
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -331,7 +357,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._weights.check()
         world, rank = ranks.world()
         self._state.copies.forget()
-        self._state.changes += 1
+        self._state.changed()
         self.engine.load(source, rank=rank, ranks=world)
         self._weights.written(bounds)
         if groups is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from offload.optim.groups import Group, names
 from offload.optim.late import LateEngine
 from offload.optim.ranks import world
 from offload.optim.slots import GradientSlot
+from offload.session.handout import PIECE_NUMEL, copy_run
 
 log = logging.getLogger("offload")
 
@@ -33,6 +35,7 @@ class Bound:
         arrivals: Gradients that autograd has accumulated.
         slot: Memory for the gradient; only where gradients have slots.
         gathered: Version of the gradient in the slot when its norm was gathered.
+        expected: Digest of the 16-bit weight that a master is of that was loaded, until the next update.
     """
 
     parameter: torch.Tensor
@@ -43,6 +46,7 @@ class Bound:
     arrivals: int = 0
     slot: GradientSlot = field(init=False)
     gathered: int = -1
+    expected: bytes | None = None
 
 
 class Weights:
@@ -58,6 +62,7 @@ class Weights:
         self.place: torch.device | None = None
         self._late = late
         self._told_changed = False
+        self._told_others = True
 
     def describe(self, groups: Sequence[Group], wanted: Iterable[torch.Tensor]) -> tuple[Parameter, ...]:
         """Return what the engine has to know of parameters that are to be bound; refuse those that cannot be."""
@@ -102,8 +107,12 @@ class Weights:
                 )
             check_parameter(parameter, bound.name, self.place)
             self._late.engine.bind_weight(bound.position, now[0])
-            self._late.engine.reload_master(bound.position)
             bound.left = now
+            # Frameworks load the optimizer first, or the weights once more: what is there has not changed then.
+            if bound.expected is not None and _is_expected(bound):
+                continue
+            bound.expected = None
+            self._late.engine.reload_master(bound.position)
             # What a master has beyond its weight's 16 bits is lost; a float32 weight is its own master.
             if parameter.dtype is not torch.float32 and self._late.engine.step_count(bound.position):
                 changed.append(bound.name)
@@ -117,12 +126,51 @@ class Weights:
                 changed[0],
             )
 
+    def expect(self, loaded: Mapping[Bound, torch.Tensor]) -> None:
+        """Take note of masters that were loaded for 16-bit weights."""
+        for bound, master in loaded.items():
+            bound.expected = digest(master, bound.parameter.dtype)
+        self._told_others = self._told_others and not loaded
+
+    def tell_others(self) -> None:
+        """Warn, before the first update after a load, of weights that will change to what the masters say."""
+        if self._told_others:
+            return
+        self._told_others = True
+        bounds = self.bound.values()
+        others = [bound.name for bound in bounds if bound.expected is not None and not _is_expected(bound)]
+        if others:
+            log.warning(
+                "%d weights (%s, ...) "
+                "are not those that the loaded masters belong to, and become what the masters say with this update; "
+                "load the model's weights, too, or leave `master` out of what is loaded",
+                len(others),
+                others[0],
+            )
+
     def written(self, changed: Iterable[Bound]) -> None:
         """Let torch know of weights that the engine has written to, and leave them."""
         changed = [*changed]
         increment_version([bound.parameter for bound in changed])
         for bound in changed:
             bound.left = bound.parameter.data_ptr(), bound.parameter._version
+            bound.expected = None
+
+
+def digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:
+    """Return a digest of what a weight of a dtype has in memory, from values that are in that order."""
+    found = hashlib.blake2b(digest_size=16)
+    piece = torch.empty(min(PIECE_NUMEL, values.numel()), dtype=dtype, device="cpu")
+    for start in range(0, values.numel(), PIECE_NUMEL):
+        part = piece[: values.numel() - start]
+        copy_run(values, start, part)
+        found.update(part.view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def _is_expected(bound: Bound) -> bool:
+    weight = bound.parameter.detach()
+    return digest(weight.as_strided((weight.numel(),), (1,)), weight.dtype) == bound.expected
 
 
 def _check_apart(named: Mapping[torch.Tensor, str]) -> None:

@@ -36,10 +36,11 @@ from offload.layout import Layout, Parameter, Segment
 from offload.measure import lane_totals
 from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, DeviceLane, Mark, StateFormat
-from offload.rules import ADAMW, UpdateRule
+from offload.rules import ADAMW, MASTER, UpdateRule
 from offload.session.behind import Behind
 from offload.session.checkpoints import Checkpoints
 from offload.session.ending import Ending
+from offload.session.handout import Handout, copy_run, refuse_negative, rooms_beside
 from offload.session.parts import Parts
 from offload.session.setup import named_shortage
 from offload.session.thread import EngineThread
@@ -412,33 +413,64 @@ class Engine:
         """
         self._thread.finish()
 
-    def read_state(self, parameters: Iterable[int | str]) -> list[dict[str, torch.Tensor]]:
-        """Return the rule's tensors of each parameter (Adam: master, exp_avg, exp_avg_sq), new, flat and fp32."""
+    def read_state(
+        self, parameters: Iterable[int | str], *, own_masters: bool = True
+    ) -> list[dict[str, torch.Tensor]]:
+        """Return the rule's tensors of each parameter (Adam: master, exp_avg, exp_avg_sq), new, flat and fp32.
+
+        More than 64 MiB lies in a file without a name, on a path or where temporary files go: pages that are not used
+        take no memory. The file goes with the last tensor.
+
+        Args:
+            parameters: Which ones.
+            own_masters: Whether masters that are (fp32) weights are among the tensors.
+
+        Raises:
+            InfeasiblePlanError: Neither a disk nor memory has room for that; nothing was taken.
+            OffloadError: The system does not give the memory.
+            TierError: A disk has failed, the one with the file included.
+        """
+        parts = self._parts
         with self._thread.turn():
+            layout = parts.plan.layout
             positions = [self._position(parameter) for parameter in parameters]
-            layout = self.plan.layout
-            found = {
-                position: {
-                    name: torch.empty(layout.parameters[position].numel, dtype=torch.float32, device="cpu")
-                    for name in layout.rule.names
-                }
-                for position in positions
-            }
+            wanted = [
+                (position, name)
+                for position in dict.fromkeys(positions)
+                for name in layout.rule.names
+                if own_masters or name != MASTER.name or layout.parameters[position].dtype is not DtypeCode.FLOAT32
+            ]
+            numbers = {tensor: number for number, tensor in enumerate(wanted)}
+            numels = [layout.parameters[position].numel for position, _ in wanted]
+            rooms = rooms_beside(parts.config, parts.plan, parts.rates, parts.tiers)
+            with named_shortage("state cannot be copied"):
+                handout = Handout(numels, rooms)
+            with contextlib.closing(handout):
 
-            def read(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
-                for name, target in found.get(segment.parameter, {}).items():
-                    target[segment.start : segment.start + segment.numel] = views[name]
+                def read(position: int, start: int, views: Mapping[str, torch.Tensor]) -> None:
+                    for name, values in views.items():
+                        number = numbers.get((position, name))
+                        if number is not None:
+                            handout.write(number, start, values)
 
-            self._visits.visit(self._visits.subgroups_of(positions), read, changes=False)
+                self.visit_state(read, positions)
+                found: dict[int, dict[str, torch.Tensor]] = {position: {} for position in positions}
+                for (position, name), tensor in zip(wanted, handout.tensors, strict=True):
+                    found[position][name] = tensor
             return [found[position] for position in positions]
 
-    def visit_state(self, take: Callable[[int, int, Mapping[str, torch.Tensor]], None]) -> None:
-        """Hand out all state once, run by run in the engine's order, where it lies in memory: nothing is copied.
+    def visit_state(
+        self,
+        take: Callable[[int, int, Mapping[str, torch.Tensor]], None],
+        parameters: Iterable[int | str] | None = None,
+    ) -> None:
+        """Hand out state once, run by run in the engine's order, where it lies in memory: nothing is copied.
 
         Args:
             take: Called with a parameter's position, the first element of the run, and flat fp32 views of its
                 state that must not be written to or kept. It runs on a thread of the engine's and
                 must not call the engine.
+            parameters: Whose subgroups; None for all.
 
         Raises:
             Exception: What `take` raised first; it is not called again, and the state is unharmed.
@@ -453,17 +485,21 @@ class Engine:
                     failed.append(error)
 
         with self._thread.turn():
-            self._visits.visit(range(len(self.plan.layout.subgroups)), visit, changes=False)
+            subgroups: Sequence[int] = range(len(self.plan.layout.subgroups))
+            if parameters is not None:
+                subgroups = self._visits.subgroups_of(map(self._position, parameters))
+            self._visits.visit(subgroups, visit, changes=False)
         if failed:
             raise failed[0]
 
     def write_state(
         self, values: Mapping[int | str, Mapping[str, torch.Tensor]], steps: Mapping[int | str, int] | None = None
     ) -> None:
-        """Replace state: any tensor that `read_state` returns (flat fp32), and step counts.
+        """Replace state: any tensor that `read_state` returns, and step counts.
 
-        Where the weight is fp32 it *is* the master, and a master that is given is written to it. A tensor that is
-        not given keeps its value.
+        Tensors may be of any shape, strides, dtype and device: their elements are taken in row-major order, piece by
+        piece, and no second copy is made of them. Where the weight is fp32 it *is* the master, and a master that is
+        given is written to it. A tensor that is not given keeps its value.
 
         Raises:
             ConfigError: A tensor has another number of elements, or is negative where a compact format stores roots.
@@ -478,12 +514,12 @@ class Engine:
                     if tensor.numel() != parameter.numel:
                         allowed = f"give {parameter.numel} elements"
                         raise ConfigError(f"{name} of {parameter.name}", tensor.numel(), allowed)
-                    if name in rule.roots and rule.state_format is not StateFormat.EXACT and bool((tensor < 0).any()):
-                        raise ConfigError(f"{name} of {parameter.name}", float(tensor.min()), "give no negative ones")
+                    if name in rule.roots and rule.state_format is not StateFormat.EXACT:
+                        refuse_negative(tensor, f"{name} of {parameter.name}")
 
             def write(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
                 for name, tensor in tensors_of.get(segment.parameter, {}).items():
-                    views[name].copy_(tensor.reshape(-1)[segment.start : segment.start + segment.numel])
+                    copy_run(tensor, segment.start, views[name])
 
             self._change_state(self._visits.subgroups_of(tensors_of), write, counts)
 

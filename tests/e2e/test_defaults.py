@@ -82,11 +82,14 @@ def run(default: torch.dtype | str | None, dtype: torch.dtype, folder: Path, **s
         with defaults(default):
             step(optimizer, parameters, 1, dtype)
             step(optimizer, parameters, 2, dtype)
-        saved = optimizer.state_dict()
+        saved, left = optimizer.state_dict(), [parameter.detach().clone() for parameter in parameters]
         after.append(seen(optimizer, parameters))
         with defaults(default):
             after.append(seen(optimizer, parameters))
             step(optimizer, parameters, 3, dtype)
+            with torch.no_grad():
+                for parameter, weight in zip(parameters, left, strict=True):
+                    parameter.copy_(weight)
             optimizer.load_state_dict(saved)
             after.append(seen(optimizer, parameters))
             optimizer.load_state_dict(optimizer.state_dict())

@@ -253,8 +253,9 @@ def test_an_assignment_is_written_where_the_state_lives(make: Callable[..., Any]
             optimizer.state[parameters[0]][name] = tensor.double()
         optimizer.state[parameters[0]]["step"] = torch.tensor(7)
         found = optimizer.state[parameters[0]]
-        assert all(same_bits(found[name], tensor) for name, tensor in wanted.items())
-        assert same_bits(parameters[0].detach(), wanted["master"])  # an fp32 weight is its master
+        assert found.keys() == {"step", "exp_avg", "exp_avg_sq"}  # an fp32 weight is its master
+        assert same_bits(parameters[0].detach(), wanted["master"])
+        assert all(same_bits(optimizer.state_for(parameters[0])[name], tensor) for name, tensor in wanted.items())
         assert found["step"] == 7
         kept["exp_avg"] = first  # what was read then, which is not there any more
         assert same_bits(optimizer.state[parameters[0]]["exp_avg"], first)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -9,6 +11,10 @@ from typing import Any
 
 import full_disk
 import pytest
+import torch
+
+import offload
+from offload.session import handout
 
 
 @cache
@@ -37,6 +43,36 @@ def run(kind: str, seeds: range, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(0, 5))
 def test_a_disk_that_fills_up_brings_promised_errors_only(kind: str, seed: int, tmp_path: Path) -> None:
     run(kind, range(seed, seed + 1), tmp_path)
+
+
+def test_state_dicts_leave_what_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training and checkpoints have room on a disk that is small, and where temporary files go, too."""
+    monkeypatch.setattr(handout, "LARGE_BYTES", 0)
+    with contextlib.ExitStack() as ends:
+        try:
+            small = ends.enter_context(full_disk.mounted("ext4", tmp_path))
+        except OSError as cause:
+            pytest.skip(str(cause))
+        monkeypatch.setattr(tempfile, "tempdir", str(small))
+        (path := small / "path").mkdir()
+        parameter = torch.nn.Parameter(torch.zeros(50_000, dtype=torch.bfloat16))
+        config = {"host_memory": 0, "paths": [path], "subgroup_numel": 4096, "checkpoints_kept": 1}
+        with offload.AdamW([parameter], offload=config) as optimizer:
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            saved = [optimizer.state_dict()["state"][0] for _ in range(12)]
+            lines = Path("/proc/self/maps").read_text().splitlines()
+            assert (
+                0 < sum(str(small) in line and "(deleted)" in line for line in lines) < 12
+            )  # the others are in memory
+            for step in range(4):
+                optimizer.step()
+                optimizer.save_checkpoint(tmp_path / f"ck{step}")
+                optimizer.wait_checkpoint()
+            assert all(torch.equal(entry["exp_avg"], saved[0]["exp_avg"]) for entry in saved)
+            assert (saved[0]["exp_avg"] > 0).all()
+        del saved
+        gc.collect()
 
 
 @pytest.mark.full

@@ -1,0 +1,190 @@
+"""Memory for state that is handed out: the process's own for a little, a file without a name on a disk for more.
+
+The pages of such a file are the kernel's to write and to drop, so a state dict of any size takes hardly any memory.
+State is written to it by system calls and not through the mapping: a disk that fails gives an error then, no SIGBUS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+import numpy as np
+import torch
+
+from offload.config import OffloadConfig
+from offload.engine.memory import available_bytes
+from offload.errors import ConfigError, InfeasiblePlanError, TierError, TierFullError
+from offload.plan import Plan, Rates
+from offload.protocols import Tier
+from offload.tiers import innermost
+from offload.tiers.places import NETWORK_FILE_SYSTEMS, UNLIMITED_BYTES, file_system, room_bytes
+
+log = logging.getLogger("offload")
+
+LARGE_BYTES = 64 << 20
+"""State that is handed out at once lies in a file if it is larger."""
+
+PIECE_NUMEL = 1 << 20
+"""Elements that are looked at at once."""
+
+ALIGNMENT = 64
+"""Of a tensor in a file, in bytes."""
+
+NO_DISKS = frozenset({"tmpfs", "ramfs", *NETWORK_FILE_SYSTEMS})
+"""Types of file systems that are memory, or on which a file without a name has one."""
+
+
+class Handout:
+    """New fp32 tensors that are filled piece by piece.
+
+    Args:
+        numels: Elements of each.
+        rooms: Directories on disks, the best first, and the bytes that each has room for.
+
+    Attributes:
+        tensors: Flat, each with a storage of its own.
+
+    Raises:
+        InfeasiblePlanError: There is not so much room, neither on these disks nor in memory; nothing was taken.
+    """
+
+    def __init__(self, numels: Sequence[int], rooms: Mapping[str, int]) -> None:
+        sizes = [numel * torch.float32.itemsize for numel in numels]
+        self._ends = [0]
+        for size in sizes:
+            self._ends.append(self._ends[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        needed = self._ends[-1]
+        self._file: IO[bytes] | None = None
+        if needed > LARGE_BYTES:
+            self._directory, self._file = _reserve(needed, rooms)
+        if self._file is None:
+            self.tensors = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in numels]
+            return
+        # Shared, so that what is written to the tensors later goes to the file, too.
+        memory = np.frombuffer(mmap.mmap(self._file.fileno(), needed), np.uint8)
+        self.tensors = [
+            torch.from_numpy(memory[start : start + size]).view(torch.float32)
+            for start, size in zip(self._ends, sizes, strict=False)
+        ]
+
+    def write(self, number: int, start: int, values: torch.Tensor) -> None:
+        """Copy values, flat and fp32 in host memory, to a tensor's elements from `start` on.
+
+        Raises:
+            TierError: The disk has failed.
+        """
+        if self._file is None:
+            self.tensors[number][start : start + values.numel()] = values
+            return
+        left = memoryview(values.numpy().view(np.uint8).data)
+        at = self._ends[number] + start * values.itemsize
+        try:
+            while left:
+                count = os.pwrite(self._file.fileno(), left, at)
+                left, at = left[count:], at + count
+        except OSError as cause:
+            kind = TierFullError if cause.errno in (errno.ENOSPC, errno.EDQUOT) else TierError
+            detail = "a copy of the state, which is whole where it was"
+            raise kind("write", tier="file", path=self._directory, errno=cause.errno, detail=detail) from cause
+
+    def close(self) -> None:
+        """End writing; the tensors stay, and what they lie in with them."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _reserve(nbytes: int, rooms: Mapping[str, int]) -> tuple[str, IO[bytes] | None]:
+    """Return a directory and a file there of so many bytes, which are its own; no file if there is but memory."""
+    offers = {}
+    for directory, room in rooms.items():
+        offers[directory] = room
+        if room < nbytes:
+            continue
+        with contextlib.ExitStack() as ends:
+            try:
+                file = ends.enter_context(tempfile.TemporaryFile(dir=directory, buffering=0))
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            except OSError as cause:  # somebody else was faster, or there is a quota
+                log.info("no file of %d bytes in %s: %s", nbytes, directory, cause)
+                offers[directory] = 0
+            else:
+                ends.pop_all()
+                return directory, file
+    offers["host memory"] = available_bytes()
+    if nbytes + LARGE_BYTES > offers["host memory"]:
+        advice = "free some, or set TMPDIR to a directory on a disk with more; save_checkpoint needs none of it"
+        raise InfeasiblePlanError("a copy of the state", nbytes, offers, advice)
+    log.info("no disk has room for a copy of the state (%d bytes): it is in memory", nbytes)
+    return "", None
+
+
+def rooms_beside(config: OffloadConfig, plan: Plan, rates: Rates, tiers: Sequence[Tier]) -> dict[str, int]:
+    """Return the directories for files of a session, the best first, with the bytes that each has room for.
+
+    What the plan still needs of a disk, which is that of its paths' tiles and checkpoints that are not there yet, is
+    left.
+
+    Args:
+        config: The session's.
+        plan: Likewise.
+        rates: Likewise.
+        tiers: Those of its paths.
+    """
+    promised = plan.storage_bytes + (plan.checkpoint_bytes if plan.has_room_for_checkpoints else 0)
+    rooms: dict[str, int] = {}
+    missing: dict[int, int] = {}
+    for path, tier, share in zip(config.path_configs, tiers, plan.shares(rates), strict=True):
+        data_path = getattr(innermost(tier), "data_path", None)
+        if data_path is None:  # an object store
+            continue
+        directory = os.path.dirname(os.path.dirname(data_path))
+        with contextlib.suppress(OSError):  # else it is gone: updates go on in the open files
+            status = os.stat(data_path)
+            allocated = status.st_blocks * 512
+            device = status.st_dev
+            missing[device] = missing.get(device, 0) + max(0, int(promised * share) - allocated)
+            rooms[directory] = path.max_bytes - allocated if path.max_bytes is not None else UNLIMITED_BYTES
+    with contextlib.suppress(OSError):  # there is none
+        rooms.setdefault(tempfile.gettempdir(), UNLIMITED_BYTES)
+    found = {}
+    for directory, most in rooms.items():
+        with contextlib.suppress(OSError):
+            if file_system(directory) not in NO_DISKS:
+                free = room_bytes(os.statvfs(directory)) - missing.get(os.stat(directory).st_dev, 0)
+                found[directory] = max(0, min(most, free))
+    return found
+
+
+def copy_run(source: torch.Tensor, start: int, out: torch.Tensor) -> None:
+    """Copy elements of a tensor to a flat one, counted in row-major order from `start` on; no other copy is made."""
+    if source.is_contiguous():
+        out.copy_(source.view(-1)[start : start + out.numel()])
+        return
+    row, done = source[0].numel(), 0
+    while done < out.numel():
+        index, offset = divmod(start + done, row)
+        rows = 0 if offset else (out.numel() - done) // row
+        if rows:
+            target = out[done : done + rows * row]
+            target.view(rows, *source.shape[1:]).copy_(source[index : index + rows])
+        else:
+            target = out[done : done + row - offset]
+            copy_run(source[index], offset, target)
+        done += target.numel()
+
+
+def refuse_negative(tensor: torch.Tensor, what: str) -> None:
+    """Raise `ConfigError` if an element is negative; NaN is not."""
+    piece = torch.empty(min(PIECE_NUMEL, tensor.numel()), dtype=torch.float32, device="cpu")
+    for start in range(0, tensor.numel(), PIECE_NUMEL):
+        values = piece[: tensor.numel() - start]
+        copy_run(tensor, start, values)
+        if bool((values < 0).any()):
+            raise ConfigError(what, float(values[values < 0].min()), "give no negative ones")
