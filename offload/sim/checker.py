@@ -47,7 +47,8 @@ Rules:
      or in its staging slot at the begin of the sweep, and those whose state has to be fetched.
  19. The caller reads weights of a subgroup, and writes its gradients, when its visit has ended (rule 11).
 
-Non-goals: whether an order of unlike visits is good, whether anything happens at all (a run that never ends breaks no rule).
+Non-goals: whether an order of unlike visits is good, whether anything happens at all (a run that never ends breaks no
+rule).
 """
 
 from __future__ import annotations
@@ -241,9 +242,7 @@ class CheckedExecutor:
         self._unended: dict[int, None] = {}  # run or not, not yet ended well
         self._steps: dict[int, int] = {}
         self._unbegun: dict[int, tuple[int, str]] = {}  # visits: their place in the order, and where state lay
-        self._begun: dict[
-            tuple[str, type[Operation], bool, bool], int
-        ] = {}  # the last place, of visits that are alike
+        self._begun: dict[tuple[str, type[Operation], bool, bool], int] = {}  # the last place, by what is alike
         self._fatal: Exception | None = None
         self._save: _Save | None = None
         self._kept: dict[int, dict[TileId, tuple[int, Record]]] = {}  # version and place, by save
@@ -398,9 +397,7 @@ class CheckedExecutor:
         place, where = found
         staged = isinstance(operation, Run) and operation.gpu_slot is not None
         alike = where, type(operation), visit.gpu, staged
-        self._require(
-            place > self._begun.get(alike, -1), "18: a visit begins before one that is alike and due before it"
-        )
+        self._require(place > self._begun.get(alike, -1), "18: a visit begins after one that it comes before")
         self._begun[alike] = place
 
     def _issued_run(self, run: Run) -> None:

@@ -283,7 +283,8 @@ class Session(saves.Session):
             except SessionBrokenError:
                 assert self.machine.broken is not None, "refused, and nothing is broken"
             except OffloadError as error:
-                assert error is self.machine.broken, "an error of nothing"
+                if error is not self.machine.broken:
+                    raise
                 if action.what != "save":
                     self.told.append(self.sweeps)
         assert self.told == self.failures, (
@@ -322,10 +323,9 @@ class Session(saves.Session):
         for module in order:
             self.compute()
             self.wait_for(module)
-            read = [self.weights.get(subgroup) for subgroup in self.subgroups_of(module)]
-            assert read == [self.twin.made.get(s) for s in self.subgroups_of(module)], (
-                "weights are not the last step's"
-            )
+            subgroups = self.subgroups_of(module)
+            read = [self.weights.get(subgroup) for subgroup in subgroups]
+            assert read == [self.twin.made.get(subgroup) for subgroup in subgroups], "weights are not the last step's"
             loss = zlib.crc32(repr((loss, read)).encode())
             self.used.update(dict.fromkeys(module))
         if flag:

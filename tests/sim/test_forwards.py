@@ -28,22 +28,21 @@ def run_seeds(seeds: range) -> Counter[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 500, 250))
-def test_bits_and_failures_are_those_of_steps_that_are_waited_for(first: int) -> None:
-    found = run_seeds(range(first, first + 250))
+def test_bits_and_failures_are_those_of_steps_that_are_waited_for() -> None:
+    found = run_seeds(range(300))
     # Guards against a swarm that has stopped testing anything.
-    assert found["done"] > 150
-    assert found["crashed"] > 3
-    assert found["saved"] > 50
-    assert found["let on beside a sweep"] > 200
-    assert found["told by forward"] > 8
-    assert found["told by finish"] + found["told by save"] + found["told by sweep"] + found["told by step"] > 2
+    assert found["done"] > 200
+    assert found["crashed"] > 5
+    assert found["saved"] > 80
+    assert found["let on beside a sweep"] > 300
+    assert found["told by forward"] > 10
+    assert sum(found[f"told by {what}"] for what in ("finish", "save", "sweep", "step")) > 3
 
 
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("first", range(500, 20_500, 2000))
+@pytest.mark.parametrize("first", range(300, 20_300, 2000))
 def test_large_swarm_of_forward_passes(first: int) -> None:
     run_seeds(range(first, first + 2000))
 
