@@ -19,13 +19,20 @@ class Behind:
     Args:
         kept: Memory that the sweep reads and writes: kept as long as it may.
         aborted: Makes the error to raise from what the sweep failed with.
+        latch: Makes what is waited for; another one in simulation, where a wait is what drives the engine.
     """
 
-    def __init__(self, kept: Sequence[torch.Tensor], aborted: Callable[[BaseException], BaseException]) -> None:
+    def __init__(
+        self,
+        kept: Sequence[torch.Tensor],
+        aborted: Callable[[BaseException], BaseException],
+        latch: Callable[[], waits.Latch] = waits.Latch,
+    ) -> None:
         self.kept = kept
         self._aborted = aborted
+        self._latch = latch
         self._visits: Mapping[int, waits.Latch] = MappingProxyType({})
-        self._over = waits.Latch()
+        self._over = latch()
         self.error: BaseException | None = None
         """What the sweep failed with, once it is over."""
 
@@ -38,7 +45,7 @@ class Behind:
 
     def begin(self, subgroups: Iterable[int]) -> None:
         """Take note of what the sweep visits; its caller waits for that."""
-        self._visits = {subgroup: waits.Latch() for subgroup in subgroups}
+        self._visits = {subgroup: self._latch() for subgroup in subgroups}
 
     def ended(self, subgroups: Iterable[int]) -> None:
         """Let on who waits for some visits, which have ended."""

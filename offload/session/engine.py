@@ -395,14 +395,10 @@ class Engine:
         Raises:
             StepAbortedError: The step could not be finished; the session is broken.
         """
-        behind = self._thread.behind
-        if behind is None:
+        if not self.is_behind:
             return
         subgroups = self._visits.subgroups_of(map(self._position, parameters))
-        behind.wait_for(subgroups)
-        if behind.error is not None:
-            self._thread.finish()
-        elif self._parts.gpu is not None:
+        if self._thread.wait_for(subgroups) and self._parts.gpu is not None:
             self._parts.gpu.lead_caller_to(subgroups)
 
     def finish(self) -> None:

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -23,6 +23,7 @@ from offload import waits
 from offload._native import CompletionQueue
 from offload.engine.executor import INTERRUPT, REQUEST, visit_nothing
 from offload.engine.loop import pump
+from offload.engine.machine import Machine
 from offload.engine.operations import Begin, Release, Stop, Sweep
 from offload.errors import CheckpointError, OffloadError, SessionBrokenError, known
 from offload.layout import Parameter
@@ -169,6 +170,20 @@ class EngineThread:
                     gpu.device.give_up(tensor)
         self.raise_untold()
 
+    def wait_for(self, subgroups: Iterable[int]) -> bool:
+        """Wait until the visits of some subgroups have ended; raise what the sweep behind has failed with, once.
+
+        Returns:
+            Whether they have ended well, of a sweep that nobody has waited for to its end.
+        """
+        behind = self.behind
+        if behind is None:
+            return False
+        behind.wait_for(subgroups)
+        if behind.error is not None:
+            self.finish()
+        return behind.error is None
+
     def raise_untold(self) -> None:
         """Raise what the sweep that is over has failed with, if it has, once."""
         behind = self.behind
@@ -269,31 +284,38 @@ class EngineThread:
                 self._answer(error)
 
     def _serve_requests(self) -> None:
-        machine, executor = self._parts.machine, self._parts.executor
-        while True:
-            pump(
-                machine,
-                executor,
-                lambda m: (
-                    m.finished is not None
-                    or m.saver.ended is not None
-                    or (m.idle and executor.requests > 0)
-                    or (self._followed is not None and len(m.ended) > self._told)
-                ),
-            )
-            self._tell_ended()
-            self.take_save()
-            if machine.finished is None and not (machine.idle and executor.requests > 0):
-                continue
-            if machine.take_finished() is not None:
-                if not machine.failed:
-                    known(self._current, "a sweep of nobody").applied()
-                self._end_request(machine.broken if machine.failed else None)
-                continue
+        pump(self._parts.machine, self._parts.executor, self.is_due)
+        while self.serve_due():
+            pump(self._parts.machine, self._parts.executor, self.is_due)
+        self._finish()
+
+    def is_due(self, machine: Machine) -> bool:
+        """Return whether there is something to do beside carrying operations and events."""
+        return (
+            machine.finished is not None
+            or machine.saver.ended is not None
+            or self._may_begin(machine)
+            or (self._followed is not None and len(machine.ended) > self._told)
+        )
+
+    def _may_begin(self, machine: Machine) -> bool:
+        """Return whether a request has come in and may begin."""
+        return machine.idle and self._parts.executor.requests > 0
+
+    def serve_due(self) -> bool:
+        """Do what is due; return False for the request that ends the session."""
+        machine = self._parts.machine
+        self._tell_ended()
+        self.take_save()
+        if machine.take_finished() is not None:
+            if not machine.failed:
+                known(self._current, "a sweep of nobody").applied()
+            self._end_request(machine.broken if machine.failed else None)
+        elif self._may_begin(machine):
             if self._take_request() is None:
-                self._finish()
-                return
+                return False
             self._begin_request()
+        return True
 
     def _begin_request(self) -> None:
         request = known(self._current, "a request from nobody")

@@ -42,7 +42,13 @@ Rules:
  17. The plan changes (`Extend`) with nothing in flight, between sweeps and saves. Subgroups and their homes stay, and
      so do staging slots in host memory; others may be updated on the GPU from then on.
 
-Non-goals: whether an order is good, whether anything happens at all (a run that never ends breaks no rule).
+ Sweeps beside which their caller goes on:
+ 18. Visits begin in the order given, as far as they are alike: on one device, those whose state lay whole in its home
+     or in its staging slot at the begin of the sweep, and those whose state has to be fetched.
+ 19. The caller reads weights of a subgroup, and writes its gradients, when its visit has ended (rule 11).
+
+Non-goals: whether an order of unlike visits is good, whether anything happens at all (a run that never ends breaks no
+rule).
 """
 
 from __future__ import annotations
@@ -235,6 +241,8 @@ class CheckedExecutor:
         self._visits: dict[int, Visit] = {}  # of the sweep; not yet run
         self._unended: dict[int, None] = {}  # run or not, not yet ended well
         self._steps: dict[int, int] = {}
+        self._unbegun: dict[int, tuple[int, str]] = {}  # visits: their place in the order, and where state lay
+        self._begun: dict[tuple[str, type[Operation], bool, bool], int] = {}  # the last place, by what is alike
         self._fatal: Exception | None = None
         self._save: _Save | None = None
         self._kept: dict[int, dict[TileId, tuple[int, Record]]] = {}  # version and place, by save
@@ -333,6 +341,20 @@ class CheckedExecutor:
         self._require(not (well and self._unended), "2: a sweep ends well before each of its visits")
         self._sweep = None
 
+    def is_ended(self, subgroup: int) -> bool:
+        """Return whether a subgroup has no visit that has not ended well."""
+        return subgroup not in self._unended
+
+    def let_on(self, subgroups: Sequence[int]) -> None:
+        """Verify that a caller may read weights and write gradients of some subgroups, beside a sweep.
+
+        Raises:
+            InternalError: If it may not yet; notes tell the story.
+        """
+        self._story.append(f"the caller goes on with subgroups {subgroups}")
+        for subgroup in subgroups:
+            self._require(self.is_ended(subgroup), "19: a caller goes on before a visit has ended")
+
     # Issuing --------------------------------------------------------------------------------------------------
 
     def _issued(self, operation: Operation) -> None:
@@ -343,6 +365,8 @@ class CheckedExecutor:
         if not again:
             self._require(self._fatal is None, "9: an operation after a fatal error")
             self._require(not self._again, "9: an operation before a failed write is issued again")
+        if isinstance(operation, Run | CopyIn | FetchWeights | ReadTile):
+            self._issued_in_order(operation)
         if isinstance(operation, Run):
             self._issued_run(operation)
         elif isinstance(operation, SaveTile | CopyTile | Sync | Commit):
@@ -364,6 +388,17 @@ class CheckedExecutor:
             else:
                 self._issued_write(operation)
         self._flying[operation.op] = operation
+
+    def _issued_in_order(self, operation: Run | CopyIn | FetchWeights | ReadTile) -> None:
+        number = operation.tile.subgroup if isinstance(operation, ReadTile) else _subgroup_of(operation)
+        visit, found = self._visits.get(number), self._unbegun.pop(number, None)
+        if visit is None or found is None:
+            return
+        place, where = found
+        staged = isinstance(operation, Run) and operation.gpu_slot is not None
+        alike = where, type(operation), visit.gpu, staged
+        self._require(place > self._begun.get(alike, -1), "18: a visit begins after one that it comes before")
+        self._begun[alike] = place
 
     def _issued_run(self, run: Run) -> None:
         subgroup = self._subgroups[run.visit.subgroup]
@@ -766,6 +801,20 @@ class CheckedExecutor:
         self._visits = {visit.subgroup: visit for visit in sweep.visits}
         self._unended = dict.fromkeys(self._visits)
         self.moved = []
+        self._begun = {}
+        places = ((visit.subgroup, place) for place, visit in enumerate(sweep.visits))
+        self._unbegun = {number: (place, where) for number, place in places if (where := self._where(number))}
+
+    def _where(self, number: int) -> str:
+        """Return where a subgroup's state lies, or "" if something works on it that a visit has to wait for."""
+        subgroup, save = self._subgroups[number], self._save
+        if save is not None and (save.unwritten[number] or number in save.flushes):
+            return ""
+        if subgroup.busy or subgroup.copy is not None or subgroup.reads or subgroup.writes:
+            return ""
+        if self._plan.is_resident(number):
+            return "home"
+        return "storage" if subgroup.slot is None else "slot"
 
     def _land(self, op: int) -> Operation:
         operation = self._flying.pop(op, None)
@@ -902,5 +951,5 @@ class CheckedExecutor:
         return error
 
 
-def _subgroup_of(operation: WeightOperation | Run) -> int:
+def _subgroup_of(operation: WeightOperation | Run | CopyIn) -> int:
     return operation.visit.subgroup if isinstance(operation, Run) else operation.subgroup

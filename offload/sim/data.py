@@ -20,7 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.engine.index import Record
-from offload.engine.operations import Commit, CopyIn, CopyOut, CopyTile, ReadTile, Run, SaveTile, Sync, WriteTile
+from offload.engine.operations import (
+    Commit,
+    CopyIn,
+    CopyOut,
+    CopyTile,
+    PushWeights,
+    ReadTile,
+    Run,
+    SaveTile,
+    Sync,
+    WriteTile,
+)
 from offload.engine.saving import SAVE_DEPTH
 from offload.errors import CorruptRecordError
 from offload.plan.budget import Plan
@@ -95,11 +106,15 @@ class SimData:
     Args:
         plan: Says which memory there is.
         update: What a run does to a subgroup's state.
+        pushed: Told of pushed weights when they are on the GPU.
     """
 
-    def __init__(self, plan: Plan, update: Update = mix) -> None:
+    def __init__(
+        self, plan: Plan, update: Update = mix, pushed: Callable[[PushWeights], None] = lambda push: None
+    ) -> None:
         self.plan = plan
         self.update = update
+        self.pushed = pushed
         words = plan.slot_bytes // FP32.item_bytes
         self.staging = [np.full(words, RUBBISH, np.uint32) for _ in range(plan.staging_slots)]
         self.resident = {

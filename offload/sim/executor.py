@@ -626,6 +626,8 @@ class SimExecutor:
                 self.data.end_run(operation)
             case CopyIn() | CopyOut():
                 self.data.end_copy(operation)
+            case PushWeights():
+                self.data.pushed(operation)
         return Done(operation.op)
 
     def _error(self, operation: Operation, kind: type[TierError], detail: str, errno: int | None = None) -> TierError:

@@ -1,12 +1,18 @@
-"""Machines and indices that are wrong on purpose, each in one way."""
+"""Machines, indices, and parts of a session that are wrong on purpose, each in one way."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import forwards
+
+from offload._native import CompletionQueue
+from offload.engine.executor import visit_nothing
 from offload.engine.index import Location, Record, TileIndex
 from offload.engine.machine import Machine, Phase
 from offload.engine.operations import AwaitPush, CopyIn, CopyOut, FetchWeights, PushWeights, ReadTile, Run, WriteTile
+from offload.session.behind import Behind
+from offload.session.thread import EngineThread
 
 
 class Careless(Machine):
@@ -372,6 +378,192 @@ class IndexThatTrustsFailedPaths(TileIndex):
         pass
 
 
+class WritesGradientsAtOnce(forwards.Session):
+    """Backward writes to a gradient slot that a deferred visit has still to read."""
+
+    def wait_for_gradients(self, module):
+        pass
+
+
+class EndsAVisitBeforeItsPush(Careless):
+    """A module is let on when the update has run, and its weights are not on the GPU."""
+
+    def _ran(self, run):
+        super()._ran(run)
+        if run.weight_slot is not None and run.visit.changes:
+            self.ended.append(run.visit.subgroup)
+
+    def _end_visit(self, subgroup):
+        super()._end_visit(subgroup)
+        if subgroup in self.ended[:-1]:
+            self.ended.pop()
+
+
+class EndsAVisitThatBegins(Careless):
+    def _start_runs(self):
+        before = len(self._out)
+        super()._start_runs()
+        self.ended += [operation.visit.subgroup for operation in self._out[before:] if isinstance(operation, Run)]
+
+    def _end_visit(self, subgroup):
+        super()._end_visit(subgroup)
+        self.ended.pop()
+
+
+class WaitsForOneSubgroupOnly(Behind):
+    def wait_for(self, subgroups):
+        super().wait_for([*subgroups][:1])
+
+
+class LetsOnWhoComesAgain(Behind):
+    def wait_for(self, subgroups):
+        if not self._visits or any(latch.is_set() for latch in self._visits.values()):
+            return
+        super().wait_for(subgroups)
+
+
+class NeverTellsOfSingleVisits(Behind):
+    def ended(self, subgroups):
+        pass
+
+
+class GoesOnCountingFromTheLastSweep(EngineThread):
+    def _begin_request(self):
+        told = self._told
+        super()._begin_request()
+        self._told = told
+
+
+class BeginsAmidASweep(EngineThread):
+    """A request waits for nothing: neither its caller nor the engine does."""
+
+    def finish(self):
+        self.raise_untold()
+
+    def _may_begin(self, machine):
+        return self._parts.executor.requests > 0
+
+
+class AnswersBeforeTheSweepHasEnded(EngineThread):
+    """What is not to go on behind its caller does."""
+
+    _answered = False
+
+    def _begin_request(self):
+        super()._begin_request()
+        if self._current is not None and self._current.behind is None:
+            self._reply.post(0)
+            self._answered = True
+
+    def _answer(self, error):
+        reply = self._reply
+        if self._answered:
+            self._reply, self._answered = CompletionQueue(), False
+        super()._answer(error)
+        self._reply = reply
+
+
+class ForgetsAFailure(Behind):
+    def end(self, error):
+        super().end(None)
+
+
+class AsksBeforeItWasTold(EngineThread):
+    """A request takes the place of the sweep that nobody has waited for, and its failure is gone."""
+
+    def finish(self):
+        if self.behind is not None and self.behind.is_over:
+            self.raise_untold()
+
+
+class TellsOfAFailureOnlyWhoWaitsForAll(EngineThread):
+    def wait_for(self, subgroups):
+        behind = self.behind
+        if behind is not None:
+            behind.wait_for(subgroups)
+        return behind is not None
+
+
+class TellsOfAFailureTwice(EngineThread):
+    def raise_untold(self):
+        behind = self.behind
+        try:
+            super().raise_untold()
+        except BaseException:
+            self.behind = behind
+            raise
+
+
+class EndsTheRequestThatGoesOn(EngineThread):
+    """An answer ends the request: what its visits work with is taken away."""
+
+    def _begin_request(self):
+        super()._begin_request()
+        if self._followed is not None:
+            self._parts.executor.visit_with(visit_nothing)
+
+
+class VisitsTheLastFirst(Careless):
+    def _begin(self, sweep):
+        super()._begin(sweep)
+        self._unfetched.reverse()
+
+
+class RunsTheLastFirst(Careless):
+    def _start_runs(self):
+        for queue in (self._cpu.streamed, self._cpu.resident):
+            if len(queue) > 1:
+                queue.reverse()
+        super()._start_runs()
+
+
+class LosesFlushesOfTheForwardPass(Careless):
+    """What is being flushed when a sweep begins counts as flushed, and its end is not looked at."""
+
+    def _begin(self, sweep):
+        for subgroup in list(self._flushes):
+            for operation in self._in_flight.values():
+                if isinstance(operation, WriteTile) and operation.tile.subgroup == subgroup:
+                    self._lost.add(operation.op)
+            flush = self._flushes.pop(subgroup)
+            for written, new in flush.records:
+                self.index.commit(written, new)
+            self._settle(subgroup, changed=False)
+        super()._begin(sweep)
+
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self._lost = set()
+
+    def _done(self, operation, checksum):
+        if operation.op in self._lost:
+            return True
+        return super()._done(operation, checksum)
+
+    def _failed(self, operation, error):
+        if operation.op not in self._lost:
+            super()._failed(operation, error)
+
+
+FORWARDS = [
+    WritesGradientsAtOnce,
+    EndsAVisitBeforeItsPush,
+    EndsAVisitThatBegins,
+    WaitsForOneSubgroupOnly,
+    LetsOnWhoComesAgain,
+    NeverTellsOfSingleVisits,
+    GoesOnCountingFromTheLastSweep,
+    BeginsAmidASweep,
+    AnswersBeforeTheSweepHasEnded,
+    ForgetsAFailure,
+    AsksBeforeItWasTold,
+    TellsOfAFailureOnlyWhoWaitsForAll,
+    TellsOfAFailureTwice,
+    EndsTheRequestThatGoesOn,
+    VisitsTheLastFirst,
+    RunsTheLastFirst,
+    LosesFlushesOfTheForwardPass,
+]
 MACHINES = [
     RunsBeforeTheLastTile,
     ReusesDirtySlot,

@@ -13,7 +13,7 @@ import swarm
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Machine, Phase
-from offload.engine.operations import Begin, BeginSave, Release, Run, Save, Sweep, TakeUp, Visit
+from offload.engine.operations import Begin, BeginSave, Event, Release, Run, Save, Sweep, TakeUp, Visit
 from offload.errors import InternalError, OffloadError
 from offload.plan import Plan
 from offload.protocols import TileId
@@ -164,6 +164,11 @@ class Session:
         """Subgroups that have been visited, or taken up."""
         self.may_break = any(not isinstance(fault, SlowLane | Crash) for fault in faults)
 
+    def tell(self, event: Event) -> None:
+        """Tell the machine, and the checker, of something that no lane reports."""
+        self.executor.observe(event)
+        self.machine.handle(event)
+
     def resume(self, before: Session) -> bool:
         """Go on from the newest checkpoint that another session, which was killed, has left; False if there is none.
 
@@ -191,9 +196,7 @@ class Session:
         self.data.stores, self.data.committed = before.data.stores, dict(committed)
         self.expected, self.kept = {n: before.expected[n] for n in committed}, list(committed)
         self.saves, self.sweeps = before.saves, before.sweeps
-        event = TakeUp(limits, committed, records)
-        self.executor.observe(event)
-        self.machine.handle(event)
+        self.tell(TakeUp(limits, committed, records))
         for subgroup in self.plan.layout.subgroups:
             found = self.expected[newest]
             if subgroup in streamed:
@@ -208,9 +211,7 @@ class Session:
 
     def run(self, actions: list[Action]) -> Outcome:
         try:
-            for action in actions:
-                if self.machine.broken is None:
-                    getattr(self, action.what)(action.flag)
+            self.act(actions)
             if self.machine.broken is not None:
                 assert self.may_break, f"it broke for too little: {self.machine.broken!r}"
                 assert isinstance(self.machine.broken, OffloadError)
@@ -225,6 +226,11 @@ class Session:
         for number in found:
             self.verify(number, found[number])
         return self.outcome
+
+    def act(self, actions: list[Action]) -> None:
+        for action in actions:
+            if self.machine.broken is None:
+                getattr(self, action.what)(action.flag)
 
     def verify(self, number: int, records) -> None:
         expected = self.expected[number]
@@ -267,9 +273,7 @@ class Session:
         while len(self.kept) > self.keep:
             old = self.kept.pop(0)
             del self.data.committed[old]
-            event = Release(old)
-            self.executor.observe(event)
-            self.machine.handle(event)
+            self.tell(Release(old))
 
     def sweep(self, flag: bool) -> None:
         self.sweeps += 1
@@ -306,7 +310,5 @@ class Session:
         self.saves += 1
         save = Save(self.saves, len(self.plan.budgets.paths) if flag else None)
         self.expected[self.saves] = self.twin.tiles()
-        event = BeginSave(save)
-        self.executor.observe(event)
-        self.machine.handle(event)
+        self.tell(BeginSave(save))
         self.pump(lambda machine: not machine.saver.weights_left)
