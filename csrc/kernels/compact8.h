@@ -34,7 +34,8 @@ struct Signed {
 };
 struct Root {
   static constexpr int kMantissaBits = 5;
-  static constexpr std::uint32_t kLeastScale = 64, kGreatestScale = 190;  // no code but 0 has a square of 0, or infinity
+  // No code but 0 has a square of 0, and none an infinite one.
+  static constexpr std::uint32_t kLeastScale = 64, kGreatestScale = 190;
   static constexpr std::uint32_t kGreatestStored = 0x7f800000u;
 };
 
