@@ -520,7 +520,7 @@ def stalled(page: Path) -> str:
 
 
 def quality(page: Path) -> str:
-    """Return how far from exact state's the held-out loss of each contender is."""
+    """Return how far from exact state's, and from the control's, the held-out loss of each contender is."""
     found = read("quality")["results"]
     sizes, pairs = found["sizes"], found["pairs"]
     text = "of the sources of Python's standard library" if sizes["data"] is None else "of a text"
@@ -528,27 +528,30 @@ def quality(page: Path) -> str:
     lines = [
         f"{sizes['parameters'] / 1e6:.2f}M parameters, {sizes['layers']} layers; {sizes['steps']:,} steps of "
         f"{sizes['batch']} sequences of {sizes['seq']} bytes: {sizes['trained_tokens'] / 1e6:.2f} MB {text} "
-        f"({sizes['text_bytes'] / 1e6:.1f} MB). {pairs} seeds for each beta2. The held-out loss of `exact`, in nats a "
-        f"byte: {losses}. Differences to it are means of pairs:",
+        f"({sizes['text_bytes'] / 1e6:.1f} MB). {pairs} seeds for each beta2. The held-out loss of `exact`, in nats "
+        f"a byte: {losses}. Differences are means of pairs:",
         "",
-        "| beta2 | state | difference | 95% interval | would have been seen |",
-        "|---|---|---|---|---|",
+        "| beta2 | state | to `exact` | 95% interval | would have been seen | to `control` | 95% interval |",
+        "|---|---|---|---|---|---|---|",
     ]
     for beta2, rows in found["loss"].items():
         for name, row in rows["contenders"].items():
-            shown = (
-                f"{name} {found['versions'][name]}, 8 bits" if name in found["versions"] else QUALITY.get(name, name)
+            version = found["versions"].get(name)
+            shown = {"nearest": "bf16 moments, to nearest"}.get(
+                name, f"{name} {version}, 8 bits" if version else name
             )
-            low, high = row["interval"]
-            lines.append(
-                f"| {beta2} | {shown} | {row['mean']:+.4f} | {low:+.4f} to {high:+.4f} | {row['would_show']:.4f} |"
-            )
+            cells = [f"{row['mean']:+.4f}", "{:+.4f} to {:+.4f}".format(*row["interval"]), f"{row['would_show']:.4f}"]
+            if name != "control":
+                control = rows["contenders"]["control"]["differences"]
+                apart = [ours - theirs for ours, theirs in zip(row["differences"], control, strict=True)]
+                # As many deviations as in the interval beside it: there are as many pairs.
+                half = statistics.stdev(apart) * row["half_width"] / statistics.stdev(row["differences"])
+                mean = statistics.fmean(apart)
+                cells += [f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}"]
+            lines.append(f"| {beta2} | {shown} | {' | '.join([*cells, *[''] * (5 - len(cells))])} |")
     picture = "../" * len(page.parent.relative_to(ROOT).parts) + f"bench/reports/{dated('quality', 'png')[-1].name}"
     return "\n".join([*lines, "", f"![differences to exact]({picture})", "", f"Report: {source('quality', page)}."])
 
-
-QUALITY = {"nearest": "bf16 moments, to nearest"}
-"""What contenders are called whose names do not say it."""
 
 # docs/benchmarks.md: command, question, full run, reports
 
