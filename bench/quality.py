@@ -3,8 +3,10 @@
 A small Llama is trained on text. Of each pair (a seed and a beta2) every contender starts from the same weights and
 sees the same batches; what is compared is the held-out loss at the end, less that of `exact`. `control` is `exact`
 with the last bit of every gradient's mantissa drawn at random: what differs by no more than it differs by chance. The
-report gives mean differences with their 95% intervals (Student's t), and which difference the pairs would have shown
-(one of 2.8 standard errors, with a power of 80%).
+report gives mean differences with their 95% intervals (Student's t), and which difference the pairs would have shown:
+one that such an interval excludes 0 for in four of five repetitions.
+
+Runs of an hour are killed: `--runs` keeps what each found, and goes on from there.
 
 `nearest` is bf16 moments rounded to nearest, known to freeze where beta2 is near 1
 (tests/kernels/test_format_decay.py); torchao's and bitsandbytes' 8-bit AdamW, with an fp32 master beside them, run
@@ -14,12 +16,13 @@ where they are installed.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import multiprocessing
 import os
 import statistics
 from collections.abc import Callable, Iterator
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +36,15 @@ from offload.kernels.reference import round_to_bfloat16
 
 BETAS = (0.95, 0.999)
 FORMATS = ("compact16", "compact8")
+OTHERS = ("torchao", "bitsandbytes")
 HELD_OUT = 0.05
 """Share of the text, at its end, that nobody is trained on."""
 
 QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Of Student's t for a 95% interval, by the number of pairs."""
+"""Half a 95% interval of a mean in standard errors (Student's t), by the number of pairs."""
+
+SHOWN = {2: 16.32, 3: 5.65, 4: 4.25, 5: 3.76, 6: 3.51, 7: 3.37, 8: 3.27, 9: 3.20, 10: 3.15}
+"""Standard errors from 0 at which that interval excludes 0 with a probability of 80% (noncentral t)."""
 
 
 class Mastered:
@@ -94,8 +101,7 @@ def make_optimizer(contender: str, model: Any, lr: float, beta2: float, seed: in
 def available(contenders: tuple[str, ...]) -> Iterator[str]:
     for contender in contenders:
         try:
-            if contender in ("torchao", "bitsandbytes"):
-                import_module(contender)
+            import_module(contender)
             yield contender
         except Exception as error:
             print(f"{contender} is left out: {error}")
@@ -153,18 +159,24 @@ def run(task: tuple[str, dict[str, Any], float, int]) -> tuple[tuple[str, float,
     return (contender, beta2, seed), train(contender, sizes, beta2, seed)
 
 
+def kept_runs(file: Path | None, of: list[Any]) -> dict[tuple[str, float, int], tuple[float, str]]:
+    """Return what runs of this commit and these sizes are kept in a file."""
+    lines = file.read_text().splitlines() if file and file.exists() else []
+    return {tuple(key): tuple(value) for made_of, key, value in map(json.loads, lines) if made_of == of}
+
+
 def summary(differences: list[float]) -> dict[str, Any]:
     """Return what pairs say."""
     count = len(differences)
     mean = statistics.fmean(differences)
-    error = statistics.stdev(differences) / math.sqrt(count) if count > 1 else math.nan
-    half = QUANTILES.get(count, 1.96) * error
+    error = statistics.stdev(differences) / math.sqrt(count)
+    half = QUANTILES[count] * error
     return {
         "differences": differences,
         "mean": mean,
         "interval": [mean - half, mean + half],
         "half_width": half,
-        "would_show": 2.8 * error,
+        "would_show": SHOWN[count] * error,
     }
 
 
@@ -191,12 +203,16 @@ def draw(results: dict[str, Any], file: Path) -> None:
 def main() -> None:
     parser = arguments(__doc__, picture=True)
     parser.add_argument("--data", help="text file or folder (default: the sources of Python's standard library)")
-    parser.add_argument("--pairs", type=int, default=5, help="seeds for each beta2")
+    parser.add_argument("--pairs", type=int, choices=QUANTILES, default=5, help="seeds for each beta2")
+    parser.add_argument(
+        "--runs", type=Path, metavar="FILE", help="add each run's loss there; skip those that are there"
+    )
     parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at once")
     args = parser.parse_args()
+    described = environment()
     sizes: dict[str, Any] = {
         "data": args.data, "layers": args.layers, "hidden": args.hidden, "steps": args.steps,
         "seq": 64, "batch": 8, "lr": 2e-3, "evaluated": 512,
@@ -207,13 +223,16 @@ def main() -> None:
         pairs, betas = 2, BETAS[:1]
     contenders = ("exact", "control", *FORMATS)
     if not args.smoke:
-        contenders += tuple(available(("nearest", "torchao", "bitsandbytes")))
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torchao would compile its update for each shape
+        contenders += ("nearest", *available(OTHERS))
+    found = kept_runs(args.runs, [described["commit"], sizes])
     tasks = [(name, sizes, beta2, seed) for seed in range(pairs) for beta2 in betas for name in contenders]
-    found = {}
+    tasks = [task for task in tasks if (task[0], *task[2:]) not in found]
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         for done, (key, value) in enumerate(pool.imap_unordered(run, tasks), 1):
             found[key] = value
+            if args.runs:
+                with args.runs.open("a") as file:
+                    print(json.dumps([[described["commit"], sizes], key, value]), file=file)
             progress(f"{done} of {len(tasks)} runs: {key[0]}, beta2 {key[1]}, seed {key[2]}: {value[0]:.4f}")
     results = {}
     for beta2 in betas:
@@ -240,7 +259,18 @@ def main() -> None:
     checksum = hashlib.sha256(
         "".join(found[key][1] for key in sorted(found) if key[0] in ("exact", *FORMATS)).encode()
     )
-    report(args, environment(), {"sizes": sizes, "pairs": pairs, "loss": results}, checksum.hexdigest()[:16], targets)
+    text = load_text(args.data, min_bytes=1 << 20)
+    model = build_model(
+        Shape(sizes["layers"], sizes["hidden"]), seq=sizes["seq"], dtype=torch.bfloat16, device="cpu", seed=0
+    )
+    described_sizes = sizes | {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "trained_tokens": sizes["steps"] * sizes["batch"] * sizes["seq"],
+        "text_bytes": len(text.values),
+    }
+    versions = {name: metadata.version(name) for name in contenders if name in OTHERS}
+    document = {"sizes": described_sizes, "pairs": pairs, "versions": versions, "loss": results}
+    report(args, described, document, checksum.hexdigest()[:16], targets)
 
 
 if __name__ == "__main__":

@@ -516,6 +516,43 @@ def stalled(page: Path) -> str:
     return "\n".join([*lines, "", f"Report: {source('checkpoint', page)}."])
 
 
+# docs/formats.md
+
+
+def quality(page: Path) -> str:
+    """Return how far from exact state's, and from the control's, the held-out loss of each contender is."""
+    found = read("quality")["results"]
+    sizes, pairs = found["sizes"], found["pairs"]
+    text = "of the sources of Python's standard library" if sizes["data"] is None else "of a text"
+    losses = " and ".join(f"{row['exact_loss']:.3f} at {beta2}" for beta2, row in found["loss"].items())
+    lines = [
+        f"{sizes['parameters'] / 1e6:.2f}M parameters, {sizes['layers']} layers; {sizes['steps']:,} steps of "
+        f"{sizes['batch']} sequences of {sizes['seq']} bytes: {sizes['trained_tokens'] / 1e6:.2f} MB {text} "
+        f"({sizes['text_bytes'] / 1e6:.1f} MB). {pairs} seeds for each beta2. The held-out loss of `exact`, in nats "
+        f"a byte: {losses}. Differences are means of pairs:",
+        "",
+        "| beta2 | state | to `exact` | 95% interval | would have been seen | to `control` | 95% interval |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for beta2, rows in found["loss"].items():
+        for name, row in rows["contenders"].items():
+            version = found["versions"].get(name)
+            shown = {"nearest": "bf16 moments, to nearest"}.get(
+                name, f"{name} {version}, 8 bits" if version else name
+            )
+            cells = [f"{row['mean']:+.4f}", "{:+.4f} to {:+.4f}".format(*row["interval"]), f"{row['would_show']:.4f}"]
+            if name != "control":
+                control = rows["contenders"]["control"]["differences"]
+                apart = [ours - theirs for ours, theirs in zip(row["differences"], control, strict=True)]
+                # As many deviations as in the interval beside it: there are as many pairs.
+                half = statistics.stdev(apart) * row["half_width"] / statistics.stdev(row["differences"])
+                mean = statistics.fmean(apart)
+                cells += [f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}"]
+            lines.append(f"| {beta2} | {shown} | {' | '.join([*cells, *[''] * (5 - len(cells))])} |")
+    picture = "../" * len(page.parent.relative_to(ROOT).parts) + f"bench/reports/{dated('quality', 'png')[-1].name}"
+    return "\n".join([*lines, "", f"![differences to exact]({picture})", "", f"Report: {source('quality', page)}."])
+
+
 # docs/benchmarks.md: command, question, full run, reports
 
 BENCHMARKS = (
@@ -524,7 +561,7 @@ BENCHMARKS = (
     ("`python bench/scaling.py`", "how does a step scale with parameters, memory, paths, look-ahead, subgroups, ranks?", "4 min", ("scaling", "scaling-published")),
     ("`python bench/kernel.py`", "how fast is the update beside torch's, DeepSpeed's, and the memory it runs on?", "2 min", ("kernel",)),
     ("`python bench/formats.py`", "what does a step cost in each format of state, on a disk and a throttled path?", "2 min", ("formats",)),
-    ("`python bench/quality.py`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", None),
+    ("`python bench/quality.py`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
     ("`python bench/overlap.py`", "what does `overlap_forward` hide of a step, and how near to its bound?", "10 min", None),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/paths.py`", "one path against fio, several against their sum, a path that slows down, overlap, S3", "10 min", ("paths",)),
@@ -543,9 +580,6 @@ def benchmarks(page: Path) -> str:
     """Return the index of all benchmarks, with the newest report of each."""
     lines = ["| command | question | full run | last full report |", "|---|---|---|---|"]
     for command, question, minutes, kinds in BENCHMARKS:
-        if kinds is None:
-            lines.append(f"| {command} | {question} | {minutes} | not run at full size yet |")
-            continue
         links = [source(kind, page) for kind in kinds]
         links += [link(drawn, "picture", page) for kind in kinds for drawn in dated(kind, "png")[-1:]]
         lines.append(f"| {command} | {question} | {minutes} | {', '.join(links) or 'exit status'} |")

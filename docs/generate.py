@@ -120,6 +120,7 @@ PARTS = {
     DOCS / "benchmarks.md": {"benchmarks": figures.benchmarks, "measured": figures.measured},
     DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published, "node": figures.node},
     DOCS / "checkpoints.md": {"stalls": figures.stalled},
+    DOCS / "formats.md": {"quality": figures.quality},
     DOCS / "install.md": {"versions": versions},
 }
 

@@ -24,15 +24,19 @@
 
 constexpr std::uint64_t kBlockNumel = 64;  // BLOCK_NUMEL of offload/protocols.py
 constexpr std::uint32_t kNanScale = 255;
-constexpr std::uint32_t kGreatestScale = 254;
-constexpr std::uint32_t kLeastScale = 24;  // smaller blocks are zeros, whose scale is 0
 constexpr std::uint32_t kMasterRandom = 0x9e3779b1u;
 
+// Blocks below the least scale are zeros, whose scale is 0; values above the greatest one become its greatest code.
 struct Signed {
   static constexpr int kMantissaBits = 4;
+  static constexpr std::uint32_t kLeastScale = 24, kGreatestScale = 254;
+  static constexpr std::uint32_t kGreatestStored = 0x7f7fffffu;  // of a magnitude's bits; beyond is the scale of NaN
 };
 struct Root {
   static constexpr int kMantissaBits = 5;
+  // No code but 0 has a square of 0, and none an infinite one.
+  static constexpr std::uint32_t kLeastScale = 64, kGreatestScale = 190;
+  static constexpr std::uint32_t kGreatestStored = 0x7f800000u;
 };
 
 template <class Code>
@@ -50,7 +54,7 @@ constexpr Units make_units() {
       const std::uint32_t unit = scale == 0 ? 127 : scale - 6 - Signed::kMantissaBits - is_root;
       units.of_codes[is_root][scale] = scale == kNanScale ? 0x7fc00000u : unit << 23;
     }
-    units.of_magnitudes[scale + 1] = scale < kLeastScale - 1 || scale == kNanScale ? 0 : (261 - scale) << 23;
+    units.of_magnitudes[scale + 1] = scale < Signed::kLeastScale - 1 || scale == kNanScale ? 0 : (261 - scale) << 23;
   }
   return units;
 }
@@ -63,9 +67,9 @@ inline float unit_of(std::uint32_t scale) {
 
 template <class Code>
 inline std::uint32_t scale_of(std::uint32_t greatest) {
-  if (greatest >= 0x7f800000u) return kNanScale;
+  if (greatest > Code::kGreatestStored) return kNanScale;
   const std::uint32_t scale = (greatest + (1u << kCut<Code>)-1) >> 23;
-  return scale < kLeastScale ? 0 : scale > kGreatestScale ? kGreatestScale : scale;
+  return scale < Code::kLeastScale ? 0 : scale > Code::kGreatestScale ? Code::kGreatestScale : scale;
 }
 
 // Call `work(k, Code())` for each of a rule's state tensors from the k-th on.
@@ -206,7 +210,9 @@ void update_one_by_one(const Segment& segment, std::uint64_t begin, std::uint64_
   });
   for (int k = 0; k < Rule::kStates; ++k)
     for (std::uint64_t i = begin; Rule::is_root(k) && i < end; ++i)
-      for (int other = 0; c.state[k][i] == 0 && other < Rule::kStates; ++other) c.state[other][i] = 0;
+      if (c.state[k][i] == 0 || float_to_bits(states[k][i - begin]) == Root::kGreatestStored)
+        for (int other = 0; other < Rule::kStates; ++other)
+          if (!Rule::is_root(other)) c.state[other][i] = 0;
 }
 
 // A block at once.
@@ -331,9 +337,9 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
     for (int n = 0; n < groups; ++n)
       for (int v = 0; v < 4; ++v) greatest = V::max_ints(greatest, magnitudes[n][k][v]);
     const std::uint32_t bits = V::greatest(greatest);
-    is_rare |= bits > (kGreatestScale << 23) - (1u << kCut<Code>);
+    is_rare |= bits > (Code::kGreatestScale << 23) - (1u << kCut<Code>);
     const std::uint32_t scale = (bits + (1u << kCut<Code>)-1) >> 23;
-    new_scales[k] = scale < kLeastScale ? 0 : scale;
+    new_scales[k] = scale < Code::kLeastScale ? 0 : scale;
   });
   if constexpr (weight_dtype != kNone) {
     for (int n = 0; n < groups; ++n) {

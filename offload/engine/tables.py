@@ -70,10 +70,14 @@ class Tables:
             self._reload[subgroup][position] = True
 
     def begin_step(self, groups: Sequence[Any], scale: float, clip: float, active: Sequence[int]) -> tuple[int, ...]:
-        """Prepare the scalars of one update; return the subgroups that have an active segment, in order."""
+        """Prepare the scalars of one update; return the subgroups that have an active segment, in order.
+
+        Raises:
+            ConfigError: If a group's hyperparameters cannot be used; nothing has changed then.
+        """
         count, rule = len(self.steps), self._layout.rule
-        self._flags = np.zeros(count, np.uint32)
-        self._scalars = np.zeros((count, len(rule.scalars._fields)), np.float32)
+        all_flags = np.zeros(count, np.uint32)
+        scalars = np.zeros((count, len(rule.scalars._fields)), np.float32)
         known: dict[tuple[int, int], tuple[Any, int]] = {}
         wanted = np.zeros(len(self._columns), bool)
         for parameter in active:
@@ -84,9 +88,10 @@ class Tables:
                 zeroed = SegmentFlag.ZERO_STATE if rule.forgets(key[1], groups[group]) else 0
                 flags = int(SegmentFlag.ACTIVE | decoupled | zeroed)
                 known[key] = rule.row(key[1], groups[group], clip / scale), flags
-            self._scalars[parameter], self._flags[parameter] = known[key]
+            scalars[parameter], all_flags[parameter] = known[key]
             for subgroup, _ in self._layout.places[parameter]:
                 wanted[subgroup] = True
+        self._scalars, self._flags = scalars, all_flags
         return tuple(np.flatnonzero(wanted).tolist())
 
     def is_active(self, parameter: int) -> bool:

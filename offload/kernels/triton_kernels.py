@@ -61,9 +61,14 @@ EXACT, COMPACT8 = tl.constexpr(int(StateFormat.EXACT)), tl.constexpr(int(StateFo
 BYTE = tl.constexpr(4)  # beside the codes of dtypes: uint8, as it is
 SHARED = tl.constexpr(BLOCK_NUMEL)
 CODE_UNIT, ONE = tl.constexpr(2.0**126), tl.constexpr(1)
+INFINITY = tl.constexpr(0x7F800000)  # its bits
 SIGNED_BITS, ROOT_BITS = tl.constexpr(minifloat.SIGNED_MANTISSA_BITS), tl.constexpr(minifloat.ROOT_MANTISSA_BITS)
 NAN_SCALE, MASTER_RANDOM = tl.constexpr(minifloat.NAN_SCALE), tl.constexpr(minifloat.MASTER_RANDOM)
-GREATEST_SCALE, LEAST_SCALE = tl.constexpr(minifloat.GREATEST_SCALE), tl.constexpr(minifloat.LEAST_SCALE)
+SIGNED_LEAST, SIGNED_GREATEST, ROOT_LEAST, ROOT_GREATEST = (
+    tl.constexpr(scales[bits])
+    for bits in (minifloat.SIGNED_MANTISSA_BITS, minifloat.ROOT_MANTISSA_BITS)
+    for scales in (minifloat.LEAST_SCALES, minifloat.GREATEST_SCALES)
+)
 INDEX_STEP_, COUNTER_STEP_ = tl.constexpr(INDEX_STEP), tl.constexpr(COUNTER_STEP)
 ROW_WORDS = tl.constexpr(SEGMENT_DTYPE.itemsize // 8)
 MASTER, NEW_MASTER, STATE = _word("master", 8), _word("new_master", 8), _word("state", 8)
@@ -242,6 +247,9 @@ def encoded(values, random, inside, ROOT: tl.constexpr, BLOCK: tl.constexpr, FUL
     LEAST: tl.constexpr = ONE << MANTISSA
     CUT: tl.constexpr = 23 - MANTISSA
     BELOW: tl.constexpr = (ONE << CUT) - 1
+    LEAST_SCALE: tl.constexpr = ROOT_LEAST if ROOT else SIGNED_LEAST
+    GREATEST_SCALE: tl.constexpr = ROOT_GREATEST if ROOT else SIGNED_GREATEST
+    GREATEST_STORED: tl.constexpr = INFINITY if ROOT else INFINITY - 1
     if ROOT:
         values = tl.sqrt_rn(values)
         added = random & BELOW
@@ -254,7 +262,7 @@ def encoded(values, random, inside, ROOT: tl.constexpr, BLOCK: tl.constexpr, FUL
     greatest = tl.max(tl.reshape(twice, [BLOCK // SHARED, SHARED]), axis=1) >> 1
     scales = tl.minimum((greatest + BELOW) >> 23, GREATEST_SCALE)
     scales = tl.where(scales < LEAST_SCALE, 0, scales)
-    scales = tl.where(greatest >= 0x7F800000, NAN_SCALE, scales)
+    scales = tl.where(greatest > GREATEST_STORED, NAN_SCALE, scales)
     scale = spread(scales, BLOCK)
     coded = (scale > 0) & (scale < NAN_SCALE)
     # Where nothing is coded, the greatest code is 0, whatever the number that is compared with it.
@@ -414,11 +422,11 @@ def update_block(
             if STATES == 2:
                 others, scale = encoded(v, random, inside, SECOND_ROOT, BLOCK, FULL)
                 write(scales + 1, scale, there, FULL)
-                # What is divided by a root that is 0 now would be divided by almost nothing.
+                # What is divided by a root that is 0 now would be divided by almost nothing; and see `store_state`.
                 if SECOND_ROOT:
-                    codes = tl.where(others == 0, 0, codes)
+                    codes = tl.where((others == 0) | (v.to(tl.uint32, bitcast=True) == INFINITY), 0, codes)
                 if ROOT:
-                    others = tl.where(codes == 0, 0, others)
+                    others = tl.where((codes == 0) | (m.to(tl.uint32, bitcast=True) == INFINITY), 0, others)
                 write(second, others.to(tl.uint8), inside, FULL)
             write(first, codes.to(tl.uint8), inside, FULL)
         else:

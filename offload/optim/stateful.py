@@ -32,7 +32,7 @@ from offload.optim.late import LateEngine
 from offload.optim.overlap import Turn
 from offload.optim.state import StateView, says_nothing
 from offload.optim.weights import Bound, Weights
-from offload.rules import UpdateRule
+from offload.rules import STATE_FORMATS, UpdateRule
 from offload.session.engine import Engine
 
 _log = logging.getLogger("offload")
@@ -66,7 +66,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Group) -> None:
         """Refuse hyperparameters that cannot be used."""
-        self.rule.values(group)
+        rule = self.rule.stored_in(STATE_FORMATS[self._late.config.state_format])
+        rule.row(1, rule.values(group), 1.0)
 
     def _check_saved_group(self, group: Group) -> None:
         """Refuse a group of a state dict that is of another rule, or cannot be used."""

@@ -40,7 +40,8 @@ class _Adagrad(UpdateRule):
 
     def row(self, step: int, values: Mapping[str, Any], grad_scale: float) -> Scalars:
         step_size = values["lr"] / (1.0 + (step - 1) * values["lr_decay"])
-        return Scalars(*rounded((values["sign"] * grad_scale, values["weight_decay"], values["eps"], step_size)))
+        eps = self.added_to_roots(values["eps"])
+        return Scalars(*rounded((values["sign"] * grad_scale, values["weight_decay"], eps, step_size)))
 
 
 ADAGRAD = _Adagrad()

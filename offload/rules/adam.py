@@ -113,7 +113,7 @@ class _Adam(UpdateRule):
             step,
             lr=values.lr,
             betas=(values.beta1, values.beta2),
-            eps=values.eps,
+            eps=self.added_to_roots(values.eps),
             weight_decay=values.weight_decay,
             decoupled=values.decoupled,
             grad_scale=grad_scale,

@@ -98,6 +98,16 @@ class UpdateRule(ABC):
         """Return whether an update starts from zeros, whatever the state holds (which may not be finite)."""
         return False
 
+    def added_to_roots(self, eps: float) -> float:
+        """Return what a root is added to before it divides.
+
+        Raises:
+            ConfigError: If it is 0 in fp32, and the state in `COMPACT8`: small roots and what they divide become 0.
+        """
+        if self.state_format is StateFormat.COMPACT8 and np.float32(eps) == 0:
+            raise ConfigError("eps", eps, "with state_format compact8 it divides zeros; give one above 1e-45")
+        return eps
+
     def stored_in(self, state_format: StateFormat) -> UpdateRule:
         """Return this rule with its state in a format: of two calls, the same object."""
         return self if state_format is self.state_format else _stored_in(self, state_format)

@@ -278,6 +278,33 @@ def test_embeddings_without_names_are_told_of_once(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("embeddings cannot be told") == 1
 
 
+@pytest.mark.parametrize("kind", [offload.AdamW, offload.Adagrad])
+def test_an_eps_of_0_is_refused_where_roots_become_0(kind: Any) -> None:
+    """A moment of 0 would be divided by a root of 0. A step that finds such an eps changes nothing."""
+    settings = offload.OffloadConfig(state_format="compact8")
+    with pytest.raises(ConfigError, match=r"eps: 0\.0 cannot be used; with state_format compact8"):
+        kind(named(weights()), eps=0.0, offload=settings)
+    parameters = weights()
+    with kind(named(parameters), offload=settings) as optimizer:
+        train(optimizer, parameters, range(2))
+        before = states(optimizer, parameters)
+        optimizer.param_groups[0]["eps"] = 1e-46
+        with pytest.raises(ConfigError, match="eps: 1e-46"):
+            train(optimizer, parameters, range(2, 3))
+        assert same(before, states(optimizer, parameters))
+        optimizer.param_groups[0]["eps"] = 1e-8
+        train(optimizer, parameters, range(2, 3))
+        after = states(optimizer, parameters)
+    parameters = weights()
+    with kind(named(parameters), offload=settings) as optimizer:
+        train(optimizer, parameters, range(2))
+        optimizer.param_groups[0]["eps"] = 1e-8
+        train(optimizer, parameters, range(2, 3))
+        assert same(after, states(optimizer, parameters))
+    with kind(named(weights()), eps=0.0, offload=offload.OffloadConfig(state_format="compact16")):
+        pass
+
+
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"state_format.*exact.*compact16"):
         offload.OffloadConfig(state_format="compact4")

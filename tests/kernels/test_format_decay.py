@@ -95,6 +95,7 @@ def run(beta2: float, fall: float, before: int, after: int) -> tuple[dict[str, f
     return {name: root / roots["exact"] for name, root in roots.items()}, greatest
 
 
+# Five times 1 / (1 - beta2) steps after gradients have fallen; those of 0.9999 take five minutes each.
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("beta2", "fall", "before", "after"),
@@ -104,19 +105,22 @@ def run(beta2: float, fall: float, before: int, after: int) -> tuple[dict[str, f
         pytest.param(0.99, 0.0, 300, 500, marks=pytest.mark.slow),
         pytest.param(0.999, 0.05, 1500, 5000, marks=pytest.mark.full),
         pytest.param(0.999, 0.0, 1500, 5000, marks=pytest.mark.full),
-        pytest.param(0.9999, 0.05, 1500, 8000, marks=pytest.mark.full),
-        pytest.param(0.9999, 0.0, 1500, 8000, marks=pytest.mark.full),
+        pytest.param(0.9999, 0.05, 1500, 50_000, marks=pytest.mark.full),
+        pytest.param(0.9999, 0.0, 1500, 50_000, marks=pytest.mark.full),
     ],
 )
 def test_exp_avg_sq_decays_as_in_fp32(beta2: float, fall: float, before: int, after: int) -> None:
-    """The sum of its roots, which are what updates divide by, stays within 2%; rounded to nearest it would not."""
+    """The sum of its roots, which are what updates divide by, stays within 2%; rounded to nearest it would not.
+
+    It would be too large, having decayed too little, or too small, having grown too little before.
+    """
     roots, _ = run(beta2, fall, before, after)
     print(beta2, fall, roots)
     for name in ("compact16", "compact8"):
         assert abs(roots[name] - 1) < 0.02, (name, roots)
-    assert roots["compact8, to nearest"] > 1.02, roots
+    assert abs(roots["compact8, to nearest"] - 1) > 0.02, roots
     if beta2 >= 0.99:  # half a step of bf16 is 0.2 to 0.4%
-        assert roots["compact16, to nearest"] > 1.02, roots
+        assert abs(roots["compact16, to nearest"] - 1) > 0.02, roots
 
 
 @pytest.mark.slow

@@ -20,7 +20,20 @@ SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 # All that may touch a floating-point value: correctly rounded, exact, or a comparison.
 ROUNDED = {"add.rn", "sub.rn", "mul.rn", "div.rn", "sqrt.rn", "cvt.rn.f16", "cvt.rn.f16x2"}
-EXACT = {"cvt.f32", "cvt.f64", "setp.nan", "setp.neu", "setp.gt", "setp.lt", "setp.ge", "selp", "mov", "neg", "abs"}
+EXACT = {
+    "cvt.f32",
+    "cvt.f64",
+    "setp.nan",
+    "setp.eq",
+    "setp.neu",
+    "setp.gt",
+    "setp.lt",
+    "setp.ge",
+    "selp",
+    "mov",
+    "neg",
+    "abs",
+}
 FLOATS = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"}
 
 # Per element and by rule. All have g*scale, p*decay; g+decayed; p-change. Adam: m*beta1, g*(1-beta1), v*beta2, g*g,

@@ -203,7 +203,7 @@ def store_state(segment: SegmentTensors, state: Sequence[torch.Tensor], random: 
 
     `COMPACT16` rounds the first tensor with the lower 16 of an element's random bits, the second with the upper 16;
     `minifloat` says what `COMPACT8` does. There, a value whose root is stored as 0 has a 0 beside it: what is divided
-    by a root would else be divided by almost nothing.
+    by a root would else be divided by almost nothing. So has one whose root is infinite: divided by it, it was 0.
 
     Args:
         segment: Whose.
@@ -211,18 +211,18 @@ def store_state(segment: SegmentTensors, state: Sequence[torch.Tensor], random: 
         random: From `random_bits`; None to round to nearest.
     """
     if segment.scales is not None:
-        roots: list[torch.Tensor] = []
+        zeros: list[torch.Tensor] = []
         for number, (name, values) in enumerate(zip(segment.rule.names[1:], state, strict=True)):
             if name in segment.rule.roots:
                 codes, scales = minifloat.encode_root(square_root(values), segment.first_index, random)
-                roots.append(codes)
+                zeros.append((codes == 0) | torch.isposinf(values))
             else:
                 codes, scales = minifloat.encode_signed(values, segment.first_index, random)
             segment.state[number].copy_(codes)
             segment.scales[:, number] = scales
-        for tensor in segment.state:
-            for codes in roots:
-                tensor[codes == 0] = 0
+        for (name, _), tensor in zip(segment.rule.state, segment.state, strict=True):
+            for beside in zeros if name not in segment.rule.roots else ():
+                tensor[beside] = 0
         return
     for number, (tensor, values) in enumerate(zip(segment.state, state, strict=True)):
         if segment.state_format is StateFormat.EXACT:

@@ -6,8 +6,14 @@ the unit of its block. A block is `BLOCK_NUMEL` elements of the unsharded parame
 a shard has of them. Its scale s, one byte, says the unit: 2^(s - 133 - mantissa_bits), which makes the greatest code
 `2 - 2^-mantissa_bits` times 2^(s - 127), the binade of the block's greatest value.
 
-    s = 0       all values are zeros (also where the greatest is below 2^-103)
+    s = 0       all values are zeros
     s = 255     all values are NaN: one of them was not finite
+
+Beyond the range of scales: a block whose greatest value is 31/16 2^-104 or less becomes zeros; a value above
+31/16 2^127, the greatest code of the greatest scale, becomes that one. -0 becomes 0. Roots have a range of their own,
+in which the square of every code but 0 is neither 0 nor infinite: a block whose greatest root is 63/32 2^-64 or less,
+all of whose squares are subnormal, becomes zeros; a root above 63/32 2^63, infinity too, becomes that one. So what is
+finite stays finite, and a value is 0 exactly if the code of its root is.
 
 Powers of two, so that scaling is exact, a rounding has no bias, and what was decoded is coded to the same values
 again, in any block whose greatest value is no greater than in this one.
@@ -27,7 +33,10 @@ SIGNED_MANTISSA_BITS = 4
 ROOT_MANTISSA_BITS = 5
 """Of a code of a square root: values are never negative, and their roots are what is stored."""
 
-NAN_SCALE, GREATEST_SCALE, LEAST_SCALE = 255, 254, 24
+NAN_SCALE = 255
+LEAST_SCALES = {SIGNED_MANTISSA_BITS: 24, ROOT_MANTISSA_BITS: 64}
+GREATEST_SCALES = {SIGNED_MANTISSA_BITS: 254, ROOT_MANTISSA_BITS: 190}
+"""By a code's mantissa bits."""
 
 
 def blocks_numel(first_index: int, numel: int) -> int:
@@ -69,9 +78,10 @@ def encode(
     cut, least_normal = 23 - mantissa_bits, 1 << mantissa_bits
     bits = values.contiguous().view(torch.int32).to(torch.int64) & 0x7FFFFFFF
     greatest = _in_blocks(bits, first_index).amax(dim=1)
-    scales = (greatest + (1 << cut) - 1 >> 23).clamp(max=GREATEST_SCALE)
-    scales = torch.where(scales < LEAST_SCALE, 0, scales)
-    scales = torch.where(greatest >= 0x7F800000, NAN_SCALE, scales)
+    scales = (greatest + (1 << cut) - 1 >> 23).clamp(max=GREATEST_SCALES[mantissa_bits])
+    scales = torch.where(scales < LEAST_SCALES[mantissa_bits], 0, scales)
+    greatest_stored = 0x7F800000 if mantissa_bits == ROOT_MANTISSA_BITS else 0x7F7FFFFF
+    scales = torch.where(greatest > greatest_stored, NAN_SCALE, scales)
     scale = _spread(scales, first_index, values.numel())
     coded = (scale > 0) & (scale < NAN_SCALE)
     unit = torch.where(coded, 133 + mantissa_bits - scale, 0)
