@@ -580,7 +580,8 @@ def benchmarks(page: Path) -> str:
     """Return the index of all benchmarks, with the newest report of each."""
     lines = ["| command | question | full run | last full report |", "|---|---|---|---|"]
     for command, question, minutes, kinds in BENCHMARKS:
-        links = [source(kind, page) for kind in kinds]
-        links += [link(drawn, "picture", page) for kind in kinds for drawn in dated(kind, "png")[-1:]]
-        lines.append(f"| {command} | {question} | {minutes} | {', '.join(links) or 'exit status'} |")
+        links = [source(kind, page) for kind in kinds or ()]
+        links += [link(drawn, "picture", page) for kind in kinds or () for drawn in dated(kind, "png")[-1:]]
+        others = "not run at full size yet" if kinds is None else "exit status"
+        lines.append(f"| {command} | {question} | {minutes} | {', '.join(links) or others} |")
     return "\n".join(lines)

@@ -407,7 +407,7 @@ class EngineThread:
             return
         self._current = None
         self._parts.executor.visit_with(visit_nothing)
-        if self._parts.gpu is None:  # else lanes may still be at it
+        if self._parts.gpu is None and error is None:  # else lanes may still be at it
             behind.kept = ()
         behind.end(error)
 
