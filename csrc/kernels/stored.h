@@ -61,9 +61,9 @@ inline bool encode_block(const Byte* values, Byte* codes, Byte* scale, const Byt
     }
   }
   const std::uint32_t bits = V::greatest(greatest);
-  if (__builtin_expect(bits > (kGreatestScale << 23) - (1u << kCut<Code>), false)) return false;
+  if (__builtin_expect(bits > (Code::kGreatestScale << 23) - (1u << kCut<Code>), false)) return false;
   std::uint32_t new_scale = (bits + (1u << kCut<Code>)-1) >> 23;
-  if (new_scale < kLeastScale) new_scale = 0;
+  if (new_scale < Code::kLeastScale) new_scale = 0;
   *scale = static_cast<Byte>(new_scale);
   const I to_nearest = V::template constant<kHalf<Code>>();
   const I random[4] = {to_nearest, to_nearest, to_nearest, to_nearest};

@@ -135,11 +135,14 @@ def as_fp32(
     yield views
     if not keep:
         return
-    roots = [place.first for place in copies.values() if place.format is ROOT]
+    roots = [name for name, place in copies.items() if place.format is ROOT]
     invariant(len(roots) <= 1, "a rule with several roots")  # each would have to be zeroed where another is
     for name, place in sorted(copies.items(), key=lambda item: item[1].format is not ROOT):  # roots first
-        is_divided = place.format is SIGNED and roots
-        place.write(views[name], roots[0] if is_divided else None)
+        if place.format is SIGNED and roots:
+            place.write(views[name], copies[roots[0]].first)
+            place.first.masked_fill_(torch.isposinf(views[roots[0]]), 0)  # divided by it, it was 0
+        else:
+            place.write(views[name])
 
 
 def store_rounded(values: torch.Tensor, out: torch.Tensor) -> None:
