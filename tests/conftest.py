@@ -40,6 +40,7 @@ class Everything:
     """A model of all parameters of an optimizer, whose forward pass waits for all of them."""
 
     check = True
+    model = None
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -67,6 +68,7 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         self._overlap.following.append(Everything(self))
 
     def step(self: Any, closure: Any = None) -> Any:
+        self._overlap.used(self._parameters())
         loss = plain_step(self, closure)
         self.finish()
         return loss

@@ -19,11 +19,18 @@ class Behind:
     Args:
         kept: Memory that the sweep reads and writes: kept as long as it may.
         aborted: Makes the error to raise from what the sweep failed with.
+        begun: Called on the engine thread when the sweep has begun, before its caller goes on.
     """
 
-    def __init__(self, kept: Sequence[torch.Tensor], aborted: Callable[[BaseException], BaseException]) -> None:
+    def __init__(
+        self,
+        kept: Sequence[torch.Tensor],
+        aborted: Callable[[BaseException], BaseException],
+        begun: Callable[[], None],
+    ) -> None:
         self.kept = kept
         self._aborted = aborted
+        self._begun: Callable[[], None] | None = begun
         self._visits: Mapping[int, waits.Latch] = MappingProxyType({})
         self._over = waits.Latch()
         self.error: BaseException | None = None
@@ -39,6 +46,9 @@ class Behind:
     def begin(self, subgroups: Iterable[int]) -> None:
         """Take note of what the sweep visits; its caller waits for that."""
         self._visits = {subgroup: waits.Latch() for subgroup in subgroups}
+        begun, self._begun = self._begun, None  # which may hold the optimizer
+        if begun is not None:
+            begun()
 
     def ended(self, subgroups: Iterable[int]) -> None:
         """Let on who waits for some visits, which have ended."""

@@ -42,7 +42,7 @@ from offload.session.checkpoints import Checkpoints
 from offload.session.ending import Ending
 from offload.session.parts import Parts
 from offload.session.setup import named_shortage
-from offload.session.thread import EngineThread
+from offload.session.thread import EngineThread, nothing
 from offload.session.visits import Take, Visits
 
 
@@ -327,6 +327,7 @@ class Engine:
         clip: float = 1.0,
         active: Iterable[int | str] | None = None,
         behind: Sequence[torch.Tensor] | None = None,
+        begun: Callable[[], None] = nothing,
     ) -> None:
         """Update state and weights of all active parameters from their bound gradients.
 
@@ -342,6 +343,8 @@ class Engine:
             active: Parameters that have a gradient; None for all. The others stay as they are, bit for bit.
                 With `behind` they are updated in this order, but for what lies in staging memory, which is first.
             behind: Do not wait, and keep these tensors until the step is over: the memory of weights and gradients.
+            begun: Called on the engine thread once the step has begun that goes on behind the caller, and before this
+                returns: an interrupt comes before both or after both.
 
         Raises:
             StepAbortedError: If it, or a step that went on behind the caller, could not be finished; the session is
@@ -371,7 +374,7 @@ class Engine:
                 self._step_started_s, self._step_s = started_s, time.monotonic() - started_s
 
             aborted = partial(_aborted, parts, visits)
-            follows = None if behind is None else Behind(behind, aborted)
+            follows = None if behind is None else Behind(behind, aborted, begun)
             try:
                 self._thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, follows)
             except SessionBrokenError:
@@ -395,7 +398,7 @@ class Engine:
             StepAbortedError: The step could not be finished; the session is broken.
         """
         behind = self._thread.behind
-        if behind is None:
+        if behind is None or os.getpid() != self._thread.pid:
             return
         subgroups = self._visits.subgroups_of(map(self._position, parameters))
         behind.wait_for(subgroups)
