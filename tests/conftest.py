@@ -59,6 +59,9 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """With `--overlap`, steps begin and are waited for in two calls."""
     if not request.config.getoption("--overlap"):
         return
+    marker = request.node.get_closest_marker("not_overlapped")
+    if marker is not None:
+        pytest.skip(f"with --overlap: {marker.args[0]}")
     from offload.optim.optimizer import OffloadedOptimizer
 
     plain_init, plain_step = OffloadedOptimizer.__init__, OffloadedOptimizer.step

@@ -120,10 +120,12 @@ class Engine:
     @property
     def step_number(self) -> int:
         """How many steps the state has had; a checkpoint brings its own."""
+        self._thread.wait_behind()
         return self._visits.step_number
 
     def step_count(self, parameter: int | str) -> int:
         """Return the number of updates that a parameter has had."""
+        self._thread.wait_behind()
         return int(self._parts.tables.steps[self._position(parameter)])
 
     def timeline(self) -> list[Interval]:
@@ -280,7 +282,7 @@ class Engine:
             for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
                 gpu.device.give_up(gradient)
             self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
-            if self._visits.placing.due and not self.is_behind:  # and no gradient is here now
+            if self._visits.placing.due:  # and no gradient is here now; a step that goes on is waited for, a few times
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
                     self._thread.request(self._visits.placing.review)
 
