@@ -40,6 +40,7 @@ class Everything:
     """A model of all parameters of an optimizer, whose forward pass waits for all of them."""
 
     check = True
+    model = None
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -58,6 +59,9 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """With `--overlap`, steps begin and are waited for in two calls."""
     if not request.config.getoption("--overlap"):
         return
+    marker = request.node.get_closest_marker("not_overlapped")
+    if marker is not None:
+        pytest.skip(f"with --overlap: {marker.args[0]}")
     from offload.optim.optimizer import OffloadedOptimizer
 
     plain_init, plain_step = OffloadedOptimizer.__init__, OffloadedOptimizer.step
@@ -67,6 +71,7 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         self._overlap.following.append(Everything(self))
 
     def step(self: Any, closure: Any = None) -> Any:
+        self._overlap.used(self._parameters())
         loss = plain_step(self, closure)
         self.finish()
         return loss

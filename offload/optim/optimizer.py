@@ -287,23 +287,25 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[Bound]) -> None:
         """Have a step go on behind the caller, but for what the next forward pass does not wait for."""
-        owned, in_order = self._overlap.owned(), self._overlap.in_order(active)
-        at_once = [bound for bound in in_order if bound.parameter not in owned]
-        later = [bound for bound in in_order if bound.parameter in owned]
+        at_once, later = self._overlap.in_order(active)
         kept = [*self._route.read(), *(bound.parameter.detach() for bound in active)]
         positions = [bound.position for bound in (*at_once, *later)]
         began_s = self._overlap.pace.begins()
-        self._overlap.hide(later)
+
+        def begun() -> None:
+            self._is_told = False
+            at_once.extend(self._route.take(active))
+
         try:
-            self.engine.step(groups, scale=scale, clip=clip, active=positions, behind=kept)
+            kept += self._overlap.hide(later)
+            self.engine.step(groups, scale=scale, clip=clip, active=positions, behind=kept, begun=begun)
         finally:
             if self.engine.is_behind:  # perhaps it was interrupted
-                self._is_told = False
                 del kept
-                at_once += self._route.take(active)
+                self._route.taken()
+                self._overlap.wait_for(at_once)
             else:
                 self._overlap.finish()
-        self._overlap.wait_for(at_once)
         self._overlap.pace.returns(began_s)
 
     def _finish(self) -> None:

@@ -65,7 +65,7 @@ class Overlap:
         """Take note that a forward pass needs some weights now, and wait for them."""
         for parameter in parameters:
             self._used.setdefault(parameter)
-        if self.is_behind:
+        if self.is_behind or self._hidden:
             self.wait_for([bound for parameter in parameters if (bound := self._bound.get(parameter)) is not None])
 
     def arrived(self, bound: Bound) -> None:
@@ -74,31 +74,39 @@ class Overlap:
             self.pace.arrived()
             self.wait_for([bound])
 
-    def in_order(self, active: Iterable[Bound]) -> list[Bound]:
-        """Return the parameters to update in the order in which forward passes since the last step used them."""
-        place = {parameter: number for number, parameter in enumerate(self._used)}
-        self._used = {}
-        return sorted(active, key=lambda bound: place.get(bound.parameter, len(place)))
+    def in_order(self, active: Iterable[Bound]) -> tuple[list[Bound], list[Bound]]:
+        """Return the parameters to update: first those that no hook waits for, then the others in order.
 
-    def owned(self) -> set[torch.Tensor]:
-        """Return the parameters that a hooked module waits for."""
-        return {parameter for following in self.following for parameter in following.parameters}
+        The order is that in which forward passes since the last step used them. What has a gradient without having
+        been used there was used around the hooks (by a compiled model that was compiled before it was hooked, a
+        `forward` that was called by that name), and may be again.
+        """
+        owned = {parameter for following in self.following for parameter in following.parameters}
+        place = {parameter: number for number, parameter in enumerate(self._used) if parameter in owned}
+        self._used = {}
+        waited_for = [bound for bound in active if bound.parameter in place]
+        at_once = [bound for bound in active if bound.parameter not in place]
+        return at_once, sorted(waited_for, key=lambda bound: place[bound.parameter])
 
     # Around a step
 
-    def hide(self, waiting: Iterable[Bound]) -> None:
-        """Have a step update copies of weights, and fill these with NaN until somebody waits for them."""
+    def hide(self, waiting: Iterable[Bound]) -> list[torch.Tensor]:
+        """Have a step update copies of weights, and fill these with NaN until somebody waits for them.
+
+        Returns:
+            The copies.
+        """
         if any(following.check for following in self.following):
             for bound in waiting:
-                copy = bound.parameter.detach().clone()
+                self._hidden[bound] = copy = bound.parameter.detach().clone()
                 self._late.engine.bind_weight(bound.position, copy.data_ptr())
-                self._hidden[bound] = copy
                 bound.parameter.data.fill_(float("nan"))
+        return [*self._hidden.values()]
 
     def wait_for(self, waiting: Iterable[Bound]) -> None:
         """Wait until some weights are those of the last step, and their gradients have been read."""
         waiting = [*waiting]
-        if not waiting or not self.is_behind or self._late.opened is None:
+        if not waiting or self._late.opened is None:
             return
         try:
             with self.pace.waits():
@@ -124,7 +132,7 @@ class Overlap:
                 bound.parameter.data.copy_(copy)
                 if not closed:
                     self._late.engine.bind_weight(bound.position, bound.parameter.data_ptr())
-                del self._hidden[bound]
+                self._hidden.pop(bound, None)  # another thread may have been as quick
 
     def unhook(self) -> None:
         """Let all models be."""
@@ -221,9 +229,10 @@ class Following:
         if module not in self._called:
             self._called.add(module)
             self._needs.clear()
-        if module not in self._needs:
-            self._needs[module] = tuple(dict.fromkeys(self._needed(module)))
-        self._overlap.used(self._needs[module])
+        needs = self._needs.get(module)  # another thread may empty it at any time
+        if needs is None:
+            needs = self._needs[module] = tuple(dict.fromkeys(self._needed(module)))
+        self._overlap.used(needs)
 
     def _needed(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
         """Yield what a module owns, and what is owned below it by those that have never been called."""

@@ -119,7 +119,9 @@ class Route:
         return False
 
     def take(self, active: Iterable[Bound]) -> list[Bound]:
-        """Take gradients that a step reads out of `.grad`, and let go of them; somebody keeps what `read` returned.
+        """Take gradients that a step reads out of `.grad`; somebody keeps what `read` returned.
+
+        On the engine thread, where no interrupt comes between: what is read must not be accumulated to.
 
         Returns:
             Parameters whose gradient somebody else can reach, and so write to.
@@ -137,6 +139,10 @@ class Route:
             for bound, gradient, storage in taken
             if not (bound.slot.is_free if storage is None else gradient() is None and _has_one_owner(storage))
         ]
+
+    def taken(self) -> None:
+        """Let go of what a step reads; somebody keeps what `read` returned."""
+        self._held.clear()
 
     def forget(self) -> None:
         """Forget gradients that are not in `.grad` any more."""
@@ -296,12 +302,10 @@ class Departing(Route):
         left = [gradient for gradient in self._left.values() if gradient is not None]
         return [*super().read(), *left, *(gradient for _, gradient in self._in_transit)]
 
-    def take(self, active: Iterable[Bound]) -> list[Bound]:
-        """See `Route.take`."""
-        held = super().take(active)
+    def taken(self) -> None:
+        """See `Route.taken`."""
         self._engine.forget_gradients()
         self.release()
-        return held
 
     def release(self) -> None:
         """See `Route.release`."""

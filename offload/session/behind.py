@@ -19,6 +19,7 @@ class Behind:
     Args:
         kept: Memory that the sweep reads and writes: kept as long as it may.
         aborted: Makes the error to raise from what the sweep failed with.
+        begun: Called on the engine thread when the sweep has begun, before its caller goes on.
         latch: Makes what is waited for; another one in simulation, where a wait is what drives the engine.
     """
 
@@ -26,10 +27,12 @@ class Behind:
         self,
         kept: Sequence[torch.Tensor],
         aborted: Callable[[BaseException], BaseException],
+        begun: Callable[[], None],
         latch: Callable[[], waits.Latch] = waits.Latch,
     ) -> None:
         self.kept = kept
         self._aborted = aborted
+        self._begun: Callable[[], None] | None = begun
         self._latch = latch
         self._visits: Mapping[int, waits.Latch] = MappingProxyType({})
         self._over = latch()
@@ -46,6 +49,9 @@ class Behind:
     def begin(self, subgroups: Iterable[int]) -> None:
         """Take note of what the sweep visits; its caller waits for that."""
         self._visits = {subgroup: self._latch() for subgroup in subgroups}
+        begun, self._begun = self._begun, None  # which may hold the optimizer
+        if begun is not None:
+            begun()
 
     def ended(self, subgroups: Iterable[int]) -> None:
         """Let on who waits for some visits, which have ended."""

@@ -43,7 +43,7 @@ from offload.session.ending import Ending
 from offload.session.handout import Handout, copy_run, refuse_negative, rooms_beside
 from offload.session.parts import Parts
 from offload.session.setup import named_shortage
-from offload.session.thread import EngineThread
+from offload.session.thread import EngineThread, nothing
 from offload.session.visits import Take, Visits
 
 
@@ -121,10 +121,12 @@ class Engine:
     @property
     def step_number(self) -> int:
         """How many steps the state has had; a checkpoint brings its own."""
+        self._thread.wait_behind()
         return self._visits.step_number
 
     def step_count(self, parameter: int | str) -> int:
         """Return the number of updates that a parameter has had."""
+        self._thread.wait_behind()
         return int(self._parts.tables.steps[self._position(parameter)])
 
     def timeline(self) -> list[Interval]:
@@ -281,7 +283,7 @@ class Engine:
             for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
                 gpu.device.give_up(gradient)
             self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
-            if self._visits.placing.due and not self.is_behind:  # and no gradient is here now
+            if self._visits.placing.due:  # and no gradient is here; a step that goes on is waited for, a few times
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
                     self._thread.request(self._visits.placing.review)
 
@@ -328,6 +330,7 @@ class Engine:
         clip: float = 1.0,
         active: Iterable[int | str] | None = None,
         behind: Sequence[torch.Tensor] | None = None,
+        begun: Callable[[], None] = nothing,
     ) -> None:
         """Update state and weights of all active parameters from their bound gradients.
 
@@ -343,6 +346,8 @@ class Engine:
             active: Parameters that have a gradient; None for all. The others stay as they are, bit for bit.
                 With `behind` they are updated in this order, but for what lies in staging memory, which is first.
             behind: Do not wait, and keep these tensors until the step is over: the memory of weights and gradients.
+            begun: Called on the engine thread once the step has begun that goes on behind the caller, and before this
+                returns: an interrupt comes before both or after both.
 
         Raises:
             StepAbortedError: If it, or a step that went on behind the caller, could not be finished; the session is
@@ -372,7 +377,7 @@ class Engine:
                 self._step_started_s, self._step_s = started_s, time.monotonic() - started_s
 
             aborted = partial(_aborted, parts, visits)
-            follows = None if behind is None else Behind(behind, aborted)
+            follows = None if behind is None else Behind(behind, aborted, begun)
             try:
                 self._thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, follows)
             except SessionBrokenError:
@@ -395,7 +400,7 @@ class Engine:
         Raises:
             StepAbortedError: The step could not be finished; the session is broken.
         """
-        if not self.is_behind:
+        if not self.is_behind or os.getpid() != self._thread.pid:
             return
         subgroups = self._visits.subgroups_of(map(self._position, parameters))
         if self._thread.wait_for(subgroups) and self._parts.gpu is not None:

@@ -335,6 +335,7 @@ class EngineThread:
                 request.behind.begin(visit.subgroup for visit in sweep.visits)
                 self.behind = self._followed = request.behind
                 self._told = 0
+                self._next = None  # as in `_answer`
                 self._reply.post(0)
             request.meanwhile()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -15,11 +17,14 @@ import pytest
 import torch
 from mirror import same_bits
 from simulated import OnDevice
+from test_interrupts import every
 from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.errors import ConfigError, SessionBrokenError, StepAbortedError, TierError
 from offload.sim import SimulatedDevice
+
+pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
 WIDTH, TOKENS = 32, 48
 
@@ -584,3 +589,88 @@ def test_what_is_hidden_can_be_seen(config: Callable[..., offload.OffloadConfig]
     assert told[2][1]["offload/predicted_iteration_s"] > told[2][1]["offload/backward_s"] > 0
     labels = [interval.label for interval in told[2][2] if interval.lane == "caller"]
     assert {"forward", "backward"} <= set(labels)
+
+
+def test_what_was_used_around_the_hooks_is_updated_at_once(config: Callable[..., offload.OffloadConfig]) -> None:
+    """A model that was compiled before it was hooked runs no hooks, nor does a `forward` called by that name."""
+    model = Model(blocks=1)
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
+        optimizer.overlap_forward(model, check=True)
+        for seed in range(3):
+            loss_of(model.forward, seed).backward()
+            optimizer.step()
+            assert not model.bias.isnan().any()  # the model's own
+            assert model.blocks[0].up.weight.isnan().all()
+        weights = {name: value.detach() for name, value in model.named_parameters()}
+        loss_of(lambda tokens: torch.func.functional_call(model, weights, (tokens,)), 0)
+        optimizer.finish()
+        for parameter in optimizer.param_groups[0]["params"]:  # nobody has called anything since
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.finish()
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert not any(parameter.isnan().any() for parameter in model.parameters())
+
+
+def test_hidden_weights_show_again_whoever_has_waited(config: Callable[..., offload.OffloadConfig]) -> None:
+    model, other = chain(), torch.nn.Parameter(torch.zeros(10))
+    x = torch.ones(3, 64).bfloat16()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
+        optimizer.overlap_forward(model, check=True)
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": [other]})
+        assert not model(x).isnan().any()
+
+
+def test_what_has_been_updated_is_known_at_once(config: Callable[..., offload.OffloadConfig]) -> None:
+    model = chain()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config(host_memory="1GiB")) as optimizer:
+        optimizer.overlap_forward(model)
+        model(torch.ones(3, 64).bfloat16()).sum().backward()
+        held = Held(optimizer, 1)
+        optimizer.step()
+        found: list[object] = []
+        asks = in_a_thread(lambda: found.extend([model[0].weight in optimizer.state, optimizer.engine.step_number]))
+        asks.join(0.2)
+        held.go_on()
+        asks.join(60.0)
+        assert found == [True, 1]
+
+
+@pytest.mark.slow
+def test_an_interrupted_step_has_taken_all_gradients_or_none(config: Callable[..., offload.OffloadConfig]) -> None:
+    """Those that it left would be accumulated to while they are read."""
+    model = chain(2)
+    x = torch.ones(3, 64).bfloat16()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config(host_memory="1GiB")) as optimizer:
+        optimizer.overlap_forward(model)
+        for interrupted in every(3):
+            model(x).sum().backward()
+            before = optimizer.engine.step_number
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupted(optimizer.step)
+            has_begun = optimizer.engine.step_number > before
+            assert [layer.weight.grad is None for layer in model] == [has_begun] * 2, interrupted.where
+            optimizer.zero_grad()
+            if not interrupted.has_fired:
+                return
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_waits_for_nothing(config: Callable[..., offload.OffloadConfig]) -> None:
+    model = chain()
+    x = torch.ones(3, 64).bfloat16()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config(host_memory="1GiB")) as optimizer:
+        optimizer.overlap_forward(model)
+        model(x).sum().backward()
+        held = Held(optimizer, 1)
+        optimizer.step()
+        context = torch.multiprocessing.get_context("fork")
+        child = context.Process(target=lambda: model(x) is not None and optimizer.engine.wait_for([0, 1, 2, 3]))
+        child.start()
+        child.join(60.0)
+        held.go_on()
+        assert child.exitcode == 0
