@@ -23,7 +23,7 @@ from offload.config import OffloadConfig
 from offload.engine.timeline import Interval, trace
 from offload.errors import ConfigError, invariant
 from offload.layout import Parameter
-from offload.optim import ranks
+from offload.optim import ranks, shards
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.late import LateEngine
 from offload.optim.routes import choose_route
@@ -59,9 +59,10 @@ class OffloadedOptimizer(StatefulOptimizer):
         late.config = config.for_rank(rank) if world > 1 else config
         late.use(self._find_device(parameters))
         first = self.param_groups[0]["params"]
-        self._weights.place = first[0].device if first else None
+        self._weights.place = shards.local(first[0]).device if first else None
         self._scaling = Scaling()
-        self._route = choose_route(late, self._weights, self._scaling, world)
+        reduced = world > 1 or any(map(shards.is_sharded, parameters))
+        self._route = choose_route(late, self._weights, self._scaling, reduced)
         self._forecast = Forecast()
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         if late.device is None or config.gpu_memory != "auto":
@@ -71,7 +72,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device | None:
         """Return the GPU that all weights lie on; None for the CPU."""
-        devices = {parameter.device for parameter in parameters}
+        devices = {shards.local(parameter).device for parameter in parameters}
         if len(devices) > 1:
             found = ", ".join(sorted(map(str, devices)))
             raise ConfigError("params", found, "have all weights on one device, or an optimizer for each")
@@ -127,7 +128,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Let autograd accumulate in float32, if that is wanted."""
         if self._late.config.gradient_dtype == "float32" and self._route.widens:
             for parameter in parameters:
-                if parameter.grad is None:
+                if parameter.grad is None and not shards.is_sharded(parameter):  # FSDP2 has a dtype for it
                     parameter.grad_dtype = torch.float32
 
     def _add(self, wanted: list[torch.Tensor]) -> None:
@@ -171,8 +172,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         return active
 
     def _norm_sq(self) -> float:
-        """Return the squared norm of all gradients, without factors."""
-        return self.engine.gradient_norm_sq([bound.position for bound in self._bind_gradients()])
+        """Return the squared norm of all gradients, without factors; a collective where parameters are sharded."""
+        active = self._bind_gradients()
+        positions = [bound.position for bound in active]
+        if not any(map(shards.is_sharded, self._weights.bound)):
+            return self.engine.gradient_norm_sq(positions)
+        found = dict(zip(active, self.engine.gradient_norms_sq(positions), strict=True))
+        # All ranks take part for all parameters, whichever of them have a gradient.
+        return shards.total((bound.parameter, found.get(bound, 0.0)) for bound in self._weights.bound.values())
 
     @_disable_dynamo
     @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError
+from offload.optim import shards
 
 DIGEST_NUMEL = 1024
 """Elements at the beginning of each weight by which ranks find out whether they have the same."""
@@ -27,7 +28,8 @@ def agree_on_save(weights: Mapping[str, torch.Tensor]) -> tuple[int, int, str, b
     """Agree on a save that all ranks make together.
 
     Returns:
-        World size, rank, the save's id, and whether rank 0 saves this rank's state too, since all have the same.
+        World size, rank, the save's id, and whether an earlier rank saves this rank's state too, since both have the
+        same pieces of the same weights.
 
     Raises:
         CheckpointError: Ranks have other weights under the same names; raised on all of them.
@@ -38,17 +40,23 @@ def agree_on_save(weights: Mapping[str, torch.Tensor]) -> tuple[int, int, str, b
         return size, rank, id, False
     found: list[Any] = [None] * size
     torch.distributed.all_gather_object(found, (id, {name: _digest(weight) for name, weight in weights.items()}))
-    first: dict[str, tuple[int, int]] = {}
+    first: dict[tuple[Any, ...], tuple[int, Any]] = {}
     for number, (_, theirs) in enumerate(found):
-        for name, digest in theirs.items():
-            if first.setdefault(name, (number, digest))[1] != digest:
-                raise CheckpointError(
-                    f"ranks {first[name][0]} and {number} have different weights that are both called {name}: "
-                    "give every weight a name of its own, or use `offload.Engine`, whose parameters know their places"
-                )
-    return size, rank, found[0][0], rank > 0 and all(theirs == found[0][1] for _, theirs in found)
+        for name, (whole, place, digest) in theirs.items():
+            # Pieces of one weight are alike in what the whole is; those in one place in what they hold, too.
+            for key, value in (((name,), whole), ((name, place), digest)):
+                if first.setdefault(key, (number, value))[1] != value:
+                    raise CheckpointError(
+                        f"ranks {first[key][0]} and {number} have different weights that are both called {name}: "
+                        "give every weight a name of its own, or use `offload.Engine`, whose parameters know their "
+                        "places"
+                    )
+    return size, rank, found[0][0], any(theirs == found[rank][1] for _, theirs in found[:rank])
 
 
-def _digest(weight: torch.Tensor) -> int:
-    beginning = weight.detach().as_strided((weight.numel(),), (1,))[:DIGEST_NUMEL].cpu()
-    return zlib.crc32(beginning.view(torch.uint8).numpy().tobytes())
+def _digest(weight: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a weight is, which piece of it this rank has, and a checksum of the piece's beginning."""
+    mine, (start, box) = shards.local(weight.detach()), shards.place(weight)
+    beginning = mine.as_strided((mine.numel(),), (1,))[:DIGEST_NUMEL].cpu()
+    checksum = zlib.crc32(beginning.view(torch.uint8).numpy().tobytes())
+    return (tuple(weight.shape), weight.dtype), (start, mine.numel(), box), checksum

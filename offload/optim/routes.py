@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
+from offload.optim import shards
 from offload.optim.late import LateEngine
 from offload.optim.scaling import Note, Scaling
 from offload.optim.slots import GradientSlot
@@ -30,14 +31,20 @@ NO_PASS = -1
 """What torch calls the backward pass outside of any."""
 
 
-def choose_route(late: LateEngine, weights: Weights, scaling: Scaling, world: int) -> Route:
-    """Return the route for the device and the number of ranks; refuse, and close, what would leave unreduced."""
-    if world > 1 and not late.config.keep_grads:
+def choose_route(late: LateEngine, weights: Weights, scaling: Scaling, reduced: bool) -> Route:
+    """Return the route for the device; refuse, and close, what would leave unreduced.
+
+    Args:
+        late: Whose gradients are to go where.
+        weights: Their parameters.
+        scaling: Hears of them.
+        reduced: Whether processes reduce gradients after autograd has accumulated them.
+    """
+    if reduced and not late.config.keep_grads:
         late.close()
-        allowed = f"use true: {world} processes reduce gradients after they have arrived"
-        raise ConfigError("keep_grads", False, allowed)
+        raise ConfigError("keep_grads", False, "use true: processes reduce gradients after they have arrived")
     if late.device is None:
-        return (Slots if world == 1 else Reduced)(late, weights, scaling)
+        return (Reduced if reduced else Slots)(late, weights, scaling)
     return (AtStep if late.config.keep_grads else Departing)(late, weights, scaling)
 
 
@@ -84,6 +91,10 @@ class Route:
         parameter, gradient = bound.parameter, bound.parameter.grad
         if gradient is None:
             return False
+        gradient = shards.as_placed(gradient, parameter, bound.name)
+        if gradient is not parameter.grad:
+            parameter.grad = gradient  # reduced once, whoever asks for it next
+        gradient, parameter = shards.local(gradient), bound.local
         _check_gradient(gradient, parameter, bound.name)
         self._held.append(gradient)
         gathered = self._is_gathered(bound, gradient)
@@ -100,7 +111,9 @@ class Route:
     def note(self, bound: Bound) -> Note | None:
         """Return what tells a parameter's gradient from others; None if it has none."""
         gradient = bound.parameter.grad
-        return Note(weakref.ref(gradient), gradient._version, gradient.data_ptr()) if gradient is not None else None
+        if gradient is None:
+            return None
+        return Note(weakref.ref(gradient), shards.version(gradient), shards.local(gradient).data_ptr())
 
     def notes(self) -> Iterator[tuple[Bound, Note | None]]:
         """Yield all parameters, and what tells their gradients from others."""
@@ -138,11 +151,13 @@ class Slots(Route):
 
     def attach(self, bound: Bound) -> None:
         """See `Route.attach`."""
-        bound.slot = GradientSlot(self._late.engine.gradient_slot(bound.position), bound.parameter)
+        bound.slot = GradientSlot(self._late.engine.gradient_slot(bound.position), bound.local)
         super().attach(bound)
 
     def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
         parameter, slot, engine = bound.parameter, bound.slot, self._engine
+        if shards.is_sharded(parameter):
+            return  # FSDP2 keeps a gradient where its reduction has left it, and adds to it there
         _check_gradient(gradient, parameter, bound.name)
         if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
             engine.gradient_arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])

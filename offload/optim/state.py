@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from offload.errors import ConfigError
+from offload.optim import shards
 from offload.optim.late import LateEngine
 from offload.optim.weights import Bound, Weights
 from offload.rules import MASTER, RULES, UpdateRule, number
@@ -84,7 +85,8 @@ class StateEntry(dict[str, torch.Tensor]):
             and self._changes == self._state.changes
             and self._state.copies.is_as_watched(copy)
             and (value.dtype, value.shape) == (copy.dtype, copy.shape)
-            and bool((value.detach().cpu().view(torch.int32) == copy.view(torch.int32)).all())
+            and shards.placed_as(value, copy)
+            and torch.equal(_bits(value), _bits(copy))
         )
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -167,7 +169,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             for bound, state in zip(bounds, states, strict=True):
                 entry = {"step": _step_tensor(self._late.engine.step_count(bound.position))}
                 for name in (*self._rule.names[1:], MASTER.name):
-                    entry[name] = state[name].as_strided(bound.parameter.size(), bound.parameter.stride())
+                    entry[name] = shards.shaped(state[name], bound.parameter)
                 found.append(entry)
         return found
 
@@ -185,7 +187,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
                 raise ConfigError("state", name, f"assign step, {', '.join(names)}")
             flat = _checked_tensor(f"state {name}", value, parameter)
             self._write({bound: ({name: flat}, None)})
-            return flat.as_strided(parameter.size(), parameter.stride())
+            return shards.shaped(flat, parameter)
 
     def checked(self, what: str, entry: Mapping[str, Any], parameter: torch.Tensor) -> Entry:
         """Return one parameter's whole state as it is written; a missing master is left out."""
@@ -314,6 +316,10 @@ def _step_tensor(step: int) -> torch.Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return shards.local(tensor.detach()).cpu().view(torch.int32)
+
+
 def _checked_step(what: str, value: object) -> int:
     step = number(value)
     if not (math.isfinite(step) and step >= 0 and step == int(step)):
@@ -325,5 +331,6 @@ def _checked_tensor(what: str, tensor: object, parameter: torch.Tensor) -> torch
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
         found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(what, found, f"it must be a tensor of {tuple(parameter.shape)}")
-    copy = torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.float32, device="cpu")
-    return copy.copy_(tensor.detach()).as_strided((parameter.numel(),), (1,))
+    mine, given = shards.local(parameter), shards.own_part(what, tensor.detach(), parameter)
+    copy = torch.empty_strided(mine.size(), mine.stride(), dtype=torch.float32, device="cpu")
+    return copy.copy_(given).as_strided((mine.numel(),), (1,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch.autograd.graph import increment_version
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.layout import Parameter
+from offload.optim import shards
 from offload.optim.groups import Group, names
 from offload.optim.late import LateEngine
 from offload.optim.ranks import world
@@ -23,12 +23,15 @@ from offload.optim.slots import GradientSlot
 log = logging.getLogger("offload")
 
 
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.Size]
+
+
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Bound:
     """A parameter that the engine updates.
 
     Attributes:
-        form: Dtype, shape and strides of the weight that the state belongs to.
+        form: Dtype, shape and strides of the weight that the state belongs to, and the shape that this rank has.
         left: Address and version of the weight as it was left.
         arrivals: Gradients that autograd has accumulated.
         slot: Memory for the gradient; only where gradients have slots.
@@ -38,11 +41,16 @@ class Bound:
     parameter: torch.Tensor
     position: int
     name: str
-    form: tuple[torch.dtype, torch.Size, tuple[int, ...]]
+    form: Form
     left: tuple[int, int]
     arrivals: int = 0
     slot: GradientSlot = field(init=False)
     gathered: int = -1
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The elements of the parameter that this rank has, where they are now."""
+        return shards.local(self.parameter)
 
 
 class Weights:
@@ -65,17 +73,13 @@ class Weights:
         for parameter in wanted:
             check_parameter(parameter, known[parameter][0], self.place)
         _check_apart({parameter: known[parameter][0] for parameter in (*self.bound, *wanted)})
-        return tuple(
-            Parameter(name, p.numel(), DTYPE_CODES[p.dtype], group, 0, p.numel(), tuple(p.shape), tuple(p.stride()))
-            for p in wanted
-            for name, group in (known[p],)
-        )
+        return tuple(_described(parameter, *known[parameter]) for parameter in wanted)
 
     def bind(self, parameter: torch.Tensor, name: str) -> Bound:
         """Tell the engine of the next parameter's weight; the record counts when it is in `bound`."""
-        form = parameter.dtype, parameter.shape, parameter.stride()
-        self._late.engine.bind_weight(len(self.bound), parameter.data_ptr())
-        return Bound(parameter, len(self.bound), name, form, (parameter.data_ptr(), parameter._version))
+        left = _as_it_is(parameter)
+        self._late.engine.bind_weight(len(self.bound), left[0])
+        return Bound(parameter, len(self.bound), name, _form(parameter), left)
 
     def of(self, parameter: Any) -> Bound:
         """Return a parameter's record; refuse what has none."""
@@ -88,13 +92,13 @@ class Weights:
     def check(self) -> None:
         """Notice weights that were moved or changed since they were left; refuse what cannot be updated any more."""
         changed = []
-        if any(bound.parameter.data_ptr() != bound.left[0] for bound in self.bound.values()):
+        if any(bound.local.data_ptr() != bound.left[0] for bound in self.bound.values()):
             _check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
         for parameter, bound in self.bound.items():
-            now = parameter.data_ptr(), parameter._version
+            now = _as_it_is(parameter)
             if now == bound.left:
                 continue
-            form = parameter.dtype, parameter.shape, parameter.stride()
+            form = _form(parameter)
             if form != bound.form:
                 found = f"{form[0]}, shape {tuple(form[1])}, strides {form[2]}"
                 raise ConfigError(
@@ -122,26 +126,40 @@ class Weights:
         changed = [*changed]
         increment_version([bound.parameter for bound in changed])
         for bound in changed:
-            bound.left = bound.parameter.data_ptr(), bound.parameter._version
+            bound.left = _as_it_is(bound.parameter)
+
+
+def _as_it_is(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return address and version of a weight."""
+    return shards.local(parameter).data_ptr(), shards.version(parameter)
+
+
+def _form(parameter: torch.Tensor) -> Form:
+    return parameter.dtype, parameter.shape, parameter.stride(), shards.local(parameter).shape
+
+
+def _described(parameter: torch.Tensor, name: str, group: int) -> Parameter:
+    start, box = shards.place(parameter)
+    numel, whole = shards.local(parameter).numel(), parameter.numel()
+    shape, stride = tuple(parameter.shape), tuple(parameter.stride())
+    return Parameter(name, numel, DTYPE_CODES[parameter.dtype], group, start, whole, shape, stride, box=box)
 
 
 def _check_apart(named: Mapping[torch.Tensor, str]) -> None:
     """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
-    parameters = [*named]
+    parameters = [shards.local(parameter) for parameter in named]
+    called = [*named.values()]
     found = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())
     for (address, nbytes, number), (beyond, _, other) in pairwise(found):
         if beyond < address + nbytes:
-            shared = " and ".join(named[parameters[n]] for n in sorted((number, other)))
+            shared = " and ".join(called[n] for n in sorted((number, other)))
             raise ConfigError("params", f"{shared}, which share memory", "give tied weights as one parameter")
 
 
 def check_parameter(parameter: torch.Tensor, name: str, place: torch.device | None) -> None:
     """Verify that a weight can be updated, and is on the one device that weights must be on, if any."""
-    with contextlib.suppress(ImportError):
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(parameter, DTensor):
-            raise ConfigError(name, "DTensor", "use plain tensors; sharded parameters are not supported yet")
+    shards.check(parameter, name)
+    parameter = shards.local(parameter)
     if parameter.is_inference():
         allowed = "make it outside torch.inference_mode(), or clone it there: it has no version counter"
         raise ConfigError(name, "an inference tensor", allowed)
