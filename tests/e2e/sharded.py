@@ -1,7 +1,8 @@
-"""Models whose gradients are what the caller says, on as many gloo processes as wanted; for tests of sharded tensors."""
+"""Models whose gradients are what the caller says, on as many gloo processes as wanted."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,4 +86,6 @@ def _worker(
 def spawn(ranks: int, folder: Path, scenario: Callable[..., None], *arguments: Any) -> None:
     """Run a scenario, a function of a folder and arguments, in as many processes; raise what one of them raises."""
     name = f"{scenario.__name__}-{ranks}-{len(list(folder.iterdir()))}"
-    mp.spawn(_worker, args=(ranks, str(folder), name, scenario, arguments), nprocs=ranks)
+    multiprocessing.set_forkserver_preload(["offload", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+    arguments = (ranks, str(folder), name, scenario, arguments)
+    mp.start_processes(_worker, args=arguments, nprocs=ranks, start_method="forkserver")

@@ -10,8 +10,15 @@ import torch
 import torch.distributed as dist
 from mirror import Mirror, same_bits
 from sharded import SETTINGS, Model, exact_gradients, local, mean_gradients, own, spawn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import offload
 
@@ -76,3 +83,208 @@ def exact(folder: Path, dtype: torch.dtype, formats: str = "exact") -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_have_the_bits_of_the_whole(tmp_path: Path, ranks: int) -> None:
     spawn(ranks, tmp_path, exact, torch.bfloat16)
+
+
+SAVED_RANKS = 4
+
+
+def train(optimizer: offload.AdamW, model: torch.nn.Module, steps: range) -> None:
+    """Train with the mean gradients that `SAVED_RANKS` ranks would have, whatever the number of ranks."""
+    for step in steps:
+        gradients = iter(mean_gradients(step, SAVED_RANKS))
+        model([[next(gradients) for _ in block.weights] for block in model.blocks]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained_mirror(dtype: torch.dtype, steps: int) -> Mirror:
+    mirror = Mirror([{"params": list(Model(dtype).parameters()), **SETTINGS}], decoupled=True)
+    for step in range(steps):
+        mirror.step([mean_gradients(step, SAVED_RANKS)])
+    return mirror
+
+
+def save(folder: Path, dtype: torch.dtype, copy: bool) -> None:
+    model = sharded_model(dtype)
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    train(optimizer, model, range(3))
+    optimizer.save_checkpoint(folder / "ck", extra={"rank": dist.get_rank()}, copy=copy)
+    train(optimizer, model, range(3, 5))
+    optimizer.wait_checkpoint()
+    assert_equals_whole(optimizer, model, trained_mirror(dtype, 5))
+    optimizer.close()
+
+
+def resume(folder: Path, dtype: torch.dtype) -> None:
+    model = sharded_model(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    optimizer = offload.AdamW(model.named_parameters(), **{**SETTINGS, "lr": 1.0}, offload=config(folder))
+    extra = optimizer.load_checkpoint(folder / "ck")
+    assert extra == {"rank": dist.get_rank()}
+    assert_equals_whole(optimizer, model, trained_mirror(dtype, 3))
+    train(optimizer, model, range(3, 5))
+    assert_equals_whole(optimizer, model, trained_mirror(dtype, 5))
+    optimizer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "copy"), [(torch.bfloat16, False), (torch.float32, True)], ids=["in-place", "copy-fp32"]
+)
+def test_four_ranks_save_and_others_resume(tmp_path: Path, dtype: torch.dtype, copy: bool) -> None:
+    spawn(SAVED_RANKS, tmp_path, save, dtype, copy)
+    for ranks in (4, 2, 1):
+        spawn(ranks, tmp_path, resume, dtype)
+    model = Model(dtype)  # not sharded at all
+    with offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(tmp_path)) as optimizer:
+        assert optimizer.load_checkpoint(tmp_path / "ck") == {"rank": 0}
+        train(optimizer, model, range(3, 5))
+        trained_mirror(dtype, 5).assert_same(optimizer, optimizer.param_groups)
+
+
+class Net(torch.nn.Module):
+    """Two linear layers about a norm, with fewer outputs than ranks."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = torch.nn.LayerNorm(30)
+        self.up = torch.nn.Linear(30, 70)
+        self.down = torch.nn.Linear(70, 2)
+        self.to(dtype)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(torch.tanh(self.up(self.norm(inputs))))
+        return found
+
+
+def made(kind: str) -> tuple[torch.nn.Module, torch.dtype]:
+    """Return a sharded model and the dtype of its inputs."""
+    ranks = dist.get_world_size()
+    net = Net(torch.bfloat16 if kind == "bf16" else torch.float32)
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+        return fully_shard(net, mesh=mesh), torch.float32
+    if kind == "two meshes":
+        flat = init_device_mesh("cpu", (ranks,))
+        grid = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(net.up, mesh=grid)
+        return fully_shard(net, mesh=flat), torch.float32
+    if kind == "mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return fully_shard(net, mp_policy=policy), torch.float32
+    if kind == "cpu offload":
+        return fully_shard(net, offload_policy=CPUOffloadPolicy(pin_memory=False)), torch.float32
+    if kind in ("tp", "fsdp tp"):
+        shape = (ranks,) if kind == "tp" else (ranks // 2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+        plan = {
+            "norm": SequenceParallel(sequence_dim=0, use_local_output=False),
+            "up": ColwiseParallel(input_layouts=Shard(0)),
+            "down": RowwiseParallel(),
+        }
+        parallelize_module(net, mesh["tp"], plan)
+        assert net.down.weight.placements == (Shard(1),)
+        assert net.norm.weight.placements == (Replicate(),)
+        return net if kind == "tp" else fully_shard(net, mesh=mesh["dp"]), torch.float32
+    return fully_shard(net), torch.bfloat16 if kind == "bf16" else torch.float32
+
+
+def whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's piece of a gradient, reduced if it was not."""
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.redistribute(placements=parameter.placements).to_local().clone()
+
+
+def torch_norm(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """Return what torch's `clip_grad_norm_` returns, which takes parameters of one mesh at a time."""
+    meshes = list(dict.fromkeys(parameter.device_mesh for parameter in parameters))
+    norms = []
+    for mesh in meshes:
+        norm = torch.nn.utils.clip_grad_norm_([p for p in parameters if p.device_mesh == mesh], math.inf)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
+def real(folder: Path, kind: str) -> None:
+    """Train on data; compare with the reference's update of the same reduced pieces, and norms with torch's."""
+    rank = dist.get_rank()
+    model, dtype = made(kind)
+    parameters = list(model.parameters())
+    mirror = Mirror([{"params": [local(p.detach()) for p in parameters], **SETTINGS}], decoupled=True)
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    for step in range(4):
+        torch.manual_seed(step if kind == "tp" else 100 * step + rank // (2 if kind == "fsdp tp" else 1))
+        for _ in range(2):
+            model(torch.randn(8, 30).to(dtype)).float().square().mean().backward()
+        gradients = [[whole_gradient(parameter) for parameter in parameters]]
+        expected = torch_norm(parameters)
+        norm = float(optimizer.clip_grad_norm_(0.05))
+        rounded = torch.tensor(norm).to(expected.dtype)
+        near = [rounded, *(torch.nextafter(rounded, torch.tensor(end).to(rounded)) for end in (0.0, math.inf))]
+        assert expected in near, (step, kind, norm, float(expected), [float(n) for n in near])
+        everyone: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(everyone, norm)
+        assert set(everyone) == {norm}
+        optimizer.step()
+        optimizer.zero_grad()
+        mirror.step(gradients, min(1.0, 0.05 / (norm + 1e-6)))
+    for parameter, weight, master, moments in zip(
+        parameters, mirror.weights[0], mirror.masters[0], mirror.moments[0], strict=True
+    ):
+        assert same_bits(local(parameter.detach()), weight)
+        state = optimizer.state_for(parameter)
+        for found, wanted in zip(state.values(), (master, *moments), strict=True):
+            assert (found.device_mesh, found.placements) == (parameter.device_mesh, parameter.placements)
+            assert same_bits(local(found), wanted)
+    optimizer.save_checkpoint(folder / "ck")
+    wholes = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    states = {
+        name: {key: tensor.full_tensor() for key, tensor in optimizer.state_for(parameter).items()}
+        for name, parameter in model.named_parameters()
+    }
+    optimizer.wait_checkpoint()
+    optimizer.close()
+    model, _ = made(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    optimizer.load_checkpoint(folder / "ck")
+    for name, parameter in model.named_parameters():
+        assert same_bits(parameter.detach().full_tensor(), wholes[name])
+        for key, tensor in optimizer.state_for(parameter).items():
+            assert same_bits(tensor.full_tensor(), states[name][key])
+    optimizer.close()
+    if rank == 0:
+        torch.save((wholes, states), folder / "wholes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("fp32", 1),
+        ("bf16", 2),
+        ("fp32", 4),
+        ("mixed", 4),
+        ("cpu offload", 2),
+        ("hsdp", 4),
+        ("two meshes", 4),
+        ("tp", 2),
+        ("fsdp tp", 4),
+    ],
+)
+def test_shards_are_updated_as_the_reference_does(tmp_path: Path, kind: str, ranks: int) -> None:
+    spawn(ranks, tmp_path, real, kind)
+    wholes, states = torch.load(tmp_path / "wholes")
+    model = Net(torch.bfloat16 if kind == "bf16" else torch.float32)
+    with offload.AdamW(model.named_parameters(), **SETTINGS) as optimizer:
+        optimizer.load_checkpoint(tmp_path / "ck")
+        for name, parameter in model.named_parameters():
+            assert same_bits(parameter.detach(), wholes[name])
+            for key, tensor in optimizer.state_for(parameter).items():
+                assert same_bits(tensor, states[name][key])
