@@ -36,9 +36,23 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def counted(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that count changes in place: a wrapper, and what this rank has of it."""
+    return (tensor, local(tensor)) if is_sharded(tensor) else (tensor,)
+
+
 def version(tensor: torch.Tensor) -> int:
     """Return a number that grows with every change in place that torch counts."""
-    return tensor._version + local(tensor)._version if is_sharded(tensor) else tensor._version
+    return sum(part._version for part in counted(tensor))
+
+
+def let_go(tensor: torch.Tensor) -> None:
+    """Let go of a detached tensor's memory; its version counter stays."""
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    if is_sharded(tensor):
+        tensor._local_tensor = empty  # type: ignore[attr-defined]
+    else:
+        tensor.data = empty
 
 
 def placed_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:

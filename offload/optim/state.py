@@ -32,20 +32,23 @@ class Copies:
 
     def watch(self, copy: torch.Tensor, name: str) -> None:
         """Note a copy as it is now."""
-        # Shares the copy's version counter, and none of its memory: it can tell of a copy that is gone.
-        witness = copy.detach()
-        witness.data = torch.empty(0, dtype=copy.dtype, device="cpu")
-        self._watched[id(witness)] = weakref.ref(copy), witness, witness._version, name
+        for part in shards.counted(copy):
+            # Shares the copy's version counter, and none of its memory: it can tell of a copy that is gone.
+            witness = part.detach()
+            shards.let_go(witness)
+            self._watched[id(witness)] = weakref.ref(part), witness, witness._version, name
 
     def is_as_watched(self, copy: torch.Tensor) -> bool:
         """Return whether a copy has not changed since `watch`."""
-        return any(ref() is copy and now._version == then for ref, now, then, _ in self._watched.values())
+        return all(
+            any(ref() is part and now._version == then for ref, now, then, _ in self._watched.values())
+            for part in shards.counted(copy)
+        )
 
     def forget(self, copy: torch.Tensor | None = None) -> None:
         """Forget a copy, or all."""
-        self._watched = {
-            key: entry for key, entry in self._watched.items() if copy is not None and entry[0]() is not copy
-        }
+        parts = [] if copy is None else [id(part) for part in shards.counted(copy)]
+        self._watched = {key: entry for key, entry in self._watched.items() if parts and id(entry[0]()) not in parts}
 
     def check(self) -> None:
         """Forget the copies that nobody has any more.
