@@ -61,6 +61,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         first = self.param_groups[0]["params"]
         self._weights.place = shards.local(first[0]).device if first else None
         self._scaling = Scaling()
+        if config.shard and world > 1:
+            self._weights.rows_over = ranks.mesh_of_all(first[0].device.type if first else "cpu")
         reduced = world > 1 or any(map(shards.is_sharded, parameters))
         self._route = choose_route(late, self._weights, self._scaling, reduced)
         self._forecast = Forecast()
@@ -175,11 +177,12 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Return the squared norm of all gradients, without factors; a collective where parameters are sharded."""
         active = self._bind_gradients()
         positions = [bound.position for bound in active]
-        if not any(map(shards.is_sharded, self._weights.bound)):
+        bounds = self._weights.bound.values()
+        if all(bound.cut is None for bound in bounds):
             return self.engine.gradient_norm_sq(positions)
         found = dict(zip(active, self.engine.gradient_norms_sq(positions), strict=True))
         # All ranks take part for all parameters, whichever of them have a gradient.
-        return shards.total((bound.parameter, found.get(bound, 0.0)) for bound in self._weights.bound.values())
+        return shards.total((bound.cut, found.get(bound, 0.0)) for bound in bounds)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -270,6 +273,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._scaling.forget()
             self._route.forget()
             self._weights.written(active)
+        self._weights.gather()
         self._forecast.watch(self.engine.plan, self.engine.rates, time.monotonic() - started_s)
         step = self.engine.step_number
         due = [write for every, write in self._writers if step % every == 0]

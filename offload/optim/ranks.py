@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import uuid
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload.errors import CheckpointError
-from offload.optim import shards
+
+if TYPE_CHECKING:
+    from offload.optim.weights import Bound
 
 DIGEST_NUMEL = 1024
 """Elements at the beginning of each weight by which ranks find out whether they have the same."""
@@ -24,7 +26,19 @@ def world() -> tuple[int, int]:
     return 1, 0
 
 
-def agree_on_save(weights: Mapping[str, torch.Tensor]) -> tuple[int, int, str, bool]:
+def mesh_of_all(device: str) -> Any:
+    """Return torch's mesh of all ranks; it has the default process group, and makes no other.
+
+    Args:
+        device: The kind of device that weights are on.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    everyone: Any = torch.distributed.group.WORLD
+    return DeviceMesh.from_group(everyone, device)
+
+
+def agree_on_save(bounds: Iterable[Bound]) -> tuple[int, int, str, bool]:
     """Agree on a save that all ranks make together.
 
     Returns:
@@ -39,7 +53,7 @@ def agree_on_save(weights: Mapping[str, torch.Tensor]) -> tuple[int, int, str, b
     if size == 1:
         return size, rank, id, False
     found: list[Any] = [None] * size
-    torch.distributed.all_gather_object(found, (id, {name: _digest(weight) for name, weight in weights.items()}))
+    torch.distributed.all_gather_object(found, (id, {bound.name: _digest(bound) for bound in bounds}))
     first: dict[tuple[Any, ...], tuple[int, Any]] = {}
     for number, (_, theirs) in enumerate(found):
         for name, (whole, place, digest) in theirs.items():
@@ -54,9 +68,10 @@ def agree_on_save(weights: Mapping[str, torch.Tensor]) -> tuple[int, int, str, b
     return size, rank, found[0][0], any(theirs == found[rank][1] for _, theirs in found[:rank])
 
 
-def _digest(weight: torch.Tensor) -> tuple[Any, ...]:
+def _digest(bound: Bound) -> tuple[Any, ...]:
     """Return what a weight is, which piece of it this rank has, and a checksum of the piece's beginning."""
-    mine, (start, box) = shards.local(weight.detach()), shards.place(weight)
+    weight, mine = bound.parameter, bound.local.detach()
+    place = (0, weight.numel()) if bound.cut is None else (bound.cut.start, mine.numel(), bound.cut.box)
     beginning = mine.as_strided((mine.numel(),), (1,))[:DIGEST_NUMEL].cpu()
     checksum = zlib.crc32(beginning.view(torch.uint8).numpy().tobytes())
-    return (tuple(weight.shape), weight.dtype), (start, mine.numel(), box), checksum
+    return (tuple(weight.shape), weight.dtype), place, checksum

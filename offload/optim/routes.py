@@ -91,18 +91,19 @@ class Route:
         parameter, gradient = bound.parameter, bound.parameter.grad
         if gradient is None:
             return False
-        gradient = shards.as_placed(gradient, parameter, bound.name)
+        gradient = shards.reduced(gradient, parameter, bound.name)
         if gradient is not parameter.grad:
-            parameter.grad = gradient  # reduced once, whoever asks for it next
-        gradient, parameter = shards.local(gradient), bound.local
+            parameter.grad = gradient  # once, whoever asks for it next
+        rows = None if shards.is_sharded(parameter) else bound.cut  # else the gradient is that of the piece
+        gradient, parameter = shards.local(gradient), shards.local(parameter)
         _check_gradient(gradient, parameter, bound.name)
         self._held.append(gradient)
         gathered = self._is_gathered(bound, gradient)
         if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
             self._held.append(gradient)
-        dtype = DTYPE_CODES[gradient.dtype]
-        self._engine.bind_gradient(bound.position, gradient.data_ptr(), dtype, gathered=gathered)
+        dtype, address = DTYPE_CODES[gradient.dtype], shards.own(gradient, rows).data_ptr()
+        self._engine.bind_gradient(bound.position, address, dtype, gathered=gathered)
         return True
 
     def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:

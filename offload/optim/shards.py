@@ -1,14 +1,18 @@
-"""Sharded tensors: torch's `DTensor` as the elements that this rank has, and where they lie in the whole.
+"""Tensors that are cut over ranks: which elements this rank has, and where they lie in the whole.
 
-A `DTensor` is a wrapper around a local tensor. The engine binds the local tensor's memory. Both have a version
-counter: operations on the wrapper count in the wrapper's alone, writes to the local tensor in the local one's alone.
+A parameter is cut if it is torch's `DTensor`, a wrapper around a local tensor whose memory the engine binds; or if it
+is a plain tensor, whole on every rank, of which each rank updates its rows (`OffloadConfig.shard`).
+
+A `DTensor` and its local tensor have a version counter each: operations on the wrapper count in the wrapper's alone,
+writes to the local tensor in the local one's alone, and torch's `_foreach` functions in neither.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +20,33 @@ import torch
 from offload.errors import ConfigError
 from offload.layout import row_major
 
-Box = tuple[tuple[int, int], ...]
-"""First index and size of a piece in each dimension."""
+GATHER_BYTES = 64 << 20
+"""Memory through which ranks exchange weights that they have updated in part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a parameter is cut over a mesh of ranks, and this rank's piece of it.
+
+    Attributes:
+        mesh: torch's `DeviceMesh`.
+        placements: torch's, one for each dimension of the mesh.
+        box: First index and size of the piece in each dimension.
+        start: First element of the piece in the whole, in row-major order.
+        is_run: Whether the piece is a single run of the whole.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    box: tuple[tuple[int, int], ...]
+    start: int
+    is_run: bool
+
+    @property
+    def groups(self) -> list[Any]:
+        """The process groups over which the parameter is cut, and not replicated."""
+        kinds = enumerate(self.placements)
+        return [self.mesh.get_group(dimension) for dimension, kind in kinds if not kind.is_replicate()]
 
 
 def is_sharded(tensor: object) -> bool:
@@ -27,13 +56,77 @@ def is_sharded(tensor: object) -> bool:
     return kind is not None and isinstance(tensor, kind)
 
 
+def cut_of(parameter: torch.Tensor, name: str, rows_over: Any) -> Cut | None:
+    """Return how a parameter is cut; None if this rank has all of it.
+
+    Args:
+        parameter: Which one.
+        name: Its name.
+        rows_over: A mesh over which the rows of plain tensors are cut; None if they are not.
+
+    Raises:
+        ConfigError: It is cut in a way that cannot be updated.
+    """
+    if is_sharded(parameter):
+        if rows_over is not None:
+            raise ConfigError("shard", True, f"leave it out: {name} is a DTensor, which is sharded already")
+        sharded: Any = parameter
+        mesh, placements = sharded.device_mesh, tuple(sharded.placements)
+        if mesh.get_coordinate() is None:
+            raise ConfigError(name, str(mesh), "leave it to the ranks of its mesh, of which this is none")
+        if any(kind.is_partial() for kind in placements):
+            raise ConfigError(name, str(placements), "use parameters that are sharded or replicated, not partial")
+        (chunk,) = sharded.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
+        box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
+        mine = local(parameter)
+        if type(mine) not in (torch.Tensor, torch.nn.Parameter):
+            raise ConfigError(name, f"DTensor of {type(mine).__name__}", "use plain tensors as shards")
+        if tuple(mine.shape) != tuple(chunk.sizes):
+            sizes = tuple(chunk.sizes)
+            raise ConfigError(name, f"a shard of {tuple(mine.shape)}", f"its placements {placements} say {sizes}")
+    elif rows_over is not None and parameter.dim():
+        from torch.distributed.tensor import Shard
+
+        mesh, placements = rows_over, (Shard(0),)
+        first, size = _rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
+        box = ((first, size), *((0, whole) for whole in parameter.shape[1:]))
+        mine = parameter[first : first + size]
+    else:
+        return None
+    strides = row_major(parameter.shape)
+    ways = zip(parameter.shape, parameter.stride(), strides, strict=True)
+    if parameter.numel() and not all(size == 1 or stride == wanted for size, stride, wanted in ways):
+        raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous sharded parameter")
+    if not mine.is_contiguous():
+        raise ConfigError(name, f"a shard of strides {mine.stride()}", "use a contiguous sharded parameter")
+    if not mine.numel():
+        return Cut(mesh, placements, box, 0, True)
+    start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
+    last = sum((first + size - 1) * stride for (first, size), stride in zip(box, strides, strict=True))
+    return Cut(mesh, placements, box, start, last + 1 - start == mine.numel())
+
+
+def _rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Return the first of a rank's rows and their number, as torch's `Shard(0)` has them."""
+    most = -(-rows // ranks)
+    first = min(rank * most, rows)
+    return first, min(most, rows - first)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor that this rank has: a plain tensor's are all."""
+    """Return the elements of a `DTensor` that this rank has; any other tensor as it is."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():  # else it is a view with a graph
         found: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return found
+
+
+def own(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """Return this rank's elements of a tensor that is cut so, or whole on every rank."""
+    if cut is None or is_sharded(tensor):
+        return local(tensor)
+    return tensor.detach()[tuple(slice(first, first + size) for first, size in cut.box)]
 
 
 def counted(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -56,132 +149,123 @@ def let_go(tensor: torch.Tensor) -> None:
 
 
 def placed_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one shape are cut alike, or neither is cut."""
-    if not (is_sharded(tensor) or is_sharded(other)):
-        return True
+    """Return whether two tensors are cut alike, or neither is a `DTensor`."""
     left, right = ((getattr(t, "device_mesh", None), getattr(t, "placements", None)) for t in (tensor, other))
     return left == right
 
 
-def place(tensor: torch.Tensor) -> tuple[int, Box | None]:
-    """Return where this rank's elements begin in the whole tensor, and their box if they are no run there."""
-    if not is_sharded(tensor):
-        return 0, None
-    box = _box(tensor)
-    if not all(size for _, size in box):
-        return 0, None
-    strides = row_major(tensor.shape)
-    start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
-    last = sum((first + size - 1) * stride for (first, size), stride in zip(box, strides, strict=True))
-    return start, None if last + 1 - start == local(tensor).numel() else box
-
-
-def _box(tensor: Any) -> Box:
-    (chunk,) = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
-    return tuple(zip(chunk.offsets, chunk.sizes, strict=True))
-
-
-def check(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a sharded parameter whose local elements cannot be told in the whole."""
-    if not is_sharded(tensor):
-        return
-    sharded: Any = tensor
-    if sharded.device_mesh.get_coordinate() is None:
-        raise ConfigError(
-            name, str(sharded.device_mesh), "leave it to the ranks of its mesh: this rank is not of them"
-        )
-    if any(placement.is_partial() for placement in sharded.placements):
-        raise ConfigError(name, str(sharded.placements), "use parameters that are sharded or replicated, not partial")
-    mine = local(tensor)
-    if type(mine) not in (torch.Tensor, torch.nn.Parameter):
-        raise ConfigError(name, f"DTensor of {type(mine).__name__}", "use plain tensors as shards")
-    sizes = tuple(size for _, size in _box(tensor))
-    if tuple(mine.shape) != sizes:
-        raise ConfigError(name, f"a shard of {tuple(mine.shape)}", f"its placements {sharded.placements} say {sizes}")
-    if not mine.is_contiguous() or (tensor.numel() and not _is_row_major(tensor)):
-        raise ConfigError(name, f"strides {tensor.stride()}", "use a contiguous sharded parameter")
-
-
-def _is_row_major(tensor: torch.Tensor) -> bool:
-    ways = zip(tensor.shape, tensor.stride(), row_major(tensor.shape), strict=True)
-    return all(size == 1 or stride == wanted for size, stride, wanted in ways)
-
-
-def as_placed(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a gradient cut as its parameter; a collective where it was not, as it is still to be reduced, say."""
+def reduced(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a gradient cut as its parameter; a collective where it is not, as tensor parallelism may leave it."""
     if placed_as(gradient, parameter):
         return gradient
-    if not (is_sharded(gradient) and is_sharded(parameter)):
-        kinds = [type(tensor).__name__ for tensor in (gradient, parameter)]
-        raise ConfigError(f"gradient of {name}", kinds[0], f"use the weight's kind, {kinds[1]}")
-    given: Any = gradient
-    wanted: Any = parameter
-    if given.device_mesh != wanted.device_mesh:
-        raise ConfigError(f"gradient of {name}", str(given.device_mesh), f"use the weight's {wanted.device_mesh}")
+    given, wanted = getattr(gradient, "device_mesh", "no mesh"), getattr(parameter, "device_mesh", "no mesh")
+    if given != wanted:
+        raise ConfigError(f"gradient of {name}", str(given), f"use the weight's: {wanted}")
     with torch.no_grad():
-        found: torch.Tensor = given.redistribute(placements=wanted.placements)
+        placements = parameter.placements  # type: ignore[attr-defined]
+        found: torch.Tensor = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
     return found
 
 
-def shaped(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return fp32 values of the elements that this rank has, in a parameter's form; nothing is copied or moved."""
-    mine = local(parameter)
+def shaped(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """Return fp32 values of this rank's elements in the parameter's form; nothing is copied or moved."""
+    mine = own(parameter, cut)
     values = flat.as_strided(mine.size(), mine.stride())
-    if not is_sharded(parameter):
+    if cut is None:
         return values
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-    # `DTensor.from_local` moves what it is given to the mesh's device.
-    spec: Any = parameter._spec  # type: ignore[attr-defined]
     meta = TensorMeta(parameter.shape, parameter.stride(), flat.dtype)
-    make: Any = DTensor
-    found: torch.Tensor = make(values, DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)
+    make: Any = DTensor  # `from_local` moves what it is given to the mesh's device
+    found: torch.Tensor = make(values, DTensorSpec(cut.mesh, cut.placements, meta), requires_grad=False)
     return found
 
 
-def own_part(what: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return those elements of a tensor of a parameter's shape that this rank has of the parameter.
-
-    The tensor is cut as the parameter, or whole on every rank.
+def own_part(what: str, tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """Return this rank's elements of a tensor that was given for a parameter.
 
     Raises:
         ConfigError: It is cut in another way.
     """
-    if placed_as(tensor, parameter):
-        return local(tensor)
     if is_sharded(tensor):
-        allowed = "use the parameter's mesh and placements, or whole tensors on every rank"
-        raise ConfigError(what, f"a DTensor of {getattr(tensor, 'placements', None)}", allowed)
-    return tensor[tuple(slice(first, first + size) for first, size in _box(parameter))]
+        found = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
+        if cut is None or found != (cut.mesh, cut.placements):
+            allowed = "use the parameter's mesh and placements, or whole tensors on every rank"
+            raise ConfigError(what, f"a DTensor of {found[1]}", allowed)
+    return own(tensor, cut)
 
 
-def total(parts: Iterable[tuple[torch.Tensor, float]]) -> float:
+def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
     """Return the sum over all ranks of a number that each has for its piece of each parameter.
 
     Replicated pieces count once. Every rank gets the same bits: ranks exchange their numbers, and each adds all of
-    them, rounded once. That takes one collective for each process group over which something is sharded, on its own
-    backend; none for plain tensors, which count as replicated.
+    them, rounded once. That takes one collective for each process group over which something is cut, on its own
+    backend; none for what is whole on every rank.
     """
     sums: dict[tuple[str, ...], float] = {}
     groups: dict[str, tuple[Any, str]] = {}
-    for parameter, number in parts:
-        over: list[str] = []
-        if is_sharded(parameter):
-            sharded: Any = parameter
-            mesh = sharded.device_mesh
-            for dim, placement in enumerate(sharded.placements):
-                if not placement.is_replicate():
-                    group = mesh.get_group(dim)
-                    groups.setdefault(group.group_name, (group, mesh.device_type))
-                    over.append(group.group_name)
-        sums[tuple(over)] = sums.get(tuple(over), 0.0) + number
+    for cut, number in parts:
+        over = [] if cut is None else cut.groups
+        for group in over:
+            groups.setdefault(group.group_name, (group, cut.mesh.device_type if cut is not None else ""))
+        names = tuple(group.group_name for group in over)
+        sums[names] = sums.get(names, 0.0) + number
     for name, (group, device) in groups.items():
-        chosen = [among for among in sums if name in among]
-        mine = torch.tensor([sums.pop(among) for among in chosen], dtype=torch.float64, device=device)
+        chosen = [names for names in sums if name in names]
+        mine = torch.tensor([sums.pop(names) for names in chosen], dtype=torch.float64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(group.size())]
         torch.distributed.all_gather(everyone, mine, group=group)
-        for among, numbers in zip(chosen, torch.stack(everyone).T.tolist(), strict=True):
-            others = tuple(other for other in among if other != name)
+        for names, numbers in zip(chosen, torch.stack(everyone).T.tolist(), strict=True):
+            others = tuple(other for other in names if other != name)
             sums[others] = sums.get(others, 0.0) + math.fsum(numbers)
     return sums.get((), 0.0)
+
+
+def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:
+    """Have all ranks exchange the rows that each has updated of weights that are whole on every rank."""
+    ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    for bucket in _buckets(weights, ranks):
+        width = sum(stop - start for _, _, start, stop in bucket)
+        mine = torch.empty(width, dtype=torch.uint8, device=bucket[0][0].device)
+        everyone = torch.empty(ranks * width, dtype=torch.uint8, device=mine.device)
+        for place, found in _places(bucket, rank):
+            mine[place : place + found.numel()].copy_(found)
+        torch.distributed.all_gather_into_tensor(everyone, mine, group=group)
+        for other in range(ranks):
+            for place, found in _places(bucket, other) if other != rank else ():
+                found.copy_(everyone[other * width + place :][: found.numel()])
+
+
+_Part = tuple[torch.Tensor, int, int, int]
+"""A weight as bytes, the bytes of a rank's rows in it, and a part of these: from where to where."""
+
+
+def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part]]:
+    """Yield parts of weights that are exchanged together, the same on every rank."""
+    most, used = max(1, GATHER_BYTES // (ranks + 1)), 0
+    bucket: list[_Part] = []
+    for weight in weights:
+        flat = weight.detach().view(-1).view(torch.uint8)
+        rows = _rows(weight.shape[0], ranks, 0)[1]
+        size = rows * (flat.numel() // weight.shape[0]) if flat.numel() else 0
+        start = 0
+        while start < size:
+            stop = min(size, start + most - used)
+            bucket.append((flat, size, start, stop))
+            start, used = stop, used + stop - start
+            if used == most:
+                yield bucket
+                bucket, used = [], 0
+    if bucket:
+        yield bucket
+
+
+def _places(bucket: list[_Part], rank: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield where each part of a rank's rows lies in what that rank sends, and the part, unless it is empty."""
+    place = 0
+    for flat, size, start, stop in bucket:
+        end = min(rank * size + stop, flat.numel())
+        if (first := rank * size + start) < end:
+            yield place, flat[first:end]
+        place += stop - start

@@ -172,7 +172,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             for bound, state in zip(bounds, states, strict=True):
                 entry = {"step": _step_tensor(self._late.engine.step_count(bound.position))}
                 for name in (*self._rule.names[1:], MASTER.name):
-                    entry[name] = shards.shaped(state[name], bound.parameter)
+                    entry[name] = shards.shaped(state[name], bound.parameter, bound.cut)
                 found.append(entry)
         return found
 
@@ -188,11 +188,11 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
                 return _step_tensor(step)
             if name not in names:
                 raise ConfigError("state", name, f"assign step, {', '.join(names)}")
-            flat = _checked_tensor(f"state {name}", value, parameter)
+            flat = _checked_tensor(f"state {name}", value, bound)
             self._write({bound: ({name: flat}, None)})
-            return shards.shaped(flat, parameter)
+            return shards.shaped(flat, parameter, bound.cut)
 
-    def checked(self, what: str, entry: Mapping[str, Any], parameter: torch.Tensor) -> Entry:
+    def checked(self, what: str, entry: Mapping[str, Any], bound: Bound) -> Entry:
         """Return one parameter's whole state as it is written; a missing master is left out."""
         entry = entry if isinstance(entry, Mapping) else {}
         others = {tensor.name for rule in RULES.values() for tensor in rule.state}.difference(self._rule.names)
@@ -200,7 +200,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             raise ConfigError(what, ", ".join(found), f"it is of another rule: here there is {self._rule.names[1]}")
         step = _checked_step(what, entry.get("step", self._rule.missing_step))
         return {
-            name: _checked_tensor(f"{what}.{name}", entry.get(name), parameter)
+            name: _checked_tensor(f"{what}.{name}", entry.get(name), bound)
             for name in self._rule.names
             if name != "master" or entry.get(name) is not None
         }, step
@@ -246,6 +246,8 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         )
         masters = [bound for bound, (tensors, _) in entries.items() if "master" in tensors]
         self._weights.written(bound for bound in masters if bound.parameter.dtype == torch.float32)
+        if masters:
+            self._weights.gather()
 
     def __contains__(self, parameter: object) -> bool:
         bound = self._weights.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
@@ -287,7 +289,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             self.reset([parameter])
             return
         bound = self._weights.of(parameter)
-        checked = self.checked("state", entry, parameter)
+        checked = self.checked("state", entry, bound)
         with self._lock:
             self._weights.check()
             self._replace({bound: checked})
@@ -330,10 +332,12 @@ def _checked_step(what: str, value: object) -> int:
     return int(step)
 
 
-def _checked_tensor(what: str, tensor: object, parameter: torch.Tensor) -> torch.Tensor:
+def _checked_tensor(what: str, tensor: object, bound: Bound) -> torch.Tensor:
+    """Return a copy of this rank's elements, flat and in the order of the weight's memory."""
+    parameter = bound.parameter
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
         found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(what, found, f"it must be a tensor of {tuple(parameter.shape)}")
-    mine, given = shards.local(parameter), shards.own_part(what, tensor.detach(), parameter)
+    mine, given = bound.local, shards.own_part(what, tensor.detach(), bound.cut)
     copy = torch.empty_strided(mine.size(), mine.stride(), dtype=torch.float32, device="cpu")
     return copy.copy_(given).as_strided((mine.numel(),), (1,))

@@ -160,7 +160,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     "state_dict", key, "it has state for a parameter that this optimizer does not update"
                 )
             if not says_nothing(entry):
-                entries[bound] = self._state.checked(f"state_dict {key}", entry, bound.parameter)
+                entries[bound] = self._state.checked(f"state_dict {key}", entry, bound)
         with self._lock:
             if self._late.opened is not None:
                 self._state.replace_all(entries)
@@ -216,7 +216,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._state.check()
             self._late.open()
             bounds = self._weights.bound.values()
-            world, rank, id, replica = ranks.agree_on_save({bound.name: bound.parameter for bound in bounds})
+            world, rank, id, replica = ranks.agree_on_save(bounds)
             self.engine.save(
                 path,
                 metadata={"optimizer": self.kind, "groups": to_json(self.param_groups)},
@@ -334,6 +334,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._state.changes += 1
         self.engine.load(source, rank=rank, ranks=world)
         self._weights.written(bounds)
+        self._weights.gather()
         if groups is not None:
             set_restored(self.param_groups, groups)
 

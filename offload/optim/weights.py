@@ -18,6 +18,7 @@ from offload.optim import shards
 from offload.optim.groups import Group, names
 from offload.optim.late import LateEngine
 from offload.optim.ranks import world
+from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
 
 log = logging.getLogger("offload")
@@ -33,6 +34,7 @@ class Bound:
     Attributes:
         form: Dtype, shape and strides of the weight that the state belongs to, and the shape that this rank has.
         left: Address and version of the weight as it was left.
+        cut: How it is cut over ranks; None if this rank has all of it.
         arrivals: Gradients that autograd has accumulated.
         slot: Memory for the gradient; only where gradients have slots.
         gathered: Version of the gradient in the slot when its norm was gathered.
@@ -43,6 +45,7 @@ class Bound:
     name: str
     form: Form
     left: tuple[int, int]
+    cut: Cut | None
     arrivals: int = 0
     slot: GradientSlot = field(init=False)
     gathered: int = -1
@@ -50,7 +53,11 @@ class Bound:
     @property
     def local(self) -> torch.Tensor:
         """The elements of the parameter that this rank has, where they are now."""
-        return shards.local(self.parameter)
+        return shards.own(self.parameter, self.cut)
+
+    def now(self) -> tuple[int, int]:
+        """Return address and version of the weight."""
+        return self.local.data_ptr(), shards.version(self.parameter)
 
 
 class Weights:
@@ -59,11 +66,13 @@ class Weights:
     Attributes:
         bound: Their records, in that order.
         place: The device that all weights must be on; None for any.
+        rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
     """
 
     def __init__(self, late: LateEngine) -> None:
         self.bound: dict[torch.Tensor, Bound] = {}
         self.place: torch.device | None = None
+        self.rows_over: Any = None
         self._late = late
         self._told_changed = False
 
@@ -73,13 +82,29 @@ class Weights:
         for parameter in wanted:
             check_parameter(parameter, known[parameter][0], self.place)
         _check_apart({parameter: known[parameter][0] for parameter in (*self.bound, *wanted)})
-        return tuple(_described(parameter, *known[parameter]) for parameter in wanted)
+        return tuple(self._described(parameter, *known[parameter]) for parameter in wanted)
+
+    def _described(self, parameter: torch.Tensor, name: str, group: int) -> Parameter:
+        cut = shards.cut_of(parameter, name, self.rows_over)
+        return Parameter(
+            name,
+            shards.own(parameter, cut).numel(),
+            DTYPE_CODES[parameter.dtype],
+            group,
+            cut.start if cut is not None else 0,
+            parameter.numel(),
+            tuple(parameter.shape),
+            tuple(parameter.stride()),
+            box=None if cut is None or cut.is_run else cut.box,
+        )
 
     def bind(self, parameter: torch.Tensor, name: str) -> Bound:
         """Tell the engine of the next parameter's weight; the record counts when it is in `bound`."""
-        left = _as_it_is(parameter)
-        self._late.engine.bind_weight(len(self.bound), left[0])
-        return Bound(parameter, len(self.bound), name, _form(parameter), left)
+        cut = shards.cut_of(parameter, name, self.rows_over)
+        bound = Bound(parameter, len(self.bound), name, _form(parameter), (0, 0), cut)
+        bound.left = bound.now()
+        self._late.engine.bind_weight(bound.position, bound.left[0])
+        return bound
 
     def of(self, parameter: Any) -> Bound:
         """Return a parameter's record; refuse what has none."""
@@ -95,7 +120,7 @@ class Weights:
         if any(bound.local.data_ptr() != bound.left[0] for bound in self.bound.values()):
             _check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
         for parameter, bound in self.bound.items():
-            now = _as_it_is(parameter)
+            now = bound.now()
             if now == bound.left:
                 continue
             form = _form(parameter)
@@ -126,23 +151,20 @@ class Weights:
         changed = [*changed]
         increment_version([bound.parameter for bound in changed])
         for bound in changed:
-            bound.left = _as_it_is(bound.parameter)
+            bound.left = bound.now()
 
-
-def _as_it_is(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return address and version of a weight."""
-    return shards.local(parameter).data_ptr(), shards.version(parameter)
+    def gather(self) -> None:
+        """Have all ranks exchange the rows that each has updated; a collective, if there are any."""
+        cut = [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
+        if cut:
+            self._late.engine.wait_weights()
+            shards.gather([bound.parameter for bound in cut], self.rows_over)
+            for bound in cut:
+                bound.left = bound.now()
 
 
 def _form(parameter: torch.Tensor) -> Form:
     return parameter.dtype, parameter.shape, parameter.stride(), shards.local(parameter).shape
-
-
-def _described(parameter: torch.Tensor, name: str, group: int) -> Parameter:
-    start, box = shards.place(parameter)
-    numel, whole = shards.local(parameter).numel(), parameter.numel()
-    shape, stride = tuple(parameter.shape), tuple(parameter.stride())
-    return Parameter(name, numel, DTYPE_CODES[parameter.dtype], group, start, whole, shape, stride, box=box)
 
 
 def _check_apart(named: Mapping[torch.Tensor, str]) -> None:
@@ -158,7 +180,7 @@ def _check_apart(named: Mapping[torch.Tensor, str]) -> None:
 
 def check_parameter(parameter: torch.Tensor, name: str, place: torch.device | None) -> None:
     """Verify that a weight can be updated, and is on the one device that weights must be on, if any."""
-    shards.check(parameter, name)
+    shards.cut_of(parameter, name, None)
     parameter = shards.local(parameter)
     if parameter.is_inference():
         allowed = "make it outside torch.inference_mode(), or clone it there: it has no version counter"

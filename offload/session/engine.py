@@ -75,6 +75,11 @@ class Engine:
         rule: UpdateRule = ADAMW,
     ) -> None:
         self.config = config or OffloadConfig()
+        if self.config.shard:
+            allowed = (
+                "leave it out: an engine's parameters say which pieces they are, as those of DeepSpeed's ZeRO do"
+            )
+            raise ConfigError("shard", True, allowed)
         if isinstance(device, torch.device):
             from offload.engine.cuda import CudaDevice
 

@@ -83,9 +83,16 @@ def _worker(
         dist.destroy_process_group()
 
 
-def spawn(ranks: int, folder: Path, scenario: Callable[..., None], *arguments: Any) -> None:
-    """Run a scenario, a function of a folder and arguments, in as many processes; raise what one of them raises."""
+def start(ranks: int, folder: Path, scenario: Callable[..., None], *arguments: Any) -> Any:
+    """Start a scenario, a function of a folder and arguments, in as many processes; return torch's context."""
     name = f"{scenario.__name__}-{ranks}-{len(list(folder.iterdir()))}"
     multiprocessing.set_forkserver_preload(["offload", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
     arguments = (ranks, str(folder), name, scenario, arguments)
-    mp.start_processes(_worker, args=arguments, nprocs=ranks, start_method="forkserver")
+    return mp.start_processes(_worker, args=arguments, nprocs=ranks, join=False, start_method="forkserver")
+
+
+def spawn(ranks: int, folder: Path, scenario: Callable[..., None], *arguments: Any) -> None:
+    """Run a scenario to its end in as many processes; raise what one of them raises."""
+    context = start(ranks, folder, scenario, *arguments)
+    while not context.join():
+        pass

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 from mirror import Mirror, same_bits
-from sharded import SETTINGS, Model, exact_gradients, local, mean_gradients, own, spawn
-from torch.distributed.device_mesh import init_device_mesh
+from sharded import SETTINGS, Model, exact_gradients, local, mean_gradients, own, spawn, start
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -21,6 +24,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import offload
+from offload.checkpoint import commit
+from offload.checkpoint.reader import Checkpoint
 
 
 def config(folder: Path, **settings: object) -> offload.OffloadConfig:
@@ -288,3 +293,140 @@ def test_shards_are_updated_as_the_reference_does(tmp_path: Path, kind: str, ran
             assert same_bits(parameter.detach(), wholes[name])
             for key, tensor in optimizer.state_for(parameter).items():
                 assert same_bits(tensor, states[name][key])
+
+
+def die(*arguments: object, **keywords: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def killed(folder: Path, moment: str) -> None:
+    """Rank 1 is killed at some moment of a step or a save; rank 0 has to hear of it, and leave what it heard."""
+    commit.RANKS_TIMEOUT_S = 1.0
+    model = sharded_model()
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    train(optimizer, model, range(3))
+    optimizer.save_checkpoint(folder / "ck")
+    optimizer.wait_checkpoint()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        parameter = next(model.parameters())
+        if moment == "backward":
+            parameter.register_post_accumulate_grad_hook(die)
+        elif moment == "clip":
+            torch.distributed.all_gather = die
+        elif moment == "step":
+            optimizer.engine.step = die
+        else:
+            optimizer.engine.save = die
+    heard: BaseException | None = None
+    try:
+        with optimizer:
+            for step in range(3, 5):
+                model(exact_gradients(step, dist.get_rank())).backward()
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.save_checkpoint(folder / "ck")
+                optimizer.wait_checkpoint()
+    except Exception as error:
+        heard = error
+    (folder / "heard").write_text(type(heard).__name__)
+    os._exit(0)  # without the barrier of an orderly end, for which nobody is left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["backward", "clip", "step", "save"])
+def test_a_killed_rank_is_heard_of_and_nothing_is_half_committed(tmp_path: Path, moment: str) -> None:
+    context = start(2, tmp_path, killed, moment)
+    for process in context.processes:
+        process.join(120)
+    assert [process.exitcode for process in context.processes] == [0, -signal.SIGKILL]
+    assert (tmp_path / "heard").read_text() == ("CheckpointError" if moment == "save" else "RuntimeError")
+    model = Model()
+    with offload.AdamW(model.named_parameters(), **SETTINGS) as optimizer:
+        optimizer.load_checkpoint(tmp_path / "ck")
+        trained_mirror(torch.bfloat16, 3).assert_same(optimizer, optimizer.param_groups)
+
+
+def formats(folder: Path, state_format: str) -> None:
+    """What is rounded by an element's place in the whole has the same bits however it is cut."""
+    model = sharded_model()
+    optimizer = offload.AdamW(
+        model.named_parameters(), **SETTINGS, offload=config(folder, state_format=state_format, subgroup_numel=4096)
+    )
+    train(optimizer, model, range(4))
+    found = [parameter.detach().full_tensor() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        found += [tensor.full_tensor() for tensor in optimizer.state_for(parameter).values()]
+    optimizer.close()
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "found")
+
+
+@pytest.mark.slow
+def test_rounding_follows_places_in_the_whole(tmp_path: Path) -> None:
+    spawn(4, tmp_path, formats, "compact16")
+    model = Model()
+    settings = config(tmp_path, state_format="compact16", subgroup_numel=4096)
+    with offload.AdamW(model.named_parameters(), **SETTINGS, offload=settings) as optimizer:
+        train(optimizer, model, range(4))
+        found = [parameter.detach() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            found += optimizer.state_for(parameter).values()
+    for left, right in zip(torch.load(tmp_path / "found"), found, strict=True):
+        assert same_bits(left, right)
+
+
+def replicas(folder: Path) -> None:
+    """Ranks that have the same pieces save them once; each keeps its `extra`."""
+    model, _ = made("hsdp")
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    model(torch.ones(4, 30)).square().mean().backward()
+    optimizer.step()
+    optimizer.save_checkpoint(folder / "ck", extra=dist.get_rank())
+    optimizer.wait_checkpoint()
+    dist.barrier()
+    with Checkpoint(folder / "ck") as checkpoint:
+        assert [len(manifest.tiles) > 0 for manifest in checkpoint.manifests] == [True, True, False, False]
+    assert optimizer.load_checkpoint(folder / "ck") == dist.get_rank()
+    optimizer.close()
+
+
+@pytest.mark.slow
+def test_replicas_are_saved_once(tmp_path: Path) -> None:
+    spawn(4, tmp_path, replicas)
+
+
+def refused(folder: Path) -> None:
+    net = Net(torch.float32)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with pytest.raises(offload.ConfigError, match=r"state_format: 'compact16' .* piece of down.weight"):
+        offload.AdamW(net.named_parameters(), offload=config(folder, state_format="compact16", subgroup_numel=2048))
+    with pytest.raises(offload.ConfigError, match="keep_grads"):
+        offload.AdamW(net.named_parameters(), offload=config(folder, keep_grads=False))
+    partial = torch.nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+    with pytest.raises(offload.ConfigError, match="not partial"):
+        offload.AdamW([partial])
+    other = DeviceMesh("cpu", [1 - dist.get_rank()])
+    with pytest.raises(offload.ConfigError, match="of which this is none"):
+        offload.AdamW([torch.nn.Parameter(DTensor.from_local(torch.ones(3), other, [Replicate()]))])
+    plain = torch.nn.Parameter(torch.ones(4, 3))
+    sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    with offload.AdamW([plain, sharded]) as optimizer:
+        state = {"step": 1, "exp_avg": sharded.detach(), "exp_avg_sq": sharded.detach()}
+        with pytest.raises(offload.ConfigError, match="a DTensor of"):
+            optimizer.state[plain] = state
+        sharded.grad = torch.ones_like(sharded).redistribute(placements=[Replicate()])
+        optimizer.step()
+        assert sharded.grad.placements == (Shard(0),)
+        turned = torch.ones(3, 4).T
+        sharded.grad = distribute_tensor(turned, mesh, [Shard(0)])
+        optimizer.step()
+        assert optimizer.engine.step_count(1) == 2
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sharded_is_refused_by_name(tmp_path: Path) -> None:
+    spawn(2, tmp_path, refused)
