@@ -279,6 +279,13 @@ class Layout:
     subgroups: tuple[Subgroup, ...]
     rule: UpdateRule = ADAMW
 
+    def renamed(self, prefix: str) -> Layout:
+        """Return it with something put before every parameter's name."""
+        if not prefix:
+            return self
+        renamed = (replace(parameter, name=prefix + parameter.name) for parameter in self.parameters)
+        return replace(self, parameters=tuple(renamed))
+
     def format_of(self, parameter: Parameter) -> StateFormat:
         """Return how the state of a parameter is stored."""
         return StateFormat.EXACT if parameter.exact else self.rule.state_format

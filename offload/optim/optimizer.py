@@ -26,7 +26,7 @@ from offload.layout import Parameter
 from offload.optim import ranks, shards
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.late import LateEngine
-from offload.optim.routes import choose_route
+from offload.optim.routes import check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import Bound, check_parameter
@@ -63,8 +63,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._scaling = Scaling()
         if config.shard and world > 1:
             self._weights.rows_over = ranks.mesh_of_all(first[0].device.type if first else "cpu")
-        reduced = world > 1 or any(map(shards.is_sharded, parameters))
-        self._route = choose_route(late, self._weights, self._scaling, reduced)
+        self._route = choose_route(late, self._weights, self._scaling, parameters)
         self._forecast = Forecast()
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         if late.device is None or config.gpu_memory != "auto":
@@ -117,6 +116,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             for parameter, name, at in names(self.param_groups):
                 if at == len(self.param_groups) - 1:
                     check_parameter(parameter, name, self._weights.place)
+            if self._weights.place is not None and not self._late.config.keep_grads:
+                check_reduced(group["params"])
             if self._late.opened is not None:
                 bound = self._weights.bound  # perhaps by an addition that was interrupted
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])
@@ -178,6 +179,11 @@ class OffloadedOptimizer(StatefulOptimizer):
         active = self._bind_gradients()
         positions = [bound.position for bound in active]
         bounds = self._weights.bound.values()
+        if ranks.world()[0] > 1 and any(ranks.is_flattened(bound.parameter) for bound in bounds):
+            allowed = (
+                "use the FSDP1 module's own clip_grad_norm_, and torch's ShardedGradScaler: this rank has a part"
+            )
+            raise ConfigError("params", "FSDP1's", allowed)
         if all(bound.cut is None for bound in bounds):
             return self.engine.gradient_norm_sq(positions)
         found = dict(zip(active, self.engine.gradient_norms_sq(positions), strict=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
 from offload.optim.late import LateEngine
+from offload.optim.ranks import world
 from offload.optim.scaling import Note, Scaling
 from offload.optim.slots import GradientSlot
 from offload.optim.weights import Bound, Weights
@@ -31,21 +32,32 @@ NO_PASS = -1
 """What torch calls the backward pass outside of any."""
 
 
-def choose_route(late: LateEngine, weights: Weights, scaling: Scaling, reduced: bool) -> Route:
-    """Return the route for the device; refuse, and close, what would leave unreduced.
-
-    Args:
-        late: Whose gradients are to go where.
-        weights: Their parameters.
-        scaling: Hears of them.
-        reduced: Whether processes reduce gradients after autograd has accumulated them.
-    """
-    if reduced and not late.config.keep_grads:
-        late.close()
-        raise ConfigError("keep_grads", False, "use true: processes reduce gradients after they have arrived")
+def choose_route(late: LateEngine, weights: Weights, scaling: Scaling, parameters: Iterable[torch.Tensor]) -> Route:
+    """Return the route for the device and the parameters; refuse, and close, what would leave unreduced."""
+    parameters = [*parameters]
+    if not late.config.keep_grads:
+        try:
+            check_reduced(parameters)
+        except ConfigError:
+            late.close()
+            raise
     if late.device is None:
-        return (Reduced if reduced else Slots)(late, weights, scaling)
+        is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
+        return (Slots if is_alone else Reduced)(late, weights, scaling)
     return (AtStep if late.config.keep_grads else Departing)(late, weights, scaling)
+
+
+def check_reduced(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters whose gradients ranks reduce only after the hooks that hear of them have run.
+
+    Those of a `DTensor` over all ranks arrive reduced, as FSDP2 calls these hooks itself, or say that they are not.
+    """
+    ranks = world()[0]
+    for parameter in parameters if ranks > 1 else ():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None or mesh.size() < ranks:
+            allowed = f"use true: {ranks} processes reduce gradients after they have arrived, but for those of FSDP2"
+            raise ConfigError("keep_grads", False, allowed)
 
 
 class Route:
@@ -66,6 +78,8 @@ class Route:
     def attach(self, bound: Bound) -> None:
         """Hear of a parameter's gradients from now on."""
         self._engine = self._late.engine  # which is open now
+        if bound.cut is not None and bound.local.device.type != bound.cut.mesh.device_type:
+            return  # FSDP2 has the copy to the host wait for any hook; a gradient that changes is noticed without one
         register: Any = bound.parameter.register_post_accumulate_grad_hook
         self._handles.append(register(_ArrivalHook(self, bound)))
 
@@ -198,7 +212,10 @@ class Departing(Route):
         self._pass = NO_PASS
 
     def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
-        _check_gradient(gradient, bound.parameter, bound.name)
+        if not shards.placed_as(gradient, bound.parameter):
+            return  # tensor parallelism has it reduced when somebody asks for it, as the step does
+        gradient = shards.local(gradient)
+        _check_gradient(gradient, shards.local(bound.parameter), bound.name)
         if not gradient.requires_grad:  # else it is part of a graph, and stays until the step
             self._depart(bound, gradient)
             number: int = torch._C._current_graph_task_id()
@@ -213,7 +230,7 @@ class Departing(Route):
 
     def _depart(self, bound: Bound, gradient: torch.Tensor) -> None:
         """Let a gradient leave the GPU, or at least `.grad`."""
-        parameter, engine = bound.parameter, self._engine
+        parameter, engine = shards.local(bound.parameter), self._engine
         is_first = not engine.has_gradient(bound.position)  # which no interrupt makes untrue
         if not is_first:
             self._scaling.added(bound)
@@ -232,7 +249,7 @@ class Departing(Route):
         if is_first:
             self._left[bound] = gradient if engine.keeps_gradient(bound.position) else None
         mark = engine.gradient_arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
-        parameter.grad = None
+        bound.parameter.grad = None
         while self._in_transit and self._in_transit[0][0].reached():
             self._in_transit_bytes -= self._in_transit.popleft()[1].nbytes
         if mark is not None:
@@ -241,13 +258,17 @@ class Departing(Route):
         while self._in_transit_bytes > MAX_IN_TRANSIT_BYTES:
             first, oldest = self._in_transit.popleft()
             self._in_transit_bytes -= oldest.nbytes
-            engine.hand_back(oldest, first)  # whatever backward does next, with that memory too
+            if bound.cut is None:
+                engine.hand_back(oldest, first)  # whatever backward does next, with that memory too
+            else:  # FSDP2 uses that memory on streams of its own
+                first.wait()
 
     def _bind(self, bound: Bound) -> bool:
         if not self._engine.has_gradient(bound.position):
             return super()._bind(bound)
         if bound.parameter.grad is not None:
-            self._depart(bound, bound.parameter.grad.detach())
+            gradient = shards.reduced(bound.parameter.grad, bound.parameter, bound.name)
+            self._depart(bound, shards.local(gradient).detach())
         return True
 
     def note(self, bound: Bound) -> Note | None:

@@ -484,6 +484,7 @@ class Engine:
         rank: int = 0,
         ranks: int = 1,
         replica: bool = False,
+        prefix: str = "",
     ) -> None:
         """Start a checkpoint of the state as it is now; it is written while the caller goes on.
 
@@ -500,7 +501,9 @@ class Engine:
             id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
             rank: This rank.
             ranks: Number of ranks that save to the folder together.
-            replica: Whether rank 0 has the same state and saves it for this rank too; it writes `extra` alone then.
+            replica: Whether another rank has the same state and saves it for this rank too; it writes `extra` alone
+                then.
+            prefix: What the checkpoint has before the parameters' names.
 
         Raises:
             CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
@@ -514,7 +517,7 @@ class Engine:
             layout, tables = self.plan.layout, self._parts.tables
             rounds = layout.rule.state_format is not StateFormat.EXACT
             return Snapshot(
-                layout=Layout((), (), layout.rule) if replica else layout,
+                layout=Layout((), (), layout.rule) if replica else layout.renamed(prefix),
                 step=self._visits.step_number,
                 steps=() if replica else tuple(tables.steps.tolist()),
                 metadata=metadata or {},

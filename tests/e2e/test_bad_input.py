@@ -154,21 +154,6 @@ def test_parameters_that_cannot_be_offloaded(parameter: Any, words: str) -> None
         make([parameter()])
 
 
-def test_dtensor_parameters() -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        with pytest.raises(offload.ConfigError, match="DTensor"):
-            make([torch.nn.Parameter(distribute_tensor(torch.zeros(4), mesh))])
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"lr": -1.0}, {"eps": float("nan")}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}, {"amsgrad": True}],
