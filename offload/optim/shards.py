@@ -117,9 +117,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a `DTensor` that this rank has; any other tensor as it is."""
     if not is_sharded(tensor):
         return tensor
-    with torch.no_grad():  # else it is a view with a graph
-        found: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return found
+    found: Any = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` may add a view or a graph
+    wait = getattr(found, "wait", None)  # a collective's result that is on its way has it
+    ready: torch.Tensor = found if wait is None else wait()
+    return ready
 
 
 def own(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mirror import Mirror, same_bits
 from sharded import SETTINGS, Model, exact_gradients, local, mean_gradients, own, spawn, start
 from simulated import OnDevice
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -23,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from offload.checkpoint import commit
@@ -426,7 +428,106 @@ def refused(folder: Path) -> None:
         turned = torch.ones(3, 4).T
         sharded.grad = distribute_tensor(turned, mesh, [Shard(0)])
         optimizer.step()
-        assert optimizer.engine.step_count(1) == 2
+        on_its_way = all_reduce(torch.ones(2, 3), "sum", mesh)
+        assert isinstance(on_its_way, AsyncCollectiveTensor)
+        sharded.grad = DTensor.from_local(on_its_way, mesh, [Shard(0)])
+        assert float(optimizer.clip_grad_norm_(math.inf)) == math.sqrt(12 * 2**2)
+        optimizer.step()
+        assert optimizer.engine.step_count(1) == 3
+
+
+def state_moves(folder: Path, dtype: torch.dtype) -> None:
+    """State in and out, as `DTensor`s, as whole tensors and as torch's own; copies that were changed are noticed."""
+    model = sharded_model(dtype)
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    train(optimizer, model, range(2))
+    parameters = list(model.parameters())
+    saved = optimizer.state_dict()
+    whole = {
+        number: {name: value.full_tensor() if name != "step" else value for name, value in entry.items()}
+        for number, entry in saved["state"].items()
+    }
+    for given in (saved, {**saved, "state": whole}):
+        optimizer.reset_state()
+        optimizer.load_state_dict(given)
+        for number, parameter in enumerate(parameters):
+            for name, tensor in optimizer.state_for(parameter).items():
+                assert same_bits(local(tensor), local(saved["state"][number][name]))
+    plain = torch.optim.AdamW(parameters, **SETTINGS)
+    plain.load_state_dict(saved)
+    optimizer.load_state_dict(plain.state_dict())
+    for number, parameter in enumerate(parameters):
+        found = optimizer.state_for(parameter)["exp_avg"]
+        assert same_bits(local(found), local(saved["state"][number]["exp_avg"]).to(dtype).float())
+    for change in (lambda tensor: tensor.zero_(), lambda tensor: tensor.to_local().zero_()):
+        entry = optimizer.state[parameters[0]]
+        change(entry["exp_avg"])
+        with pytest.raises(offload.ConfigError, match="changed in place"):
+            optimizer.step()
+    entry = optimizer.state[parameters[0]]
+    memory = StorageWeakRef(local(entry["exp_avg"]).untyped_storage())
+    entry["exp_avg"] = entry["exp_avg"] * 2
+    del entry
+    assert memory.expired()
+    with pytest.raises(offload.ConfigError, match=r"a DTensor of \(Replicate"):
+        optimizer.state[parameters[0]]["exp_avg"] = whole_copy(parameters[0])
+    with torch.no_grad():
+        parameters[0].mul_(2)  # the wrapper's counter counts it
+    local(parameters[1]).zero_()  # the local tensor's counter does
+    optimizer.step()
+    for parameter in parameters[:2]:
+        assert same_bits(local(optimizer.state_for(parameter)["master"]).to(dtype), local(parameter.detach()))
+    optimizer.close()
+
+
+def whole_copy(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.detach().float().redistribute(placements=[Replicate()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_state_goes_in_and_out(tmp_path: Path, dtype: torch.dtype) -> None:
+    spawn(2, tmp_path, state_moves, dtype)
+
+
+def moves(folder: Path) -> None:
+    """FSDP2 takes new memory for weights with padding when they are loaded before the first pass."""
+    expected = sharded_model()
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter.mul_(2)
+    model = sharded_model()
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    addresses = [local(parameter).data_ptr() for parameter in model.parameters()]
+    for parameter in model.parameters():  # as a module's conversion leaves them: without the padding
+        parameter._local_tensor = local(parameter).clone()
+    model.load_state_dict(expected.state_dict())
+    assert [local(parameter).data_ptr() for parameter in model.parameters()] != addresses
+    mirror = Mirror([{"params": [p.full_tensor() for p in expected.parameters()], **SETTINGS}], decoupled=True)
+    for step in range(2):
+        train(optimizer, model, range(step, step + 1))
+        mirror.step([mean_gradients(step, SAVED_RANKS)])
+    assert_equals_whole(optimizer, model, mirror)
+    model(exact_gradients(0, 0)).backward()
+    if dist.get_rank() == 1:  # which all ranks hear of
+        next(model.parameters()).grad._local_tensor[0] = math.inf
+    weights = [local(parameter.detach()).clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match="the gradients' norm is inf"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    scaler = offload.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        assert same_bits(local(parameter.detach()), weight)
+    optimizer.close()
+
+
+@pytest.mark.slow
+def test_weights_that_move_and_gradients_that_are_not_finite(tmp_path: Path) -> None:
+    spawn(4, tmp_path, moves)
 
 
 def on_gpu(folder: Path, keep_grads: bool, placement: float) -> None:
