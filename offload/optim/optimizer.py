@@ -197,8 +197,8 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         `.grad` is left as it is; the factor is applied when `step` reads it, and forgotten by `zero_grad`. So
         gradients are changed before this is called: `step` refuses those that were replaced, changed or accumulated
-        since. Of writes past version counters (through `.data`, NumPy, collectives, or `torch._foreach_*` functions of
-        a `DTensor`) only those before are seen.
+        since. Of writes past version counters (through `.data`, NumPy, collectives, or `torch._foreach_*` functions
+        of a `DTensor`) only those before are seen.
         The norm is that of the gradients as they are at this call: those in host memory are read once, to see whether
         they have changed since their norms were gathered. So writes through `.data` or NumPy are noticed. Where
         parameters are cut over ranks it is the norm of all pieces, and all ranks call this together.
