@@ -169,10 +169,19 @@ class OffloadedOptimizer(StatefulOptimizer):
         bound = self._weights.bound
         late = [p for p in self._parameters() if p.grad is not None and p not in bound and p.requires_grad]
         if late:  # frozen when the optimizer was made, and not any more
+            self._check_new(late)
             self._add(late)
         active = self._route.bind()
         self._scaling.check(self._route.notes())
         return active
+
+    def _check_new(self, late: list[torch.Tensor]) -> None:
+        """Refuse parameters that have come into the place of others, as where a model is sharded after all."""
+        new, known = set(late), {record.name for record in self._weights.bound.values()}
+        for parameter, name, _ in names(self.param_groups):
+            if parameter in new and name in known:
+                allowed = "make the optimizer after fully_shard, parallelize_module or prepare: it was replaced since"
+                raise ConfigError("params", name, allowed)
 
     def _norm_sq(self) -> float:
         """Return the squared norm of all gradients, without factors; a collective where parameters are sharded."""

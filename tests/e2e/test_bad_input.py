@@ -368,3 +368,12 @@ def test_weights_side_by_side_in_one_memory_are_not_refused() -> None:
 def test_a_negated_view_is_no_weight() -> None:
     with pytest.raises(offload.ConfigError, match="resolve_neg"):
         offload.AdamW([torch.nn.Parameter(torch._neg_view(torch.ones(3)))])
+
+
+def test_parameters_that_were_replaced() -> None:
+    first, second = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    with offload.AdamW([first]) as optimizer:
+        optimizer.param_groups[0]["params"] = [second]
+        second.grad = torch.ones_like(second)
+        with pytest.raises(offload.ConfigError, match="make the optimizer after fully_shard"):
+            optimizer.step()
