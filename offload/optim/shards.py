@@ -229,13 +229,21 @@ def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:
     for bucket in _buckets(weights, ranks):
         width = sum(stop - start for _, _, start, stop in bucket)
         mine = torch.empty(width, dtype=torch.uint8, device=bucket[0][0].device)
-        everyone = torch.empty(ranks * width, dtype=torch.uint8, device=mine.device)
-        for place, found in _places(bucket, rank):
-            mine[place : place + found.numel()].copy_(found)
-        torch.distributed.all_gather_into_tensor(everyone, mine, group=group)
-        for other in range(ranks):
-            for place, found in _places(bucket, other) if other != rank else ():
-                found.copy_(everyone[other * width + place :][: found.numel()])
+        everyone = torch.empty(ranks, width, dtype=torch.uint8, device=mine.device)
+        place = 0
+        for flat, size, start, stop in bucket:
+            part = flat[rank * size + start : rank * size + stop]  # shorter or empty where rows have run out
+            mine[place : place + part.numel()].copy_(part)
+            place += stop - start
+        torch.distributed.all_gather_into_tensor(everyone.view(-1), mine, group=group)
+        place = 0
+        for flat, size, start, stop in bucket:
+            found, full = everyone[:, place : place + stop - start], flat.numel() // size
+            flat[: full * size].view(full, size)[:, start:stop].copy_(found[:full])
+            rest = flat[full * size + start : full * size + stop]
+            if rest.numel():
+                rest.copy_(found[full, : rest.numel()])
+            place += stop - start
 
 
 _Part = tuple[torch.Tensor, int, int, int]
@@ -260,13 +268,3 @@ def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part
                 bucket, used = [], 0
     if bucket:
         yield bucket
-
-
-def _places(bucket: list[_Part], rank: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield where each part of a rank's rows lies in what that rank sends, and the part, unless it is empty."""
-    place = 0
-    for flat, size, start, stop in bucket:
-        end = min(rank * size + stop, flat.numel())
-        if (first := rank * size + start) < end:
-            yield place, flat[first:end]
-        place += stop - start
