@@ -132,7 +132,7 @@ class OffloadConfig:
 
     Attributes:
         host_memory: Bytes of host memory for state at home there. None: all of the state without `paths`,
-            otherwise up to half of the memory that is available.
+            otherwise up to half of the memory that is available (under torchrun, its part of that).
         gpu_memory: Bytes of GPU memory for state at home there, where weights lie on a GPU. "auto": what is free
             after the first backward pass; nothing if the state is asked for before that.
         paths: Directories or "s3://bucket/prefix" for the state that does not fit; each a string or
@@ -175,6 +175,9 @@ class OffloadConfig:
             fewer than two dimensions or 4,096 elements. By default those of embeddings and of the output layer.
         seed: What stochastic rounding depends on, beside each parameter's number, update and element; the same on all
             ranks. A checkpoint brings its own.
+        shard: Whether each rank of `torch.distributed` keeps and updates state of its rows of every weight alone,
+            where gradients are reduced on all, as under DDP; ranks exchange new weights in `step()`. Weights and
+            gradients stay whole on every rank. For the optimizers of this package with plain tensors.
     """
 
     host_memory: int | str | None = None
@@ -196,6 +199,7 @@ class OffloadConfig:
     state_format: str = "exact"
     exact_names: Sequence[str] = EXACT_NAMES
     seed: int = 0
+    shard: bool = False
 
     def __post_init__(self) -> None:
         for field in ("host_memory", "staging_memory"):
@@ -214,10 +218,9 @@ class OffloadConfig:
         if self.threads is not None and self.threads > MAX_THREADS:
             raise ConfigError("threads", self.threads, f"use at most {MAX_THREADS}, and no more than there are CPUs")
         _check_choice("gradient_dtype", self.gradient_dtype, ("parameter", "float32"))
-        if not isinstance(self.checksum, bool):
-            raise ConfigError("checksum", self.checksum, "use true or false")
-        if not isinstance(self.keep_grads, bool):
-            raise ConfigError("keep_grads", self.keep_grads, "use true or false")
+        for field in ("checksum", "keep_grads", "shard"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(field, getattr(self, field), "use true or false")
         _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads", "asyncio"))
         if isinstance(self.path_lock, int):
             _check_int("path_lock", self.path_lock, 1, MAX_HOLDERS)

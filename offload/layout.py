@@ -36,6 +36,11 @@ MAX_TILE_BYTES = 8 << 20
 """Large enough that a disk reaches its bandwidth at depth 2, small enough to spread over several paths."""
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[dimension + 1 :]) for dimension in range(len(shape)))
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter (or one rank's piece of it), as the layout sees it.
@@ -50,6 +55,8 @@ class Parameter:
         shape: Of the unsharded parameter; None if nobody said.
         stride: Likewise.
         exact: Whether its state is stored as `EXACT` in a session of another format.
+        box: First index and size in each dimension, of a piece that is no single run of the unsharded parameter; its
+            elements lie in memory in row-major order, as the unsharded parameter's do.
 
     Raises:
         ConfigError: The unsharded parameter has no such piece.
@@ -64,6 +71,7 @@ class Parameter:
     shape: tuple[int, ...] | None = None
     stride: tuple[int, ...] | None = None
     exact: bool = False
+    box: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         if not (self.start or self.unsharded_numel):
@@ -80,6 +88,72 @@ class Parameter:
             raise ConfigError(f"shape of {self.name}", self.shape, f"give one of {whole} elements")
         if self.stride is not None and (self.shape is None or len(self.stride) != len(self.shape)):
             raise ConfigError(f"stride of {self.name}", self.stride, f"give one for each dimension of {self.shape}")
+        if self.box is not None and not self._has_box(self.box):
+            raise ConfigError(f"box of {self.name}", self.box, f"give {self.numel} elements within {self.shape}")
+
+    def _has_box(self, box: tuple[tuple[int, int], ...]) -> bool:
+        shape = self.shape or ()
+        return (
+            len(box) == len(shape)
+            and all(
+                first >= 0 < size and first + size <= whole for (first, size), whole in zip(box, shape, strict=True)
+            )
+            and math.prod(size for _, size in box) == self.numel
+            and sum(first * step for (first, _), step in zip(box, row_major(shape), strict=True)) == self.start
+        )
+
+    def runs(self, start: int, numel: int) -> Iterator[tuple[int, int]]:
+        """Yield the runs of the unsharded parameter that a part of the piece is made of.
+
+        Args:
+            start: First element of the part, in the piece.
+            numel: Elements of the part.
+
+        Yields:
+            First element in the unsharded parameter, and number of elements.
+        """
+        if self.box is None:
+            yield self.start + start, numel
+            return
+        while numel:
+            found, at = self.start, start
+            for inner, step in zip(self._inner, row_major(self.shape or ()), strict=True):
+                found += at // inner * step
+                at %= inner
+            count = min(numel, self._run_numel - start % self._run_numel)
+            yield found, count
+            start, numel = start + count, numel - count
+
+    def locate(self, index: int) -> tuple[int, int] | None:
+        """Return where an element of the unsharded parameter lies in the piece, and how far the run goes from there.
+
+        None if the piece does not have it.
+        """
+        if self.box is None:
+            at = index - self.start
+            return (at, self.numel - at) if 0 <= at < self.numel else None
+        at = 0
+        for (first, size), inner, step in zip(self.box, self._inner, row_major(self.shape or ()), strict=True):
+            coordinate, index = divmod(index, step)
+            if not first <= coordinate < first + size:
+                return None
+            at += (coordinate - first) * inner
+        return at, self._run_numel - at % self._run_numel
+
+    @property
+    def _inner(self) -> tuple[int, ...]:
+        """Elements of the box between two neighbours, in each dimension."""
+        return row_major([size for _, size in self.box or ()])
+
+    @property
+    def _run_numel(self) -> int:
+        """Elements of each of the box's runs."""
+        numel = 1
+        for (_, size), whole in zip(reversed(self.box or ()), reversed(self.shape or ()), strict=True):
+            numel *= size
+            if size != whole:
+                break
+        return numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +288,13 @@ class Layout:
     subgroups: tuple[Subgroup, ...]
     rule: UpdateRule = ADAMW
 
+    def renamed(self, prefix: str) -> Layout:
+        """Return it with something put before every parameter's name."""
+        if not prefix:
+            return self
+        renamed = (replace(parameter, name=prefix + parameter.name) for parameter in self.parameters)
+        return replace(self, parameters=tuple(renamed))
+
     def format_of(self, parameter: Parameter) -> StateFormat:
         """Return how the state of a parameter is stored."""
         return StateFormat.EXACT if parameter.exact else self.rule.state_format
@@ -344,6 +425,10 @@ def extend_layout(
     for index, parameter in enumerate(added, start=len(layout.parameters)):
         if parameter.numel > 0:
             state_format = layout.format_of(parameter)
+            if parameter.box is not None and state_format is not StateFormat.EXACT:
+                # Rounding and blocks follow the order of the unsharded parameter.
+                allowed = f'use "exact": a piece of {parameter.name} is no run of it, as it is not cut along its rows'
+                raise ConfigError("state_format", state_format.name.lower(), allowed)
             buckets.setdefault((parameter.group, parameter.dtype, state_format), []).append(index)
     subgroups = list(layout.subgroups)
     for (group, dtype, state_format), members in buckets.items():

@@ -1,4 +1,4 @@
-"""Data parallel training, every rank with all of the state on a path: torchrun --nproc_per_node 2 ddp.py [FOLDER]."""
+"""Data parallel training, a part of the state on each rank: torchrun --nproc_per_node 2 ddp.py [FOLDER]."""
 
 import sys
 import tempfile
@@ -16,7 +16,7 @@ dist.broadcast_object_list(folder)
 
 torch.manual_seed(0)  # the same weights on all ranks
 model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1)).to(device)
-config = offload.OffloadConfig(host_memory=0, staging_memory="1MiB", paths=folder, subgroup_numel=16384)
+config = offload.OffloadConfig(host_memory=0, staging_memory="1MiB", paths=folder, subgroup_numel=16384, shard=True)
 optimizer = offload.AdamW(model.named_parameters(), lr=1e-3, offload=config)
 trained = torch.nn.parallel.DistributedDataParallel(model)
 

@@ -50,8 +50,8 @@ def manifest_in_place(
         return None
     there = manifest.layout
 
-    def places(layout: Layout) -> list[tuple[int, ...]]:
-        return [(p.numel, p.dtype, p.start, p.unsharded_numel) for p in layout.parameters]
+    def places(layout: Layout) -> list[tuple[object, ...]]:
+        return [(p.numel, p.dtype, p.start, p.unsharded_numel, p.box) for p in layout.parameters]
 
     alike = (
         there.subgroups == layout.subgroups

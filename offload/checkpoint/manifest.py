@@ -294,6 +294,7 @@ def encode(manifest: Manifest) -> bytes:
             "stores": [[ref.store.hex, ref.path] for ref in manifest.stores],
             "parameters": [
                 [p.name, p.numel, int(p.dtype), p.group, step, p.start, p.unsharded_numel, p.shape, p.stride]
+                + ([p.box] if p.box is not None else [])
                 for p, step in zip(layout.parameters, manifest.steps, strict=True)
             ],
             "subgroups": [
@@ -335,6 +336,7 @@ class _Parameter(Row, frozen=True):
     full_numel: Count
     shape: Dimensions | None
     stride: Dimensions | None
+    box: tuple[tuple[Count, Size], ...] | None = None
 
 
 class _Subgroup(Row, frozen=True):
@@ -451,7 +453,7 @@ def _decode(body: _Body) -> Manifest:
         return Subgroup(index, s.group, s.dtype, state_format, tensors, s.numel, segments, s.tile_numel)
 
     parameters = tuple(
-        Parameter(p.name, p.numel, p.dtype, p.group, p.start, p.full_numel, p.shape, p.stride)
+        Parameter(p.name, p.numel, p.dtype, p.group, p.start, p.full_numel, p.shape, p.stride, box=p.box)
         for p in body.parameters
     )
     layout = Layout(parameters, tuple(subgroup(*item) for item in enumerate(body.subgroups)), rule)

@@ -31,7 +31,7 @@ from offload.engine.memory import Arena
 from offload.engine.views import tensor_at
 from offload.errors import CheckpointError, TierError, invariant
 from offload.kernels.stored import Stored, stored_dtype, stored_in
-from offload.layout import Subgroup
+from offload.layout import Parameter, Subgroup
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
 from offload.rules import FP32, Format, UpdateRule
 from offload.tiers import open_existing, tier_error
@@ -44,19 +44,17 @@ BUFFERS = 12
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where a run of a parameter lies: in rank `rank`'s manifest, from `start` on in the whole parameter.
+    """Where a piece of a parameter lies: in rank `rank`'s manifest, from `start` on in the whole parameter.
 
     Attributes:
         rank: Whose manifest.
         parameter: Position of the parameter there.
         start: First element in the whole parameter.
-        numel: Number of elements.
     """
 
     rank: int
     parameter: int
     start: int
-    numel: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +231,12 @@ class Checkpoint:
         """Return where a parameter lies, by start; pieces that several ranks have are there several times."""
         return self._parts[name]
 
+    def _piece(self, part: Part) -> Parameter:
+        return self.manifests[part.rank].layout.parameters[part.parameter]
+
     def full_numel(self, name: str) -> int:
         """Return the number of elements of a whole parameter."""
-        part = self._parts[name][0]
-        return self.manifests[part.rank].layout.parameters[part.parameter].unsharded_numel
+        return self._piece(self._parts[name][0]).unsharded_numel
 
     def step_of(self, name: str) -> int:
         """Return the number of updates that a parameter has had."""
@@ -259,8 +259,7 @@ class Checkpoint:
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return shape and strides of a whole parameter, if its writer gave them."""
-        part = self._parts[name][0]
-        piece = self.manifests[part.rank].layout.parameters[part.parameter]
+        piece = self._piece(self._parts[name][0])
         return None if piece.shape is None or piece.stride is None else (piece.shape, piece.stride)
 
     @property
@@ -457,13 +456,12 @@ class Checkpoint:
         found: dict[str, list[Part]] = {}
         for rank, manifest in enumerate(self.manifests):
             for position, piece in enumerate(manifest.layout.parameters):
-                found.setdefault(piece.name, []).append(Part(rank, position, piece.start, piece.numel))
+                found.setdefault(piece.name, []).append(Part(rank, position, piece.start))
         for name, parts in found.items():
             facts = {
                 (piece.unsharded_numel, piece.shape, piece.stride, manifest.steps[part.parameter])
                 for part in parts
-                for manifest in (self.manifests[part.rank],)
-                for piece in (manifest.layout.parameters[part.parameter],)
+                for manifest, piece in ((self.manifests[part.rank], self._piece(part)),)
             }
             if len(facts) > 1:
                 raise CheckpointError(
@@ -476,14 +474,18 @@ class Checkpoint:
         """Yield (rank, run) for all of a range."""
         if item.name not in self._parts:
             raise CheckpointError(f"{self.path} has no parameter {item.name}; it has {some_of(self.names)}")
-        at, end = item.start, item.start + item.out.numel()
-        for part in self._parts[item.name]:
-            if part.start <= at < part.start + part.numel:
-                stop = min(end, part.start + part.numel)
-                out = item.out[at - item.start : stop - item.start]
-                for run in self._runs_of(part, at - part.start, out):
-                    yield part.rank, run
-                at = stop
+        parts, at, end = self._parts[item.name], item.start, item.start + item.out.numel()
+        number = missed = 0
+        while at < end and missed < len(parts):
+            part = parts[number]
+            found = self._piece(part).locate(at)
+            if found is None:  # the pieces of neighbouring runs follow each other
+                number, missed = (number + 1) % len(parts), missed + 1
+                continue
+            start, count = found[0], min(found[1], end - at)
+            for run in self._runs_of(part, start, item.out[at - item.start : at - item.start + count]):
+                yield part.rank, run
+            at, missed = at + count, 0
         if at < end:
             raise CheckpointError(f"{self.path} has not all of {item.name}: elements from {at} on are missing")
 

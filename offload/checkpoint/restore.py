@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -94,15 +94,11 @@ class Restorer:
     ) -> None:
         self._source.read(
             [
-                Range(
-                    self.names[segment.parameter],
-                    name,
-                    self._parameters[segment.parameter].start + segment.start,
-                    views[name],
-                )
+                found
                 for segment, views in parts
                 for name in views
                 if self._source.has(self.names[segment.parameter], name)
+                for found in self._ranges(segment, name, views[name])
             ]
         )
         for segment, views in parts:
@@ -114,19 +110,22 @@ class Restorer:
             for segment, views in parts:
                 store_weight(views["master"], layout.state_format, self._views.weight(subgroup, segment, view))
 
+    def _ranges(self, segment: Segment, name: str, out: torch.Tensor) -> Iterator[Range]:
+        """Yield what to read of a tensor for a segment."""
+        at = 0
+        for start, numel in self._parameters[segment.parameter].runs(segment.start, segment.numel):
+            yield Range(self.names[segment.parameter], name, start, out[at : at + numel])
+            at += numel
+
     def derive_weights(self, subgroup: Subgroup) -> None:
         """Make the weights of a subgroup whose state stays where the checkpoint has it."""
         gpu, number = self._gpu, subgroup.index
         view = View(0, gpu.image(0) if gpu is not None else None)  # with nothing in flight, all weight slots are free
         self._source.read(
             [
-                Range(
-                    self.names[segment.parameter],
-                    "master",
-                    self._parameters[segment.parameter].start + segment.start,
-                    self._views.weight(number, segment, view),
-                )
+                found
                 for segment in subgroup.segments
+                for found in self._ranges(segment, "master", self._views.weight(number, segment, view))
             ]
         )
         if gpu is not None and view.weights_address is not None:

@@ -71,6 +71,7 @@ class LateEngine:
         if self._unopened is not None:
             self._unopened.detach()
         self._closed = True
+        config = dataclasses.replace(config, shard=False)  # the parameters say which pieces they are
         self.opened = Engine(parameters, config, gradient_slots=gradient_slots, device=self.device, rule=self.rule)
         self._closed = False
 

@@ -22,11 +22,11 @@ from offload.config import OffloadConfig
 from offload.engine.timeline import Interval, trace
 from offload.errors import ConfigError, invariant
 from offload.layout import Parameter
-from offload.optim import ranks
+from offload.optim import ranks, shards
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.late import LateEngine
 from offload.optim.overlap import Following, Overlap
-from offload.optim.routes import choose_route
+from offload.optim.routes import check_reduced, choose_route
 from offload.optim.scaling import Scaling
 from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import Bound, check_parameter
@@ -59,10 +59,12 @@ class OffloadedOptimizer(StatefulOptimizer):
         late.config = config.for_rank(rank) if world > 1 else config
         late.use(self._find_device(parameters))
         first = self.param_groups[0]["params"]
-        self._weights.place = first[0].device if first else None
+        self._weights.place = shards.local(first[0]).device if first else None
         self._scaling = Scaling()
+        if config.shard and world > 1:
+            self._weights.rows_over = ranks.mesh_of_all(first[0].device.type if first else "cpu")
         self._overlap = Overlap(late, self._weights)
-        self._route = choose_route(late, self._weights, self._scaling, self._overlap, world)
+        self._route = choose_route(late, self._weights, self._scaling, self._overlap, parameters)
         self._is_told = True  # of the last step
         self._lock.first = lambda: owner._finish()
         self._forecast = Forecast()
@@ -74,7 +76,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _find_device(self, parameters: list[torch.Tensor]) -> Device | None:
         """Return the GPU that all weights lie on; None for the CPU."""
-        devices = {parameter.device for parameter in parameters}
+        devices = {shards.local(parameter).device for parameter in parameters}
         if len(devices) > 1:
             found = ", ".join(sorted(map(str, devices)))
             raise ConfigError("params", found, "have all weights on one device, or an optimizer for each")
@@ -117,6 +119,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             for parameter, name, at in names(self.param_groups):
                 if at == len(self.param_groups) - 1:
                     check_parameter(parameter, name, self._weights.place)
+            if self._weights.place is not None and not self._late.config.keep_grads:
+                check_reduced(group["params"])
             if self._late.opened is not None:
                 bound = self._weights.bound  # perhaps by an addition that was interrupted
                 self._add([p for p in group["params"] if p.requires_grad and p not in bound])
@@ -130,7 +134,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Let autograd accumulate in float32, if that is wanted."""
         if self._late.config.gradient_dtype == "float32" and self._route.widens:
             for parameter in parameters:
-                if parameter.grad is None:
+                if parameter.grad is None and not shards.is_sharded(parameter):  # FSDP2 has a dtype for it
                     parameter.grad_dtype = torch.float32
 
     def _add(self, wanted: list[torch.Tensor]) -> None:
@@ -175,11 +179,32 @@ class OffloadedOptimizer(StatefulOptimizer):
         bound = self._weights.bound
         late = [p for p in self._parameters() if p.grad is not None and p not in bound and p.requires_grad]
         if late:
+            self._check_new(late)
             self._add(late)
 
+    def _check_new(self, late: list[torch.Tensor]) -> None:
+        """Refuse parameters that have come into the place of others, as where a model is sharded after all."""
+        new, known = set(late), {record.name for record in self._weights.bound.values()}
+        for parameter, name, _ in names(self.param_groups):
+            if parameter in new and name in known:
+                allowed = "make the optimizer after fully_shard, parallelize_module or prepare: it was replaced since"
+                raise ConfigError("params", name, allowed)
+
     def _norm_sq(self) -> float:
-        """Return the squared norm of all gradients, without factors."""
-        return self.engine.gradient_norm_sq([bound.position for bound in self._bind_gradients()])
+        """Return the squared norm of all gradients, without factors; a collective where parameters are sharded."""
+        active = self._bind_gradients()
+        positions = [bound.position for bound in active]
+        bounds = self._weights.bound.values()
+        if ranks.world()[0] > 1 and any(ranks.is_flattened(bound.parameter) for bound in bounds):
+            allowed = (
+                "use the FSDP1 module's own clip_grad_norm_, and torch's ShardedGradScaler: this rank has a part"
+            )
+            raise ConfigError("params", "FSDP1's", allowed)
+        if all(bound.cut is None for bound in bounds):
+            return self.engine.gradient_norm_sq(positions)
+        found = dict(zip(active, self.engine.gradient_norms_sq(positions), strict=True))
+        # All ranks take part for all parameters, whichever of them have a gradient.
+        return shards.total((bound.cut, found.get(bound, 0.0)) for bound in bounds)
 
     @_disable_dynamo
     @torch.no_grad()
@@ -188,9 +213,11 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         `.grad` is left as it is; the factor is applied when `step` reads it, and forgotten by `zero_grad`. So
         gradients are changed before this is called: `step` refuses those that were replaced, changed or accumulated
-        since. Of writes past version counters (through `.data`, NumPy, or collectives) only those before are seen.
+        since. Of writes past version counters (through `.data`, NumPy, collectives, or `torch._foreach_*` functions
+        of a `DTensor`) only those before are seen.
         The norm is that of the gradients as they are at this call: those in host memory are read once, to see whether
-        they have changed since their norms were gathered. So writes through `.data` or NumPy are noticed.
+        they have changed since their norms were gathered. So writes through `.data` or NumPy are noticed. Where
+        parameters are cut over ranks it is the norm of all pieces, and all ranks call this together.
 
         Args:
             max_norm: Largest norm.
@@ -283,6 +310,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._route.forget()
             self._weights.written(active)
         if not self._overlap.is_behind:
+            self._weights.gather()
             self._tell()
 
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[Bound]) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from offload.errors import ConfigError, OffloadError
+from offload.optim import ranks, shards
 from offload.optim.late import LateEngine
 from offload.optim.pace import Pace
 from offload.optim.weights import Bound, Weights
@@ -41,6 +42,7 @@ class Overlap:
         self.following: list[Following] = []
         self.pace = Pace()
         self._late = late
+        self._weights = weights
         self._bound = weights.bound
         self._used: dict[torch.Tensor, None] = {}
         self._hidden: dict[Bound, torch.Tensor] = {}
@@ -54,6 +56,12 @@ class Overlap:
         """Hook a model; once more to hook what has been added to it."""
         if not isinstance(model, torch.nn.Module):
             raise ConfigError("model", type(model).__name__, "give the torch.nn.Module whose forward pass trains")
+        sharded = next((p for p in model.parameters() if shards.is_sharded(p) or ranks.is_flattened(p)), None)
+        if sharded is not None or self._weights.rows_over is not None:
+            what = "shard=True" if sharded is None else type(sharded).__name__
+            raise ConfigError(
+                "model", what, "have whole weights on each rank: shards are gathered before a module's turn"
+            )
         self.finish()
         for other in [other for other in self.following if other.model is model]:
             other.remove()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from offload.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from offload.optim.weights import Bound
+
+log = logging.getLogger("offload")
 
 DIGEST_NUMEL = 1024
 """Elements at the beginning of each weight by which ranks find out whether they have the same."""
@@ -23,11 +29,39 @@ def world() -> tuple[int, int]:
     return 1, 0
 
 
-def agree_on_save(weights: Mapping[str, torch.Tensor]) -> tuple[int, int, str, bool]:
-    """Agree on a save that all ranks make together.
+def mesh_of_all(device: str) -> Any:
+    """Return torch's mesh of all ranks; it has the default process group, and makes no other.
 
-    Returns:
-        World size, rank, the save's id, and whether rank 0 saves this rank's state too, since all have the same.
+    Args:
+        device: The kind of device that weights are on.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    everyone: Any = torch.distributed.group.WORLD
+    return DeviceMesh.from_group(everyone, device)
+
+
+class Agreement(NamedTuple):
+    """What ranks have agreed on for a save that they make together.
+
+    Attributes:
+        ranks: World size.
+        rank: This rank.
+        id: The save's.
+        replica: Whether an earlier rank saves this rank's state too, since both have the same pieces of the same
+            weights.
+        prefix: What is put before the names of this rank's weights, which are nobody else's.
+    """
+
+    ranks: int
+    rank: int
+    id: str
+    replica: bool = False
+    prefix: str = ""
+
+
+def agree_on_save(bounds: Collection[Bound]) -> Agreement:
+    """Agree on a save that all ranks make together.
 
     Raises:
         CheckpointError: Ranks have other weights under the same names; raised on all of them.
@@ -35,20 +69,57 @@ def agree_on_save(weights: Mapping[str, torch.Tensor]) -> tuple[int, int, str, b
     size, rank = world()
     id = uuid.uuid4().hex
     if size == 1:
-        return size, rank, id, False
+        return Agreement(size, rank, id)
     found: list[Any] = [None] * size
-    torch.distributed.all_gather_object(found, (id, {name: _digest(weight) for name, weight in weights.items()}))
-    first: dict[str, tuple[int, int]] = {}
-    for number, (_, theirs) in enumerate(found):
-        for name, digest in theirs.items():
-            if first.setdefault(name, (number, digest))[1] != digest:
-                raise CheckpointError(
-                    f"ranks {first[name][0]} and {number} have different weights that are both called {name}: "
-                    "give every weight a name of its own, or use `offload.Engine`, whose parameters know their places"
-                )
-    return size, rank, found[0][0], rank > 0 and all(theirs == found[0][1] for _, theirs in found)
+    mine = id, {bound.name: _digest(bound) for bound in bounds}, all(map(_is_of_its_rank, bounds))
+    torch.distributed.all_gather_object(found, mine)
+    clash = _clash([weights for _, weights, _ in found])
+    id = found[0][0]
+    if clash is None:
+        return Agreement(size, rank, id, any(weights == found[rank][1] for _, weights, _ in found[:rank]))
+    name, one, other = clash
+    if not all(of_its_rank for _, _, of_its_rank in found):
+        raise CheckpointError(
+            f"ranks {one} and {other} have different weights that are both called {name}: give every weight a name "
+            "of its own, or use `offload.Engine`, whose parameters know their places"
+        )
+    log.log(
+        logging.WARNING if rank == 0 else logging.INFO,
+        "ranks %d and %d have different weights that are both called %s, as with FSDP1 or ZeroRedundancyOptimizer: "
+        "each rank saves its own, for as many ranks to load",
+        *(one, other, name),
+    )
+    return Agreement(size, rank, id, prefix=f"rank{rank}.")
 
 
-def _digest(weight: torch.Tensor) -> int:
-    beginning = weight.detach().as_strided((weight.numel(),), (1,))[:DIGEST_NUMEL].cpu()
-    return zlib.crc32(beginning.view(torch.uint8).numpy().tobytes())
+def _is_of_its_rank(bound: Bound) -> bool:
+    """Return whether nobody says which weight, or which piece of one, a plain tensor is."""
+    return bound.cut is None and (is_flattened(bound.parameter) or bound.name.startswith("param_groups["))
+
+
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is FSDP1's, so that this rank may have any part of it."""
+    return getattr(parameter, "_fsdp_flattened", False)
+
+
+def _clash(everyone: Sequence[Mapping[str, tuple[Any, ...]]]) -> tuple[str, int, int] | None:
+    """Return the name of different weights, and two ranks that have them; None if there are none.
+
+    Pieces of one weight are alike in what the whole is; those in one place in what they hold, too.
+    """
+    first: dict[tuple[Any, ...], tuple[int, Any]] = {}
+    for rank, weights in enumerate(everyone):
+        for name, (whole, place, digest) in weights.items():
+            for key, value in (((name,), whole), ((name, place), digest)):
+                if first.setdefault(key, (rank, value))[1] != value:
+                    return name, first[key][0], rank
+    return None
+
+
+def _digest(bound: Bound) -> tuple[Any, ...]:
+    """Return what a weight is, which piece of it this rank has, and a checksum of the piece's beginning."""
+    weight, mine = bound.parameter, bound.local.detach()
+    place = (0, weight.numel()) if bound.cut is None else (bound.cut.start, mine.numel(), bound.cut.box)
+    beginning = mine.as_strided((mine.numel(),), (1,))[:DIGEST_NUMEL].cpu()
+    checksum = zlib.crc32(beginning.view(torch.uint8).numpy().tobytes())
+    return (tuple(weight.shape), weight.dtype), place, checksum

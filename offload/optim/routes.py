@@ -17,8 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
+from offload.optim import shards
 from offload.optim.late import LateEngine
 from offload.optim.overlap import Overlap
+from offload.optim.ranks import world
 from offload.optim.scaling import Note, Scaling
 from offload.optim.slots import GradientSlot
 from offload.optim.weights import Bound, Weights
@@ -31,15 +33,34 @@ NO_PASS = -1
 """What torch calls the backward pass outside of any."""
 
 
-def choose_route(late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap, world: int) -> Route:
-    """Return the route for the device and the number of ranks; refuse, and close, what would leave unreduced."""
-    if world > 1 and not late.config.keep_grads:
-        late.close()
-        allowed = f"use true: {world} processes reduce gradients after they have arrived"
-        raise ConfigError("keep_grads", False, allowed)
+def choose_route(
+    late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap, parameters: Iterable[torch.Tensor]
+) -> Route:
+    """Return the route for the device and the parameters; refuse, and close, what would leave unreduced."""
+    parameters = [*parameters]
+    if not late.config.keep_grads:
+        try:
+            check_reduced(parameters)
+        except ConfigError:
+            late.close()
+            raise
     if late.device is None:
-        return (Slots if world == 1 else Reduced)(late, weights, scaling, overlap)
+        is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
+        return (Slots if is_alone else Reduced)(late, weights, scaling, overlap)
     return (AtStep if late.config.keep_grads else Departing)(late, weights, scaling, overlap)
+
+
+def check_reduced(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters whose gradients ranks reduce only after the hooks that hear of them have run.
+
+    Those of a `DTensor` over all ranks arrive reduced, as FSDP2 calls these hooks itself, or say that they are not.
+    """
+    ranks = world()[0]
+    for parameter in parameters if ranks > 1 else ():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None or mesh.size() < ranks:
+            allowed = f"use true: {ranks} processes reduce gradients after they have arrived, but for those of FSDP2"
+            raise ConfigError("keep_grads", False, allowed)
 
 
 class Route:
@@ -61,6 +82,8 @@ class Route:
     def attach(self, bound: Bound) -> None:
         """Hear of a parameter's gradients from now on."""
         self._engine = self._late.engine  # which is open now
+        if bound.cut is not None and bound.local.device.type != bound.cut.mesh.device_type:
+            return  # FSDP2 has the copy to the host wait for any hook; a gradient that changes is noticed without one
         register: Any = bound.parameter.register_post_accumulate_grad_hook
         self._handles.append(register(_ArrivalHook(self, bound)))
 
@@ -89,14 +112,19 @@ class Route:
         parameter, gradient = bound.parameter, bound.parameter.grad
         if gradient is None:
             return False
+        gradient = shards.reduced(gradient, parameter, bound.name)
+        if gradient is not parameter.grad:
+            parameter.grad = gradient  # once, whoever asks for it next
+        rows = None if shards.is_sharded(parameter) else bound.cut  # else the gradient is that of the piece
+        gradient, parameter = shards.local(gradient), shards.local(parameter)
         _check_gradient(gradient, parameter, bound.name)
         self._held.append(gradient)
         gathered = self._is_gathered(bound, gradient)
         if not _lies_as(gradient, parameter):
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
             self._held.append(gradient)
-        dtype = DTYPE_CODES[gradient.dtype]
-        self._engine.bind_gradient(bound.position, gradient.data_ptr(), dtype, gathered=gathered)
+        dtype, address = DTYPE_CODES[gradient.dtype], shards.own(gradient, rows).data_ptr()
+        self._engine.bind_gradient(bound.position, address, dtype, gathered=gathered)
         return True
 
     def _is_gathered(self, bound: Bound, gradient: torch.Tensor) -> bool:
@@ -105,7 +133,9 @@ class Route:
     def note(self, bound: Bound) -> Note | None:
         """Return what tells a parameter's gradient from others; None if it has none."""
         gradient = bound.parameter.grad
-        return Note(weakref.ref(gradient), gradient._version, gradient.data_ptr()) if gradient is not None else None
+        if gradient is None:
+            return None
+        return Note(weakref.ref(gradient), shards.version(gradient), shards.local(gradient).data_ptr())
 
     def notes(self) -> Iterator[tuple[Bound, Note | None]]:
         """Yield all parameters, and what tells their gradients from others."""
@@ -180,13 +210,15 @@ class Slots(Route):
 
     def attach(self, bound: Bound) -> None:
         """See `Route.attach`."""
-        bound.slot = GradientSlot(self._late.engine.gradient_slot(bound.position), bound.parameter)
-        if bound.parameter.numel():
+        bound.slot = GradientSlot(self._late.engine.gradient_slot(bound.position), bound.local)
+        if bound.local.numel():
             self._slots_at.add(bound.slot.address)
         super().attach(bound)
 
     def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
         parameter, slot, engine = bound.parameter, bound.slot, self._engine
+        if shards.is_sharded(parameter):
+            return  # FSDP2 keeps a gradient where its reduction has left it, and adds to it there
         _check_gradient(gradient, parameter, bound.name)
         if gradient.data_ptr() == slot.address and gradient.dtype == slot.dtype:
             engine.gradient_arrived(bound.position, slot.address, DTYPE_CODES[slot.dtype])
@@ -229,7 +261,10 @@ class Departing(Route):
         self._pass = NO_PASS
 
     def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
-        _check_gradient(gradient, bound.parameter, bound.name)
+        if not shards.placed_as(gradient, bound.parameter):
+            return  # tensor parallelism has it reduced when somebody asks for it, as the step does
+        gradient = shards.local(gradient)
+        _check_gradient(gradient, shards.local(bound.parameter), bound.name)
         if not gradient.requires_grad:  # else it is part of a graph, and stays until the step
             self._depart(bound, gradient)
             number: int = torch._C._current_graph_task_id()
@@ -244,7 +279,7 @@ class Departing(Route):
 
     def _depart(self, bound: Bound, gradient: torch.Tensor) -> None:
         """Let a gradient leave the GPU, or at least `.grad`."""
-        parameter, engine = bound.parameter, self._engine
+        parameter, engine = shards.local(bound.parameter), self._engine
         is_first = not engine.has_gradient(bound.position)  # which no interrupt makes untrue
         if not is_first:
             self._scaling.added(bound)
@@ -263,7 +298,7 @@ class Departing(Route):
         if is_first:
             self._left[bound] = gradient if engine.keeps_gradient(bound.position) else None
         mark = engine.gradient_arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
-        parameter.grad = None
+        bound.parameter.grad = None
         while self._in_transit and self._in_transit[0][0].reached():
             self._in_transit_bytes -= self._in_transit.popleft()[1].nbytes
         if mark is not None:
@@ -272,13 +307,17 @@ class Departing(Route):
         while self._in_transit_bytes > MAX_IN_TRANSIT_BYTES:
             first, oldest = self._in_transit.popleft()
             self._in_transit_bytes -= oldest.nbytes
-            engine.hand_back(oldest, first)  # whatever backward does next, with that memory too
+            if bound.cut is None:
+                engine.hand_back(oldest, first)  # whatever backward does next, with that memory too
+            else:  # FSDP2 uses that memory on streams of its own
+                first.wait()
 
     def _bind(self, bound: Bound) -> bool:
         if not self._engine.has_gradient(bound.position):
             return super()._bind(bound)
         if bound.parameter.grad is not None:
-            self._depart(bound, bound.parameter.grad.detach())
+            gradient = shards.reduced(bound.parameter.grad, bound.parameter, bound.name)
+            self._depart(bound, shards.local(gradient).detach())
         return True
 
     def note(self, bound: Bound) -> Note | None:

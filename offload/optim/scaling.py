@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from offload.errors import ConfigError
+from offload.optim import shards
 from offload.optim.weights import Bound
 
 CLIP_EPS = 1e-6
@@ -93,7 +94,7 @@ class Scaling:
         """
         noted = self.noted.get(bound)
         if noted is not None:
-            onto = noted.of() is gradient and gradient._version == noted.version + 1
+            onto = noted.of() is gradient and shards.version(gradient) == noted.version + 1
             self._accumulated_onto_noted |= onto or builds_graph or gradient.requires_grad
 
     def added(self, bound: Bound) -> None:
@@ -113,7 +114,7 @@ class Scaling:
                 kept = True
             elif bound.arrivals != self._arrivals.get(bound, 0):
                 fresh = True
-            elif math.isnan(self.clip) or gradient is None or bool(gradient.any()):  # zeros stay zeros
+            elif math.isnan(self.clip) or gradient is None or bool(shards.local(gradient).any()):  # zeros stay zeros
                 changed = bound
         if fresh and (kept or self._accumulated_onto_noted):
             raise ConfigError(

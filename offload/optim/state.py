@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from offload.errors import ConfigError
+from offload.optim import shards
 from offload.optim.late import LateEngine
 from offload.optim.overlap import Turn
 from offload.optim.weights import Bound, Weights
@@ -31,20 +32,23 @@ class Copies:
 
     def watch(self, copy: torch.Tensor, name: str) -> None:
         """Note a copy as it is now."""
-        # Shares the copy's version counter, and none of its memory: it can tell of a copy that is gone.
-        witness = copy.detach()
-        witness.data = torch.empty(0, dtype=copy.dtype, device="cpu")
-        self._watched[id(witness)] = weakref.ref(copy), witness, witness._version, name
+        for part in shards.counted(copy):
+            # Shares the copy's version counter, and none of its memory: it can tell of a copy that is gone.
+            witness = part.detach()
+            shards.let_go(witness)
+            self._watched[id(witness)] = weakref.ref(part), witness, witness._version, name
 
     def is_as_watched(self, copy: torch.Tensor) -> bool:
         """Return whether a copy has not changed since `watch`."""
-        return any(ref() is copy and now._version == then for ref, now, then, _ in self._watched.values())
+        return all(
+            any(ref() is part and now._version == then for ref, now, then, _ in self._watched.values())
+            for part in shards.counted(copy)
+        )
 
     def forget(self, copy: torch.Tensor | None = None) -> None:
         """Forget a copy, or all."""
-        self._watched = {
-            key: entry for key, entry in self._watched.items() if copy is not None and entry[0]() is not copy
-        }
+        parts = [] if copy is None else [id(part) for part in shards.counted(copy)]
+        self._watched = {key: entry for key, entry in self._watched.items() if parts and id(entry[0]()) not in parts}
 
     def check(self) -> None:
         """Forget the copies that nobody has any more.
@@ -84,7 +88,8 @@ class StateEntry(dict[str, torch.Tensor]):
             and self._changes == self._state.changes
             and self._state.copies.is_as_watched(copy)
             and (value.dtype, value.shape) == (copy.dtype, copy.shape)
-            and bool((value.detach().cpu().view(torch.int32) == copy.view(torch.int32)).all())
+            and shards.placed_as(value, copy)
+            and torch.equal(_bits(value), _bits(copy))
         )
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -183,7 +188,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
                 entry = {"step": _step_tensor(self._late.engine.step_count(bound.position))}
                 for name in (*self._rule.names[1:], MASTER.name):
                     if name in state:
-                        entry[name] = state[name].as_strided(bound.parameter.size(), bound.parameter.stride())
+                        entry[name] = shards.shaped(state[name], bound.parameter, bound.cut)
                 found.append(entry)
         return found
 
@@ -199,13 +204,14 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
                 return _step_tensor(step)
             if name not in names:
                 raise ConfigError("state", name, f"assign step, {', '.join(names)}")
-            given = _in_order(f"state {name}", value, parameter)
-            copy = torch.empty_strided(parameter.size(), parameter.stride(), dtype=torch.float32, device="cpu")
-            copy.copy_(value.detach())
+            given = _in_order(f"state {name}", value, bound)
+            mine = bound.local
+            copy = torch.empty_strided(mine.size(), mine.stride(), dtype=torch.float32, device="cpu")
+            copy.copy_(shards.own_part(f"state {name}", value.detach(), bound.cut))
             self._write({bound: ({name: given}, None)})
-            return copy
+            return shards.shaped(copy.as_strided((mine.numel(),), (1,)), parameter, bound.cut)
 
-    def checked(self, what: str, entry: Mapping[str, Any], parameter: torch.Tensor) -> Entry:
+    def checked(self, what: str, entry: Mapping[str, Any], bound: Bound) -> Entry:
         """Return one parameter's whole state as it is written; a missing master is left out."""
         entry = entry if isinstance(entry, Mapping) else {}
         others = {tensor.name for rule in RULES.values() for tensor in rule.state}.difference(self._rule.names)
@@ -213,7 +219,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             raise ConfigError(what, ", ".join(found), f"it is of another rule: here there is {self._rule.names[1]}")
         step = _checked_step(what, entry.get("step", self._rule.missing_step))
         return {
-            name: _in_order(f"{what}.{name}", entry.get(name), parameter)
+            name: _in_order(f"{what}.{name}", entry.get(name), bound)
             for name in self._rule.names
             if name != MASTER.name or not _is_missing(entry.get(name))
         }, step
@@ -262,6 +268,8 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         )
         masters = [bound for bound, (tensors, _) in entries.items() if "master" in tensors]
         self._weights.written(bound for bound in masters if bound.parameter.dtype == torch.float32)
+        if masters:
+            self._weights.gather()
 
     def __contains__(self, parameter: object) -> bool:
         bound = self._weights.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
@@ -305,7 +313,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             self.reset([parameter])
             return
         bound = self._weights.of(parameter)
-        checked = self.checked("state", entry, parameter)
+        checked = self.checked("state", entry, bound)
         with self._lock:
             self._weights.check()
             self._replace({bound: checked})
@@ -342,6 +350,10 @@ def _step_tensor(step: int) -> torch.Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return shards.local(tensor.detach()).cpu().view(torch.int32)
+
+
 def _checked_step(what: str, value: object) -> int:
     step = number(value)
     if not (math.isfinite(step) and step >= 0 and step == int(step)):
@@ -349,17 +361,18 @@ def _checked_step(what: str, value: object) -> int:
     return int(step)
 
 
-def _in_order(what: str, tensor: object, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view of a tensor whose row-major order is that of the parameter's memory; nothing is copied."""
+def _in_order(what: str, tensor: object, bound: Bound) -> torch.Tensor:
+    """Return this rank's elements as a view in the order of the weight's memory; nothing is copied."""
+    parameter = bound.parameter
     if not isinstance(tensor, torch.Tensor) or tensor.shape != parameter.shape:
         found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(what, found, f"it must be a tensor of {tuple(parameter.shape)}")
-    strides = parameter.stride()
+    strides, mine = bound.local.stride(), shards.own_part(what, tensor.detach(), bound.cut)
     try:
-        if tensor.layout != torch.strided:
+        if mine.layout != torch.strided:
             raise TypeError("it is not dense")
-        view = tensor.detach().permute(sorted(range(tensor.dim()), key=lambda axis: -strides[axis]))
-        if tensor.numel():  # what cannot be copied is found before anything is; and a GPU's streams have come so far
+        view = mine.permute(sorted(range(mine.dim()), key=lambda axis: -strides[axis]))
+        if mine.numel():  # what cannot be copied is found before anything is; and a GPU's streams have come so far
             torch.empty((), dtype=torch.float32, device="cpu").copy_(view[(0,) * view.dim()])
     except (RuntimeError, TypeError, NotImplementedError) as cause:
         found = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout}, {tensor.device})"

@@ -184,7 +184,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     "state_dict", key, "it has state for a parameter that this optimizer does not update"
                 )
             if not says_nothing(entry):
-                entries[bound] = self._state.checked(f"state_dict {key}", entry, bound.parameter)
+                entries[bound] = self._state.checked(f"state_dict {key}", entry, bound)
         with self._lock:
             if self._late.opened is not None:
                 self._state.replace_all(entries)
@@ -243,17 +243,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._state.check()
             self._late.open()
             bounds = self._weights.bound.values()
-            world, rank, id, replica = ranks.agree_on_save({bound.name: bound.parameter for bound in bounds})
+            agreed = ranks.agree_on_save(bounds)
             self.engine.save(
                 path,
-                metadata={"optimizer": self.kind, "groups": to_json(self.param_groups)},
+                metadata={"optimizer": self.kind, "groups": to_json(self.param_groups), "prefix": agreed.prefix},
                 extra=content,
                 copy=copy,
                 on_done=on_done,
-                id=id,
-                rank=rank,
-                ranks=world,
-                replica=replica,
+                id=agreed.id,
+                rank=agreed.rank,
+                ranks=agreed.ranks,
+                replica=agreed.replica,
+                prefix=agreed.prefix,
             )
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:
@@ -307,9 +308,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
         config = self.engine.config
         places = [place.path for place in config.path_configs]
         with self._lock, Checkpoint(path, verify=config.checksum, paths=places) as checkpoint:
-            rank = ranks.world()[1]
+            world, rank = ranks.world()
             rank = rank if rank < len(checkpoint.manifests) else 0
-            groups = self._restored_groups(checkpoint.manifests[rank].metadata, checkpoint.path)
+            metadata = checkpoint.manifests[rank].metadata
+            groups = self._restored_groups(metadata, checkpoint.path)
+            prefix = str(metadata.get("prefix") or "")
+            if prefix and len(checkpoint.manifests) != world:
+                raise CheckpointError(
+                    f"{checkpoint.path} was saved by {len(checkpoint.manifests)} ranks with weights of their own, as "
+                    f"of FSDP1 or ZeroRedundancyOptimizer: load it with as many, not {world}"
+                )
             content = checkpoint.extra(rank)
             extra = None
             if content is not None:
@@ -320,7 +328,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                         f"what was given as extra to {checkpoint.path} cannot be read: {cause}. If you trust the "
                         "file, pass weights_only=False"
                     ) from cause
-            self._load(checkpoint, groups if hyperparameters else None)
+            self._load(checkpoint, groups if hyperparameters else None, prefix)
         return extra
 
     @torch.no_grad()
@@ -351,16 +359,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _restored_groups(self, metadata: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
         return from_json(metadata, path, self.kind, self.param_groups, self._check_group)
 
-    def _load(self, source: StateSource, groups: list[dict[str, Any]] | None) -> None:
+    def _load(self, source: StateSource, groups: list[dict[str, Any]] | None, prefix: str = "") -> None:
         self._late.open()
         bounds = self._weights.bound.values()
-        _check_forms(source, bounds)
+        names = {bound.name: prefix + bound.name for bound in bounds}
+        _check_forms(source, bounds, names)
         self._weights.check()
         world, rank = ranks.world()
         self._state.copies.forget()
         self._state.changed()
-        self.engine.load(source, rank=rank, ranks=world)
+        self.engine.load(source, names=names, rank=rank, ranks=world)
         self._weights.written(bounds)
+        self._weights.gather()
         if groups is not None:
             set_restored(self.param_groups, groups)
 
@@ -368,10 +378,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         raise ConfigError("optimizer", type(self).__name__, "copy or save optimizer.state_dict() instead")
 
 
-def _check_forms(source: StateSource, bounds: Iterable[Bound]) -> None:
+def _check_forms(source: StateSource, bounds: Iterable[Bound], names: Mapping[str, str]) -> None:
     """Verify that parameters lie in memory in the order in which their state was saved."""
     for bound in bounds:
-        known = source.shape_of(bound.name) if bound.name in source.names else None
+        name = names[bound.name]
+        known = source.shape_of(name) if name in source.names else None
         here = tuple(bound.form[1]), tuple(bound.form[2])
         if known is not None and known != here:
             raise CheckpointError(

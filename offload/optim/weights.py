@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +15,18 @@ from torch.autograd.graph import increment_version
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.layout import Parameter
+from offload.optim import shards
 from offload.optim.groups import Group, names
 from offload.optim.late import LateEngine
 from offload.optim.ranks import world
+from offload.optim.shards import Cut
 from offload.optim.slots import GradientSlot
 from offload.session.handout import PIECE_NUMEL, copy_run
 
 log = logging.getLogger("offload")
+
+
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.Size]
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
@@ -30,8 +34,9 @@ class Bound:
     """A parameter that the engine updates.
 
     Attributes:
-        form: Dtype, shape and strides of the weight that the state belongs to.
+        form: Dtype, shape and strides of the weight that the state belongs to, and the shape that this rank has.
         left: Address and version of the weight as it was left.
+        cut: How it is cut over ranks; None if this rank has all of it.
         arrivals: Gradients that autograd has accumulated.
         slot: Memory for the gradient; only where gradients have slots.
         gathered: Version of the gradient in the slot when its norm was gathered.
@@ -41,12 +46,22 @@ class Bound:
     parameter: torch.Tensor
     position: int
     name: str
-    form: tuple[torch.dtype, torch.Size, tuple[int, ...]]
+    form: Form
     left: tuple[int, int]
+    cut: Cut | None
     arrivals: int = 0
     slot: GradientSlot = field(init=False)
     gathered: int = -1
     expected: bytes | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The elements of the parameter that this rank has, where they are now."""
+        return shards.own(self.parameter, self.cut)
+
+    def now(self) -> tuple[int, int]:
+        """Return address and version of the weight."""
+        return self.local.data_ptr(), shards.version(self.parameter)
 
 
 class Weights:
@@ -55,11 +70,13 @@ class Weights:
     Attributes:
         bound: Their records, in that order.
         place: The device that all weights must be on; None for any.
+        rows_over: A mesh of ranks of which each updates some rows of every weight; None where each updates all.
     """
 
     def __init__(self, late: LateEngine) -> None:
         self.bound: dict[torch.Tensor, Bound] = {}
         self.place: torch.device | None = None
+        self.rows_over: Any = None
         self._late = late
         self._told_changed = False
         self._told_others = True
@@ -70,17 +87,29 @@ class Weights:
         for parameter in wanted:
             check_parameter(parameter, known[parameter][0], self.place)
         _check_apart({parameter: known[parameter][0] for parameter in (*self.bound, *wanted)})
-        return tuple(
-            Parameter(name, p.numel(), DTYPE_CODES[p.dtype], group, 0, p.numel(), tuple(p.shape), tuple(p.stride()))
-            for p in wanted
-            for name, group in (known[p],)
+        return tuple(self._described(parameter, *known[parameter]) for parameter in wanted)
+
+    def _described(self, parameter: torch.Tensor, name: str, group: int) -> Parameter:
+        cut = shards.cut_of(parameter, name, self.rows_over)
+        return Parameter(
+            name,
+            shards.own(parameter, cut).numel(),
+            DTYPE_CODES[parameter.dtype],
+            group,
+            cut.start if cut is not None else 0,
+            parameter.numel(),
+            tuple(parameter.shape),
+            tuple(parameter.stride()),
+            box=None if cut is None or cut.is_run else cut.box,
         )
 
     def bind(self, parameter: torch.Tensor, name: str) -> Bound:
         """Tell the engine of the next parameter's weight; the record counts when it is in `bound`."""
-        form = parameter.dtype, parameter.shape, parameter.stride()
-        self._late.engine.bind_weight(len(self.bound), parameter.data_ptr())
-        return Bound(parameter, len(self.bound), name, form, (parameter.data_ptr(), parameter._version))
+        cut = shards.cut_of(parameter, name, self.rows_over)
+        bound = Bound(parameter, len(self.bound), name, _form(parameter), (0, 0), cut)
+        bound.left = bound.now()
+        self._late.engine.bind_weight(bound.position, bound.left[0])
+        return bound
 
     def of(self, parameter: Any) -> Bound:
         """Return a parameter's record; refuse what has none."""
@@ -93,13 +122,13 @@ class Weights:
     def check(self) -> None:
         """Notice weights that were moved or changed since they were left; refuse what cannot be updated any more."""
         changed = []
-        if any(bound.parameter.data_ptr() != bound.left[0] for bound in self.bound.values()):
+        if any(bound.local.data_ptr() != bound.left[0] for bound in self.bound.values()):
             _check_apart({parameter: bound.name for parameter, bound in self.bound.items()})
         for parameter, bound in self.bound.items():
-            now = parameter.data_ptr(), parameter._version
+            now = bound.now()
             if now == bound.left:
                 continue
-            form = parameter.dtype, parameter.shape, parameter.stride()
+            form = _form(parameter)
             if form != bound.form:
                 found = f"{form[0]}, shape {tuple(form[1])}, strides {form[2]}"
                 raise ConfigError(
@@ -153,8 +182,17 @@ class Weights:
         changed = [*changed]
         increment_version([bound.parameter for bound in changed])
         for bound in changed:
-            bound.left = bound.parameter.data_ptr(), bound.parameter._version
+            bound.left = bound.now()
             bound.expected = None
+
+    def gather(self) -> None:
+        """Have all ranks exchange the rows that each has updated; a collective, if there are any."""
+        cut = [bound for bound in self.bound.values() if bound.cut is not None and bound.cut.mesh is self.rows_over]
+        if cut:
+            self._late.engine.wait_weights()
+            shards.gather([bound.parameter for bound in cut], self.rows_over)
+            for bound in cut:
+                bound.left = bound.now()
 
 
 def digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:
@@ -169,27 +207,29 @@ def digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:
 
 
 def _is_expected(bound: Bound) -> bool:
-    weight = bound.parameter.detach()
+    weight = bound.local.detach()
     return digest(weight.as_strided((weight.numel(),), (1,)), weight.dtype) == bound.expected
+
+
+def _form(parameter: torch.Tensor) -> Form:
+    return parameter.dtype, parameter.shape, parameter.stride(), shards.local(parameter).shape
 
 
 def _check_apart(named: Mapping[torch.Tensor, str]) -> None:
     """Verify that weights share no memory: each has a master of its own, and they are updated in any order."""
-    parameters = [*named]
+    parameters = [shards.local(parameter) for parameter in named]
+    called = [*named.values()]
     found = sorted((p.data_ptr(), p.nbytes, n) for n, p in enumerate(parameters) if p.numel())
     for (address, nbytes, number), (beyond, _, other) in pairwise(found):
         if beyond < address + nbytes:
-            shared = " and ".join(named[parameters[n]] for n in sorted((number, other)))
+            shared = " and ".join(called[n] for n in sorted((number, other)))
             raise ConfigError("params", f"{shared}, which share memory", "give tied weights as one parameter")
 
 
 def check_parameter(parameter: torch.Tensor, name: str, place: torch.device | None) -> None:
     """Verify that a weight can be updated, and is on the one device that weights must be on, if any."""
-    with contextlib.suppress(ImportError):
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(parameter, DTensor):
-            raise ConfigError(name, "DTensor", "use plain tensors; sharded parameters are not supported yet")
+    shards.cut_of(parameter, name, None)
+    parameter = shards.local(parameter)
     if parameter.is_inference():
         allowed = "make it outside torch.inference_mode(), or clone it there: it has no version counter"
         raise ConfigError(name, "an inference tensor", allowed)

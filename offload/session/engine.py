@@ -77,6 +77,11 @@ class Engine:
         rule: UpdateRule = ADAMW,
     ) -> None:
         self.config = config or OffloadConfig()
+        if self.config.shard:
+            allowed = (
+                "leave it out: an engine's parameters say which pieces they are, as those of DeepSpeed's ZeRO do"
+            )
+            raise ConfigError("shard", True, allowed)
         if isinstance(device, torch.device):
             from offload.engine.cuda import CudaDevice
 
@@ -563,6 +568,7 @@ class Engine:
         rank: int = 0,
         ranks: int = 1,
         replica: bool = False,
+        prefix: str = "",
     ) -> None:
         """Start a checkpoint of the state as it is now; it is written while the caller goes on.
 
@@ -579,7 +585,9 @@ class Engine:
             id: 32 hexadecimal digits, the same for all ranks; None for a new one, if there is one rank.
             rank: This rank.
             ranks: Number of ranks that save to the folder together.
-            replica: Whether rank 0 has the same state and saves it for this rank too; it writes `extra` alone then.
+            replica: Whether another rank has the same state and saves it for this rank too; it writes `extra` alone
+                then.
+            prefix: What the checkpoint has before the parameters' names.
 
         Raises:
             CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
@@ -593,7 +601,7 @@ class Engine:
             layout, tables = self.plan.layout, self._parts.tables
             rounds = layout.rule.state_format is not StateFormat.EXACT
             return Snapshot(
-                layout=Layout((), (), layout.rule) if replica else layout,
+                layout=Layout((), (), layout.rule) if replica else layout.renamed(prefix),
                 step=self._visits.step_number,
                 steps=() if replica else tuple(tables.steps.tolist()),
                 metadata=metadata or {},

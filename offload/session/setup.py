@@ -49,10 +49,15 @@ def default_threads(device: Device | None) -> int:
 
     With a GPU two are left for the threads that drive it, which would wait for their turn else.
     """
-    cores = len(os.sched_getaffinity(0))
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun says it
+    cores = len(os.sched_getaffinity(0)) // _local_ranks()
     return max(1, cores - (CORES_BESIDE if device is not None else 0))
+
+
+def _local_ranks() -> int:
+    """Return how many ranks of torch.distributed share this node, by what torchrun says."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return 1
 
 
 def first_budgets(
@@ -69,7 +74,7 @@ def first_budgets(
     """
     host, staging = config.host_memory, config.staging_memory
     if host is None:
-        host = available_bytes() // 2 if config.paths else layout.state_bytes
+        host = available_bytes() // 2 // _local_ranks() if config.paths else layout.state_bytes
     paths = []
     free_each = free_bytes([path.path for path in config.path_configs])
     for path, free in zip(config.path_configs, free_each, strict=True):

@@ -154,21 +154,6 @@ def test_parameters_that_cannot_be_offloaded(parameter: Any, words: str) -> None
         make([parameter()])
 
 
-def test_dtensor_parameters() -> None:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        with pytest.raises(offload.ConfigError, match="DTensor"):
-            make([torch.nn.Parameter(distribute_tensor(torch.zeros(4), mesh))])
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     "settings",
     [{"lr": -1.0}, {"eps": float("nan")}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}, {"amsgrad": True}],
@@ -383,3 +368,12 @@ def test_weights_side_by_side_in_one_memory_are_not_refused() -> None:
 def test_a_negated_view_is_no_weight() -> None:
     with pytest.raises(offload.ConfigError, match="resolve_neg"):
         offload.AdamW([torch.nn.Parameter(torch._neg_view(torch.ones(3)))])
+
+
+def test_parameters_that_were_replaced() -> None:
+    first, second = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    with offload.AdamW([first]) as optimizer:
+        optimizer.param_groups[0]["params"] = [second]
+        second.grad = torch.ones_like(second)
+        with pytest.raises(offload.ConfigError, match="make the optimizer after fully_shard"):
+            optimizer.step()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "docs" / "examples").glob("*.py"))
-RANKS = {"ddp.py": 2, "deepspeed_zero3.py": 1}
+RANKS = {"ddp.py": 2, "deepspeed_zero3.py": 1, "fsdp2.py": 2}
 MOST_LINES = 60
 COMMITTED = {
     "accelerate_loop": "checkpoint/optimizer_state",

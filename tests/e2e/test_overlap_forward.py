@@ -572,6 +572,19 @@ def test_a_model_that_is_none_is_refused(config: Callable[..., offload.OffloadCo
         optimizer.overlap_forward(model.parameters())  # type: ignore[arg-type]
 
 
+def test_sharded_parameters_are_refused(config: Callable[..., offload.OffloadConfig], tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        model = fully_shard(chain())
+        optimizer = offload.AdamW(model.parameters(), lr=1e-2, offload=config())
+        with optimizer, pytest.raises(ConfigError, match=r"DTensor.*gathered before"):
+            optimizer.overlap_forward(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_what_is_hidden_can_be_seen(config: Callable[..., offload.OffloadConfig]) -> None:
     model, told = Model(), []
     with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -205,3 +207,43 @@ def test_what_is_kept_exact_takes_no_larger_slots(dtype: DtypeCode) -> None:
 def test_a_parameter_that_was_made_exact_stays_so() -> None:
     made = [Parameter(f"p{exact}", 8192, DtypeCode.BFLOAT16, 0, exact=exact) for exact in (True, False)]
     assert [parameter.exact for parameter in keep_exact(made, [])] == [True, False]
+
+
+@given(
+    shape=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    ends=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=4, max_size=4),
+    part=st.tuples(st.integers(0, 2000), st.integers(0, 2000)),
+)
+def test_a_box_of_a_parameter_is_where_numpy_has_it(
+    shape: list[int], ends: list[tuple[int, int]], part: tuple[int, int]
+) -> None:
+    box = []
+    for size, (one, other) in zip(shape, ends, strict=False):
+        first, last = sorted((one % size, other % size))
+        box.append((first, last + 1 - first))
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    piece = whole[tuple(slice(first, first + size) for first, size in box)].ravel()
+    parameter = Parameter(
+        "p", piece.size, DtypeCode.FLOAT32, 0, int(piece[0]), whole.size, tuple(shape), box=tuple(box)
+    )
+    start, stop = sorted(number % (piece.size + 1) for number in part)
+    found = [index for first, count in parameter.runs(start, stop - start) for index in range(first, first + count)]
+    assert found == piece[start:stop].tolist()
+    places = {int(index): place for place, index in enumerate(piece)}
+    for index in range(whole.size):
+        where = parameter.locate(index)
+        assert (where is None) == (index not in places)
+        if where is not None:
+            place, count = where
+            assert place == places[index]
+            assert piece[place : place + count].tolist() == list(range(index, index + count))
+            assert count >= 1
+
+
+@pytest.mark.parametrize(
+    ("box", "start"), [(((0, 2),), 0), (((0, 2), (1, 3)), 0), (((0, 3), (2, 2)), 2), (((0, 2), (1, 2)), 2)]
+)
+def test_a_box_that_is_not_in_the_parameter_is_refused(box: tuple[tuple[int, int], ...], start: int) -> None:
+    Parameter("p", 4, DtypeCode.FLOAT32, 0, 1, 12, (3, 4), box=((0, 2), (1, 2)))
+    with pytest.raises(ConfigError, match="box of p"):
+        Parameter("p", 4, DtypeCode.FLOAT32, 0, start, 12, (3, 4), box=box)

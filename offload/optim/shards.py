@@ -1,0 +1,270 @@
+"""Tensors that are cut over ranks: which elements this rank has, and where they lie in the whole.
+
+A parameter is cut if it is torch's `DTensor`, a wrapper around a local tensor whose memory the engine binds; or if it
+is a plain tensor, whole on every rank, of which each rank updates its rows (`OffloadConfig.shard`).
+
+A `DTensor` and its local tensor have a version counter each: operations on the wrapper count in the wrapper's alone,
+writes to the local tensor in the local one's alone, and torch's `_foreach` functions in neither.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from offload.layout import row_major
+
+GATHER_BYTES = 64 << 20
+"""Memory through which ranks exchange weights that they have updated in part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a parameter is cut over a mesh of ranks, and this rank's piece of it.
+
+    Attributes:
+        mesh: torch's `DeviceMesh`.
+        placements: torch's, one for each dimension of the mesh.
+        box: First index and size of the piece in each dimension.
+        start: First element of the piece in the whole, in row-major order.
+        is_run: Whether the piece is a single run of the whole.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    box: tuple[tuple[int, int], ...]
+    start: int
+    is_run: bool
+
+    @property
+    def groups(self) -> list[Any]:
+        """The process groups over which the parameter is cut, and not replicated."""
+        kinds = enumerate(self.placements)
+        return [self.mesh.get_group(dimension) for dimension, kind in kinds if not kind.is_replicate()]
+
+
+def is_sharded(tensor: object) -> bool:
+    """Return whether a tensor is a `DTensor`."""
+    module = sys.modules.get("torch.distributed.tensor")  # who has one has imported this, which takes long
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def cut_of(parameter: torch.Tensor, name: str, rows_over: Any) -> Cut | None:
+    """Return how a parameter is cut; None if this rank has all of it.
+
+    Args:
+        parameter: Which one.
+        name: Its name.
+        rows_over: A mesh over which the rows of plain tensors are cut; None if they are not.
+
+    Raises:
+        ConfigError: It is cut in a way that cannot be updated.
+    """
+    if is_sharded(parameter):
+        if rows_over is not None:
+            raise ConfigError("shard", True, f"leave it out: {name} is a DTensor, which is sharded already")
+        sharded: Any = parameter
+        mesh, placements = sharded.device_mesh, tuple(sharded.placements)
+        if mesh.get_coordinate() is None:
+            raise ConfigError(name, str(mesh), "leave it to the ranks of its mesh, of which this is none")
+        if any(kind.is_partial() for kind in placements):
+            raise ConfigError(name, str(placements), "use parameters that are sharded or replicated, not partial")
+        (chunk,) = sharded.__create_chunk_list__()  # what torch.distributed.checkpoint asks for
+        box = tuple(zip(chunk.offsets, chunk.sizes, strict=True))
+        mine = local(parameter)
+        if type(mine) not in (torch.Tensor, torch.nn.Parameter):
+            raise ConfigError(name, f"DTensor of {type(mine).__name__}", "use plain tensors as shards")
+        if tuple(mine.shape) != tuple(chunk.sizes):
+            sizes = tuple(chunk.sizes)
+            raise ConfigError(name, f"a shard of {tuple(mine.shape)}", f"its placements {placements} say {sizes}")
+    elif rows_over is not None and parameter.dim():
+        from torch.distributed.tensor import Shard
+
+        mesh, placements = rows_over, (Shard(0),)
+        first, size = _rows(parameter.shape[0], mesh.size(), mesh.get_local_rank())
+        box = ((first, size), *((0, whole) for whole in parameter.shape[1:]))
+        mine = parameter[first : first + size]
+    else:
+        return None
+    strides = row_major(parameter.shape)
+    ways = zip(parameter.shape, parameter.stride(), strides, strict=True)
+    if parameter.numel() and not all(size == 1 or stride == wanted for size, stride, wanted in ways):
+        raise ConfigError(name, f"strides {parameter.stride()}", "use a contiguous sharded parameter")
+    if not mine.is_contiguous():
+        raise ConfigError(name, f"a shard of strides {mine.stride()}", "use a contiguous sharded parameter")
+    if not mine.numel():
+        return Cut(mesh, placements, box, 0, True)
+    start = sum(first * stride for (first, _), stride in zip(box, strides, strict=True))
+    last = sum((first + size - 1) * stride for (first, size), stride in zip(box, strides, strict=True))
+    return Cut(mesh, placements, box, start, last + 1 - start == mine.numel())
+
+
+def _rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Return the first of a rank's rows and their number, as torch's `Shard(0)` has them."""
+    most = -(-rows // ranks)
+    first = min(rank * most, rows)
+    return first, min(most, rows - first)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a `DTensor` that this rank has; any other tensor as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    found: Any = tensor._local_tensor  # type: ignore[attr-defined]  # `to_local` may add a view or a graph
+    wait = getattr(found, "wait", None)  # a collective's result that is on its way has it
+    ready: torch.Tensor = found if wait is None else wait()
+    return ready
+
+
+def own(tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """Return this rank's elements of a tensor that is cut so, or whole on every rank."""
+    if cut is None or is_sharded(tensor):
+        return local(tensor)
+    return tensor.detach()[tuple(slice(first, first + size) for first, size in cut.box)]
+
+
+def counted(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that count changes in place: a wrapper, and what this rank has of it."""
+    return (tensor, local(tensor)) if is_sharded(tensor) else (tensor,)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return a number that grows with every change in place that torch counts."""
+    return sum(part._version for part in counted(tensor))
+
+
+def let_go(tensor: torch.Tensor) -> None:
+    """Let go of a detached tensor's memory; its version counter stays."""
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    if is_sharded(tensor):
+        tensor._local_tensor = empty  # type: ignore[attr-defined]
+    else:
+        tensor.data = empty
+
+
+def placed_as(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are cut alike, or neither is a `DTensor`."""
+    left, right = ((getattr(t, "device_mesh", None), getattr(t, "placements", None)) for t in (tensor, other))
+    return left == right
+
+
+def reduced(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a gradient cut as its parameter; a collective where it is not, as tensor parallelism may leave it."""
+    if placed_as(gradient, parameter):
+        return gradient
+    given, wanted = getattr(gradient, "device_mesh", "no mesh"), getattr(parameter, "device_mesh", "no mesh")
+    if given != wanted:
+        raise ConfigError(f"gradient of {name}", str(given), f"use the weight's: {wanted}")
+    with torch.no_grad():
+        placements = parameter.placements  # type: ignore[attr-defined]
+        found: torch.Tensor = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return found
+
+
+def shaped(flat: torch.Tensor, parameter: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """Return fp32 values of this rank's elements in the parameter's form; nothing is copied or moved."""
+    mine = own(parameter, cut)
+    values = flat.as_strided(mine.size(), mine.stride())
+    if cut is None:
+        return values
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(parameter.shape, parameter.stride(), flat.dtype)
+    make: Any = DTensor  # `from_local` moves what it is given to the mesh's device
+    found: torch.Tensor = make(values, DTensorSpec(cut.mesh, cut.placements, meta), requires_grad=False)
+    return found
+
+
+def own_part(what: str, tensor: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    """Return this rank's elements of a tensor that was given for a parameter.
+
+    Raises:
+        ConfigError: It is cut in another way.
+    """
+    if is_sharded(tensor):
+        found = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
+        if cut is None or found != (cut.mesh, cut.placements):
+            allowed = "use the parameter's mesh and placements, or whole tensors on every rank"
+            raise ConfigError(what, f"a DTensor of {found[1]}", allowed)
+    return own(tensor, cut)
+
+
+def total(parts: Iterable[tuple[Cut | None, float]]) -> float:
+    """Return the sum over all ranks of a number that each has for its piece of each parameter.
+
+    Replicated pieces count once. Every rank gets the same bits: ranks exchange their numbers, and each adds all of
+    them, rounded once. That takes one collective for each process group over which something is cut, on its own
+    backend; none for what is whole on every rank.
+    """
+    sums: dict[tuple[str, ...], float] = {}
+    groups: dict[str, tuple[Any, str]] = {}
+    for cut, number in parts:
+        over = [] if cut is None else cut.groups
+        for group in over:
+            groups.setdefault(group.group_name, (group, cut.mesh.device_type if cut is not None else ""))
+        names = tuple(group.group_name for group in over)
+        sums[names] = sums.get(names, 0.0) + number
+    for name, (group, device) in groups.items():
+        chosen = [names for names in sums if name in names]
+        mine = torch.tensor([sums.pop(names) for names in chosen], dtype=torch.float64, device=device)
+        everyone = [torch.empty_like(mine) for _ in range(group.size())]
+        torch.distributed.all_gather(everyone, mine, group=group)
+        for names, numbers in zip(chosen, torch.stack(everyone).T.tolist(), strict=True):
+            others = tuple(other for other in names if other != name)
+            sums[others] = sums.get(others, 0.0) + math.fsum(numbers)
+    return sums.get((), 0.0)
+
+
+def gather(weights: Iterable[torch.Tensor], mesh: Any) -> None:
+    """Have all ranks exchange the rows that each has updated of weights that are whole on every rank."""
+    ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    for bucket in _buckets(weights, ranks):
+        width = sum(stop - start for _, _, start, stop in bucket)
+        mine = torch.empty(width, dtype=torch.uint8, device=bucket[0][0].device)
+        everyone = torch.empty(ranks, width, dtype=torch.uint8, device=mine.device)
+        place = 0
+        for flat, size, start, stop in bucket:
+            part = flat[rank * size + start : rank * size + stop]  # shorter or empty where rows have run out
+            mine[place : place + part.numel()].copy_(part)
+            place += stop - start
+        torch.distributed.all_gather_into_tensor(everyone.view(-1), mine, group=group)
+        place = 0
+        for flat, size, start, stop in bucket:
+            found, full = everyone[:, place : place + stop - start], flat.numel() // size
+            flat[: full * size].view(full, size)[:, start:stop].copy_(found[:full])
+            rest = flat[full * size + start : full * size + stop]
+            if rest.numel():
+                rest.copy_(found[full, : rest.numel()])
+            place += stop - start
+
+
+_Part = tuple[torch.Tensor, int, int, int]
+"""A weight as bytes, the bytes of a rank's rows in it, and a part of these: from where to where."""
+
+
+def _buckets(weights: Iterable[torch.Tensor], ranks: int) -> Iterator[list[_Part]]:
+    """Yield parts of weights that are exchanged together, the same on every rank."""
+    most, used = max(1, GATHER_BYTES // (ranks + 1)), 0
+    bucket: list[_Part] = []
+    for weight in weights:
+        flat = weight.detach().view(-1).view(torch.uint8)
+        rows = _rows(weight.shape[0], ranks, 0)[1]
+        size = rows * (flat.numel() // weight.shape[0]) if flat.numel() else 0
+        start = 0
+        while start < size:
+            stop = min(size, start + most - used)
+            bucket.append((flat, size, start, stop))
+            start, used = stop, used + stop - start
+            if used == most:
+                yield bucket
+                bucket, used = [], 0
+    if bucket:
+        yield bucket

@@ -1,0 +1,569 @@
+"""FSDP2: state of local shards, norms over all ranks, checkpoints by piece, on gloo processes."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from mirror import Mirror, same_bits
+from sharded import SETTINGS, Model, exact_gradients, local, mean_gradients, own, spawn, start
+from simulated import OnDevice
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import offload
+from offload.checkpoint import commit
+from offload.checkpoint.reader import Checkpoint
+from offload.sim import SimulatedDevice
+
+
+def config(folder: Path, **settings: object) -> offload.OffloadConfig:
+    (folder / "state").mkdir(exist_ok=True)
+    found = {"host_memory": 0, "paths": [folder / "state"], "subgroup_numel": 1024, "threads": 1, **settings}
+    return offload.OffloadConfig(**found)
+
+
+def sharded_model(dtype: torch.dtype = torch.bfloat16, **settings: object) -> Model:
+    model = Model(dtype)
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+def assert_equals_whole(optimizer: offload.AdamW, model: torch.nn.Module, mirror: Mirror) -> None:
+    """Check weights and state of this rank's pieces against the whole, bit for bit."""
+    for index, parameter in enumerate(model.parameters()):
+        assert same_bits(local(parameter.detach()), own(parameter, mirror.weights[0][index]))
+        state = optimizer.state_for(parameter)
+        wholes = (mirror.masters[0][index], *mirror.moments[0][index])
+        for (name, found), whole in zip(state.items(), wholes, strict=True):
+            assert isinstance(found, DTensor), name
+            assert (found.device_mesh, found.placements) == (parameter.device_mesh, parameter.placements)
+            assert found.dtype == torch.float32
+            assert found.shape == parameter.shape
+            assert same_bits(local(found), own(parameter, whole)), name
+
+
+def exact(folder: Path, dtype: torch.dtype, formats: str = "exact") -> None:
+    """Train with gradients of which every order of addition is exact, beside the whole model in memory."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mirror = Mirror([{"params": list(Model(dtype).parameters()), **SETTINGS}], decoupled=True)
+    model = sharded_model(dtype)
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    for step in range(5):
+        if step == 3:  # two passes, reduced once
+            model.set_requires_gradient_sync(False)
+            model(exact_gradients(10 + step, rank)).backward()
+            model.set_requires_gradient_sync(True)
+        model(exact_gradients(step, rank)).backward()
+        gradients = mean_gradients(step, ranks)
+        if step == 3:
+            both = zip(gradients, mean_gradients(10 + step, ranks), strict=True)
+            gradients = [left + right for left, right in both]
+        clip = 1.0
+        if step % 2:
+            norm = mirror.norm([gradients])
+            assert float(optimizer.clip_grad_norm_(2.0)) == norm
+            clip = min(1.0, 2.0 / (norm + 1e-6))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        mirror.step([gradients], clip)
+    assert_equals_whole(optimizer, model, mirror)
+    optimizer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_shards_have_the_bits_of_the_whole(tmp_path: Path, ranks: int) -> None:
+    spawn(ranks, tmp_path, exact, torch.bfloat16)
+
+
+SAVED_RANKS = 4
+
+
+def train(optimizer: offload.AdamW, model: torch.nn.Module, steps: range) -> None:
+    """Train with the mean gradients that `SAVED_RANKS` ranks would have, whatever the number of ranks."""
+    for step in steps:
+        gradients = iter(mean_gradients(step, SAVED_RANKS))
+        model([[next(gradients) for _ in block.weights] for block in model.blocks]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained_mirror(dtype: torch.dtype, steps: int) -> Mirror:
+    mirror = Mirror([{"params": list(Model(dtype).parameters()), **SETTINGS}], decoupled=True)
+    for step in range(steps):
+        mirror.step([mean_gradients(step, SAVED_RANKS)])
+    return mirror
+
+
+def save(folder: Path, dtype: torch.dtype, copy: bool) -> None:
+    model = sharded_model(dtype)
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    train(optimizer, model, range(3))
+    optimizer.save_checkpoint(folder / "ck", extra={"rank": dist.get_rank()}, copy=copy)
+    train(optimizer, model, range(3, 5))
+    optimizer.wait_checkpoint()
+    assert_equals_whole(optimizer, model, trained_mirror(dtype, 5))
+    optimizer.close()
+
+
+def resume(folder: Path, dtype: torch.dtype) -> None:
+    model = sharded_model(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    optimizer = offload.AdamW(model.named_parameters(), **{**SETTINGS, "lr": 1.0}, offload=config(folder))
+    extra = optimizer.load_checkpoint(folder / "ck")
+    assert extra == {"rank": dist.get_rank()}
+    assert_equals_whole(optimizer, model, trained_mirror(dtype, 3))
+    train(optimizer, model, range(3, 5))
+    assert_equals_whole(optimizer, model, trained_mirror(dtype, 5))
+    optimizer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "copy"), [(torch.bfloat16, False), (torch.float32, True)], ids=["in-place", "copy-fp32"]
+)
+def test_four_ranks_save_and_others_resume(tmp_path: Path, dtype: torch.dtype, copy: bool) -> None:
+    spawn(SAVED_RANKS, tmp_path, save, dtype, copy)
+    for ranks in (4, 2, 1):
+        spawn(ranks, tmp_path, resume, dtype)
+    model = Model(dtype)  # not sharded at all
+    with offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(tmp_path)) as optimizer:
+        assert optimizer.load_checkpoint(tmp_path / "ck") == {"rank": 0}
+        train(optimizer, model, range(3, 5))
+        trained_mirror(dtype, 5).assert_same(optimizer, optimizer.param_groups)
+
+
+class Net(torch.nn.Module):
+    """Two linear layers about a norm, with fewer outputs than ranks."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = torch.nn.LayerNorm(30)
+        self.up = torch.nn.Linear(30, 70)
+        self.down = torch.nn.Linear(70, 2)
+        self.to(dtype)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(torch.tanh(self.up(self.norm(inputs))))
+        return found
+
+
+def made(kind: str) -> tuple[torch.nn.Module, torch.dtype]:
+    """Return a sharded model and the dtype of its inputs."""
+    ranks = dist.get_world_size()
+    net = Net(torch.bfloat16 if kind == "bf16" else torch.float32)
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+        return fully_shard(net, mesh=mesh), torch.float32
+    if kind == "two meshes":
+        flat = init_device_mesh("cpu", (ranks,))
+        grid = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(net.up, mesh=grid)
+        return fully_shard(net, mesh=flat), torch.float32
+    if kind == "mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return fully_shard(net, mp_policy=policy), torch.float32
+    if kind == "cpu offload":
+        return fully_shard(net, offload_policy=CPUOffloadPolicy(pin_memory=False)), torch.float32
+    if kind in ("tp", "fsdp tp"):
+        shape = (ranks,) if kind == "tp" else (ranks // 2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+        plan = {
+            "norm": SequenceParallel(sequence_dim=0, use_local_output=False),
+            "up": ColwiseParallel(input_layouts=Shard(0)),
+            "down": RowwiseParallel(),
+        }
+        parallelize_module(net, mesh["tp"], plan)
+        assert net.down.weight.placements == (Shard(1),)
+        assert net.norm.weight.placements == (Replicate(),)
+        return net if kind == "tp" else fully_shard(net, mesh=mesh["dp"]), torch.float32
+    return fully_shard(net), torch.bfloat16 if kind == "bf16" else torch.float32
+
+
+def whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's piece of a gradient, reduced if it was not."""
+    gradient = parameter.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.redistribute(placements=parameter.placements).to_local().clone()
+
+
+def torch_norm(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """Return what torch's `clip_grad_norm_` returns, which takes parameters of one mesh at a time."""
+    meshes = list(dict.fromkeys(parameter.device_mesh for parameter in parameters))
+    norms = []
+    for mesh in meshes:
+        norm = torch.nn.utils.clip_grad_norm_([p for p in parameters if p.device_mesh == mesh], math.inf)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
+def real(folder: Path, kind: str) -> None:
+    """Train on data; compare with the reference's update of the same reduced pieces, and norms with torch's."""
+    rank = dist.get_rank()
+    model, dtype = made(kind)
+    parameters = list(model.parameters())
+    mirror = Mirror([{"params": [local(p.detach()) for p in parameters], **SETTINGS}], decoupled=True)
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    for step in range(4):
+        torch.manual_seed(step if kind == "tp" else 100 * step + rank // (2 if kind == "fsdp tp" else 1))
+        for _ in range(2):
+            model(torch.randn(8, 30).to(dtype)).float().square().mean().backward()
+        gradients = [[whole_gradient(parameter) for parameter in parameters]]
+        expected = torch_norm(parameters)
+        norm = float(optimizer.clip_grad_norm_(0.05))
+        rounded = torch.tensor(norm).to(expected.dtype)
+        near = [rounded, *(torch.nextafter(rounded, torch.tensor(end).to(rounded)) for end in (0.0, math.inf))]
+        assert expected in near, (step, kind, norm, float(expected), [float(n) for n in near])
+        everyone: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(everyone, norm)
+        assert set(everyone) == {norm}
+        optimizer.step()
+        optimizer.zero_grad()
+        mirror.step(gradients, min(1.0, 0.05 / (norm + 1e-6)))
+    for parameter, weight, master, moments in zip(
+        parameters, mirror.weights[0], mirror.masters[0], mirror.moments[0], strict=True
+    ):
+        assert same_bits(local(parameter.detach()), weight)
+        state = optimizer.state_for(parameter)
+        for found, wanted in zip(state.values(), (master, *moments), strict=True):
+            assert (found.device_mesh, found.placements) == (parameter.device_mesh, parameter.placements)
+            assert same_bits(local(found), wanted)
+    optimizer.save_checkpoint(folder / "ck")
+    wholes = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    states = {
+        name: {key: tensor.full_tensor() for key, tensor in optimizer.state_for(parameter).items()}
+        for name, parameter in model.named_parameters()
+    }
+    optimizer.wait_checkpoint()
+    optimizer.close()
+    model, _ = made(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    optimizer.load_checkpoint(folder / "ck")
+    for name, parameter in model.named_parameters():
+        assert same_bits(parameter.detach().full_tensor(), wholes[name])
+        for key, tensor in optimizer.state_for(parameter).items():
+            assert same_bits(tensor.full_tensor(), states[name][key])
+    optimizer.close()
+    if rank == 0:
+        torch.save((wholes, states), folder / "wholes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("fp32", 1),
+        ("bf16", 2),
+        ("fp32", 4),
+        ("mixed", 4),
+        ("cpu offload", 2),
+        ("hsdp", 4),
+        ("two meshes", 4),
+        ("tp", 2),
+        ("fsdp tp", 4),
+    ],
+)
+def test_shards_are_updated_as_the_reference_does(tmp_path: Path, kind: str, ranks: int) -> None:
+    spawn(ranks, tmp_path, real, kind)
+    wholes, states = torch.load(tmp_path / "wholes")
+    model = Net(torch.bfloat16 if kind == "bf16" else torch.float32)
+    with offload.AdamW(model.named_parameters(), **SETTINGS) as optimizer:
+        optimizer.load_checkpoint(tmp_path / "ck")
+        for name, parameter in model.named_parameters():
+            assert same_bits(parameter.detach(), wholes[name])
+            for key, tensor in optimizer.state_for(parameter).items():
+                assert same_bits(tensor, states[name][key])
+
+
+def die(*arguments: object, **keywords: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("unreachable")
+
+
+def killed(folder: Path, moment: str) -> None:
+    """Rank 1 is killed at some moment of a step or a save; rank 0 has to hear of it, and leave what it heard."""
+    commit.RANKS_TIMEOUT_S = 1.0
+    model = sharded_model()
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    train(optimizer, model, range(3))
+    optimizer.save_checkpoint(folder / "ck")
+    optimizer.wait_checkpoint()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        parameter = next(model.parameters())
+        if moment == "backward":
+            parameter.register_post_accumulate_grad_hook(die)
+        elif moment == "clip":
+            torch.distributed.all_gather = die
+        elif moment == "step":
+            optimizer.engine.step = die
+        else:
+            optimizer.engine.save = die
+    heard: BaseException | None = None
+    try:
+        with optimizer:
+            for step in range(3, 5):
+                model(exact_gradients(step, dist.get_rank())).backward()
+                optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.save_checkpoint(folder / "ck")
+                optimizer.wait_checkpoint()
+    except Exception as error:
+        heard = error
+    (folder / "heard").write_text(type(heard).__name__)
+    os._exit(0)  # without the barrier of an orderly end, for which nobody is left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["backward", "clip", "step", "save"])
+def test_a_killed_rank_is_heard_of_and_nothing_is_half_committed(tmp_path: Path, moment: str) -> None:
+    context = start(2, tmp_path, killed, moment)
+    for process in context.processes:
+        process.join(120)
+    assert [process.exitcode for process in context.processes] == [0, -signal.SIGKILL]
+    assert (tmp_path / "heard").read_text() == ("CheckpointError" if moment == "save" else "RuntimeError")
+    model = Model()
+    with offload.AdamW(model.named_parameters(), **SETTINGS) as optimizer:
+        optimizer.load_checkpoint(tmp_path / "ck")
+        trained_mirror(torch.bfloat16, 3).assert_same(optimizer, optimizer.param_groups)
+
+
+def formats(folder: Path, state_format: str) -> None:
+    """What is rounded by an element's place in the whole has the same bits however it is cut."""
+    model = sharded_model()
+    optimizer = offload.AdamW(
+        model.named_parameters(), **SETTINGS, offload=config(folder, state_format=state_format, subgroup_numel=4096)
+    )
+    train(optimizer, model, range(4))
+    found = [parameter.detach().full_tensor() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        found += [tensor.full_tensor() for tensor in optimizer.state_for(parameter).values()]
+    optimizer.close()
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "found")
+
+
+@pytest.mark.slow
+def test_rounding_follows_places_in_the_whole(tmp_path: Path) -> None:
+    spawn(4, tmp_path, formats, "compact16")
+    model = Model()
+    settings = config(tmp_path, state_format="compact16", subgroup_numel=4096)
+    with offload.AdamW(model.named_parameters(), **SETTINGS, offload=settings) as optimizer:
+        train(optimizer, model, range(4))
+        found = [parameter.detach() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            found += optimizer.state_for(parameter).values()
+    for left, right in zip(torch.load(tmp_path / "found"), found, strict=True):
+        assert same_bits(left, right)
+
+
+def replicas(folder: Path) -> None:
+    """Ranks that have the same pieces save them once; each keeps its `extra`."""
+    model, _ = made("hsdp")
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    model(torch.ones(4, 30)).square().mean().backward()
+    optimizer.step()
+    optimizer.save_checkpoint(folder / "ck", extra=dist.get_rank())
+    optimizer.wait_checkpoint()
+    dist.barrier()
+    with Checkpoint(folder / "ck") as checkpoint:
+        assert [len(manifest.tiles) > 0 for manifest in checkpoint.manifests] == [True, True, False, False]
+    assert optimizer.load_checkpoint(folder / "ck") == dist.get_rank()
+    optimizer.close()
+
+
+@pytest.mark.slow
+def test_replicas_are_saved_once(tmp_path: Path) -> None:
+    spawn(4, tmp_path, replicas)
+
+
+def refused(folder: Path) -> None:
+    net = Net(torch.float32)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with pytest.raises(offload.ConfigError, match=r"state_format: 'compact16' .* piece of down.weight"):
+        offload.AdamW(net.named_parameters(), offload=config(folder, state_format="compact16", subgroup_numel=2048))
+    with pytest.raises(offload.ConfigError, match="keep_grads"):
+        offload.AdamW(net.named_parameters(), offload=config(folder, keep_grads=False))
+    partial = torch.nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+    with pytest.raises(offload.ConfigError, match="not partial"):
+        offload.AdamW([partial])
+    other = DeviceMesh("cpu", [1 - dist.get_rank()])
+    with pytest.raises(offload.ConfigError, match="of which this is none"):
+        offload.AdamW([torch.nn.Parameter(DTensor.from_local(torch.ones(3), other, [Replicate()]))])
+    plain = torch.nn.Parameter(torch.ones(4, 3))
+    sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+    with offload.AdamW([plain, sharded]) as optimizer:
+        state = {"step": 1, "exp_avg": sharded.detach(), "exp_avg_sq": sharded.detach()}
+        with pytest.raises(offload.ConfigError, match="a DTensor of"):
+            optimizer.state[plain] = state
+        sharded.grad = torch.ones_like(sharded).redistribute(placements=[Replicate()])
+        optimizer.step()
+        assert sharded.grad.placements == (Shard(0),)
+        turned = torch.ones(3, 4).T
+        sharded.grad = distribute_tensor(turned, mesh, [Shard(0)])
+        optimizer.step()
+        on_its_way = all_reduce(torch.ones(2, 3), "sum", mesh)
+        assert isinstance(on_its_way, AsyncCollectiveTensor)
+        sharded.grad = DTensor.from_local(on_its_way, mesh, [Shard(0)])
+        assert float(optimizer.clip_grad_norm_(math.inf)) == math.sqrt(12 * 2**2)
+        optimizer.step()
+        assert optimizer.engine.step_count(1) == 3
+
+
+def state_moves(folder: Path, dtype: torch.dtype) -> None:
+    """State in and out, as `DTensor`s, as whole tensors and as torch's own; copies that were changed are noticed."""
+    model = sharded_model(dtype)
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    train(optimizer, model, range(2))
+    parameters = list(model.parameters())
+    saved = optimizer.state_dict()
+    whole = {
+        number: {name: value.full_tensor() if name != "step" else value for name, value in entry.items()}
+        for number, entry in saved["state"].items()
+    }
+    for given in (saved, {**saved, "state": whole}):
+        optimizer.reset_state()
+        optimizer.load_state_dict(given)
+        for number, parameter in enumerate(parameters):
+            for name, tensor in optimizer.state_for(parameter).items():
+                assert same_bits(local(tensor), local(saved["state"][number][name]))
+    plain = torch.optim.AdamW(parameters, **SETTINGS)
+    plain.load_state_dict(saved)
+    optimizer.load_state_dict(plain.state_dict())
+    for number, parameter in enumerate(parameters):
+        found = optimizer.state_for(parameter)["exp_avg"]
+        assert same_bits(local(found), local(saved["state"][number]["exp_avg"]).to(dtype).float())
+    for change in (lambda tensor: tensor.zero_(), lambda tensor: tensor.to_local().zero_()):
+        entry = optimizer.state[parameters[0]]
+        change(entry["exp_avg"])
+        with pytest.raises(offload.ConfigError, match="changed in place"):
+            optimizer.step()
+    entry = optimizer.state[parameters[0]]
+    memory = StorageWeakRef(local(entry["exp_avg"]).untyped_storage())
+    entry["exp_avg"] = entry["exp_avg"] * 2
+    del entry
+    assert memory.expired()
+    with pytest.raises(offload.ConfigError, match=r"a DTensor of \(Replicate"):
+        optimizer.state[parameters[0]]["exp_avg"] = whole_copy(parameters[0])
+    with torch.no_grad():
+        parameters[0].mul_(2)  # the wrapper's counter counts it
+    local(parameters[1]).zero_()  # the local tensor's counter does
+    optimizer.step()
+    for parameter in parameters[:2]:
+        assert same_bits(local(optimizer.state_for(parameter)["master"]).to(dtype), local(parameter.detach()))
+    optimizer.close()
+
+
+def whole_copy(parameter: torch.Tensor) -> torch.Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.detach().float().redistribute(placements=[Replicate()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_state_goes_in_and_out(tmp_path: Path, dtype: torch.dtype) -> None:
+    spawn(2, tmp_path, state_moves, dtype)
+
+
+def moves(folder: Path) -> None:
+    """FSDP2 takes new memory for weights with padding when they are loaded before the first pass."""
+    expected = sharded_model()
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter.mul_(2)
+    model = sharded_model()
+    optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
+    addresses = [local(parameter).data_ptr() for parameter in model.parameters()]
+    for parameter in model.parameters():  # as a module's conversion leaves them: without the padding
+        parameter._local_tensor = local(parameter).clone()
+    model.load_state_dict(expected.state_dict())
+    assert [local(parameter).data_ptr() for parameter in model.parameters()] != addresses
+    mirror = Mirror([{"params": [p.full_tensor() for p in expected.parameters()], **SETTINGS}], decoupled=True)
+    for step in range(2):
+        train(optimizer, model, range(step, step + 1))
+        mirror.step([mean_gradients(step, SAVED_RANKS)])
+    assert_equals_whole(optimizer, model, mirror)
+    model(exact_gradients(0, 0)).backward()
+    if dist.get_rank() == 1:  # which all ranks hear of
+        next(model.parameters()).grad._local_tensor[0] = math.inf
+    weights = [local(parameter.detach()).clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match="the gradients' norm is inf"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    scaler = offload.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        assert same_bits(local(parameter.detach()), weight)
+    optimizer.close()
+
+
+@pytest.mark.slow
+def test_weights_that_move_and_gradients_that_are_not_finite(tmp_path: Path) -> None:
+    spawn(4, tmp_path, moves)
+
+
+def on_gpu(folder: Path, keep_grads: bool, placement: float) -> None:
+    """With weights on a (simulated) GPU gradients are taken from where the reduction leaves them."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mirror = Mirror([{"params": list(Model().parameters()), **SETTINGS}], decoupled=True)
+    model = sharded_model()
+    device = SimulatedDevice()
+    settings = config(folder, keep_grads=keep_grads, placement=placement, gpu_memory=0)
+    optimizer = OnDevice(model.named_parameters(), **SETTINGS, offload=settings, device=device)
+    for step in range(4):
+        for micro in range(2):
+            model(exact_gradients(step + 10 * micro, rank)).backward()
+            is_gone = [parameter.grad is None for parameter in model.parameters()]
+            assert is_gone == [not keep_grads] * len(is_gone)
+        both = zip(mean_gradients(step, ranks), mean_gradients(step + 10, ranks), strict=True)
+        gradients = [left + right for left, right in both]
+        norm = mirror.norm([gradients])
+        assert float(optimizer.clip_grad_norm_(2.0)) == norm
+        optimizer.step()
+        optimizer.zero_grad()
+        mirror.step([gradients], min(1.0, 2.0 / (norm + 1e-6)))
+    assert_equals_whole(optimizer, model, mirror)
+    if not keep_grads:
+        with pytest.raises(offload.ConfigError, match="keep_grads"):
+            optimizer.add_param_group({"params": [("plain", torch.nn.Parameter(torch.ones(3)))]})
+    optimizer.close()
+    device.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keep_grads", "placement"), [(True, 0.5), (False, 0.0), (False, 1.0)])
+def test_gradients_leave_a_gpu_where_they_were_reduced(tmp_path: Path, keep_grads: bool, placement: float) -> None:
+    spawn(2, tmp_path, on_gpu, keep_grads, placement)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sharded_is_refused_by_name(tmp_path: Path) -> None:
+    spawn(2, tmp_path, refused)
