@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from offload.config import OffloadConfig
-from offload.errors import ConfigError
+from offload.errors import ConfigError, SessionBrokenError
 from offload.layout import Parameter
 from offload.protocols import Device, DeviceLane
 from offload.rules import UpdateRule
@@ -57,6 +57,11 @@ class LateEngine:
         if self.opened is None:
             raise ConfigError("optimizer", "not open", "use it between its constructor and close()")
         return self.opened
+
+    def check_open(self) -> None:
+        """Raise `SessionBrokenError` if the engine has been closed."""
+        if self._closed:
+            raise SessionBrokenError("the session is closed; make a new optimizer to go on")
 
     def open_after_backward(self) -> None:
         """Open the engine, if it was left until now: it is known now what backward leaves free."""

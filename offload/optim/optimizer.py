@@ -394,10 +394,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             What ends it with `remove()`.
 
         Raises:
-            ConfigError: `model` is no module.
+            ConfigError: `model` is no module, is scripted, or has none of this optimizer's parameters.
+            SessionBrokenError: The optimizer was closed.
         """
         with self._lock:
-            return self._overlap.follow(model, check)
+            return self._overlap.follow(model, check, self._parameters())
 
     def finish(self) -> None:
         """Wait until the last step is over, if it goes on into the next forward pass (`overlap_forward`).

@@ -52,16 +52,24 @@ class Overlap:
         """Whether a step that nobody has waited for goes on behind its caller, or has."""
         return self._late.opened is not None and self._late.opened.is_behind
 
-    def follow(self, model: torch.nn.Module, check: bool) -> Following:
-        """Hook a model; once more to hook what has been added to it."""
+    def follow(self, model: torch.nn.Module, check: bool, known: Iterable[torch.Tensor]) -> Following:
+        """Hook a model of some `known` parameters; once more to hook what has been added to it."""
         if not isinstance(model, torch.nn.Module):
             raise ConfigError("model", type(model).__name__, "give the torch.nn.Module whose forward pass trains")
+        if not isinstance(check, bool):
+            raise ConfigError("check", check, "give True or False")
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise ConfigError("model", "with a ScriptModule", "give a model that is not scripted: that runs no hooks")
+        if set(known).isdisjoint(model.parameters()):
+            allowed = "give a model that this optimizer updates parameters of, not a copy"
+            raise ConfigError("model", type(model).__name__, allowed)
         sharded = next((p for p in model.parameters() if shards.is_sharded(p) or ranks.is_flattened(p)), None)
         if sharded is not None or self._weights.rows_over is not None:
             what = "shard=True" if sharded is None else type(sharded).__name__
             raise ConfigError(
                 "model", what, "have whole weights on each rank: shards are gathered before a module's turn"
             )
+        self._late.check_open()
         self.finish()
         for other in [other for other in self.following if other.model is model]:
             other.remove()

@@ -81,6 +81,7 @@ def save(folder: Path, dtype: torch.dtype) -> None:
     if dtype == torch.float32:  # a weight is its master: what one rank is given, all get
         optimizer.state[changed]["master"] = torch.full(changed.shape, 3.0)
         assert bool((changed == 3).all())
+        optimizer.state[changed]["master"] = before
     optimizer.load_state_dict(saved)
     assert same_bits(changed.detach(), before)
     assert_equals(optimizer, model, mirror)
