@@ -282,9 +282,7 @@ class Engine:
             for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
                 gpu.device.give_up(gradient)
             self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
-            if (
-                self._visits.placing.due
-            ):  # and no gradient is here now; a few times, so a step may be waited for
+            if self._visits.placing.due:  # and no gradient is here now; a few times, so a step may be waited for
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
                     self._thread.request(self._visits.placing.review)
 
