@@ -46,7 +46,7 @@ class Everything:
 
     @property
     def check(self) -> bool:
-        """Whether weights hold NaN meanwhile: not where they are written as if by a GPU, in no order with the host."""
+        """Whether weights hold NaN meanwhile: not where the host writes to them in no order with lanes."""
         optimizer = self._optimizer()
         return optimizer is not None and getattr(optimizer._late.device, "_caller_is_host", True)
 

@@ -324,8 +324,8 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         A module waits when it is called: for the parameters that it owns, and those that belong to modules below it
         that have never been called. Weights that are used elsewhere (an average of them, `F.linear(x, other.weight)`
-        before `other` is called, `parameters_to_vector`, a copy of the model, `model.to`) need `finish` first. A compiled module
-        waits for all that is in it: give the one that `torch.compile` returned.
+        before `other` is called, `parameters_to_vector`, a copy of the model, `model.to`) need `finish` first. A
+        compiled module waits for all that is in it: give the one that `torch.compile` returned.
 
         Args:
             model: The module whose forward pass is called, compiled or wrapped as it is called. Give it again after
