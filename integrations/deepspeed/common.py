@@ -323,6 +323,10 @@ class OffloadedOptimizer:
         """Refuse: state is offloaded already."""
         raise ConfigError("reload_states", "called", "leave it out: state is where multi_tier_offload says")
 
+    def overlap_forward(self, *arguments: Any, **keywords: Any) -> None:
+        """Refuse: DeepSpeed gathers new weights before `step` returns."""
+        raise ConfigError("overlap_forward", "called", "leave it out: DeepSpeed gathers new weights in its step")
+
     def destroy(self) -> None:
         """Free memory and files, ours first."""
         self.shard.close()

@@ -378,12 +378,13 @@ class OffloadedOptimizer(StatefulOptimizer):
         The order is that of the last forward pass, and all numbers stay what they are. Whatever asks for state or
         weights through the optimizer or the model's state dicts waits for all of the step; `finish` does nothing
         else. Parameters that no module of the model owns are updated before `step` returns, and so are those whose
-        gradient somebody else still holds.
+        gradient somebody else still holds, and those that have a gradient though no module that owns them was called
+        since the last step (of a model that was compiled before this, by `torch.func.functional_call`).
 
         A module waits when it is called: for the parameters that it owns, and those that belong to modules below it
         that have never been called. Weights that are used elsewhere (an average of them, `F.linear(x, other.weight)`
-        before `other` is called, `parameters_to_vector`, a copy of the model) need `finish` first. A compiled module
-        waits for all that is in it: give the one that `torch.compile` returned.
+        before `other` is called, `parameters_to_vector`, a copy of the model, `model.to`) need `finish` first. A
+        compiled module waits for all that is in it: give the one that `torch.compile` returned.
 
         Args:
             model: The module whose forward pass is called, compiled or wrapped as it is called. Give it again after

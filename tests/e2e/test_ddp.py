@@ -53,3 +53,47 @@ def worker(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_ddp_equals_the_reference(tmp_path: Path) -> None:
     mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+
+
+VARIANTS: list[dict[str, bool]] = [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
+
+
+def trained(folder: str, variant: dict[str, bool], mode: str, rank: int) -> list[torch.Tensor]:
+    """Train with steps that go on into the next forward pass, or not, and return weights and losses."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Tanh(), torch.nn.Linear(50, 20)).bfloat16()
+    parallel = torch.nn.parallel.DistributedDataParallel(model, **variant)
+    config = offload.OffloadConfig(host_memory=0, paths=[folder], subgroup_numel=1024, threads=1)
+    losses = []
+    with offload.AdamW(parallel.parameters(), lr=1e-2, offload=config) as optimizer:
+        if mode != "off":
+            optimizer.overlap_forward(parallel, check=mode == "check")
+        for step in range(6):
+            torch.manual_seed(100 * step + rank)
+            loss = parallel(torch.randn(8, 30).bfloat16()).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.clip_grad_norm_(0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.finish()
+    return [*losses, *(parameter.detach() for parameter in model.parameters())]
+
+
+def overlapping_worker(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    try:
+        for variant in VARIANTS:
+            wanted = trained(folder, variant, "off", rank)
+            for mode in ("on", "check"):
+                found = trained(folder, variant, mode, rank)
+                assert all(map(same_bits, found, wanted)), (variant, mode)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.not_overlapped("steps go on where the test says so")
+def test_steps_go_on_into_the_next_forward_pass(tmp_path: Path) -> None:
+    mp.spawn(overlapping_worker, args=(str(tmp_path),), nprocs=2)

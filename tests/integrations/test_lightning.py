@@ -288,6 +288,7 @@ def test_what_a_trainer_does_beside(tmp_path: Path, path: Path) -> None:
     assert not all(map(torch.equal, weights(module), expected))
 
 
+@pytest.mark.not_overlapped("looks at .grad after the step")
 def test_clipping_by_value_is_torchs_own_and_by_norm_ours(tmp_path: Path, path: Path) -> None:
     trainer = fit(tmp_path, Small(path), gradient_clip_val=1e-6)
     assert trainer.optimizers[0].metrics()["gradient_norm"] > 0

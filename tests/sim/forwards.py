@@ -364,7 +364,7 @@ class Session(saves.Session):
             def aborted(error: BaseException) -> BaseException:
                 return StepAbortedError(number, error, self.machine.moved)
 
-            behind = self.behind_type((), aborted, partial(Latch, self))
+            behind = self.behind_type((), aborted, lambda: None, partial(Latch, self))
             self.thread.request(begin, behind=behind)
             self.outcome.counts["steps"] += 1
 
