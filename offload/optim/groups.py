@@ -44,7 +44,9 @@ class TorchOptions(TypedDict, total=False):
 
 def torch_defaults(kind: Any) -> Mapping[str, Any]:
     """Return what a group of one of torch's own optimizers (or of None) has, and what it wants in a state dict."""
-    found: Mapping[str, Any] = {} if kind is None else kind([torch.empty(0, device="cpu")]).defaults
+    found: Mapping[str, Any] = (
+        {} if kind is None else kind([torch.empty(0, dtype=torch.float32, device="cpu")]).defaults
+    )
     return found
 
 
