@@ -13,7 +13,6 @@ import torch
 
 from offload import ConfigError, GroupScalars, OffloadConfig
 from offload.integrations.deepspeed import gradients as gradients_module
-from offload.integrations.deepspeed.common import OffloadedOptimizer
 from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import Shard
@@ -278,6 +277,9 @@ def test_a_shard_whose_placement_changes_has_the_same_bits(seed: int, monkeypatc
 
 @pytest.mark.parametrize("name", ["overlap_forward", "offload_states", "reload_states"])
 def test_what_deepspeed_cannot_have_is_refused_by_name(name: str) -> None:
+    pytest.importorskip("deepspeed")
+    from offload.integrations.deepspeed.common import OffloadedOptimizer
+
     optimizer = OffloadedOptimizer.__new__(OffloadedOptimizer)
     with pytest.raises(ConfigError, match=f"{name}.*leave it out"):
         getattr(optimizer, name)(torch.nn.Linear(1, 1))
