@@ -171,8 +171,7 @@ class Route:
         ]
 
     def taken(self) -> None:
-        """Let go of what a step reads; somebody keeps what `read` returned."""
-        self._held.clear()
+        """Forget gradients that `take` does not find in `.grad`; somebody keeps what `read` returned."""
 
     def forget(self) -> None:
         """Forget gradients that are not in `.grad` any more."""

@@ -57,6 +57,13 @@ def mean_gradients(step: int, ranks: int) -> list[torch.Tensor]:
     return [torch.stack(tensors).sum(0) / ranks for tensors in zip(*everyone, strict=True)]
 
 
+def clipped(optimizer: Any, mirror: Any, gradients: list[torch.Tensor]) -> float:
+    """Clip to a norm of 2, as the reference does; return the factor."""
+    norm = mirror.norm([gradients])
+    assert float(optimizer.clip_grad_norm_(2.0)) == norm
+    return min(1.0, 2.0 / (norm + 1e-6))
+
+
 def own(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return this rank's piece of a whole tensor, by torch's own account of where it is."""
     if not isinstance(parameter, DTensor):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import Mirror, same_bits
-from sharded import SETTINGS, Model, exact_gradients, local, mean_gradients, own, spawn, start
+from sharded import SETTINGS, Model, clipped, exact_gradients, local, mean_gradients, own, spawn, start
 from simulated import OnDevice
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -75,11 +75,7 @@ def exact(folder: Path, dtype: torch.dtype, formats: str = "exact") -> None:
         if step == 3:
             both = zip(gradients, mean_gradients(10 + step, ranks), strict=True)
             gradients = [left + right for left, right in both]
-        clip = 1.0
-        if step % 2:
-            norm = mirror.norm([gradients])
-            assert float(optimizer.clip_grad_norm_(2.0)) == norm
-            clip = min(1.0, 2.0 / (norm + 1e-6))
+        clip = clipped(optimizer, mirror, gradients) if step % 2 else 1.0
         optimizer.step()
         optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in model.parameters())

@@ -87,6 +87,13 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
         assert same_bits(one, other), number
 
 
+def assert_all_same(found: list[list[torch.Tensor]]) -> None:
+    """Check what was found in each of `MODES`."""
+    assert len(found) == len(MODES)
+    for other in found[1:]:
+        assert_same(found[0], other)
+
+
 MODES = ("off", "on", "check")
 
 
@@ -153,8 +160,7 @@ def test_bits_are_those_without(
             follow(optimizer, model, mode)
             losses = train(model, optimizer, 24)
             found.append([torch.tensor(losses), *everything(optimizer, model)])
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
+    assert_all_same(found)
 
 
 @pytest.mark.full
@@ -166,8 +172,7 @@ def test_bits_are_those_without_over_300_steps(config: Callable[..., offload.Off
             follow(optimizer, model, mode)
             losses = train(model, optimizer, 300)
             found.append([torch.tensor(losses), *everything(optimizer, model)])
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
+    assert_all_same(found)
 
 
 @pytest.mark.parametrize("settings", [{}, {"host_memory": "1GiB"}, {"host_memory": 12 * 4096 * 4}])
@@ -184,8 +189,7 @@ def test_bits_are_those_without_wherever_state_lives(
             follow(optimizer, model, mode)
             losses = train(model, optimizer, 12)
             found.append([torch.tensor(losses), *everything(optimizer, model)])
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
+    assert_all_same(found)
 
 
 @pytest.mark.parametrize("keep_grads", [True, False])
@@ -211,8 +215,7 @@ def test_weights_on_a_simulated_gpu(
                 optimizer.zero_grad()
             optimizer.finish()
             found.append([torch.tensor(losses), *everything(optimizer, model)])
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
+    assert_all_same(found)
 
 
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, offload.GradScaler])
@@ -235,8 +238,7 @@ def test_gradient_scalers(config: Callable[..., offload.OffloadConfig], scaler: 
                 optimizer.zero_grad()
             found.append([torch.tensor(scaling.get_scale()), *everything(optimizer, model)])
             assert 2.0**117 < scaling.get_scale() < 2.0**127  # steps were skipped, and others were not
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
+    assert_all_same(found)
 
 
 class Held:
@@ -514,41 +516,25 @@ def test_checkpoints_are_of_whole_steps(config: Callable[..., offload.OffloadCon
                 optimizer.step()
                 optimizer.zero_grad()
             found.append(everything(optimizer, model))
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
+    assert_all_same(found)
 
 
-def test_compiled_models(config: Callable[..., offload.OffloadConfig]) -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_models_and_blocks(config: Callable[..., offload.OffloadConfig], whole: bool) -> None:
     found = []
     for mode in MODES:
         model = Model()
-        compiled = torch.compile(model, backend="eager")
-        with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
-            follow(optimizer, compiled, mode)
-            for step in range(5):
-                loss_of(compiled, step).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(everything(optimizer, model))
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
-
-
-def test_blocks_that_are_compiled_by_themselves(config: Callable[..., offload.OffloadConfig]) -> None:
-    found = []
-    for mode in MODES:
-        model = Model()
-        for block in model.blocks:
+        called: Any = torch.compile(model, backend="eager") if whole else model
+        for block in () if whole else model.blocks:
             block.compile(backend="eager")
         with offload.AdamW(model.parameters(), lr=1e-2, offload=config()) as optimizer:
-            follow(optimizer, model, mode)
+            follow(optimizer, called, mode)
             for step in range(5):
-                loss_of(model, step).backward()
+                loss_of(called, step).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             found.append(everything(optimizer, model))
-    assert_same(found[0], found[1])
-    assert_same(found[0], found[2])
+    assert_all_same(found)
 
 
 def test_it_ends_when_it_is_removed(config: Callable[..., offload.OffloadConfig]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
@@ -312,3 +313,17 @@ class Session:
         self.expected[self.saves] = self.twin.tiles()
         self.tell(BeginSave(save))
         self.pump(lambda machine: not machine.saver.weights_left)
+
+
+def run_seeds(run_seed: Callable[[int], Outcome], seeds: range) -> Counter[str]:
+    """Run seeds; count how they ended, and what they counted."""
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            outcome = run_seed(seed)
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        found[outcome.how] += 1
+        found.update(outcome.counts)
+    return found

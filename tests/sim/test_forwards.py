@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import forwards
 import planted
 import pytest
+import saves
 
 from offload.engine.machine import Machine
-from offload.errors import InternalError
 from offload.session.behind import Behind
 from offload.session.thread import EngineThread
 
 
-def run_seeds(seeds: range) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            outcome = forwards.run_seed(seed)
-        except Exception as error:
-            error.add_note(f"seed {seed}")
-            raise
-        found[outcome.how] += 1
-        found.update(outcome.counts)
-    return found
-
-
 @pytest.mark.slow
 def test_bits_and_failures_are_those_of_steps_that_are_waited_for() -> None:
-    found = run_seeds(range(300))
+    found = saves.run_seeds(forwards.run_seed, range(300))
     # Guards against a swarm that has stopped testing anything.
     assert found["done"] > 200
     assert found["crashed"] > 5
@@ -44,7 +29,7 @@ def test_bits_and_failures_are_those_of_steps_that_are_waited_for() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", range(300, 20_300, 2000))
 def test_large_swarm_of_forward_passes(first: int) -> None:
-    run_seeds(range(first, first + 2000))
+    saves.run_seeds(forwards.run_seed, range(first, first + 2000))
 
 
 @pytest.mark.parametrize("wrong", planted.FORWARDS, ids=lambda wrong: wrong.__name__)
@@ -52,16 +37,7 @@ def test_a_planted_bug_is_found(wrong: type) -> None:
     """The checker, the bits or what the caller is told give each bug away, without the machine's own checks."""
     parts = (Machine, EngineThread, Behind, forwards.Session)
     kinds = [wrong if issubclass(wrong, part) else part for part in parts]
-    for seed in range(100):
-        try:
-            forwards.run_seed(seed, *kinds, self_check=False)
-        except AssertionError:
-            return
-        except InternalError as error:
-            if not str(error).startswith(("rule ", "the engine waits")):
-                pytest.fail(f"found by the machine itself: {error}")
-            return
-    pytest.fail("nobody noticed")
+    planted.assert_found(lambda seed: forwards.run_seed(seed, *kinds, self_check=False), range(100))
 
 
 @pytest.mark.slow

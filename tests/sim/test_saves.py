@@ -15,29 +15,15 @@ import swarm
 from offload.dtypes import DtypeCode
 from offload.engine.machine import Machine
 from offload.engine.operations import Commit, SaveTile, Sync
-from offload.errors import InternalError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
 from offload.sim import Crash, Disorder
 
 
-def run_seeds(seeds: range) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for seed in seeds:
-        try:
-            outcome = saves.run_seed(seed)
-        except Exception as error:
-            error.add_note(f"seed {seed}")
-            raise
-        found[outcome.how] += 1
-        found.update(outcome.counts)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 1500, 500))
 def test_checkpoints_hold_one_moment_whatever_happens(first: int) -> None:
-    found = run_seeds(range(first, first + 500))
+    found = saves.run_seeds(saves.run_seed, range(first, first + 500))
     # Guards against a swarm that has stopped testing anything.
     assert found["saved"] > 400
     assert found["copied"] > 100
@@ -53,7 +39,7 @@ def test_checkpoints_hold_one_moment_whatever_happens(first: int) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", range(1500, 16_500, 1500))
 def test_large_swarm_of_checkpoints(first: int) -> None:
-    run_seeds(range(first, first + 1500))
+    saves.run_seeds(saves.run_seed, range(first, first + 1500))
 
 
 SMALL = [
@@ -240,16 +226,7 @@ PLANTED = [
 @pytest.mark.parametrize("wrong", PLANTED, ids=lambda wrong: wrong.__name__)
 def test_a_planted_bug_is_found(wrong: type[Machine]) -> None:
     """The checker or the bytes give each bug away, without the machine's own checks."""
-    for seed in range(1500):
-        try:
-            saves.run_seed(seed, wrong, self_check=False)
-        except AssertionError:
-            return
-        except InternalError as error:
-            if not str(error).startswith(("rule ", "the engine waits")):
-                pytest.fail(f"found by the machine itself: {error}")
-            return
-    pytest.fail("nobody noticed")
+    planted.assert_found(lambda seed: saves.run_seed(seed, wrong, self_check=False), range(1500))
 
 
 @pytest.mark.slow

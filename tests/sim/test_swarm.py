@@ -77,16 +77,9 @@ def test_planted_bug_is_found(wrong: type):
     machine_type = wrong if issubclass(wrong, Machine) else Machine
     index_type = wrong if issubclass(wrong, TileIndex) else TileIndex
     make = swarm.make_changing_scenario if wrong in planted.GROWING else swarm.make_scenario
-    for seed in range(1500):
-        try:
-            swarm.run_scenario(make(seed), machine_type, index_type, self_check=False)
-        except AssertionError:
-            return
-        except InternalError as error:
-            if not str(error).startswith(("rule ", "the engine waits")):
-                pytest.fail(f"found by the machine itself: {error}")
-            return
-    pytest.fail("nobody noticed")
+    planted.assert_found(
+        lambda seed: swarm.run_scenario(make(seed), machine_type, index_type, self_check=False), range(1500)
+    )
 
 
 @pytest.mark.parametrize(
