@@ -97,6 +97,14 @@ class Training:
         following.remove()
         return waited, going_on
 
+    def even(self, tokens: int, most: int) -> int:
+        """Return the tokens at which a step takes as long as forward, looked for from `tokens`, at most `most`."""
+        for _ in range(5):  # seconds of forward do not grow in proportion
+            took = [self.waited(tokens) for _ in range(4)][1:]
+            step_s, forward_s = (statistics.median(row[name] for row in took) for name in ("step_s", "forward_s"))
+            tokens = min(max(round(tokens * step_s / forward_s), 8), most)
+        return tokens
+
     def digest(self) -> str:
         found = hashlib.sha256()
         for parameter in self.model.parameters():
@@ -117,6 +125,7 @@ def contest(training: Training, tokens: int, pairs: int) -> dict[str, Any]:
     found["times_as_fast"] = statistics.median(a["whole_s"] / b["whole_s"] for a, b in both)
     found["predicted"] = found["goes_on"]["predicted"]
     found["over_bound"] = statistics.median(b["whole_s"] / a["bound_s"] for a, b in both)
+    found["limit"] = statistics.median(a["whole_s"] / a["bound_s"] for a in waited)
     found["hidden"] = statistics.median((a["whole_s"] - b["whole_s"]) / a["step_s"] for a, b in both)
     return found
 
@@ -135,17 +144,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.path) as folder:
         training = Training(numel, Path(folder), args.format, longest)
         with training.optimizer:
-            for _ in range(4):
-                first = training.waited(tokens[0])
-            even = round(tokens[0] * first["step_s"] / first["forward_s"])
-            names = [*((str(number), number) for number in tokens), ("even", min(max(even, 8), longest))]
+            names = [*((str(number), number) for number in tokens), ("even", training.even(tokens[0], longest))]
             for name, number in names:
                 results[name] = {"tokens": number, **contest(training, number, pairs)}
                 row = results[name]
                 print(
                     f"{number} tokens: forward {row['waits']['forward_s']:.2f} s, "
                     f"backward {row['waits']['backward_s']:.2f} s, step {row['waits']['step_s']:.2f} s; going on "
-                    f"{row['times_as_fast']:.3f} times as fast, {row['over_bound']:.3f} of the bound, "
+                    f"{row['times_as_fast']:.3f} times as fast (at most {row['limit']:.3f}), "
+                    f"{row['over_bound']:.3f} of the bound, "
                     f"{row['hidden']:.0%} of the step hidden"
                 )
                 progress(f"{number} tokens")
