@@ -12,6 +12,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, overload
 
@@ -91,6 +92,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         described = self._weights.describe(self.param_groups, wanted)
         with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
             self._late.start(described, config, self._route.has_slots)
+            if config.overlap == "backward" and self._route.has_slots:
+                self.engine.speculate(partial(_hyperparameters, weakref.ref(self)))
             # Frozen ones, too: torch takes no other dtype for a gradient that is there.
             self._widen_gradients(self._parameters())
             self._attach(wanted, described)
@@ -165,6 +168,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Reset gradients, as torch documents it; those that have left, too."""
         self._scaling.forget()
         self._route.forget()
+        if self._late.opened is not None:
+            self._late.opened.drop_gradients()
         super().zero_grad(set_to_none)
 
     def _bind_gradients(self) -> list[Bound]:
@@ -519,3 +524,14 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _hyperparameters(optimizer: weakref.ref[OffloadedOptimizer]) -> list[Any] | None:
+    """Return those of all groups, as a step would have them; None where it would not take place."""
+    found = optimizer()
+    if found is None:
+        return None
+    try:
+        return [found.rule.values(group) for group in found.param_groups]
+    except ConfigError:
+        return None

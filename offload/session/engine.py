@@ -248,7 +248,28 @@ class Engine:
         """
         self.wait_for([parameter])
         self._thread.check_usable()
-        return self._parts.gradients.arrived(self._position(parameter), address, dtype)
+        position = self._position(parameter)
+        mark = self._parts.gradients.arrived(position, address, dtype)
+        self._thread.ahead.arrived(position)
+        return mark
+
+    def speculate(self, hyperparameters: Callable[[], Sequence[Any] | None]) -> None:
+        """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
+
+        What comes of it is taken over by a step that would do the same, bit for bit, and else has never been. It is
+        for gradients that arrive in host memory; elsewhere this does nothing.
+
+        Args:
+            hyperparameters: Returns those of all groups (see `step`) as they are now; None where nobody can tell.
+        """
+        if self._parts.gpu is None and self.plan.home_bytes[Home.STREAMED]:
+            self._thread.ahead.hyperparameters = hyperparameters
+
+    def drop_gradients(self) -> None:
+        """Say that all gradients have been dropped since the last step: what was made from them is of no use."""
+        if self._thread.is_usable and self._thread.ahead.restart():
+            with self._thread.turn():
+                self._thread.request(lambda: None)
 
     def end_backward(self) -> None:
         """Say that a backward pass has ended: gradients on a GPU that still wait for others to leave with, leave."""
@@ -371,6 +392,7 @@ class Engine:
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             started_s = time.monotonic()
+            self._thread.ahead.begins(chosen)
             subgroups = tables.begin_step(groups, scale, clip, chosen)
             if behind is not None:
                 places = parts.plan.layout.places
@@ -379,12 +401,15 @@ class Engine:
             def applied() -> None:
                 tables.steps[chosen] += 1
                 visits.step_number += 1
+                self._thread.ahead.stepped(scale, clip)
                 self._step_started_s, self._step_s = started_s, time.monotonic() - started_s
 
             aborted = partial(_aborted, parts, visits)
             follows = None if behind is None else Behind(behind, aborted, begun)
             try:
-                self._thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, follows)
+                self._thread.request(
+                    partial(visits.begin_step, subgroups), applied, visits.learn, follows, steps=True
+                )
             except SessionBrokenError:
                 raise
             except Exception as error:
