@@ -51,6 +51,8 @@ std::string check_segment(const Segment& s) {
   if (state_addresses % state_bytes) return "state is not aligned to " + std::to_string(state_bytes) + " bytes";
   if (active && s.gradient == 0) return "gradient is null";
   if (s.read % 8) return "read is not aligned to 8 bytes";
+  if (s.read != 0 && s.state_format == kCompact8 && s.first_index % 64 != 0)
+    return "read is given for a segment that begins within a block";
   if (active && (s.gradient_dtype < kBfloat16 || s.gradient_dtype > kFloat32))
     return "gradient_dtype " + std::to_string(s.gradient_dtype) + " is not a dtype code";
   return "";

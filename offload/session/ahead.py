@@ -265,6 +265,8 @@ class Ahead:
             number = subgroup.index
             if parts.plan.homes[number] is not Home.STREAMED or parts.machine.is_fresh(number):
                 continue
+            if layout.begins_within_block(subgroup):
+                continue  # its ranges begin where no fingerprint can
             waits = {s.parameter for s in subgroup.segments if s.numel and self._expected[s.parameter]}
             if waits:
                 self._left[number] = sum(self._arrivals[position] < self._expected[position] for position in waits)
