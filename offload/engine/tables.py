@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.kernels import rounding_keys
-from offload.kernels.table import segment_table
+from offload.kernels.table import checked, segment_table
 from offload.layout import Layout
 from offload.protocols import SegmentFlag, StateFormat
 
@@ -194,7 +194,8 @@ class Tables:
 
     def is_as_ahead(self, subgroup: int, address: int, ahead: npt.NDArray[Any]) -> bool:
         """Return whether the step that was begun last would update a subgroup as a table of `fill_ahead` says."""
-        layout, expected = self._layout.subgroups[subgroup], ahead.copy()
+        layout = self._layout.subgroups[subgroup]
+        expected = checked(ahead).copy()  # of a rule's own names, a copy would leave the fields between them out
         expected["read"] = 0
         expected["new_master" if layout.dtype is DtypeCode.FLOAT32 else "new_weight"] = 0
         now = self.fill(subgroup, address, fresh=False, update=True)
