@@ -92,11 +92,15 @@ class OffloadedOptimizer(StatefulOptimizer):
         described = self._weights.describe(self.param_groups, wanted)
         with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
             self._late.start(described, config, self._route.has_slots)
-            if config.overlap == "backward" and self._route.has_slots:
-                self.engine.speculate(partial(_hyperparameters, weakref.ref(self)))
+            if config.overlap == "backward":
+                self._speculate()
             # Frozen ones, too: torch takes no other dtype for a gradient that is there.
             self._widen_gradients(self._parameters())
             self._attach(wanted, described)
+
+    def _speculate(self) -> None:
+        """Have updates made during backward from now on."""
+        self.engine.speculate(partial(_hyperparameters, weakref.ref(self)))
 
     # Parameters
 

@@ -138,7 +138,7 @@ class Engine:
         """Return what the lanes did in the last step and since, in the order in which it ended."""
         self._thread.wait_behind()
         self._parts.executor.take_timed()
-        return list(self._parts.executor.timeline)
+        return [*self._visits.ended, *self._parts.executor.timeline]
 
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict.
@@ -155,7 +155,7 @@ class Engine:
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
-        timeline = self.timeline()
+        timeline = [*self._visits.ended] or self.timeline()
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
         ends_s = [i.finished_s - self._step_started_s for i in timeline if i.lane in ("gpu", "h2d")]
         found: dict[str, float] = {
