@@ -33,6 +33,7 @@ from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import Bound, check_parameter
 from offload.protocols import Device
 from offload.rules import number
+from offload.session.ahead import Foreseen
 from offload.sim import Explanation, Forecast, PlanReport, compare
 
 
@@ -100,7 +101,7 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _speculate(self) -> None:
         """Have updates made during backward from now on."""
-        self.engine.speculate(partial(_hyperparameters, weakref.ref(self)))
+        self.engine.speculate(partial(_foreseen, weakref.ref(self)))
 
     # Parameters
 
@@ -530,12 +531,15 @@ class OffloadedOptimizer(StatefulOptimizer):
         self.close()
 
 
-def _hyperparameters(optimizer: weakref.ref[OffloadedOptimizer]) -> list[Any] | None:
-    """Return those of all groups, as a step would have them; None where it would not take place."""
+def _foreseen(optimizer: weakref.ref[OffloadedOptimizer]) -> Foreseen | None:
+    """Return what the next step would be told now; None where nobody can tell."""
     found = optimizer()
     if found is None:
         return None
+    kept = [shards.local(p).detach() for p in found._weights.bound if p.dtype is torch.float32]
+    if not found._weights.are_where_bound():
+        return None
     try:
-        return [found.rule.values(group) for group in found.param_groups]
+        return [found.rule.values(group) for group in found.param_groups], kept
     except ConfigError:
         return None

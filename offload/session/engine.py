@@ -37,6 +37,7 @@ from offload.measure import lane_totals
 from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, DeviceLane, Mark, StateFormat
 from offload.rules import ADAMW, MASTER, UpdateRule
+from offload.session.ahead import Foreseen
 from offload.session.behind import Behind
 from offload.session.checkpoints import Checkpoints
 from offload.session.ending import Ending
@@ -258,15 +259,16 @@ class Engine:
         self._thread.ahead.arrived(position)
         return mark
 
-    def speculate(self, hyperparameters: Callable[[], Sequence[Any] | None] | None) -> None:
+    def speculate(self, hyperparameters: Callable[[], Foreseen | None] | None) -> None:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
 
         What comes of it is taken over by a step that would do the same, bit for bit, and else has never been. It is
         for gradients that arrive in host memory; elsewhere this does nothing.
 
         Args:
-            hyperparameters: Returns those of all groups (see `step`) as they are now; None where nobody can tell. In
-                place of it None: from the next step on none of this happens.
+            hyperparameters: Returns those of all groups (see `step`) as they are now, and tensors that have the
+                memory of fp32 weights, which updates read until the step; None where weights lie elsewhere than they
+                are bound, or nobody can tell. In place of it None: from the next step on none of this happens.
         """
         if self._parts.gpu is None and self.plan.home_bytes[Home.STREAMED]:
             self._thread.ahead.hyperparameters = hyperparameters
