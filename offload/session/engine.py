@@ -141,6 +141,15 @@ class Engine:
         self._parts.executor.take_timed()
         return [*self._visits.ended, *self._parts.executor.timeline]
 
+    def last_timeline(self) -> list[Interval]:
+        """Return what the lanes did in the last step, and since where nothing has begun ahead of the next one."""
+        return [*self._visits.ended] or self.timeline()
+
+    @property
+    def speculates(self) -> bool:
+        """Whether streamed subgroups are updated during backward; see `speculate`."""
+        return self._thread.ahead.hyperparameters is not None
+
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict.
 
@@ -156,7 +165,7 @@ class Engine:
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
-        timeline = [*self._visits.ended] or self.timeline()
+        timeline = self.last_timeline()
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
         ends_s = [i.finished_s - self._step_started_s for i in timeline if i.lane in ("gpu", "h2d")]
         found: dict[str, float] = {
@@ -172,7 +181,7 @@ class Engine:
             found["pinned_bytes"] = parts.gpu.pinned.pinned_bytes
             found["unpinned_bytes"] = parts.gpu.pinned.unpinned_bytes
         ahead = self._thread.ahead
-        if ahead.hyperparameters is not None:
+        if self.speculates:
             found["ahead/confirmed_bytes"], found["ahead/revoked_bytes"] = ahead.confirmed_bytes, ahead.revoked_bytes
         totals, written = lane_totals(timeline), self._visits.all_written_bytes()
         for lane in ("cpu", "gpu", "h2d", "d2h") if parts.gpu is not None else ("cpu",):

@@ -427,3 +427,22 @@ def test_masters_that_are_to_be_read_again(tmp_path: Path) -> None:
             found.append(everything(optimizer, training.model))
     assert_same(*found)
     assert training.counts["confirmed"] > 0
+
+
+def test_what_is_hidden_can_be_seen(tmp_path: Path) -> None:
+    training = Training(tmp_path / "backward", "backward")
+    with training.optimizer as optimizer:
+        for _ in range(6):
+            plain(training, random.Random(0))
+            training.step()
+            found, timeline = optimizer.metrics(), optimizer.timeline()
+            optimizer.zero_grad()
+        assert "the step is hidden in backward" in str(optimizer.plan)
+    assert found["ahead/confirmed_bytes"] == found["lane/cpu/bytes"] == found["state_bytes"]
+    assert found["ahead/revoked_bytes"] == 0
+    assert found["path/0/write_bytes"] > 0
+    assert found["forward_s"] > 0
+    assert found["backward_s"] > 0
+    assert found["hidden_s"] >= 0
+    assert found["predicted_iteration_s"] > found["forward_s"]
+    assert {"caller", "cpu", "read:0", "write:0"} <= {interval.lane for interval in timeline}
