@@ -474,7 +474,10 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         Where the step is hidden in forward or backward, what the caller did is there as lane "caller".
         """
-        return [*self.engine.timeline(), *(self._overlap.pace.intervals if self._hides else ())]
+        pace, found = self._overlap.pace, self.engine.timeline()
+        if self.engine.speculates:
+            found += pace.before
+        return [*found, *(pace.intervals if self._hides else ())]
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what every lane did in the last step and since, for Perfetto (ui.perfetto.dev) or chrome://tracing.
