@@ -56,10 +56,11 @@ Rules:
  22. A version beside the live one is read, visited, copied and saved by nobody before it is confirmed. It is revoked
      if a write of it fails, or `Confirm` does not name it: then nothing of it is used again, in its slot neither.
  23. A confirmed version is the newest, as if it had been made by the sweep that follows: that one counts its subgroup
-     as changed and ended, and does not visit it.
+     as moved, and does not visit it.
  24. No version is made under the step of a version that was made ahead before, whatever became of that.
- 25. The bytes that versions beside live ones take, for the subgroups of one sweep, come on top of those of rule 8, and
-     leave what the plan promises to checkpoints (while no path has failed and no store was taken up).
+ 25. The bytes that versions beside the live ones may take, for the subgroups of one sweep, come on top of those of
+     rule 8; what they take leaves what the plan promises to checkpoints (while no path has failed and no store was
+     taken up).
  26. Weights are published of confirmed versions only, of each once, and before the next sweep begins.
 
 Non-goals: whether an order of unlike visits is good, whether anything happens at all (a run that never ends breaks no
@@ -295,7 +296,7 @@ class CheckedExecutor:
         self._admitted: set[int] = set()
         self._may_run = False
         self._beside_slots: Counter[int] = Counter()  # that it has taken, by payload bytes
-        self._most_beside: Counter[int] = Counter()  # ... most that one has
+        self._most_beside: Counter[int] = Counter()  # ... most that one may take
         self._revoked: dict[int, Location] = {}  # writes in flight of versions that have been revoked
         self._steps_ahead: set[int] = set()
         self._confirmed: dict[int, None] = {}  # since a sweep has begun
@@ -393,6 +394,10 @@ class CheckedExecutor:
         """
         self._require(not (well and self._unended), "2: a sweep ends well before each of its visits")
         self._sweep = None
+
+    def is_clean(self, subgroup: int) -> bool:
+        """Return whether a subgroup's newest version is whole on storage."""
+        return self._subgroups[subgroup].stored_version == self._subgroups[subgroup].version
 
     def is_ended(self, subgroup: int) -> bool:
         """Return whether a subgroup has no visit that has not ended well."""
@@ -861,7 +866,6 @@ class CheckedExecutor:
         self._require(write.record.step == beside.step, "21: a write under another step than that of its sweep")
         self._require(0 <= write.record.location.path < len(self._extents), "21: there is no such path")
         self._beside_slots[nbytes] += 1
-        self._most_beside |= self._beside_slots
         self._take(write.record.location)
         beside.writes[write.tile] = write.op
         if self._taken_up or any(path.failed for path in self._extents):
@@ -916,14 +920,16 @@ class CheckedExecutor:
             self._steps_ahead.add(sweep.step)
             self._admitted, self._may_run = set(), True
             self._beside_slots.clear()
+            places = (self._places[visit.subgroup].values() for visit in sweep.visits)
+            self._most_beside |= Counter(nbytes for each in places for _, nbytes in each)
             return
         self._unended = dict.fromkeys(self._visits)
         again = self._visits.keys() & self._confirmed
         self._require(not again, "23: a visit of what was confirmed")
         self.moved = [*self._confirmed]
         self._confirmed = {}
-        places = ((visit.subgroup, place) for place, visit in enumerate(sweep.visits))
-        self._unbegun = {number: (place, where) for number, place in places if (where := self._where(number))}
+        order = ((visit.subgroup, place) for place, visit in enumerate(sweep.visits))
+        self._unbegun = {number: (place, where) for number, place in order if (where := self._where(number))}
 
     @property
     def _is_ahead(self) -> bool:
