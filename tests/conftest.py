@@ -34,6 +34,7 @@ settings.load_profile("same")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--overlap", action="store_true", help="let every step go on behind, with all weights hidden")
+    parser.addoption("--ahead", action="store_true", help="update during every backward pass what can be")
 
 
 class Everything:
@@ -87,6 +88,21 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(OffloadedOptimizer, "__init__", init)
     monkeypatch.setattr(OffloadedOptimizer, "step", step)
+
+
+@pytest.fixture(autouse=True)
+def made_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--ahead`, updates during backward are asked for wherever nothing is said about them."""
+    if not request.config.getoption("--ahead"):
+        return
+    from offload import OffloadConfig
+
+    plain_init = OffloadConfig.__init__
+
+    def init(self: Any, **fields: Any) -> None:
+        plain_init(self, **{"overlap": "backward", **fields})
+
+    monkeypatch.setattr(OffloadConfig, "__init__", init)
 
 
 @pytest.fixture(scope="session", autouse=True)

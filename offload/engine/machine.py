@@ -428,7 +428,7 @@ class Machine:
         self._sweep = sweep
         self._unfinished = len(subgroups)
         self.moved, self._confirmed = self._confirmed, []
-        self.ended = [*self.moved]
+        self.ended = []
         self._pending = {visit.subgroup: visit for visit in sweep.visits}
         for subgroup in subgroups:
             match self._phases[subgroup]:

@@ -149,7 +149,9 @@ class Engine:
         by itself); for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`, `h2d`, `d2h` with a GPU)
         `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`,
         `path/<number>/write_bytes`, `path/<number>/live_bytes` (what lies there now) and
-        `path/<number>/written_bytes` (since the session began, checkpoints included: what wears a drive).
+        `path/<number>/written_bytes` (since the session began, checkpoints included: what wears a drive); with
+        `speculate` also `ahead/confirmed_bytes` and `ahead/revoked_bytes`: state that had been updated before the
+        step began, and that the step took over, or did not.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
@@ -168,6 +170,9 @@ class Engine:
             found["gpu_bytes"] = plan.home_bytes[Home.GPU]
             found["pinned_bytes"] = parts.gpu.pinned.pinned_bytes
             found["unpinned_bytes"] = parts.gpu.pinned.unpinned_bytes
+        ahead = self._thread.ahead
+        if ahead.hyperparameters is not None:
+            found["ahead/confirmed_bytes"], found["ahead/revoked_bytes"] = ahead.confirmed_bytes, ahead.revoked_bytes
         totals, written = lane_totals(timeline), self._visits.all_written_bytes()
         for lane in ("cpu", "gpu", "h2d", "d2h") if parts.gpu is not None else ("cpu",):
             found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
@@ -253,14 +258,15 @@ class Engine:
         self._thread.ahead.arrived(position)
         return mark
 
-    def speculate(self, hyperparameters: Callable[[], Sequence[Any] | None]) -> None:
+    def speculate(self, hyperparameters: Callable[[], Sequence[Any] | None] | None) -> None:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
 
         What comes of it is taken over by a step that would do the same, bit for bit, and else has never been. It is
         for gradients that arrive in host memory; elsewhere this does nothing.
 
         Args:
-            hyperparameters: Returns those of all groups (see `step`) as they are now; None where nobody can tell.
+            hyperparameters: Returns those of all groups (see `step`) as they are now; None where nobody can tell. In
+                place of it None: from the next step on none of this happens.
         """
         if self._parts.gpu is None and self.plan.home_bytes[Home.STREAMED]:
             self._thread.ahead.hyperparameters = hyperparameters

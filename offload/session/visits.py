@@ -122,11 +122,10 @@ class Visits:
     def begin_step(self, subgroups: Sequence[int]) -> Sweep:
         """Return the sweep that updates some subgroups as `Tables.begin_step` was told."""
         parts = self._parts
+        if not parts.machine.is_ahead:  # else it has begun when that was opened
+            self._begin_timeline()
         done = self.ahead.confirm(subgroups)
         subgroups = [number for number in subgroups if number not in done]
-        parts.executor.take_timed()
-        self.written_bytes = self.all_written_bytes()
-        self._unlearnt, parts.executor.timeline = parts.executor.timeline, []
         if self.placing.is_near:
             self.learn()
             self.placing.review()
@@ -145,7 +144,15 @@ class Visits:
 
         return self._sweep(visits, update, changes=True, coming=parts.gradients.coming, updates=True)
 
+    def _begin_timeline(self) -> None:
+        """Begin the account of another step."""
+        self._parts.executor.take_timed()
+        self.written_bytes = self.all_written_bytes()
+        self._unlearnt, self._parts.executor.timeline = self._parts.executor.timeline, []
+
     def _serve_ahead(self) -> None:
+        if not self._parts.machine.is_ahead:
+            self._begin_timeline()
         self.ahead.serve(lambda visits, visitor: self._sweep(visits, visitor, True, updates=True, ahead=True))
 
     def _sweep(
