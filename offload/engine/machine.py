@@ -623,11 +623,16 @@ class Machine:
         if flush.error is None and subgroup in self._beside:
             self._beside[subgroup] = flush.records
             return
-        self._beside.pop(subgroup, None)
-        self._held = self._held or flush.error is not None  # nothing but more of this would come of it
         self._revoke(subgroup, flush.records)
         if subgroup in self._pending:  # of a sweep that has begun since
             self._unfetched.append(subgroup)
+
+    def _give_up_beside(self, subgroup: int, error: Exception) -> None:
+        """Make no more versions beside live ones, as one cannot be written: it is not there any more."""
+        self._flushes[subgroup].error = error
+        if subgroup in self._beside:  # else it was revoked before
+            del self._beside[subgroup]
+            self._held = True
 
     def _device_of(self, visit: Visit) -> _Waiting:
         return self._gpu if visit.gpu else self._cpu
@@ -695,7 +700,7 @@ class Machine:
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].beside:
             self.index.lose(operation.record.location)
-            self._flushes[operation.tile.subgroup].error = error
+            self._give_up_beside(operation.tile.subgroup, error)
             self._flushed_tile(operation.tile.subgroup)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
@@ -891,6 +896,8 @@ class Machine:
                 if not (for_save or beside):
                     self._break(error)
                     return
+                if beside:
+                    self._give_up_beside(subgroup, error)
                 flush.error = error
                 flush.left -= len(tiles) - number - 1
                 self._flushed_tile(subgroup)

@@ -946,18 +946,17 @@ class CheckedExecutor:
         chosen = () if self._is_broken else subgroups
         self._sweep = None
         self._visits = {}
-        for number, subgroup in enumerate(self._subgroups):
-            beside = subgroup.beside
-            if number not in chosen:
-                self._revoke(subgroup)
-                continue
+        for number in chosen:
+            subgroup = self._subgroups[number]
+            beside, subgroup.beside = subgroup.beside, None
             if beside is None:
                 raise self._violation("23: a version is confirmed that is not there")
-            subgroup.beside = None
             subgroup.version += 1
             subgroup.step, subgroup.held, subgroup.arriving = beside.step, beside.held, beside.arrived
             self._confirmed[number] = self._unpublished[number] = None
             self._arrived(number)
+        for subgroup in self._subgroups:
+            self._revoke(subgroup)
 
     def _revoke(self, subgroup: _Subgroup) -> None:
         """Forget a version beside the live one, if there is one; its slot has nothing of use any more."""
@@ -996,7 +995,8 @@ class CheckedExecutor:
             return ""
         if self._plan.is_resident(number):
             return "home"
-        return "storage" if subgroup.slot is None else "slot"
+        is_there = subgroup.slot is not None and (subgroup.held or not subgroup.version)
+        return "slot" if is_there else "storage"
 
     def _land(self, op: int) -> Operation:
         operation = self._flying.pop(op, None)

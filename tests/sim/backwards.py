@@ -270,6 +270,8 @@ class Session(forwards.Session):
         self.arrived: dict[int, None] = dict.fromkeys(self.gradients)
         self.modules = forwards.random_modules(rng, len(plan.layout.parameters))
         self.behind_share = rng.choice((0.0, 0.3, 1.0))
+        self.pauses = rng.choice(((0,), (0, 5, 50), (0, 200)))
+        """How often something comes between the last gradient and the step."""
         self.steady = rng.choice((0.5, 0.9, 1.0, 1.0))
         """Share of passes that use all modules, in the same order."""
         self.limit = rng.choice((0.0, 0.0, 0.2))
@@ -300,7 +302,8 @@ class Session(forwards.Session):
 
         def told(event: Event) -> None:
             if isinstance(event, Taken) and isinstance(event.ended, Sweep):
-                assert self.machine.moved == self.executor.moved, "it does not say which subgroups have moved"
+                moved = self.machine.moved, self.executor.moved
+                assert moved[0] == moved[1], f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
             if isinstance(event, Confirm):
                 self.outcome.counts["confirmed"] += len(event.subgroups)
                 self.outcome.counts["revoked"] += len(self.machine.beside) - len(event.subgroups)
@@ -456,6 +459,8 @@ class Session(forwards.Session):
             self.rate += 1
         while self.rng.random() < 0.1:
             self.scribble(False)
+        for _ in range(self.rng.choice(self.pauses)):
+            self.compute()
         with self.thread.turn():
             active = sorted(self.arrived)
             if not active:
