@@ -173,6 +173,7 @@ class _Flush:
     records: list[tuple[TileId, Record]] = field(default_factory=list)
     for_save: bool = False  # nothing but a save needs it
     beside: bool = False  # of a version beside the live one, confirmed by nobody
+    room: Counter[int] = field(default_factory=Counter)  # slots that are reserved for it, its sweep having ended
     error: Exception | None = None
 
 
@@ -451,7 +452,7 @@ class Machine:
             able = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
             plain = visit.changes and not (visit.gpu or visit.overwrites or visit.weight_bytes)
             invariant(visit.ahead and able and plain, f"{visit} is ahead")
-            room = Counter(nbytes for _, _, nbytes in self.plan.layout.subgroups[subgroup].tiles)
+            room = self._slots_of(subgroup)
             if self.broken is not None or not self.index.reserve(room, spare=True):
                 break
             self._room += room
@@ -487,8 +488,15 @@ class Machine:
         for subgroup, records in made.items():
             if records is not None:  # else when the flush has ended
                 self._revoke(subgroup, records)
+        for subgroup, flush in self._flushes.items():
+            if flush.beside and not flush.room:  # it may still fail, and lose slots
+                flush.room = self._slots_of(subgroup)
+                self._room -= flush.room
         self.index.give_back(self._room)
         self._room.clear()
+
+    def _slots_of(self, subgroup: int) -> Counter[int]:
+        return Counter(nbytes for _, _, nbytes in self.plan.layout.subgroups[subgroup].tiles)
 
     def _end_ahead(self) -> None:
         """Forget the sweep ahead, as the machine has broken."""
@@ -619,6 +627,7 @@ class Machine:
 
     def _flushed_beside(self, subgroup: int, flush: _Flush) -> None:
         """Take in that a version beside the live one has been written, or has not."""
+        self.index.give_back(flush.room)
         self._to(subgroup, Phase.READY)
         if flush.error is None and subgroup in self._beside:
             self._beside[subgroup] = flush.records

@@ -181,6 +181,9 @@ def random_plan(rng: random.Random, keep: int) -> Plan:
     plan = replace(plan, budgets=replace(plan.budgets, checkpoints=keep if rng.random() < 0.9 else 0))
     versions = plan.state_bytes + SECTOR_BYTES * sum(len(s.tiles) for s in plan.layout.subgroups)
     paths = list(plan.budgets.paths)
+    tiles = [nbytes for s in plan.layout.subgroups for _, _, nbytes in (*s.tiles, *s.weight_tiles)]
+    for number, path in enumerate(paths):  # what is left at the end of each may be too short for a tile
+        paths[number] = replace(path, available_bytes=path.available_bytes + 2 * (max(tiles) + SECTOR_BYTES))
     for room in (plan.checkpoint_bytes, int(versions * rng.choice((0.0, 0.3, 0.6, 1.0, 2.0)))):
         chosen = rng.randrange(len(paths))
         paths[chosen] = replace(paths[chosen], available_bytes=paths[chosen].available_bytes + room)
