@@ -1112,8 +1112,11 @@ class CheckedExecutor:
         del subgroup.writes[write.tile]
         self._lose(write.record.location)
         if self._revoked.pop(write.op, None) is None and subgroup.beside is not None:
-            del subgroup.beside.writes[write.tile]
-            self._beside_slots[write.record.location.nbytes] -= 1
+            beside = subgroup.beside
+            places = [record.location for record in beside.arrived.values()]
+            places += [self._location_of(op) for op in beside.writes.values() if op != write.op]
+            self._beside_slots -= Counter(place.nbytes for place in (*places, write.record.location))
+            del beside.writes[write.tile]
             self._revoke(subgroup)
 
     def _end_given_up(self, number: int) -> None:

@@ -280,6 +280,8 @@ class Session(forwards.Session):
         self.limit = rng.choice((0.0, 0.0, 0.2))
         """Share of steps that are clipped."""
         self.rate = 1.0
+        self.scribbled: set[int] = set()
+        """Subgroups whose masters were written to since they were updated last."""
         self.images: dict[int, int] = {}
         self.stands_for: dict[int, int] = {}
         """Of each sweep that updates: which step it is of, or is expected to be."""
@@ -313,7 +315,11 @@ class Session(forwards.Session):
                 step = self.ahead_sweep.step if self.ahead_sweep is not None else 0
                 self.taken_over |= {(subgroup, step) for subgroup in event.subgroups}
             self.outcome.counts["admitted"] += len(event.subgroups) if isinstance(event, Admit) else 0
+            before = self.machine.saver.ended
             handle(event)
+            ended = self.machine.saver.ended
+            if ended is not None and ended is not before:  # the machine may go on before the session takes note
+                super(Session, self).check_saved(ended[1])
 
         self.machine.handle = told  # type: ignore[method-assign]
 
@@ -374,6 +380,13 @@ class Session(forwards.Session):
         self.data.publish(subgroup)
         self.weights[subgroup] = self.images[subgroup]
 
+    def check_saved(self, error) -> None:
+        """It has been told: see `serve_with`."""
+
+    def save(self, flag: bool) -> None:
+        if not self.scribbled:  # else a master would change without a step between two checkpoints
+            super().save(flag)
+
     def end_save(self, save, error) -> None:
         assert error is None or self.may_fail or self.machine.broken, f"a save has failed for too little: {error!r}"
         super().end_save(save, error)
@@ -425,6 +438,7 @@ class Session(forwards.Session):
         if self.machine.broken is None:
             self.wait(False)  # a checkpoint reads weights
             chosen = self.rng.choice(sorted(self.data.weights))
+            self.scribbled.add(chosen)
             for weights in (self.data.weights[chosen], self.twin.weights[chosen]):
                 weights += np.uint32(1)
 
@@ -484,6 +498,7 @@ class Session(forwards.Session):
                 order = visit_order([s for s in subgroups if s not in done], self.machine.slots)
                 visits = update_visits(self.plan, order, self.machine.is_fresh)
                 self.executor.visit_with(partial(self.update_from, told=told))
+                self.scribbled.difference_update(subgroups)
                 self.twin.step(self.steps, subgroups, told, self.gradients)
                 return Sweep(number, self.version_of(number), visits)
 

@@ -258,9 +258,12 @@ class Session:
                 return
             self.end_save(*ended)
 
-    def end_save(self, save: Save, error: Exception | None) -> None:
+    def check_saved(self, error: Exception | None) -> None:
         if self.machine.broken is None or error is None:
             self.executor.save_ended(well=error is None)
+
+    def end_save(self, save: Save, error: Exception | None) -> None:
+        self.check_saved(error)
         if error is not None:
             self.outcome.counts["failed"] += 1
             return
