@@ -173,6 +173,7 @@ class _Flush:
     records: list[tuple[TileId, Record]] = field(default_factory=list)
     for_save: bool = False  # nothing but a save needs it
     beside: bool = False  # of a version beside the live one, confirmed by nobody
+    room: Counter[int] = field(default_factory=Counter)  # slots that are reserved for it, its sweep having ended
     error: Exception | None = None
 
 
@@ -451,7 +452,7 @@ class Machine:
             able = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
             plain = visit.changes and not (visit.gpu or visit.overwrites or visit.weight_bytes)
             invariant(visit.ahead and able and plain, f"{visit} is ahead")
-            room = Counter(nbytes for _, _, nbytes in self.plan.layout.subgroups[subgroup].tiles)
+            room = self._slots_of(subgroup)
             if self.broken is not None or not self.index.reserve(room, spare=True):
                 break
             self._room += room
@@ -487,8 +488,15 @@ class Machine:
         for subgroup, records in made.items():
             if records is not None:  # else when the flush has ended
                 self._revoke(subgroup, records)
+        for subgroup, flush in self._flushes.items():
+            if flush.beside and not flush.room:  # it may still fail, and lose slots
+                flush.room = self._slots_of(subgroup)
+                self._room -= flush.room
         self.index.give_back(self._room)
         self._room.clear()
+
+    def _slots_of(self, subgroup: int) -> Counter[int]:
+        return Counter(nbytes for _, _, nbytes in self.plan.layout.subgroups[subgroup].tiles)
 
     def _end_ahead(self) -> None:
         """Forget the sweep ahead, as the machine has broken."""
@@ -619,15 +627,21 @@ class Machine:
 
     def _flushed_beside(self, subgroup: int, flush: _Flush) -> None:
         """Take in that a version beside the live one has been written, or has not."""
+        self.index.give_back(flush.room)
         self._to(subgroup, Phase.READY)
         if flush.error is None and subgroup in self._beside:
             self._beside[subgroup] = flush.records
             return
-        self._beside.pop(subgroup, None)
-        self._held = self._held or flush.error is not None  # nothing but more of this would come of it
         self._revoke(subgroup, flush.records)
         if subgroup in self._pending:  # of a sweep that has begun since
             self._unfetched.append(subgroup)
+
+    def _give_up_beside(self, subgroup: int, error: Exception) -> None:
+        """Make no more versions beside live ones, as one cannot be written: it is not there any more."""
+        self._flushes[subgroup].error = error
+        if subgroup in self._beside:  # else it was revoked before
+            del self._beside[subgroup]
+            self._held = True
 
     def _device_of(self, visit: Visit) -> _Waiting:
         return self._gpu if visit.gpu else self._cpu
@@ -695,7 +709,7 @@ class Machine:
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].beside:
             self.index.lose(operation.record.location)
-            self._flushes[operation.tile.subgroup].error = error
+            self._give_up_beside(operation.tile.subgroup, error)
             self._flushed_tile(operation.tile.subgroup)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
@@ -891,6 +905,8 @@ class Machine:
                 if not (for_save or beside):
                     self._break(error)
                     return
+                if beside:
+                    self._give_up_beside(subgroup, error)
                 flush.error = error
                 flush.left -= len(tiles) - number - 1
                 self._flushed_tile(subgroup)
