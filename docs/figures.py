@@ -562,7 +562,7 @@ BENCHMARKS = (
     ("`python bench/kernel.py`", "how fast is the update beside torch's, DeepSpeed's, and the memory it runs on?", "2 min", ("kernel",)),
     ("`python bench/formats.py`", "what does a step cost in each format of state, on a disk and a throttled path?", "2 min", ("formats",)),
     ("`python bench/quality.py`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
-    ("`python bench/overlap.py`", "what does `overlap_forward` hide of a step, and how near to its bound?", "10 min", None),
+    ("`python bench/overlap.py`", "what is hidden of a step in forward, in backward and in both, and how near to its bound?", "20 min", ("overlap",)),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/paths.py`", "one path against fio, several against their sum, a path that slows down, overlap, S3", "10 min", ("paths",)),
     ("`python bench/lock.py`", "do processes that share a path move more when they take turns?", "1 min", ("lock",)),
