@@ -92,8 +92,9 @@ def update(layers: torch.nn.ModuleList, optimizer: Any, step: int) -> None:
     generator = torch.Generator().manual_seed(step)
     for number, layer in enumerate(layers):
         if (step + number) % 3:
-            drawn = torch.randn(layer.weight.shape, generator=generator)
-            layer.weight.grad = drawn.add_(layer()).to(layer.weight.dtype)
+            gradient = torch.randn(layer.weight.shape, generator=generator).add_(layer())
+            layer.weight.grad = gradient.to(layer.weight.dtype)
+            del gradient  # what somebody holds is read before `step` returns
     BEHIND[0] = 0
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
@@ -170,6 +171,8 @@ def live(root: Path, seed: int, expected: list[int], until: int, overlaps: bool)
     while step < until:
         update(layers, optimizer, step)
         step += 1
+        if overlaps:
+            time.sleep(rng.choice((0.0, 0.01, 0.05)))  # something else to do while the step goes on
         if rng.random() < 0.6:
             folder = folders(root)[step % 2 if alternate else 0]
             BEHIND[0] = 0
