@@ -347,6 +347,23 @@ def test_a_module_waits_for_its_own_weights_only(config: Callable[..., offload.O
         assert not torch.equal(model[2].weight, before[2])
 
 
+def test_a_gradient_that_nobody_holds_is_not_waited_for(config: Callable[..., offload.OffloadConfig]) -> None:
+    """Also where it lies in memory that the engine does not own: as the caller has set it, or in the GPU's."""
+    model = chain()
+    with offload.AdamW(model.parameters(), lr=1e-2, offload=config(host_memory="1GiB")) as optimizer:
+        optimizer.overlap_forward(model)
+        model(torch.ones(3, 64).bfloat16()).sum().backward()
+        for layer in model:
+            layer.weight.grad = layer.weight.grad.clone()
+        held = Held(optimizer, 0)
+        steps = in_a_thread(optimizer.step)
+        steps.join(20.0)
+        has_returned = not steps.is_alive()
+        held.go_on()
+        steps.join(60.0)
+        assert has_returned
+
+
 def test_updates_come_in_the_order_of_the_forward_pass(config: Callable[..., offload.OffloadConfig]) -> None:
     class Backwards(torch.nn.Sequential):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from layers import Layer
 
 import offload
 from offload._native import IoUring
@@ -74,17 +75,6 @@ def fresh() -> list[torch.nn.Parameter]:
     ]
 
 
-class Layer(torch.nn.Module):
-    """A parameter, and what a gradient has of it: a weight that is read too early shows in all bits that follow."""
-
-    def __init__(self, weight: torch.nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self) -> torch.Tensor:
-        return 0.05 * self.weight.detach().float()
-
-
 def update(layers: Iterable[torch.nn.Module], optimizer: Any, number: int) -> None:
     """Take step `number`, which has the same gradients whoever takes it."""
     generator = torch.Generator().manual_seed(number)
@@ -92,6 +82,7 @@ def update(layers: Iterable[torch.nn.Module], optimizer: Any, number: int) -> No
         seen = layer()
         drawn = torch.randn(seen.shape, generator=generator, dtype=torch.float32, device="cpu")
         layer.weight.grad = drawn.add_(seen).to(layer.weight.dtype)
+        del drawn  # what somebody holds is read before `step` returns
     optimizer.step()
 
 
@@ -185,7 +176,8 @@ class Program:
             if not self.overlaps or self.rng.random() < 0.3:
                 self.check_weights()
         except offload.StepAbortedError as error:
-            self.broke("behind", error, offload.TierError)
+            require(self.overlaps, "a step is told of that nobody waited for")
+            self.broke("step behind", error, offload.TierError)
 
     # Actions
 

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from layers import Layer
 
 import offload
 from offload import waits
@@ -55,24 +56,14 @@ BEHIND = mmap.mmap(-1, 1)
 """Not 0 while the life that goes on has a step behind it that it has not waited for."""
 
 
-class Layer(torch.nn.Module):
-    """A parameter, and what a gradient has of it: a weight that is read too early shows in all bits that follow."""
-
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight)
-
-    def forward(self) -> torch.Tensor:
-        return 0.05 * self.weight.detach().float()
-
-
 def make(
     rng: random.Random, paths: list[Path], rank: int = 0, *, overlaps: bool = False
 ) -> tuple[torch.nn.ModuleList, Any]:
     generator = torch.Generator().manual_seed(rank)
     dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)
     layers = torch.nn.ModuleList(
-        Layer(torch.randn(n, generator=generator).to(d)) for n, d in zip(SIZES, dtypes, strict=True)
+        Layer(torch.nn.Parameter(torch.randn(n, generator=generator).to(d)))
+        for n, d in zip(SIZES, dtypes, strict=True)
     )
     config = offload.OffloadConfig(
         host_memory=rng.choice((0, 0, 300_000, 10**9)),
