@@ -164,7 +164,8 @@ class Route:
         for bound in active:
             gradient, bound.parameter.grad = bound.parameter.grad, None
             if gradient is not None:
-                storage = None if self._is_slot(gradient) else gradient.untyped_storage()._cdata
+                # Not `untyped_storage`, whose Python object would be one more owner from then on.
+                storage = None if self._is_slot(gradient) else torch._C._storage_address(gradient)  # type: ignore[attr-defined]
                 taken.append((bound, weakref.ref(gradient), storage))
             del gradient
         self._held.clear()
