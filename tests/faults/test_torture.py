@@ -20,8 +20,10 @@ def run(kills: int, seed: int, steps: int, file: Path, *more: str, ranks: int = 
     return found
 
 
-overlapping = pytest.mark.parametrize("more", [[], ["--overlap"]], ids=["waited for", "behind"])
-"""Whether steps go on behind the lives that are killed."""
+overlapping = pytest.mark.parametrize(
+    "more", [[], ["--overlap"], ["--overlap", "both"]], ids=["waited for", "behind", "behind and ahead"]
+)
+"""Whether steps go on behind the lives that are killed, and are made before they are taken."""
 
 
 @pytest.mark.slow

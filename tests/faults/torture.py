@@ -13,7 +13,7 @@ Each life is two processes, each with state of its own, that save together; one 
 one has to end, by an error that it raises or by itself, or to say within `QUIET_S` what it waits for.
 
 With `--overlap` steps go on behind the process that is killed (`overlap_forward`), while it makes the next gradients
-and until it saves.
+and until it saves; with `--overlap backward` they are made before it takes them; with `--overlap both`, both.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ from _common import environment
 SIZES = (40_000, 7, 3000, 25_000)
 MISMATCH = 3
 BEHIND = mmap.mmap(-1, 1)
-"""Not 0 while the life that goes on has a step behind it that it has not waited for."""
+"""Not 0 while the life that goes on has a step behind it that it has not waited for, or one ahead that may be made."""
 
 
 def make(
-    rng: random.Random, paths: list[Path], rank: int = 0, *, overlaps: bool = False
+    rng: random.Random, paths: list[Path], rank: int = 0, *, hidden: str = ""
 ) -> tuple[torch.nn.ModuleList, Any]:
     generator = torch.Generator().manual_seed(rank)
     dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)
@@ -71,23 +71,28 @@ def make(
         subgroup_numel=rng.choice((1024, 1024, 4096)),
         checkpoints_kept=rng.choice((1, 1, 2)),
         threads=1,
+        overlap="backward" if hidden in ("backward", "both") else "off",
     )
     named = [(f"rank {rank}, {number}", parameter) for number, parameter in enumerate(layers.parameters())]
     optimizer = offload.AdamW(named, lr=1e-2, offload=config)
-    if overlaps:
+    if hidden in ("forward", "both"):
         optimizer.overlap_forward(layers)
     return layers, optimizer
 
 
-def update(layers: torch.nn.ModuleList, optimizer: Any, step: int) -> None:
+def update(layers: torch.nn.ModuleList, optimizer: Any, step: int, pause_s: float = 0.0) -> None:
+    """Train one step, and rest between backward and step."""
     generator = torch.Generator().manual_seed(step)
     for number, layer in enumerate(layers):
         if (step + number) % 3:
             gradient = torch.randn(layer.weight.shape, generator=generator).add_(layer())
-            layer.weight.grad = gradient.to(layer.weight.dtype)
+            (layer.weight * gradient.to(layer.weight.dtype)).sum().backward()
             del gradient  # what somebody holds is read before `step` returns
+    if pause_s:
+        BEHIND[0] = any(layer.weight.grad is not None for layer in layers)
+        time.sleep(pause_s)
     BEHIND[0] = 0
-    optimizer.clip_grad_norm_(1.0)
+    optimizer.clip_grad_norm_(1.0 if step % 5 == 0 else 1e6)
     optimizer.step()
     BEHIND[0] = optimizer.engine.is_behind
     optimizer.zero_grad()
@@ -139,12 +144,12 @@ def newest(root: Path) -> tuple[int, Path] | None:
     return whole
 
 
-def live(root: Path, seed: int, expected: list[int], until: int, overlaps: bool) -> None:
+def live(root: Path, seed: int, expected: list[int], until: int, hidden: str) -> None:
     """One life; ends by itself only after `until` steps."""
     torch.set_num_threads(1)
     rng = random.Random(seed)
     paths = [root / "p0", root / "p1"]
-    layers, optimizer = make(rng, paths, overlaps=overlaps)
+    layers, optimizer = make(rng, paths, hidden=hidden)
     step = 0
     latest = newest(root)
     if latest is not None:
@@ -160,9 +165,9 @@ def live(root: Path, seed: int, expected: list[int], until: int, overlaps: bool)
     (root / "trains").touch()
     alternate = rng.random() < 0.5
     while step < until:
-        update(layers, optimizer, step)
+        update(layers, optimizer, step, rng.choice((0.0, 0.02, 0.1)) if hidden in ("backward", "both") else 0.0)
         step += 1
-        if overlaps:
+        if hidden in ("forward", "both"):
             time.sleep(rng.choice((0.0, 0.01, 0.05)))  # something else to do while the step goes on
         if rng.random() < 0.6:
             folder = folders(root)[step % 2 if alternate else 0]
@@ -188,7 +193,7 @@ COLLECTIVE_S = 20.0
 """How long gloo waits for a peer: where that has just been killed in its start-up, nobody else tells."""
 
 
-def live_together(root: Path, seed: int, rank: int, expected: list[int], until: int, overlaps: bool) -> None:
+def live_together(root: Path, seed: int, rank: int, expected: list[int], until: int, hidden: str) -> None:
     """One rank's part of a life of two; ends by itself only after `until` steps, or when the other one has gone."""
     torch.set_num_threads(1)
     logging.basicConfig(filename=root / f"log-{rank}", filemode="w", format="%(created)f %(message)s", force=True)
@@ -204,7 +209,7 @@ def live_together(root: Path, seed: int, rank: int, expected: list[int], until: 
             timeout=datetime.timedelta(seconds=COLLECTIVE_S),
         )
         logging.warning(BEGINS)
-        layers, optimizer = make(rng, [root / "p0", root / "p1"], rank, overlaps=overlaps)
+        layers, optimizer = make(rng, [root / "p0", root / "p1"], rank, hidden=hidden)
         with optimizer:
             step = 0
             latest = newest(root)
@@ -248,7 +253,7 @@ def has_ended(child: int) -> bool:
 
 
 def torture_ranks(
-    kills: int, seed: int = 0, steps: int = 4000, overlaps: bool = False, quiet: bool = True
+    kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", quiet: bool = True
 ) -> dict[str, Any]:
     """Kill one rank of each of `kills` lives of two; return figures.
 
@@ -277,7 +282,7 @@ def torture_ranks(
                 child = os.fork()
                 if child == 0:
                     try:
-                        live_together(root, seed * 100_003 + life, rank, expected[rank], until, overlaps)
+                        live_together(root, seed * 100_003 + life, rank, expected[rank], until, hidden)
                     except BaseException as error:
                         print(f"life {life}, rank {rank}: {error!r}", file=sys.stderr)
                         os._exit(4)
@@ -320,9 +325,7 @@ def torture_ranks(
     }
 
 
-def torture(
-    kills: int, seed: int = 0, steps: int = 4000, overlaps: bool = False, quiet: bool = True
-) -> dict[str, Any]:
+def torture(kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", quiet: bool = True) -> dict[str, Any]:
     """Kill `kills` lives; return figures.
 
     Raises:
@@ -348,7 +351,7 @@ def torture(
             child = os.fork()  # everything is loaded already, and no thread of ours runs
             if child == 0:
                 try:
-                    live(root, seed * 100_003 + life, expected, until, overlaps)
+                    live(root, seed * 100_003 + life, expected, until, hidden)
                 except BaseException as error:
                     print(f"life {life}: {error!r}", file=sys.stderr)
                     os._exit(4)
@@ -389,7 +392,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=4000, help="a life that comes this far ends by itself")
-    parser.add_argument("--overlap", action="store_true", help="have steps go on behind their callers")
+    parser.add_argument(
+        "--overlap",
+        nargs="?",
+        default="",
+        const="forward",
+        choices=("forward", "backward", "both"),
+        help="hide steps",
+    )
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     run = torture if arguments.ranks == 1 else torture_ranks
