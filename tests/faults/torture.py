@@ -53,7 +53,7 @@ from _common import environment
 SIZES = (40_000, 7, 3000, 25_000)
 MISMATCH = 3
 BEHIND = mmap.mmap(-1, 1)
-"""Not 0 while the life that goes on has a step behind it that it has not waited for, or one ahead that may be made."""
+"""Not 0 while the life that goes on has a step behind it, not waited for, or one ahead that may be made."""
 
 
 def make(
