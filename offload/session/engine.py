@@ -16,7 +16,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -611,6 +611,7 @@ class Engine:
         ranks: int = 1,
         replica: bool = False,
         prefix: str = "",
+        ended: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """Start a checkpoint of the state as it is now; it is written while the caller goes on.
 
@@ -630,6 +631,7 @@ class Engine:
             replica: Whether another rank has the same state and saves it for this rank too; it writes `extra` alone
                 then.
             prefix: What the checkpoint has before the parameters' names.
+            ended: Returns ranks that are known to have ended, which nobody waits for; called from another thread.
 
         Raises:
             CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
@@ -654,6 +656,7 @@ class Engine:
                 copy=copy,
                 seed=tables.seed if rounds else None,
                 numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
+                ended=ended,
             )
 
         with self._thread.turn():
