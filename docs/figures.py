@@ -550,17 +550,21 @@ def quality(page: Path) -> str:
             shown = {"nearest": "bf16 moments, to nearest"}.get(
                 name, f"{name} {version}, 8 bits" if version else name
             )
+            if len(row["differences"]) < pairs:
+                shown += f" ({len(row['differences'])} seeds)"
             cells = [f"{row['mean']:+.4f}", "{:+.4f} to {:+.4f}".format(*row["interval"]), f"{row['would_show']:.4f}"]
             if name != "control":
                 control = rows["contenders"]["control"]["differences"]
-                apart = [ours - theirs for ours, theirs in zip(row["differences"], control, strict=True)]
+                apart = [ours - theirs for ours, theirs in zip(row["differences"], control, strict=False)]
                 # As many deviations as in the interval beside it: there are as many pairs.
                 half = statistics.stdev(apart) * row["half_width"] / statistics.stdev(row["differences"])
                 mean = statistics.fmean(apart)
                 cells += [f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}"]
             lines.append(f"| {beta2} | {shown} | {' | '.join([*cells, *[''] * (5 - len(cells))])} |")
     picture = "../" * len(page.parent.relative_to(ROOT).parts) + f"bench/reports/{dated('quality', 'png')[-1].name}"
-    return "\n".join([*lines, "", f"![differences to exact]({picture})", "", f"Report: {source('quality', page)}."])
+    made = ", ".join(f"{count} at {commit[:7]}" for commit, count in found["runs_made_at"].items())
+    report = f"Report: {source('quality', page)}. Runs: {made}."
+    return "\n".join([*lines, "", f"![differences to exact]({picture})", "", report])
 
 
 # docs/benchmarks.md: command, question, full run, reports
