@@ -219,13 +219,22 @@ def run_seed(
     faulty: bool | None = None,
     crash: int | None = None,
 ) -> saves.Outcome:
-    """Run one scenario; raise if anything is not as it has to be."""
+    """Run one scenario; raise if anything is not as it has to be.
+
+    Args:
+        seed: Which.
+        machine_type: A machine; also index_type, thread_type, ahead_type, session_type: what it works with.
+        self_check: Whether the machine looks at its own invariants.
+        faulty: Whether lanes fail; None for now and then.
+        crash: Event at which the first session dies, and another one goes on from what it has left.
+    """
     rng = random.Random(seed)
     keep = rng.choice((1, 1, 2))
     plan = random_plan(rng, keep)
     before: Session | None = None
     outcome = saves.Outcome()
-    for life in range(rng.choice((1, 1, 2, 3))):
+    lives = rng.choice((1, 1, 2, 3))
+    for life in range(lives if crash is None else 2):
         actions = random_actions(rng)
         faults = ()
         if faulty or (faulty is None and rng.random() < 0.4):
@@ -234,7 +243,7 @@ def run_seed(
                 drawn = swarm.draw_faults(seed, paths=len(plan.budgets.paths), operations=4 * len(actions))
                 # What the medium does to a checkpoint is nobody's fault.
                 faults += tuple(fault for fault in drawn if not isinstance(fault, CorruptPayload | MisdirectedWrite))
-        if crash is not None:
+        if crash is not None and not life:
             faults = (swarm.Crash(crash),)
         rates = swarm.random_rates(rng, plan)
         even = rng.random() < 0.3
@@ -247,7 +256,8 @@ def run_seed(
         if rng.random() < 0.05:
             session.stop(rng.random() * 0.2)
         ended = session.run(actions)
-        outcome.how, outcome.events = ended.how, outcome.events + ended.events
+        outcome.how, outcome.events = ended.how, outcome.events or ended.events
+        outcome.counts["died"] += ended.how == "crashed"
         outcome.counts.update(ended.counts)
         before = session
     return outcome
@@ -308,7 +318,9 @@ class Session(forwards.Session):
         def told(event: Event) -> None:
             if isinstance(event, Taken) and isinstance(event.ended, Sweep):
                 moved = self.machine.moved, self.executor.moved
-                assert moved[0] == moved[1], f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
+                assert moved[0] == moved[1], (
+                    f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
+                )
             if isinstance(event, Confirm):
                 self.outcome.counts["confirmed"] += len(event.subgroups)
                 self.outcome.counts["revoked"] += len(self.machine.beside) - len(event.subgroups)
