@@ -166,15 +166,15 @@ class Lanes(SimExecutor):
     failing = 0.0
 
     def _end(self, operation: Operation, fault: Any) -> Event:
-        if isinstance(operation, WriteTile) and self.failing and self.session.is_unconfirmed(operation):
-            if self._rng.random() < self.failing:
-                fault = PathFull(0) if self._rng.random() < 0.5 else FailOperation("write", 0)
-                self.session.outcome.counts["writes ahead failed"] += 1
+        ahead = isinstance(operation, WriteTile) and self.session.is_unconfirmed(operation)
+        if ahead and self.failing and self._rng.random() < self.failing:
+            fault = PathFull(0) if self._rng.random() < 0.5 else FailOperation("write", 0)
+            self.session.outcome.counts["writes ahead failed"] += 1
         return super()._end(operation, fault)
 
 
 def random_plan(rng: random.Random, keep: int) -> Plan:
-    """Return a plan that streams, with room for checkpoints, for some versions beside the live ones, and little else."""
+    """Return a plan that streams, with room for checkpoints and for some versions beside the live ones."""
     plan = swarm.tight_plan(rng, swarm.random_layout(rng))
     while plan.uses_gpu or not plan.staging_slots:
         plan = swarm.tight_plan(rng, swarm.random_layout(rng))
@@ -548,5 +548,6 @@ class Session(forwards.Session):
             for tile, (location, step, _) in self.executor.stored().items():
                 stored = self.data.stores[location.path].slots.get(location.offset)
                 newest = self.executor.is_clean(tile.subgroup)
-                assert stored is not None and (stored.tile, stored.step) == (tile, step), f"{tile} is gone"
+                assert stored is not None, f"{tile} is gone"
+                assert (stored.tile, stored.step) == (tile, step), f"{tile} was written over"
                 assert not (newest and expected) or stored.payload == expected[tile], f"{tile} is of another version"

@@ -49,7 +49,7 @@ def test_a_planted_bug_is_found(wrong: type) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [79, 229])
 def test_a_crash_at_every_event_leaves_a_whole_checkpoint(seed: int) -> None:
-    """Every checkpoint that is left is compared byte for byte, and the session that goes on from it is like others."""
+    """What is left is compared byte for byte, and the session that goes on from it is like others."""
     whole = backwards.run_seed(seed, faulty=False)
     assert whole.how == "done"
     assert min(whole.counts[what] for what in ("saved", "confirmed", "revoked")) > 0
