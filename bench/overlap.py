@@ -31,21 +31,12 @@ from _common import Target, arguments, cores, environment, progress, report
 
 import offload
 from offload.cli.model import VOCABULARY, build_model, choose_shape
+from offload.engine.timeline import Interval, covered_s
 
 NAMES = ("forward_s", "backward_s", "step_s")
 
 KINDS = {"forward": (True, False), "backward": (False, True), "both": (True, True)}
 """What is hidden in forward and in backward."""
-
-
-def covered_s(optimizer: Any) -> float:
-    """Return the seconds of the last step in which a path read or wrote."""
-    busy = sorted((i.started_s, i.finished_s) for i in optimizer.timeline() if i.lane.startswith(("read:", "write:")))
-    total_s = until_s = 0.0
-    for started_s, finished_s in busy:
-        total_s += max(finished_s - max(started_s, until_s), 0.0)
-        until_s = max(until_s, finished_s)
-    return total_s
 
 
 class Training:
@@ -65,6 +56,10 @@ class Training:
         self.optimizer = optimizer = offload.AdamW(self.model.parameters(), lr=1e-4, offload=config)
         self._speculates = lambda: [optimizer.rule.values(group) for group in optimizer.param_groups]
         self._generator = torch.Generator().manual_seed(0)
+
+    def _moves(self) -> list[Interval]:
+        """Return what the path did in the last step."""
+        return [i for i in self.optimizer.engine.last_timeline() if i.lane.startswith(("read:", "write:"))]
 
     def iteration(self, tokens: int) -> dict[str, float]:
         """Train once; return the seconds of each part."""
@@ -87,7 +82,7 @@ class Training:
         found = self.iteration(tokens)
         metrics = self.optimizer.metrics()
         found["update_s"] = metrics["lane/cpu/busy_s"]
-        found["io_s"] = covered_s(self.optimizer)
+        found["io_s"] = covered_s(self._moves())
         found["moved_bytes"] = sum(metrics[f"path/0/{verb}_bytes"] for verb in ("read", "write"))
         found["streamed_bytes"] = metrics["streamed_bytes"]
         found["io_cpu_s"] = max(found["step_cpu_s"] / cores() - found["update_s"], 0.0)
@@ -109,8 +104,7 @@ class Training:
         arrives_s = began_s + found["forward_s"]
         found["whole_s"] = sum(found[name] for name in NAMES)
         found["predicted"] = predicted_s / found["whole_s"]
-        moved = [i for i in self.optimizer.engine.timeline() if i.lane.startswith(("read:", "write:"))]
-        found["forward_bytes"] = sum(i.nbytes for i in moved if began_s < i.finished_s <= arrives_s)
+        found["forward_bytes"] = sum(i.nbytes for i in self._moves() if began_s < i.finished_s <= arrives_s)
         found["confirmed_bytes"] = self.optimizer.metrics().get("ahead/confirmed_bytes", math.nan)
         if following is not None:
             following.remove()

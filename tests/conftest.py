@@ -92,17 +92,19 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(autouse=True)
 def made_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `--ahead`, updates during backward are asked for wherever nothing is said about them."""
+    """With `--ahead`, updates are made during every backward pass that can have them."""
     if not request.config.getoption("--ahead"):
         return
-    from offload import OffloadConfig
+    from offload.optim.optimizer import OffloadedOptimizer
 
-    plain_init = OffloadConfig.__init__
+    plain_open = OffloadedOptimizer._open
 
-    def init(self: Any, **fields: Any) -> None:
-        plain_init(self, **{"overlap": "backward", **fields})
+    def opened(self: Any, config: Any) -> None:
+        plain_open(self, config)
+        if self._route.has_slots:
+            self._speculate()
 
-    monkeypatch.setattr(OffloadConfig, "__init__", init)
+    monkeypatch.setattr(OffloadedOptimizer, "_open", opened)
 
 
 @pytest.fixture(scope="session", autouse=True)

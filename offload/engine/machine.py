@@ -466,6 +466,9 @@ class Machine:
         for subgroup in subgroups:
             if self.is_ahead and subgroup not in self._admitted and subgroup in self._pending:
                 self._admitted.add(subgroup)
+                if subgroup in self._unfetched:
+                    self._unfetched.remove(subgroup)
+                    self._file(subgroup)
                 self._let_on(subgroup)
 
     def _confirm(self, subgroups: Collection[int]) -> None:
@@ -519,24 +522,32 @@ class Machine:
 
     def _evict(self, wanted: int) -> int | None:
         """Take the staging slot of a visit ahead whose turn comes later than that of a subgroup."""
-        wants = (wanted not in self._admitted, self._places[wanted])
+        wants = self._turn(wanted)
         later = [
-            ((True, self._places[owner]), slot)
+            (self._turn(owner), slot)
             for slot, owner in enumerate(self._owners)
             if owner in self._pending and owner not in self._admitted and self._phases[owner] is Phase.READY
         ]
         turn, slot = max(later, default=(wants, -1))
         if turn <= wants:
             return None
-        self._unfetched.append(known(self._owners[slot], "a slot of nobody"))
+        self._file(known(self._owners[slot], "a slot of nobody"))
         self._vacate(slot)
         return slot
 
-    def _next_unfetched(self) -> int:
-        """Return the streamed visit that gets the next staging slot."""
-        if not self.is_ahead:
-            return self._unfetched[0]
-        return min(self._unfetched, key=lambda subgroup: (subgroup not in self._admitted, self._places[subgroup]))
+    def _file(self, subgroup: int) -> None:
+        """Have a streamed visit wait for a staging slot; ahead, those that are admitted first, each kind in order."""
+        behind = 0
+        if self.is_ahead:
+            turn = self._turn(subgroup)
+            for other in reversed(self._unfetched):
+                if self._turn(other) < turn:
+                    break
+                behind += 1
+        self._unfetched.insert(len(self._unfetched) - behind, subgroup)
+
+    def _turn(self, subgroup: int) -> tuple[bool, int]:
+        return subgroup not in self._admitted, self._places[subgroup]
 
     def _forget_waiting(self) -> None:
         for waiting in (self._pending, self._unfetched, self._cpu, self._copies, self._for_weights, self._gpu):
@@ -634,7 +645,7 @@ class Machine:
             return
         self._revoke(subgroup, flush.records)
         if subgroup in self._pending:  # of a sweep that has begun since
-            self._unfetched.append(subgroup)
+            self._file(subgroup)
 
     def _give_up_beside(self, subgroup: int, error: Exception) -> None:
         """Make no more versions beside live ones, as one cannot be written: it is not there any more."""
@@ -838,13 +849,12 @@ class Machine:
         if self._held and self.is_ahead:
             return
         while self._unfetched:
-            subgroup, slot = self._next_unfetched(), self._free_slot()
+            slot = self._free_slot()
             if slot is None and self.is_ahead:
-                slot = self._evict(subgroup)
+                slot = self._evict(self._unfetched[0])
             if slot is None:
                 break
-            self._unfetched.remove(subgroup)
-            self._fetch(subgroup, slot)
+            self._fetch(self._unfetched.popleft(), slot)
         if not self._unfetched:
             return
         coming = sum(subgroup not in self._pending for subgroup in self._flushes)

@@ -118,6 +118,7 @@ class Tables:
         update: bool,
         weights_address: int | None = None,
         gradients: npt.NDArray[np.uint64] | None = None,
+        gradient_dtypes: npt.NDArray[np.int32] | None = None,
         rows: tuple[npt.NDArray[np.float32], npt.NDArray[np.uint32]] | None = None,
     ) -> npt.NDArray[Any]:
         """Return the table of one subgroup.
@@ -130,6 +131,7 @@ class Tables:
             weights_address: Where an image of the subgroup's weights lies, padding included, that takes their place;
                 None for the weights themselves.
             gradients: Address of each parameter's gradient in place of `gradients`.
+            gradient_dtypes: Their element types in place of `gradient_dtypes`.
             rows: Scalars and flags of each parameter in place of those of the step that was begun last.
         """
         step_scalars, step_flags = rows or (self._scalars, self._flags)
@@ -159,7 +161,8 @@ class Tables:
                 updates = self.steps[parameter] + 1
                 rounding["rounding_key"] = rounding_keys(self.seed, self.numbers[parameter], updates)
         if update:
-            dtypes, scalars = self.gradient_dtypes[parameter], step_scalars[parameter].T
+            dtypes = (self.gradient_dtypes if gradient_dtypes is None else gradient_dtypes)[parameter]
+            scalars = step_scalars[parameter].T
             found = self.gradients if gradients is None else gradients
             addresses["gradient"] = found[parameter] + start * ITEM_BYTES[dtypes]
         return segment_table(
@@ -175,17 +178,34 @@ class Tables:
         )
 
     def fill_ahead(
-        self, subgroup: int, address: int, image_address: int, sums: npt.NDArray[np.uint64]
+        self,
+        subgroup: int,
+        address: int,
+        image_address: int,
+        slots: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]],
+        sums: npt.NDArray[np.uint64],
     ) -> npt.NDArray[Any]:
         """Return the table of a subgroup for the update that is expected.
+
+        Masters that are to be taken from their weights are not: the step's table is another one then.
 
         Args:
             subgroup: Which one.
             address: Where its state lies in memory.
             image_address: Where an image of its new weights goes.
+            slots: Address and element type of each parameter's gradient slot: where gradients are bound may be gone.
             sums: Two for each segment, to which fingerprints of what is read are added.
         """
-        table = self.fill(subgroup, address, fresh=False, update=True, rows=self._ahead)
+        table = self.fill(
+            subgroup,
+            address,
+            fresh=False,
+            update=True,
+            gradients=slots[0],
+            gradient_dtypes=slots[1],
+            rows=self._ahead,
+        )
+        table["flags"] &= ~np.uint32(SegmentFlag.LOAD_MASTER)
         layout, offset = self._layout.subgroups[subgroup], self._columns[subgroup][2]
         new = np.uint64(image_address) + offset * ITEM_BYTES[layout.dtype]
         table["new_master" if layout.dtype is DtypeCode.FLOAT32 else "new_weight"] = new

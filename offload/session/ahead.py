@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from offload.engine.executor import WAKE
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.operations import Admit, Begin, Confirm, Hold, Run, Sweep, Visit
-from offload.errors import OffloadError, known
+from offload.errors import ConfigError, OffloadError, known
 from offload.plan import Home
 from offload.protocols import SegmentFlag
 from offload.session.parts import Parts
@@ -33,6 +34,9 @@ log = logging.getLogger("offload")
 
 LONGEST_PAUSE = 64
 """Steps without speculation after steps that revoked most of it, at most; twice as many each time."""
+
+Foreseen = tuple[Sequence[Any], Sequence[torch.Tensor]]
+"""Hyperparameters of all groups, and the memory of fp32 weights, to be kept while updates read it."""
 
 SUMS = 2
 """Fingerprints of a segment: of its gradient, and of its fp32 weight."""
@@ -64,7 +68,7 @@ class Ahead:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self.hyperparameters: Callable[[], Sequence[Any] | None] | None = None
+        self.hyperparameters: Callable[[], Foreseen | None] | None = None
         """Returns those of all groups, as the step will have them, or None; nothing is made ahead without."""
         self.confirmed_bytes = self.revoked_bytes = 0
         """State of the versions that the last step confirmed, and revoked."""
@@ -85,6 +89,8 @@ class Ahead:
         self._images: Arena | None = None
         self._image_at: dict[int, int] = {}
         self._made: dict[int, _Made] = {}
+        self._slots = np.zeros(0, np.uint64), np.zeros(0, np.int32)
+        self._kept: Sequence[torch.Tensor] = ()
 
     # On the caller's thread, or that of backward
 
@@ -132,11 +138,17 @@ class Ahead:
 
     def _admit(self, subgroup: int) -> None:
         if not self._has_rows:
-            groups = self.hyperparameters() if self.hyperparameters is not None else None
-            if groups is None:
+            foreseen = self.hyperparameters() if self.hyperparameters is not None else None
+            self._wanted = foreseen is not None
+            if foreseen is None:
+                return
+            groups, self._kept = foreseen
+            try:
+                self._parts.tables.begin_ahead(groups, self._scale, np.flatnonzero(self._expected).tolist())
+            except ConfigError:  # the step will say so
                 self._wanted = False
                 return
-            self._parts.tables.begin_ahead(groups, self._scale, np.flatnonzero(self._expected).tolist())
+            self._slots = self._parts.gradients.slots_at()
             self._has_rows = True
         self._final.append(subgroup)
         self._parts.queue.post(WAKE)
@@ -173,7 +185,7 @@ class Ahead:
         segments = len(self._parts.plan.layout.subgroups[subgroup].segments)
         sums = np.zeros((segments, SUMS), np.uint64)
         image = known(self._images, "there is no image of weights").address + self._image_at[subgroup]
-        address, table = self._parts.views.table_ahead(run, image, sums)
+        address, table = self._parts.views.table_ahead(run, image, self._slots, sums)
         self._made[subgroup] = _Made(address, table, sums)
         return table
 
@@ -215,6 +227,7 @@ class Ahead:
     def _end(self) -> None:
         self._made.clear()
         self._final.clear()
+        self._kept = ()
 
     def _unchanged(self, subgroups: Sequence[int]) -> list[int]:
         """Return the subgroups that the step would update from the same rows and bytes."""

@@ -57,6 +57,8 @@ class Visits:
         thread.serve_ahead = self._serve_ahead
         self._sweeps = 0
         self._seen: list[Rates] = []
+        self.ended: list[Interval] = []
+        """What the lanes did in the last step, where that for the next one has begun; else nothing."""
         self._unlearnt: list[Interval] | None = None
 
     def subgroups_of(self, positions: Iterable[int]) -> tuple[int, ...]:
@@ -124,6 +126,7 @@ class Visits:
         parts = self._parts
         if not parts.machine.is_ahead:  # else it has begun when that was opened
             self._begin_timeline()
+        self.ended = []
         done = self.ahead.confirm(subgroups)
         subgroups = [number for number in subgroups if number not in done]
         if self.placing.is_near:
@@ -151,8 +154,9 @@ class Visits:
         self._unlearnt, self._parts.executor.timeline = self._parts.executor.timeline, []
 
     def _serve_ahead(self) -> None:
-        if not self._parts.machine.is_ahead:
+        if not self._parts.machine.is_ahead and not self.ended:
             self._begin_timeline()
+            self.ended = self._unlearnt or []
         self.ahead.serve(lambda visits, visitor: self._sweep(visits, visitor, True, updates=True, ahead=True))
 
     def _sweep(
