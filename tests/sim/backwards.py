@@ -112,7 +112,7 @@ class Twin(forwards.Twin):
 
 
 class Tables:
-    """What the session's `Ahead` wants of tables, views and kernel."""
+    """What the session's `Ahead` wants of tables, views, gradients and kernel."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -123,7 +123,12 @@ class Tables:
     def begin_ahead(self, groups: Sequence[float], scale: float, active: Sequence[int]) -> None:
         self.expected = tuple(groups), scale, 1.0, frozenset(active)
 
-    def table_ahead(self, run: Run, image: int, sums: npt.NDArray[np.uint64]) -> tuple[int, npt.NDArray[Any]]:
+    def slots_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
+        return np.zeros(0, np.uint64), np.zeros(0, np.int32)
+
+    def table_ahead(
+        self, run: Run, image: int, slots: object, sums: npt.NDArray[np.uint64]
+    ) -> tuple[int, npt.NDArray[Any]]:
         table = table_of(self._plan, run.visit.subgroup, self.expected)
         self._session.under_way[run.op] = table, sums
         return 0, table
@@ -311,7 +316,7 @@ class Session(forwards.Session):
         super().serve_with(thread_type, behind_type)
         parts = self.thread._parts
         self.thread.ahead = ahead_type(parts)
-        self.thread.ahead.hyperparameters = lambda: [self.rate]
+        self.thread.ahead.hyperparameters = lambda: ([self.rate], ())
         self.thread.serve_ahead = lambda: self.thread.ahead.serve(self.open)
         handle = self.machine.handle
 
@@ -337,7 +342,8 @@ class Session(forwards.Session):
 
     def parts(self) -> Any:
         parts = super().parts()
-        parts.plan, parts.tables, parts.views, parts.kernel = self.plan, self.tables, self.tables, self.tables
+        parts.plan = self.plan
+        parts.tables = parts.views = parts.kernel = parts.gradients = self.tables
         parts.queue.post = lambda token: None
         parts.memory.arena = lambda nbytes: SimpleNamespace(address=1 << 40)
         parts.memory.give_back = lambda arena: None
