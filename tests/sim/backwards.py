@@ -483,6 +483,7 @@ class Session(forwards.Session):
             roomy = self.more.has_room_for_checkpoints or not self.plan.has_room_for_checkpoints
             if roomy and self.machine.saver.under_way is None and self.machine.index.has_room(self.more.slot_counts):
                 self.machine.handle(Extend(self.more))
+                self.may_fail = True  # the ends of paths may be too short for what the larger plan promises
 
         with self.thread.turn():
             self.wait(False)
