@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -723,16 +722,6 @@ class TakesRoomOfCheckpoints(TileIndex):
         return super().reserve(slot_counts)
 
 
-class GivesRoomBackTooEarly(Careless):
-    """Of versions that are still being written; what fails then comes out of a checkpoint's room."""
-
-    def _confirm(self, subgroups):
-        super()._confirm(subgroups)
-        for flush in self._flushes.values():
-            self.index.give_back(flush.room)
-            flush.room = Counter()
-
-
 class PublishesEarly(Ahead):
     """As soon as a version has been made."""
 
@@ -831,7 +820,6 @@ BACKWARDS = [
     BreaksForAWriteAhead,
     ConfirmsWhatCouldNotBeWritten,
     TakesRoomOfCheckpoints,
-    GivesRoomBackTooEarly,
     PublishesEarly,
     PublishesWhatIsRevoked,
     ForgetsToPublish,
