@@ -166,7 +166,7 @@ class TileIndex:
             wanted[nbytes] = wanted.get(nbytes, 0) + count
         usable = any(store.usable for store in self._stores)
         kept = self._promised_bytes() if spare else 0
-        if any(slot_counts.values()) and (not usable or self._spare_bytes(wanted) < kept):
+        if any(slot_counts.values()) and (not usable or self._spare_bytes(wanted, leaves=spare) < kept):
             return False
         self._change_unmade(slot_counts, 1)
         return True
@@ -267,17 +267,23 @@ class TileIndex:
         store.lost_bytes += location.nbytes + SECTOR_BYTES
         self._unmade[location.nbytes] += 1
 
-    def _spare_bytes(self, unmade: Mapping[int, int]) -> int:
-        """Return the bytes that are left in all usable stores once these slots have been made; < 0 for too few."""
+    def _spare_bytes(self, unmade: Mapping[int, int], *, leaves: bool = False) -> int:
+        """Return the bytes that are left in all usable stores once these slots have been made; < 0 for too few.
+
+        Args:
+            unmade: How many, by payload bytes.
+            leaves: Whether there is to be room for more, of any size, after that.
+        """
         usable = [store for store in self._stores if store.usable]
         todo = [(nbytes + SECTOR_BYTES, count) for nbytes, count in unmade.items() if count > 0]
         # What is left at the end of each path may be too short for a slot.
-        slack = max((size for size, _ in todo), default=0) * (len(usable) - 1)
+        sizes = (nbytes + SECTOR_BYTES for nbytes in unmade) if leaves else (size for size, _ in todo)
+        slack = max(sizes, default=0) * (len(usable) - 1)
         return sum(store.limit_bytes - store.end for store in usable) - sum(s * count for s, count in todo) - slack
 
     def _may_grow(self, whole: int) -> bool:
         """Return whether a slot beyond the plan leaves the room that plan and checkpoints may still need."""
-        return self._drifting and self._spare_bytes(self._unmade) - self._promised_bytes() >= whole
+        return self._drifting and self._spare_bytes(self._unmade, leaves=True) - self._promised_bytes() >= whole
 
     def _promised_bytes(self) -> int:
         """Return the bytes that checkpoints may still need."""

@@ -47,10 +47,10 @@ Rules:
      or in its staging slot at the begin of the sweep, and those whose state has to be fetched.
  19. The caller reads weights of a subgroup, and writes its gradients, when its visit has ended (rule 11).
 
- Sweeps ahead, whose visits make versions beside the live ones (which stay the newest, in the words of the rules above):
- 20. A sweep ahead ends with `Confirm`, while none of its visits runs, and before anything else begins. Its visits run
-     once admitted, in any order, and not after `Hold`; each on the CPU, in a staging slot, on state that is not fresh,
-     and whose newest version is whole on storage.
+ Sweeps ahead, whose visits make versions beside the live ones (which stay the newest, as the rules above have it):
+ 20. A sweep ahead ends with `Confirm`, while none of its visits runs, and before anything else begins. Its visits
+     run once admitted, in any order, and not after `Hold`; each on the CPU, in a staging slot, on state that is not
+     fresh, and whose newest version is whole on storage.
  21. What a visit ahead makes is written as rule 7 has it, from its staging slot and under the step of its sweep, to
      bytes that rule 7 allows. Its slot changes hands when it is whole on storage, or was revoked.
  22. A version beside the live one is read, visited, copied and saved by nobody before it is confirmed. It is revoked
@@ -1107,7 +1107,7 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
 
     def _failed_beside(self, write: WriteTile) -> None:
-        """Nothing but the version itself goes with a write of it that has failed, and bytes that nobody uses again."""
+        """A version goes with a write of it that has failed, and with it bytes that nobody uses again."""
         subgroup = self._subgroups[write.tile.subgroup]
         del subgroup.writes[write.tile]
         self._lose(write.record.location)

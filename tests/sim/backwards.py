@@ -112,7 +112,7 @@ class Twin(forwards.Twin):
 
 
 class Tables:
-    """What the session's `Ahead` wants of tables, views and kernel."""
+    """What the session's `Ahead` wants of tables, views, gradients and kernel."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -123,7 +123,12 @@ class Tables:
     def begin_ahead(self, groups: Sequence[float], scale: float, active: Sequence[int]) -> None:
         self.expected = tuple(groups), scale, 1.0, frozenset(active)
 
-    def table_ahead(self, run: Run, image: int, sums: npt.NDArray[np.uint64]) -> tuple[int, npt.NDArray[Any]]:
+    def slots_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
+        return np.zeros(0, np.uint64), np.zeros(0, np.int32)
+
+    def table_ahead(
+        self, run: Run, image: int, slots: object, sums: npt.NDArray[np.uint64]
+    ) -> tuple[int, npt.NDArray[Any]]:
         table = table_of(self._plan, run.visit.subgroup, self.expected)
         self._session.under_way[run.op] = table, sums
         return 0, table
@@ -166,15 +171,15 @@ class Lanes(SimExecutor):
     failing = 0.0
 
     def _end(self, operation: Operation, fault: Any) -> Event:
-        if isinstance(operation, WriteTile) and self.failing and self.session.is_unconfirmed(operation):
-            if self._rng.random() < self.failing:
-                fault = PathFull(0) if self._rng.random() < 0.5 else FailOperation("write", 0)
-                self.session.outcome.counts["writes ahead failed"] += 1
+        ahead = isinstance(operation, WriteTile) and self.session.is_unconfirmed(operation)
+        if ahead and self.failing and self._rng.random() < self.failing:
+            fault = PathFull(0) if self._rng.random() < 0.5 else FailOperation("write", 0)
+            self.session.outcome.counts["writes ahead failed"] += 1
         return super()._end(operation, fault)
 
 
 def random_plan(rng: random.Random, keep: int) -> Plan:
-    """Return a plan that streams, with room for checkpoints, for some versions beside the live ones, and little else."""
+    """Return a plan that streams, with room for checkpoints and for some versions beside the live ones."""
     plan = swarm.tight_plan(rng, swarm.random_layout(rng))
     while plan.uses_gpu or not plan.staging_slots:
         plan = swarm.tight_plan(rng, swarm.random_layout(rng))
@@ -219,13 +224,22 @@ def run_seed(
     faulty: bool | None = None,
     crash: int | None = None,
 ) -> saves.Outcome:
-    """Run one scenario; raise if anything is not as it has to be."""
+    """Run one scenario; raise if anything is not as it has to be.
+
+    Args:
+        seed: Which.
+        machine_type: A machine; also index_type, thread_type, ahead_type, session_type: what it works with.
+        self_check: Whether the machine looks at its own invariants.
+        faulty: Whether lanes fail; None for now and then.
+        crash: Event at which the first session dies, and another one goes on from what it has left.
+    """
     rng = random.Random(seed)
     keep = rng.choice((1, 1, 2))
     plan = random_plan(rng, keep)
     before: Session | None = None
     outcome = saves.Outcome()
-    for life in range(rng.choice((1, 1, 2, 3))):
+    lives = rng.choice((1, 1, 2, 3))
+    for life in range(lives if crash is None else 2):
         actions = random_actions(rng)
         faults = ()
         if faulty or (faulty is None and rng.random() < 0.4):
@@ -234,7 +248,7 @@ def run_seed(
                 drawn = swarm.draw_faults(seed, paths=len(plan.budgets.paths), operations=4 * len(actions))
                 # What the medium does to a checkpoint is nobody's fault.
                 faults += tuple(fault for fault in drawn if not isinstance(fault, CorruptPayload | MisdirectedWrite))
-        if crash is not None:
+        if crash is not None and not life:
             faults = (swarm.Crash(crash),)
         rates = swarm.random_rates(rng, plan)
         even = rng.random() < 0.3
@@ -247,7 +261,8 @@ def run_seed(
         if rng.random() < 0.05:
             session.stop(rng.random() * 0.2)
         ended = session.run(actions)
-        outcome.how, outcome.events = ended.how, outcome.events + ended.events
+        outcome.how, outcome.events = ended.how, outcome.events or ended.events
+        outcome.counts["died"] += ended.how == "crashed"
         outcome.counts.update(ended.counts)
         before = session
     return outcome
@@ -301,14 +316,16 @@ class Session(forwards.Session):
         super().serve_with(thread_type, behind_type)
         parts = self.thread._parts
         self.thread.ahead = ahead_type(parts)
-        self.thread.ahead.hyperparameters = lambda: [self.rate]
+        self.thread.ahead.hyperparameters = lambda: ([self.rate], ())
         self.thread.serve_ahead = lambda: self.thread.ahead.serve(self.open)
         handle = self.machine.handle
 
         def told(event: Event) -> None:
             if isinstance(event, Taken) and isinstance(event.ended, Sweep):
                 moved = self.machine.moved, self.executor.moved
-                assert moved[0] == moved[1], f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
+                assert moved[0] == moved[1], (
+                    f"it does not say which subgroups have moved: {moved}, {self.machine.broken!r}"
+                )
             if isinstance(event, Confirm):
                 self.outcome.counts["confirmed"] += len(event.subgroups)
                 self.outcome.counts["revoked"] += len(self.machine.beside) - len(event.subgroups)
@@ -325,7 +342,8 @@ class Session(forwards.Session):
 
     def parts(self) -> Any:
         parts = super().parts()
-        parts.plan, parts.tables, parts.views, parts.kernel = self.plan, self.tables, self.tables, self.tables
+        parts.plan = self.plan
+        parts.tables = parts.views = parts.kernel = parts.gradients = self.tables
         parts.queue.post = lambda token: None
         parts.memory.arena = lambda nbytes: SimpleNamespace(address=1 << 40)
         parts.memory.give_back = lambda arena: None
@@ -465,6 +483,7 @@ class Session(forwards.Session):
             roomy = self.more.has_room_for_checkpoints or not self.plan.has_room_for_checkpoints
             if roomy and self.machine.saver.under_way is None and self.machine.index.has_room(self.more.slot_counts):
                 self.machine.handle(Extend(self.more))
+                self.may_fail = True  # the ends of paths may be too short for what the larger plan promises
 
         with self.thread.turn():
             self.wait(False)
@@ -536,5 +555,6 @@ class Session(forwards.Session):
             for tile, (location, step, _) in self.executor.stored().items():
                 stored = self.data.stores[location.path].slots.get(location.offset)
                 newest = self.executor.is_clean(tile.subgroup)
-                assert stored is not None and (stored.tile, stored.step) == (tile, step), f"{tile} is gone"
+                assert stored is not None, f"{tile} is gone"
+                assert (stored.tile, stored.step) == (tile, step), f"{tile} was written over"
                 assert not (newest and expected) or stored.payload == expected[tile], f"{tile} is of another version"
