@@ -81,7 +81,7 @@ class Ahead:
         self._arrived_at = np.zeros(0, np.int64)
         self._clock = 0
         self._foreseen = False  # whether all gradients of the last step arrived, and no others
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._left: dict[int, int] = {}  # subgroups that are open to be made: parameters that have not all arrived
         self._order: list[int] = []
         self._final: deque[int] = deque()
@@ -139,8 +139,8 @@ class Ahead:
     def _admit(self, subgroup: int) -> None:
         if not self._has_rows:
             foreseen = self.hyperparameters() if self.hyperparameters is not None else None
-            self._wanted = foreseen is not None
             if foreseen is None:
+                self._wanted = False
                 return
             groups, self._kept = foreseen
             try:
@@ -215,9 +215,8 @@ class Ahead:
             self._count(())
             self._parts.machine.handle(Confirm(()))
             self._end()
-            with self._lock:
-                if self._wanted:
-                    self._prepare()
+            if self._wanted:
+                self._prepare()
 
     def _count(self, chosen: Collection[int]) -> None:
         subgroups, beside = self._parts.plan.layout.subgroups, self._parts.machine.beside
@@ -265,13 +264,26 @@ class Ahead:
         self._pause = max(self._pause - 1, 0)
         self._scale = scale
         if self._foreseen and clip == 1 and not self._pause:
-            with self._lock:
-                self._prepare()
+            self._prepare()
 
     def _prepare(self) -> None:
-        """Choose the subgroups to be made ahead, if there are any."""
+        """Choose the subgroups to be made ahead, if there are any.
+
+        None while an arrival is being noted: whoever notes it may have been interrupted by a signal handler, which
+        waits for this thread.
+        """
+        if not self._lock.acquire(blocking=False):
+            self._wanted = False
+            return
+        try:
+            self._choose()
+        finally:
+            self._lock.release()
+
+    def _choose(self) -> None:
         parts, layout = self._parts, self._parts.plan.layout
         self._left.clear()
+        self._final.clear()
         self._has_rows = False
         turns: dict[int, int] = {}
         for subgroup in layout.subgroups:

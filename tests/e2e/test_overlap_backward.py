@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from simulated import OnDevice
 from test_overlap_forward import Model, assert_same, everything, loss_of
 
 import offload
+import offload.session.ahead
 from offload.errors import ConfigError
 from offload.sim import SimulatedDevice
 
@@ -424,6 +428,51 @@ def test_masters_that_are_to_be_read_again(tmp_path: Path) -> None:
                         parameter.data.mul_(0.5)
                 training.step()
                 optimizer.zero_grad()
+            found.append(everything(optimizer, training.model))
+    assert_same(*found)
+    assert training.counts["confirmed"] > 0
+
+
+class AtLine:
+    """Calls something once, at the n-th line of a file that this thread runs, as a signal handler may be."""
+
+    def __init__(self, file: str, nth: int, call: Callable[[], Any]) -> None:
+        self.file, self.left, self.call = file, nth, call
+        self.has_fired = False
+
+    def __enter__(self) -> AtLine:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename == self.file else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and not self.has_fired:
+            self.left -= 1
+            if self.left < 0:
+                self.has_fired = True
+                self.call()
+        return self._line
+
+
+@pytest.mark.timeout(60, method="thread")  # else nothing ends a wait that never does
+def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path: Path) -> None:
+    found = []
+    for overlap in ("off", "backward"):
+        training = Training(tmp_path / overlap, overlap, torch.float32)
+        save = partial(training.optimizer.save_checkpoint, training.folder / "saved")
+        asks = [training.optimizer.state_dict, training.optimizer.metrics, save]
+        with training.optimizer as optimizer:
+            for step in range(40):
+                with AtLine(offload.session.ahead.__file__, 23 * step, asks[step % 3]) as handler:
+                    training.backward()
+                training.step()
+                optimizer.zero_grad()
+            assert not handler.has_fired  # every 23rd line has been met, and there are no others
             found.append(everything(optimizer, training.model))
     assert_same(*found)
     assert training.counts["confirmed"] > 0
