@@ -131,10 +131,11 @@ class Ahead:
             return any_arrived and self._wanted
 
     def _grow(self) -> None:
-        added = len(self._parts.plan.layout.parameters) - len(self._arrivals)
-        if added:
-            for name in ("_arrivals", "_expected", "_arrived_at"):
-                setattr(self, name, np.concatenate([getattr(self, name), np.zeros(added, np.int64)]))
+        count = len(self._parts.plan.layout.parameters)
+        if len(self._arrivals) < count:
+            for name in ("_expected", "_arrived_at", "_arrivals"):  # the last one says that all have, if interrupted
+                known = getattr(self, name)
+                setattr(self, name, np.concatenate([known, np.zeros(count - len(known), np.int64)]))
 
     def _admit(self, subgroup: int) -> None:
         if not self._has_rows:
@@ -282,6 +283,7 @@ class Ahead:
 
     def _choose(self) -> None:
         parts, layout = self._parts, self._parts.plan.layout
+        self._grow()
         self._left.clear()
         self._final.clear()
         self._has_rows = False

@@ -476,3 +476,41 @@ def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path:
             found.append(everything(optimizer, training.model))
     assert_same(*found)
     assert training.counts["confirmed"] > 0
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("nth", range(7, 11))
+def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int) -> None:
+    training = Training(tmp_path / "run", "backward")
+    with training.optimizer as optimizer:
+        with pytest.raises(KeyboardInterrupt), AtLine(offload.session.ahead.__file__, nth, interrupt):
+            training.backward()
+        for _ in range(4):
+            optimizer.zero_grad()
+            training.backward()
+            training.step()
+    assert training.counts["confirmed"] > 0
+
+
+def test_state_of_parameters_that_have_had_no_gradient(tmp_path: Path) -> None:
+    """Added, and made by a checkpoint, after updates ahead of a step were chosen without them."""
+    training = Training(tmp_path / "run", "backward")
+    with training.optimizer as optimizer:
+        for _ in range(4):
+            training.backward()
+            training.step()
+            optimizer.zero_grad()
+        optimizer.add_param_group({"params": [("added", torch.nn.Parameter(torch.ones(5000)))]})
+        optimizer.save_checkpoint(tmp_path / "saved")
+        optimizer.wait_checkpoint()
+        machine = optimizer.engine._parts.machine
+        until_s = time.monotonic() + 20
+        while not machine.is_ahead and time.monotonic() < until_s:
+            time.sleep(0.001)
+        assert machine.is_ahead
+        optimizer.state_dict()
+        training.backward()
+        training.step()
