@@ -35,6 +35,9 @@ log = logging.getLogger("offload")
 LONGEST_PAUSE = 64
 """Steps without speculation after steps that revoked most of it, at most; twice as many each time."""
 
+UNREADABLE = (ArithmeticError, ConfigError, LookupError, RuntimeError, TypeError, ValueError)
+"""What hyperparameters raise that cannot be read now. Not all exceptions: a signal handler may raise others."""
+
 Foreseen = tuple[Sequence[Any], Sequence[torch.Tensor]]
 """Hyperparameters of all groups, and the memory of fp32 weights, to be kept while updates read it."""
 
@@ -139,14 +142,15 @@ class Ahead:
 
     def _admit(self, subgroup: int) -> None:
         if not self._has_rows:
-            foreseen = self.hyperparameters() if self.hyperparameters is not None else None
-            if foreseen is None:
-                self._wanted = False
-                return
-            groups, self._kept = foreseen
             try:
-                self._parts.tables.begin_ahead(groups, self._scale, np.flatnonzero(self._expected).tolist())
-            except ConfigError:  # the step will say so
+                foreseen = self.hyperparameters() if self.hyperparameters is not None else None
+                if foreseen is not None:
+                    groups, self._kept = foreseen
+                    active = np.flatnonzero(self._expected).tolist()
+                    self._parts.tables.begin_ahead(groups, self._scale, active)
+            except UNREADABLE:  # which may be put right before the step; else that says so
+                foreseen = None
+            if foreseen is None:
                 self._wanted = False
                 return
             self._slots = self._parts.gradients.slots_at()

@@ -514,3 +514,21 @@ def test_state_of_parameters_that_have_had_no_gradient(tmp_path: Path) -> None:
         optimizer.state_dict()
         training.backward()
         training.step()
+
+
+def test_hyperparameters_that_are_there_for_the_step_only(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run", "backward")
+    with training.optimizer as optimizer:
+        for step in range(6):
+            groups = optimizer.param_groups[:]
+            rate = groups[0]["lr"]
+            if step % 2:
+                optimizer.param_groups.clear()
+            else:
+                groups[0]["lr"] = None
+            training.backward()
+            optimizer.param_groups[:] = groups
+            groups[0]["lr"] = rate
+            training.step()
+            optimizer.zero_grad()
+    assert training.counts["confirmed"] == 0
