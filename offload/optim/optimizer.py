@@ -551,7 +551,4 @@ def _foreseen(optimizer: weakref.ref[OffloadedOptimizer]) -> Foreseen | None:
     kept = [shards.local(p).detach() for p in found._weights.bound if p.dtype is torch.float32]
     if not found._weights.are_where_bound():
         return None
-    try:
-        return [found.rule.values(group) for group in found.param_groups], kept
-    except ConfigError:
-        return None
+    return [found.rule.values(group) for group in found.param_groups], kept

@@ -35,6 +35,9 @@ log = logging.getLogger("offload")
 LONGEST_PAUSE = 64
 """Steps without speculation after steps that revoked most of it, at most; twice as many each time."""
 
+UNREADABLE = (ArithmeticError, ConfigError, LookupError, RuntimeError, TypeError, ValueError)
+"""What hyperparameters raise that cannot be read now. Not all exceptions: a signal handler may raise others."""
+
 Foreseen = tuple[Sequence[Any], Sequence[torch.Tensor]]
 """Hyperparameters of all groups, and the memory of fp32 weights, to be kept while updates read it."""
 
@@ -81,7 +84,7 @@ class Ahead:
         self._arrived_at = np.zeros(0, np.int64)
         self._clock = 0
         self._foreseen = False  # whether all gradients of the last step arrived, and no others
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._left: dict[int, int] = {}  # subgroups that are open to be made: parameters that have not all arrived
         self._order: list[int] = []
         self._final: deque[int] = deque()
@@ -131,21 +134,23 @@ class Ahead:
             return any_arrived and self._wanted
 
     def _grow(self) -> None:
-        added = len(self._parts.plan.layout.parameters) - len(self._arrivals)
-        if added:
-            for name in ("_arrivals", "_expected", "_arrived_at"):
-                setattr(self, name, np.concatenate([getattr(self, name), np.zeros(added, np.int64)]))
+        count = len(self._parts.plan.layout.parameters)
+        if len(self._arrivals) < count:
+            for name in ("_expected", "_arrived_at", "_arrivals"):  # the last one says that all have, if interrupted
+                known = getattr(self, name)
+                setattr(self, name, np.concatenate([known, np.zeros(count - len(known), np.int64)]))
 
     def _admit(self, subgroup: int) -> None:
         if not self._has_rows:
-            foreseen = self.hyperparameters() if self.hyperparameters is not None else None
-            self._wanted = foreseen is not None
-            if foreseen is None:
-                return
-            groups, self._kept = foreseen
             try:
-                self._parts.tables.begin_ahead(groups, self._scale, np.flatnonzero(self._expected).tolist())
-            except ConfigError:  # the step will say so
+                foreseen = self.hyperparameters() if self.hyperparameters is not None else None
+                if foreseen is not None:
+                    groups, self._kept = foreseen
+                    active = np.flatnonzero(self._expected).tolist()
+                    self._parts.tables.begin_ahead(groups, self._scale, active)
+            except UNREADABLE:  # which may be put right before the step; else that says so
+                foreseen = None
+            if foreseen is None:
                 self._wanted = False
                 return
             self._slots = self._parts.gradients.slots_at()
@@ -215,9 +220,8 @@ class Ahead:
             self._count(())
             self._parts.machine.handle(Confirm(()))
             self._end()
-            with self._lock:
-                if self._wanted:
-                    self._prepare()
+            if self._wanted:
+                self._prepare()
 
     def _count(self, chosen: Collection[int]) -> None:
         subgroups, beside = self._parts.plan.layout.subgroups, self._parts.machine.beside
@@ -265,13 +269,27 @@ class Ahead:
         self._pause = max(self._pause - 1, 0)
         self._scale = scale
         if self._foreseen and clip == 1 and not self._pause:
-            with self._lock:
-                self._prepare()
+            self._prepare()
 
     def _prepare(self) -> None:
-        """Choose the subgroups to be made ahead, if there are any."""
+        """Choose the subgroups to be made ahead, if there are any.
+
+        None while an arrival is being noted: whoever notes it may have been interrupted by a signal handler, which
+        waits for this thread.
+        """
+        if not self._lock.acquire(blocking=False):
+            self._wanted = False
+            return
+        try:
+            self._choose()
+        finally:
+            self._lock.release()
+
+    def _choose(self) -> None:
         parts, layout = self._parts, self._parts.plan.layout
+        self._grow()
         self._left.clear()
+        self._final.clear()
         self._has_rows = False
         turns: dict[int, int] = {}
         for subgroup in layout.subgroups:

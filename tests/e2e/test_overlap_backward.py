@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from simulated import OnDevice
 from test_overlap_forward import Model, assert_same, everything, loss_of
 
 import offload
+import offload.session.ahead
 from offload.errors import ConfigError
 from offload.sim import SimulatedDevice
 
@@ -446,3 +450,104 @@ def test_what_is_hidden_can_be_seen(tmp_path: Path) -> None:
     assert found["hidden_s"] >= 0
     assert found["predicted_iteration_s"] > found["forward_s"]
     assert {"caller", "cpu", "read:0", "write:0"} <= {interval.lane for interval in timeline}
+
+
+class AtLine:
+    """Calls something once, at the n-th line of a file that this thread runs, as a signal handler may be."""
+
+    def __init__(self, file: str, nth: int, call: Callable[[], Any]) -> None:
+        self.file, self.left, self.call = file, nth, call
+        self.has_fired = False
+
+    def __enter__(self) -> AtLine:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename == self.file else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and not self.has_fired:
+            self.left -= 1
+            if self.left < 0:
+                self.has_fired = True
+                self.call()
+        return self._line
+
+
+@pytest.mark.timeout(60, method="thread")  # else nothing ends a wait that never does
+def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path: Path) -> None:
+    found = []
+    for overlap in ("off", "backward"):
+        training = Training(tmp_path / overlap, overlap, torch.float32)
+        save = partial(training.optimizer.save_checkpoint, training.folder / "saved")
+        asks = [training.optimizer.state_dict, training.optimizer.metrics, save]
+        with training.optimizer as optimizer:
+            for step in range(40):
+                with AtLine(offload.session.ahead.__file__, 23 * step, asks[step % 3]) as handler:
+                    training.backward()
+                training.step()
+                optimizer.zero_grad()
+            assert not handler.has_fired  # every 23rd line has been met, and there are no others
+            found.append(everything(optimizer, training.model))
+    assert_same(*found)
+    assert training.counts["confirmed"] > 0
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("nth", range(7, 11))
+def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int) -> None:
+    training = Training(tmp_path / "run", "backward")
+    with training.optimizer as optimizer:
+        with pytest.raises(KeyboardInterrupt), AtLine(offload.session.ahead.__file__, nth, interrupt):
+            training.backward()
+        for _ in range(4):
+            optimizer.zero_grad()
+            training.backward()
+            training.step()
+    assert training.counts["confirmed"] > 0
+
+
+def test_state_of_parameters_that_have_had_no_gradient(tmp_path: Path) -> None:
+    """Added, and made by a checkpoint, after updates ahead of a step were chosen without them."""
+    training = Training(tmp_path / "run", "backward")
+    with training.optimizer as optimizer:
+        for _ in range(4):
+            training.backward()
+            training.step()
+            optimizer.zero_grad()
+        optimizer.add_param_group({"params": [("added", torch.nn.Parameter(torch.ones(5000)))]})
+        optimizer.save_checkpoint(tmp_path / "saved")
+        optimizer.wait_checkpoint()
+        machine = optimizer.engine._parts.machine
+        until_s = time.monotonic() + 20
+        while not machine.is_ahead and time.monotonic() < until_s:
+            time.sleep(0.001)
+        assert machine.is_ahead
+        optimizer.state_dict()
+        training.backward()
+        training.step()
+
+
+def test_hyperparameters_that_are_there_for_the_step_only(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run", "backward")
+    with training.optimizer as optimizer:
+        for step in range(6):
+            groups = optimizer.param_groups[:]
+            rate = groups[0]["lr"]
+            if step % 2:
+                optimizer.param_groups.clear()
+            else:
+                groups[0]["lr"] = None
+            training.backward()
+            optimizer.param_groups[:] = groups
+            groups[0]["lr"] = rate
+            training.step()
+            optimizer.zero_grad()
+    assert training.counts["confirmed"] == 0
