@@ -6,7 +6,9 @@ with the last bit of every gradient's mantissa drawn at random: what differs by 
 report gives mean differences with their 95% intervals (Student's t), and which difference the pairs would have shown:
 one that such an interval excludes 0 for in four of five repetitions.
 
-Runs of an hour are killed: `--runs` keeps what each found, and goes on from there.
+Runs of an hour are killed: `--runs` keeps what each found, and goes on from there. Runs of another commit count where
+`--made-at` names it, which is for commits between which no contender's bits changed: the digest of the weights, kept
+with each loss, tells that of two runs.
 
 `nearest` is bf16 moments rounded to nearest, known to freeze where beta2 is near 1
 (tests/kernels/test_format_decay.py); torchao's and bitsandbytes' 8-bit AdamW, with an fp32 master beside them, run
@@ -21,6 +23,7 @@ import math
 import multiprocessing
 import os
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import import_module, metadata
 from pathlib import Path
@@ -159,10 +162,21 @@ def run(task: tuple[str, dict[str, Any], float, int]) -> tuple[tuple[str, float,
     return (contender, beta2, seed), train(contender, sizes, beta2, seed)
 
 
-def kept_runs(file: Path | None, of: list[Any]) -> dict[tuple[str, float, int], tuple[float, str]]:
-    """Return what runs of this commit and these sizes are kept in a file."""
+def kept_runs(
+    file: Path | None, commits: list[str], sizes: dict[str, Any]
+) -> tuple[dict[tuple[str, float, int], tuple[float, str]], dict[tuple[str, float, int], str]]:
+    """Return what runs of these sizes are kept in a file, and at which of some commits each was made."""
+    found, made_at = {}, {}
     lines = file.read_text().splitlines() if file and file.exists() else []
-    return {tuple(key): tuple(value) for made_of, key, value in map(json.loads, lines) if made_of == of}
+    for (commit, sizes_then), key, (loss, digest) in map(json.loads, lines):
+        if commit not in commits or sizes_then != sizes:
+            continue
+        contender, beta2, seed = key
+        of = contender, beta2, seed
+        if of in found and found[of] != (loss, digest):
+            raise SystemExit(f"{file}: {contender}, beta2 {beta2}, seed {seed} ended otherwise at {commit}")
+        found[of], made_at[of] = (loss, digest), commit
+    return found, made_at
 
 
 def summary(differences: list[float]) -> dict[str, Any]:
@@ -205,7 +219,16 @@ def main() -> None:
     parser.add_argument("--data", help="text file or folder (default: the sources of Python's standard library)")
     parser.add_argument("--pairs", type=int, choices=QUANTILES, default=5, help="seeds for each beta2")
     parser.add_argument(
+        "--pairs-of-others",
+        type=int,
+        choices=QUANTILES,
+        help=f"seeds for each beta2 of {' and '.join(OTHERS)}, which take longer (default: as many)",
+    )
+    parser.add_argument(
         "--runs", type=Path, metavar="FILE", help="add each run's loss there; skip those that are there"
+    )
+    parser.add_argument(
+        "--made-at", nargs="+", default=[], metavar="COMMIT", help="take runs of these commits from there, too"
     )
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--layers", type=int, default=2)
@@ -224,8 +247,18 @@ def main() -> None:
     contenders = ("exact", "control", *FORMATS)
     if not args.smoke:
         contenders += ("nearest", *available(OTHERS))
-    found = kept_runs(args.runs, [described["commit"], sizes])
-    tasks = [(name, sizes, beta2, seed) for seed in range(pairs) for beta2 in betas for name in contenders]
+    found, made_at = kept_runs(args.runs, [described["commit"], *args.made_at], sizes)
+    seeds = {
+        name: range(min(pairs, args.pairs_of_others or pairs) if name in OTHERS else pairs) for name in contenders
+    }
+    tasks = [
+        (name, sizes, beta2, seed)
+        for seed in range(pairs)
+        for beta2 in betas
+        for name in contenders
+        if seed in seeds[name]
+    ]
+    made_at = {(name, *of): made_at.get((name, *of), described["commit"]) for name, _, *of in tasks}
     tasks = [task for task in tasks if (task[0], *task[2:]) not in found]
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
         for done, (key, value) in enumerate(pool.imap_unordered(run, tasks), 1):
@@ -238,7 +271,7 @@ def main() -> None:
     for beta2 in betas:
         exact = [found["exact", beta2, seed][0] for seed in range(pairs)]
         rows = {
-            name: summary([found[name, beta2, seed][0] - exact[seed] for seed in range(pairs)])
+            name: summary([found[name, beta2, seed][0] - exact[seed] for seed in seeds[name]])
             for name in contenders[1:]
         }
         results[str(beta2)] = {"exact_loss": statistics.fmean(exact), "contenders": rows}
@@ -269,7 +302,10 @@ def main() -> None:
         "text_bytes": len(text.values),
     }
     versions = {name: metadata.version(name) for name in contenders if name in OTHERS}
-    document = {"sizes": described_sizes, "pairs": pairs, "versions": versions, "loss": results}
+    commits = dict(Counter(made_at.values()))
+    document = {
+        "sizes": described_sizes, "pairs": pairs, "runs_made_at": commits, "versions": versions, "loss": results
+    }  # fmt: skip
     report(args, described, document, checksum.hexdigest()[:16], targets)
 
 

@@ -327,7 +327,17 @@ MEASURED = (
         (Figure(("torture",), lambda report: [report["results"]["kills"]], "d"),),
     ),
     Row(
-        "the same with two ranks, of which one is killed",
+        "the same with steps that go on behind (`overlap_forward`)",
+        ("0 of {}",),
+        (Figure(("torture-overlap",), lambda report: [report["results"]["kills"]], "d"),),
+    ),
+    Row(
+        "the same with steps that also are made during backward",
+        ("0 of {}",),
+        (Figure(("torture-ahead",), lambda report: [report["results"]["kills"]], "d"),),
+    ),
+    Row(
+        "with two ranks, of which one is killed",
         ("0 of {}",),
         (Figure(("torture-ranks",), lambda report: [report["results"]["kills"]], "d"),),
     ),
@@ -540,17 +550,21 @@ def quality(page: Path) -> str:
             shown = {"nearest": "bf16 moments, to nearest"}.get(
                 name, f"{name} {version}, 8 bits" if version else name
             )
+            if len(row["differences"]) < pairs:
+                shown += f" ({len(row['differences'])} seeds)"
             cells = [f"{row['mean']:+.4f}", "{:+.4f} to {:+.4f}".format(*row["interval"]), f"{row['would_show']:.4f}"]
             if name != "control":
                 control = rows["contenders"]["control"]["differences"]
-                apart = [ours - theirs for ours, theirs in zip(row["differences"], control, strict=True)]
+                apart = [ours - theirs for ours, theirs in zip(row["differences"], control, strict=False)]
                 # As many deviations as in the interval beside it: there are as many pairs.
                 half = statistics.stdev(apart) * row["half_width"] / statistics.stdev(row["differences"])
                 mean = statistics.fmean(apart)
                 cells += [f"{mean:+.4f}", f"{mean - half:+.4f} to {mean + half:+.4f}"]
             lines.append(f"| {beta2} | {shown} | {' | '.join([*cells, *[''] * (5 - len(cells))])} |")
     picture = "../" * len(page.parent.relative_to(ROOT).parts) + f"bench/reports/{dated('quality', 'png')[-1].name}"
-    return "\n".join([*lines, "", f"![differences to exact]({picture})", "", f"Report: {source('quality', page)}."])
+    made = ", ".join(f"{count} at {commit[:7]}" for commit, count in found["runs_made_at"].items())
+    report = f"Report: {source('quality', page)}. Runs: {made}."
+    return "\n".join([*lines, "", f"![differences to exact]({picture})", "", report])
 
 
 # docs/benchmarks.md: command, question, full run, reports
@@ -562,7 +576,7 @@ BENCHMARKS = (
     ("`python bench/kernel.py`", "how fast is the update beside torch's, DeepSpeed's, and the memory it runs on?", "2 min", ("kernel",)),
     ("`python bench/formats.py`", "what does a step cost in each format of state, on a disk and a throttled path?", "2 min", ("formats",)),
     ("`python bench/quality.py`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
-    ("`python bench/overlap.py`", "what does `overlap_forward` hide of a step, and how near to its bound?", "10 min", None),
+    ("`python bench/overlap.py`", "what is hidden of a step in forward, in backward and in both, and how near to its bound?", "20 min", ("overlap",)),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
     ("`python bench/paths.py`", "one path against fio, several against their sum, a path that slows down, overlap, S3", "10 min", ("paths",)),
     ("`python bench/lock.py`", "do processes that share a path move more when they take turns?", "1 min", ("lock",)),
@@ -571,7 +585,9 @@ BENCHMARKS = (
     ("`python bench/gpu.py`", "on a GPU: rates, kernels bit by bit, updates at every GPU share, iterations beside other offloaders, memory", "", ("gpu",)),
     ("`python bench/checkpoint.py`", "how long does training stall for a checkpoint, and what does it write?", "5 min", ("checkpoint",)),
     ("`python tests/faults/torture.py --kills 200`", "is a checkpoint ever lost or half there, whenever the process is killed?", "30 min", ("torture",)),
-    ("`python tests/faults/torture.py --ranks 2 --kills 200`", "the same with two ranks, of which one is killed: does the other one end, or say what it waits for?", "15 min", ("torture-ranks",)),
+    ("`python tests/faults/torture.py --kills 200 --overlap`", "the same with steps that go on behind", "10 min", ("torture-overlap",)),
+    ("`python tests/faults/torture.py --kills 200 --overlap both`", "the same with steps that also are made during backward", "10 min", ("torture-ahead",)),
+    ("`python tests/faults/torture.py --ranks 2 --kills 200`", "and with two ranks, of which one is killed: does the other one end, or say what it waits for?", "15 min", ("torture-ranks",)),
     ("`python tests/faults/histories.py --histories 2000`", "is a checkpoint lost, or does it hold what was not saved, when folders are moved, copied, linked, mounted, released and sessions killed?", "1 h", ()),
 )  # fmt: skip
 

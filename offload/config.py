@@ -178,6 +178,11 @@ class OffloadConfig:
         shard: Whether each rank of `torch.distributed` keeps and updates state of its rows of every weight alone,
             where gradients are reduced on all, as under DDP; ranks exchange new weights in `step()`. Weights and
             gradients stay whole on every rank. For the optimizers of this package with plain tensors.
+        overlap: "off", or "backward": streamed subgroups are updated during the backward pass, as soon as their
+            gradients are there, each into a version beside the live one. A step that would do the same takes it over;
+            else, as when it clips, the time was lost and nothing has changed. Takes room on the paths for a second
+            version of that state as far as there is some, and memory for new weights. For weights in host memory and
+            one process; elsewhere refused.
     """
 
     host_memory: int | str | None = None
@@ -200,6 +205,7 @@ class OffloadConfig:
     exact_names: Sequence[str] = EXACT_NAMES
     seed: int = 0
     shard: bool = False
+    overlap: str = "off"
 
     def __post_init__(self) -> None:
         for field in ("host_memory", "staging_memory"):
@@ -221,6 +227,7 @@ class OffloadConfig:
         for field in ("checksum", "keep_grads", "shard"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "use true or false")
+        _check_choice("overlap", self.overlap, ("off", "backward"))
         _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads", "asyncio"))
         if isinstance(self.path_lock, int):
             _check_int("path_lock", self.path_lock, 1, MAX_HOLDERS)

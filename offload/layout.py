@@ -295,6 +295,10 @@ class Layout:
         renamed = (replace(parameter, name=prefix + parameter.name) for parameter in self.parameters)
         return replace(self, parameters=tuple(renamed))
 
+    def begins_within_block(self, subgroup: Subgroup) -> bool:
+        """Return whether a piece of a parameter in it begins amid elements that share scales."""
+        return any(_before(self.parameters[s.parameter], subgroup.state_format) for s in subgroup.segments)
+
     def format_of(self, parameter: Parameter) -> StateFormat:
         """Return how the state of a parameter is stored."""
         return StateFormat.EXACT if parameter.exact else self.rule.state_format

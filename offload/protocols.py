@@ -200,6 +200,7 @@ SEGMENT_DTYPE = np.dtype(
         ("numel", np.uint64),
         ("first_index", np.uint64),
         ("rounding_key", np.uint64),
+        ("read", np.uint64),
         ("gradient_dtype", np.int32),
         ("weight_dtype", np.int32),
         ("flags", np.uint32),
@@ -224,6 +225,10 @@ rule, which has names for `state` and `scalars` (`offload.rules.segment_dtype`);
 State that is rounded stochastically needs two more numbers, which `EXACT` ignores: `first_index`, the index of the
 segment's first element in the *unsharded* parameter, which also says where blocks begin, and `rounding_key`, which
 `offload.kernels.rounding_keys` returns for this update of the parameter.
+
+Where `read` is not 0 it is the address of two 64-bit sums. The fingerprints of the segment's gradient and, where the
+weight is fp32 and `new_master` is not 0, of that weight are added to them, of the very bytes that the update has
+read: whoever compares them later knows whether it would read the same again. Kernels on a GPU do not.
 """
 
 

@@ -34,6 +34,7 @@ settings.load_profile("same")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--overlap", action="store_true", help="let every step go on behind, with all weights hidden")
+    parser.addoption("--ahead", action="store_true", help="update during every backward pass what can be")
 
 
 class Everything:
@@ -87,6 +88,23 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(OffloadedOptimizer, "__init__", init)
     monkeypatch.setattr(OffloadedOptimizer, "step", step)
+
+
+@pytest.fixture(autouse=True)
+def made_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--ahead`, updates are made during every backward pass that can have them."""
+    if not request.config.getoption("--ahead"):
+        return
+    from offload.optim.optimizer import OffloadedOptimizer
+
+    plain_open = OffloadedOptimizer._open
+
+    def opened(self: Any, config: Any) -> None:
+        plain_open(self, config)
+        if self._route.has_slots:
+            self._speculate()
+
+    monkeypatch.setattr(OffloadedOptimizer, "_open", opened)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -79,7 +79,7 @@ class CpuKernels {
   unsigned threads() const { return pool_.threads(); }
 
   void submit(std::uint64_t op, std::uintptr_t table, std::size_t rows) {
-    pool_.submit(std::make_shared<ReportingTableJob>(copy_table(table, rows), kernels_.update, queue_, op));
+    pool_.submit(std::make_shared<ReportingTableJob>(copy_table(table, rows), update_of(kernels_), queue_, op));
   }
   SharedSeal submit_sealed(std::uint64_t op, std::uintptr_t table, std::size_t rows, std::uintptr_t offsets,
                            const std::vector<SealedRow>& tensors, std::uint64_t numel, std::uint64_t tile_numel,
@@ -90,12 +90,12 @@ class CpuKernels {
       state.tensors.push_back({reinterpret_cast<char*>(address), {item_bytes, item_numel, nbytes}});
     if (expected != nullptr) state.expected = expected->seal;
     const auto job =
-        std::make_shared<SealedTableJob>(copy_table(table, rows), std::move(state), kernels_.update, queue_, op);
+        std::make_shared<SealedTableJob>(copy_table(table, rows), std::move(state), update_of(kernels_), queue_, op);
     pool_.submit(job);
     return {job->seal()};
   }
   void run(std::uintptr_t table, std::size_t rows) {
-    TableJob job(copy_table(table, rows), kernels_.update);
+    TableJob job(copy_table(table, rows), update_of(kernels_));
     pool_.run(job);
   }
   void stream(std::uintptr_t table, std::size_t rows, std::uint32_t variant) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <utility>
 
 #if defined(__x86_64__)
@@ -49,6 +50,9 @@ std::string check_segment(const Segment& s) {
   if (s.state_format == kCompact8 && (active || zeroes) && s.scales == 0) return "scales is null";
   if (state_addresses % state_bytes) return "state is not aligned to " + std::to_string(state_bytes) + " bytes";
   if (active && s.gradient == 0) return "gradient is null";
+  if (s.read % 8) return "read is not aligned to 8 bytes";
+  if (s.read != 0 && s.state_format == kCompact8 && s.first_index % 64 != 0)
+    return "read is given for a segment that begins within a block";
   if (active && (s.gradient_dtype < kBfloat16 || s.gradient_dtype > kFloat32))
     return "gradient_dtype " + std::to_string(s.gradient_dtype) + " is not a dtype code";
   return "";
@@ -96,6 +100,52 @@ std::vector<Piece> cut_rows(const std::vector<std::uint64_t>& units) {
   }
   if (cost > 0) pieces.push_back(piece);
   return pieces;
+}
+
+namespace {
+
+// Elements of what is read once: both copies stay in the first-level cache.
+constexpr std::uint64_t kReadNumel = 1024;
+
+void add_to(std::uint64_t address, std::uint64_t part) {
+  auto* sum = reinterpret_cast<std::uint64_t*>(address);
+  __atomic_fetch_add(sum, part, __ATOMIC_RELAXED);  // the job's end is what others wait for
+}
+
+// Update a range from copies of what others may write to meanwhile: what is updated from is what has the fingerprint.
+void update_reading(const KernelSet& kernels, const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+  alignas(64) thread_local char gradients[4 * kReadNumel];
+  alignas(64) thread_local char masters[4 * kReadNumel];
+  const std::uint64_t item = size_of_dtype(segment.gradient_dtype);
+  const bool reads_weight = segment.weight == 0 && segment.new_master != 0;
+  std::uint64_t of_gradient = 0, of_weight = 0;
+  for (std::uint64_t from = begin; from < end;) {
+    const std::uint64_t to = std::min(end, (from / kReadNumel + 1) * kReadNumel);  // as whole blocks as the range is
+    Segment copied = segment;
+    std::memcpy(gradients, reinterpret_cast<const char*>(segment.gradient) + from * item, (to - from) * item);
+    of_gradient += kernels.fingerprint(gradients, (to - from) * item, from * item);
+    copied.gradient = reinterpret_cast<std::uint64_t>(gradients) - from * item;
+    if (reads_weight) {
+      std::memcpy(masters, reinterpret_cast<const char*>(segment.master) + from * 4, (to - from) * 4);
+      of_weight += kernels.fingerprint(masters, (to - from) * 4, from * 4);
+      copied.master = reinterpret_cast<std::uint64_t>(masters) - from * 4;
+    }
+    kernels.update(copied, from, to);
+    from = to;
+  }
+  add_to(segment.read, of_gradient);
+  if (reads_weight) add_to(segment.read + 8, of_weight);
+}
+
+}  // namespace
+
+TableJob::Kernel update_of(const KernelSet& kernels) {
+  return [&kernels](const Segment& segment, std::uint64_t begin, std::uint64_t end) {
+    if (segment.read != 0 && (segment.flags & kActive))
+      update_reading(kernels, segment, begin, end);
+    else
+      kernels.update(segment, begin, end);
+  };
 }
 
 TableJob::Cut::Cut(std::vector<Segment> table) : segments(std::move(table)) {

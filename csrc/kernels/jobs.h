@@ -42,6 +42,9 @@ inline bool is_touched(const Segment& segment) { return segment.flags & (kActive
 // Non-temporal stores are not ordered by the release that ends a piece; this makes them so.
 void drain_nontemporal_stores();
 
+// Return the kernel that updates a range of a segment, and adds to the fingerprints that the segment's `read` asks for.
+std::function<void(const Segment&, std::uint64_t, std::uint64_t)> update_of(const KernelSet& kernels);
+
 // Updates the segments of a table; pieces may span many small segments.
 class TableJob : public Job {
  public:

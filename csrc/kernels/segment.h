@@ -50,6 +50,7 @@ struct Segment {
   std::uint64_t numel;
   std::uint64_t first_index;   // of the first element in the unsharded parameter; kExact ignores it, as the key
   std::uint64_t rounding_key;  // of this update of the parameter
+  std::uint64_t read;  // 0, or of two sums: fingerprints of gradient and fp32 weight as they are read join them
   std::int32_t gradient_dtype;
   std::int32_t weight_dtype;
   std::uint32_t flags;
@@ -66,10 +67,11 @@ static_assert(offsetof(Segment, master) == 0 && offsetof(Segment, new_master) ==
               offsetof(Segment, gradient) == 48 && offsetof(Segment, state) == 56 &&
               offsetof(Segment, scales) == 72 && offsetof(Segment, numel) == 80 &&
               offsetof(Segment, first_index) == 88 && offsetof(Segment, rounding_key) == 96 &&
-              offsetof(Segment, gradient_dtype) == 104 && offsetof(Segment, weight_dtype) == 108 &&
-              offsetof(Segment, flags) == 112 && offsetof(Segment, rule) == 116 &&
-              offsetof(Segment, state_format) == 120 && offsetof(Segment, grad_scale) == 124 &&
-              offsetof(Segment, decay) == 128 && offsetof(Segment, scalars) == 132);
-static_assert(sizeof(Segment) == 176, "must match SEGMENT_DTYPE in offload/protocols.py");
+              offsetof(Segment, read) == 104 && offsetof(Segment, gradient_dtype) == 112 &&
+              offsetof(Segment, weight_dtype) == 116 && offsetof(Segment, flags) == 120 &&
+              offsetof(Segment, rule) == 124 && offsetof(Segment, state_format) == 128 &&
+              offsetof(Segment, grad_scale) == 132 && offsetof(Segment, decay) == 136 &&
+              offsetof(Segment, scalars) == 140);
+static_assert(sizeof(Segment) == 184, "must match SEGMENT_DTYPE in offload/protocols.py");
 
 }  // namespace offload

@@ -11,8 +11,9 @@
 Whatever happens in between, a folder holds the checkpoint from before or the new one. Data is durable before 1.
 
 Giving up. A rank waits for others in 3: rank 0 for their manifests, the others for `COMMIT`. It gives up when its
-session breaks, when whoever closes it has waited long enough, or after `RANKS_TIMEOUT_S`. Only rank 0 decides, by
-writing `COMMIT`, and whatever `COMMIT` may name has to stay:
+session breaks, when whoever closes it has waited long enough, when it sees that a rank's process has ended before its
+part was done, or after `RANKS_TIMEOUT_S`. Only rank 0 decides, by writing `COMMIT`, and whatever that may name has to
+stay:
 
     rank 0 gives up before it begins to write `COMMIT`: nobody else writes it, so there will be no checkpoint;
         what this rank has written is undone. Manifests of others stay; nobody looks at them.
@@ -35,7 +36,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -117,6 +118,7 @@ class CommitJob:
         paths: Directories whose leftovers go on the way: stores without a pin whose session has ended.
         cancelled: Set when the session breaks: nothing is committed from then on.
         ranks_until_s: Says when other ranks are given up, on the monotonic clock.
+        ended: Returns ranks that are known to have ended.
         doubtful: Checkpoints of this session that were in doubt so far.
         abandoned: Ids of saves that this rank, the first, has given up and that nobody will commit.
         released: Those of `older` and `doubtful` that were released.
@@ -134,6 +136,7 @@ class CommitJob:
     cancelled: threading.Event = field(default_factory=threading.Event)
     paths: Sequence[str] = ()
     ranks_until_s: Callable[[], float] = lambda: math.inf
+    ended: Callable[[], Collection[int]] = tuple
     doubtful: Sequence[Kept] = ()
     abandoned: Sequence[str] = ()
     released: list[Kept] = field(default_factory=list)
@@ -182,14 +185,17 @@ class CommitJob:
             self._is_named = manifest.rank > 0
             folder.write(manifest_name(manifest.id, manifest.rank), encode(manifest))
             if manifest.rank == 0:
-                self._wait(self._missing)
+                self._wait(self._missing, ended=self._ended_too_early)
                 if self.cancelled.is_set():
                     raise CheckpointError(f"{folder.path} was not committed: the session broke")
                 self._is_named = True
                 replaced = (*before[:1], *self.abandoned, *before[1:])
                 folder.write(COMMIT_NAME, seal_commit(CommitRecord(manifest.id, manifest.ranks, replaced)))
             else:
-                self._wait(lambda: "" if _is_there(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}")
+                self._wait(
+                    lambda: "" if _is_there(folder, manifest.id) else f"rank 0 to write {COMMIT_NAME}",
+                    ended=self._ended_too_early,
+                )
         except CheckpointError:
             if not self._is_named or (manifest.rank == 0 and self._is_not_there()):
                 self._undo(folder, manifest.id, [self._store(ref) for ref in manifest.stores])
@@ -207,18 +213,38 @@ class CommitJob:
 
     def _missing(self) -> str:
         """Return whose manifests are not there."""
-        names, manifest = set(self.folder.names()), self.manifest
-        missing = [r for r in range(manifest.ranks) if manifest_name(manifest.id, r) not in names]
+        missing = self._without_manifest()
         return f"the manifests of ranks {', '.join(map(str, missing))}" if missing else ""
 
-    def _wait(self, missing: Callable[[], str], ask: str = "the other ranks say") -> None:
+    def _without_manifest(self) -> list[int]:
+        names, manifest = set(self.folder.names()), self.manifest
+        return [r for r in range(manifest.ranks) if manifest_name(manifest.id, r) not in names]
+
+    def _ended_too_early(self) -> list[int]:
+        """Return the ranks without which there will be no checkpoint, and that have ended."""
+        ended = self.ended()  # before the folder is looked at: what is missing then will not come
+        missing = self._without_manifest() if ended else []
+        return [rank for rank in ended if rank == 0 or rank in missing]
+
+    def _wait(
+        self,
+        missing: Callable[[], str],
+        ask: str = "the other ranks say",
+        ended: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
         silence, before = waits.Silence(), ""
         until_s, pause_s = time.monotonic() + RANKS_TIMEOUT_S, 0.01
         try:
-            while what := missing():
+            while True:
+                gone = ended()
+                if not (what := missing()):
+                    break
                 self.awaited = f"{what}, so that {self.folder.path} is a checkpoint"
                 if what != before:
                     silence.end()
+                if gone:
+                    story = f"{self.folder.path} was not committed: rank {', '.join(map(str, gone))} has ended"
+                    raise CheckpointError(f"{story}; see what it has said last")
                 if time.monotonic() > min(until_s, self.ranks_until_s()) or self.cancelled.wait(pause_s):
                     story = f"{self.folder.path} was not committed: waited for {what} in vain"
                     raise CheckpointError(f"{story}; see what {ask}")

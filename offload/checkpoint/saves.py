@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -87,6 +87,7 @@ class Snapshot:
         copy: Whether everything is copied to the folder.
         seed: Of stochastic rounding; None where nothing is rounded so.
         numbers: What it knows each parameter by.
+        ended: Returns ranks that are known to have ended.
     """
 
     layout: Layout
@@ -100,6 +101,7 @@ class Snapshot:
     copy: bool
     seed: int | None
     numbers: tuple[int, ...]
+    ended: Callable[[], Collection[int]] = tuple
 
 
 SETTLE_S = waits.SETTLE_S
@@ -438,6 +440,7 @@ class Saves:
             pending.cancelled,
             paths,
             ranks_until_s=lambda: pending.ranks_until_s,
+            ended=snapshot.ended,
             doubtful=tuple(self._doubtful),
             abandoned=tuple(id for id in self._undecided if id != snapshot.id),
         )

@@ -176,8 +176,8 @@ class Answer:
         prediction: The simulated step, or None.
         forward_s: Seconds of forward, or None where nothing is known of it.
         backward_s: Seconds of backward, gradients on their way out included, or None.
-        overlapped_s: Seconds of an iteration whose step goes on into the next forward pass (`overlap_forward`), or
-            None.
+        overlapped_s: Seconds of an iteration whose step is hidden in "forward" (`overlap_forward`), "backward"
+            (`overlap="backward"`) or "both", where it can be.
     """
 
     question: Question
@@ -189,7 +189,7 @@ class Answer:
     prediction: Prediction | None
     forward_s: float | None
     backward_s: float | None
-    overlapped_s: float | None
+    overlapped_s: Mapping[str, float]
 
     @property
     def iteration_s(self) -> float:
@@ -287,7 +287,7 @@ def ask(
     """
     from offload.plan import estimate
     from offload.sim import predict
-    from offload.sim.predict import with_forward_s
+    from offload.sim.predict import with_backward_s, with_forward_s
 
     rates = _rates(question)
     plan = _plan(question, rates)
@@ -297,10 +297,14 @@ def ask(
     forward_s, backward_s = _forward_backward_s(question, rates, plan)
     follows = forward_s is not None
     prediction = predict(plan, rates, steps=2, timeline=follows, report=report) if simulate else None
-    step_s, overlapped_s = prediction.step_s if prediction else cost.step_s, None
+    step_s = prediction.step_s if prediction else cost.step_s
+    overlapped_s: dict[str, float] = {}
     if prediction is not None and forward_s is not None and backward_s is not None:
         on_cpu = not question.weights_on_gpu
-        overlapped_s = backward_s + with_forward_s(prediction, forward_s, on_cpu=on_cpu)
+        overlapped_s = {"forward": backward_s + with_forward_s(prediction, forward_s, on_cpu=on_cpu)}
+        if on_cpu and question.ranks == 1:
+            for hidden_in, follows in (("backward", False), ("both", True)):
+                overlapped_s[hidden_in] = with_backward_s(prediction, plan, forward_s, backward_s, follows=follows)
     return Answer(question, rates, plan, use, cost, step_s, prediction, forward_s, backward_s, overlapped_s)
 
 
@@ -690,7 +694,7 @@ def _as_dict(
         "backward_s": answer.backward_s,
         "step_s": answer.step_s,
         "iteration_s": answer.iteration_s,
-        "overlapped_iteration_s": answer.overlapped_s,
+        "hidden_iteration_s": dict(answer.overlapped_s),
         "closed_form_step_s": cost.step_s,
         "bound_s": cost.bound_s,
         "bound_by": cost.bound_by,
@@ -723,8 +727,11 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
         f"(the step takes {f'{gap:.1%}' if gap >= 0.0005 else 'nothing'} more)"
     )
     if answer.forward_s is not None:
-        with_overlap = f"; with overlap_forward {format_seconds(answer.overlapped_s)}" if answer.overlapped_s else ""
-        lines.append(f"iteration {format_seconds(answer.iteration_s)}{with_overlap}")
+        line = f"iteration {format_seconds(answer.iteration_s)}"
+        if answer.overlapped_s:
+            hidden = ", ".join(f"in {where} {format_seconds(s)}" for where, s in answer.overlapped_s.items())
+            line += f"; with the step hidden {hidden}"
+        lines.append(line)
     if answer.prediction is not None:
         lines += str(answer.prediction).splitlines()[1:]
     for number, row in enumerate(wear):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -174,20 +174,15 @@ class LiveExecutor:
             if not self._in_flight:
                 self._silence.end()
             self._due_s[operation.op] = self._happened_s
-            with self._failing(operation):
+            try:
                 self._start(operation)
-
-    @contextlib.contextmanager
-    def _failing(self, operation: Operation) -> Iterator[None]:
-        """Report what goes wrong as the failure of an operation: a visitor's must not take the engine thread down."""
-        try:
-            yield
-        except DamagedError as damaged:
-            self._fail(operation, self._damaged(damaged.operation))
-        except Exception as error:
-            self._fail(operation, error)
+            except Exception as error:
+                self._fail(operation, error)
 
     def _fail(self, operation: Operation, error: Exception) -> None:
+        """Report what went wrong as the failure of an operation: a visitor's must not take the engine thread down."""
+        if isinstance(error, DamagedError):
+            error = self._damaged(error.operation)
         self._in_flight.pop(operation.op, None)
         del self._due_s[operation.op]
         self._events.append(Failed(operation.op, error))
@@ -320,7 +315,8 @@ class LiveExecutor:
         timeout_s = max(min(left_s, self._silence.left_s), 0.0) if watched else -1.0
         records = [] if self._events else self._queue.wait(timeout_s)
         interrupted = any(record[0] == INTERRUPT for record in records)
-        records = [record for record in records if record[0] != INTERRUPT]
+        if interrupted:
+            records = [record for record in records if record[0] != INTERRUPT]
         events, self._events = self._events, []
         if records:
             self._silence.end()
@@ -350,8 +346,10 @@ class LiveExecutor:
 
     def _go_on(self, run: Run, table: npt.NDArray[Any]) -> None:
         """Update a subgroup whose weights or gradients have come from the GPU."""
-        with self._failing(run):
+        try:
             self._update(run, table)
+        except Exception as error:
+            self._fail(run, error)
 
     def take_timed(self) -> None:
         """Add what the GPU's lanes have done to the timeline."""

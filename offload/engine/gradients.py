@@ -209,8 +209,7 @@ class Gradients:
         on_gpu.add([p.numel for p in self._parameters[first:]], self._slots[first:], stays[first:], region)
         on_gpu.place(self._slots[:first], stays[:first])
         self._blocks += [found.blocks for found in on_gpu.positions[first:]]
-        slots_at = [slot.data_ptr() if slot.numel() else 0 for slot in self._slots]
-        self._slot_addresses = np.array(slots_at, np.uint64)
+        self._slot_addresses, _ = self.slots_at()
 
     def slot(self, position: int) -> torch.Tensor:
         """See `Engine.gradient_slot`; empty where a parameter has none.
@@ -221,6 +220,12 @@ class Gradients:
         if not self._like.wanted:
             raise ConfigError("gradient_slots", False, "make the engine with gradient_slots=True")
         return self._slots[position]
+
+    def slots_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
+        """Return address and element type of each parameter's slot in host memory; address 0 where it has none."""
+        addresses = [slot.data_ptr() if slot.numel() else 0 for slot in self._slots]
+        dtypes = [self._like.dtype_of(parameter) for parameter in self._parameters]
+        return np.array(addresses, np.uint64), np.array(dtypes, np.int32)
 
     def stays(self, position: int) -> bool:
         """Return whether the GPU updates part of a parameter, and so reads its gradient where it lies."""

@@ -154,13 +154,19 @@ class TileIndex:
         """Return whether a checkpoint names a slot."""
         return location in self._held
 
-    def reserve(self, slot_counts: Mapping[int, int]) -> bool:
-        """Set room aside for slots to be held; return whether there is enough."""
+    def reserve(self, slot_counts: Mapping[int, int], *, spare: bool = False) -> bool:
+        """Set room aside for slots beyond the plan; return whether there is enough.
+
+        Args:
+            slot_counts: How many, by payload bytes.
+            spare: Whether to leave the room that checkpoints may still need.
+        """
         wanted = dict(self._unmade)
         for nbytes, count in slot_counts.items():
             wanted[nbytes] = wanted.get(nbytes, 0) + count
         usable = any(store.usable for store in self._stores)
-        if any(slot_counts.values()) and (not usable or self._spare_bytes(wanted) < 0):
+        kept = self._promised_bytes() if spare else 0
+        if any(slot_counts.values()) and (not usable or self._spare_bytes(wanted, leaves=spare) < kept):
             return False
         self._change_unmade(slot_counts, 1)
         return True
@@ -261,18 +267,27 @@ class TileIndex:
         store.lost_bytes += location.nbytes + SECTOR_BYTES
         self._unmade[location.nbytes] += 1
 
-    def _spare_bytes(self, unmade: Mapping[int, int]) -> int:
-        """Return the bytes that are left in all usable stores once these slots have been made; < 0 for too few."""
+    def _spare_bytes(self, unmade: Mapping[int, int], *, leaves: bool = False) -> int:
+        """Return the bytes that are left in all usable stores once these slots have been made; < 0 for too few.
+
+        Args:
+            unmade: How many, by payload bytes.
+            leaves: Whether there is to be room for more, of any size, after that.
+        """
         usable = [store for store in self._stores if store.usable]
         todo = [(nbytes + SECTOR_BYTES, count) for nbytes, count in unmade.items() if count > 0]
         # What is left at the end of each path may be too short for a slot.
-        slack = max((size for size, _ in todo), default=0) * (len(usable) - 1)
+        sizes = (nbytes + SECTOR_BYTES for nbytes in unmade) if leaves else (size for size, _ in todo)
+        slack = max(sizes, default=0) * (len(usable) - 1)
         return sum(store.limit_bytes - store.end for store in usable) - sum(s * count for s, count in todo) - slack
 
     def _may_grow(self, whole: int) -> bool:
         """Return whether a slot beyond the plan leaves the room that plan and checkpoints may still need."""
-        kept = max(0, self._checkpoint_bytes - self._held_bytes)
-        return self._drifting and self._spare_bytes(self._unmade) - kept >= whole
+        return self._drifting and self._spare_bytes(self._unmade, leaves=True) - self._promised_bytes() >= whole
+
+    def _promised_bytes(self) -> int:
+        """Return the bytes that checkpoints may still need."""
+        return max(0, self._checkpoint_bytes - self._held_bytes)
 
     def reshare(self, shares: Sequence[float]) -> None:
         """Spread tiles in other proportions from now on.

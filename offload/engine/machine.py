@@ -23,13 +23,18 @@ A visit on the CPU of a subgroup whose weights lie on the GPU has a weight slot 
 are fetched to it first, those that it changes are pushed to the GPU from there, and the visit ends when the push is
 on its lane. The slot is free when the push has ended, perhaps during the next sweep.
 
+A sweep *ahead* works beside whoever opened it: its visits run once they are admitted, each makes a version beside
+the live one, and that is written to slots of its own at once. The live version stays where it is on storage until
+`Confirm` makes versions live or revokes them; nothing of a revoked one is used again.
+
 Invariants, verified by `check`:
   * a staging slot belongs to at most one subgroup; a subgroup in any state but ABSENT or RESIDENT has one;
   * a staging slot on the GPU belongs to at most one subgroup, which is BUSY;
   * a weight slot belongs to at most one visit;
   * a visit runs when its subgroup's state is whole in memory, and only one visit at a time runs on a subgroup;
   * a slot changes hands only when its content is on storage in its newest version (or is fresh);
-  * a tile is written to a free slot of a store; the version before is freed when all of the new one is written;
+  * a tile is written to a free slot of a store; the version before is freed when all of the new one is written, and
+    not before it is confirmed;
   * after a fatal error no new operation is issued.
 
 Non-goals: which path a tile goes to (`TileIndex.claim`), the order of visits (`offload.plan.visit_order`), memory
@@ -46,9 +51,11 @@ from enum import Enum, auto
 from offload.dtypes import DtypeCode
 from offload.engine.index import Record, TileIndex
 from offload.engine.operations import (
+    Admit,
     AwaitPush,
     Begin,
     BeginSave,
+    Confirm,
     CopyIn,
     CopyOut,
     Done,
@@ -56,6 +63,7 @@ from offload.engine.operations import (
     Extend,
     Failed,
     FetchWeights,
+    Hold,
     Operation,
     PushWeights,
     ReadTile,
@@ -72,7 +80,7 @@ from offload.engine.operations import (
     WriteTile,
 )
 from offload.engine.saving import Saver
-from offload.errors import InternalError, TierError, TierFullError, invariant
+from offload.errors import InternalError, TierError, TierFullError, invariant, known
 from offload.plan.budget import Home, Plan
 from offload.protocols import TileId
 
@@ -161,8 +169,11 @@ def update_visits(
 @dataclass(slots=True)
 class _Flush:
     left: int
+    step: int  # the version that is written
     records: list[tuple[TileId, Record]] = field(default_factory=list)
     for_save: bool = False  # nothing but a save needs it
+    beside: bool = False  # of a version beside the live one, confirmed by nobody
+    room: Counter[int] = field(default_factory=Counter)  # slots that are reserved for it, its sweep having ended
     error: Exception | None = None
 
 
@@ -208,6 +219,13 @@ class Machine:
         self._dirty: dict[int, None] = {}  # in the order of their last change
         self._versions: dict[int, int] = {}  # of subgroups that are not fresh
         self._sweep: Sweep | None = None
+        self._beside: dict[int, list[tuple[TileId, Record]] | None] = {}
+        """Subgroups with a version beside the live one, and where its tiles lie once all are written."""
+        self._admitted: set[int] = set()
+        self._places: dict[int, int] = {}  # of visits, in the sweep ahead
+        self._held = False
+        self._room: Counter[int] = Counter()  # slots that are reserved for the sweep ahead
+        self._confirmed: list[int] = []  # since the last sweep
         self._pending: dict[int, Visit] = {}  # not yet run; of these:
         self._unfetched: deque[int] = deque()  # ... streamed and without a staging slot
         self._cpu = _Waiting()  # ... whole in host memory
@@ -232,6 +250,21 @@ class Machine:
     def idle(self) -> bool:
         """Whether no sweep is under way (flushes may still be)."""
         return self._sweep is None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the sweep under way is ahead."""
+        return self._sweep is not None and self._sweep.ahead
+
+    @property
+    def runs(self) -> int:
+        """Number of visits that run."""
+        return self._cpu.runs + self._gpu.runs
+
+    @property
+    def beside(self) -> Collection[int]:
+        """Subgroups that have a version beside the live one."""
+        return self._beside.keys()
 
     @property
     def in_flight(self) -> int:
@@ -272,7 +305,13 @@ class Machine:
         try:
             match event:
                 case Begin(sweep):
-                    self._begin(sweep)
+                    self._begin_ahead(sweep) if sweep.ahead else self._begin(sweep)
+                case Admit(subgroups):
+                    self._admit(subgroups)
+                case Hold():
+                    self._held = True
+                case Confirm(subgroups):
+                    self._confirm(subgroups)
                 case BeginSave(save):
                     self._begin_save(save)
                 case Taken(Sweep()):
@@ -331,6 +370,7 @@ class Machine:
             phase = self._phases[subgroup]
             queue = self._unfetched if phase is Phase.ABSENT else self._queue_of(visit)
             waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(subgroup)
+            waits = waits or (visit.ahead and (subgroup not in self._admitted or phase is Phase.DIRTY))
             waits = waits or self.broken is not None  # then nobody is let on any more
             invariant(waits or subgroup in queue, f"subgroup {subgroup} is {phase} and waits for nothing")
         for owner, (gpu_slot, _) in self._gpu_slots.items():
@@ -346,6 +386,13 @@ class Machine:
                 for operation in self._in_flight.values()
             )
             invariant(runs == device.runs, f"{device.runs} runs are counted, {runs} are in flight")
+        invariant(
+            not self._beside or self.is_ahead or self.broken is not None, "a version beside the live one is left"
+        )
+        for subgroup, records in self._beside.items():
+            flush = self._flushes.get(subgroup)
+            written = records is not None or (flush is not None and flush.beside)
+            invariant(written or self.broken is not None, f"a version of subgroup {subgroup} is not written")
         self.index.check()
 
     # Events ---------------------------------------------------------------------------------------------------
@@ -381,7 +428,7 @@ class Machine:
         invariant(len(set(subgroups)) == len(subgroups), "a sweep visits a subgroup twice")
         self._sweep = sweep
         self._unfinished = len(subgroups)
-        self.moved = []
+        self.moved, self._confirmed = self._confirmed, []
         self.ended = []
         self._pending = {visit.subgroup: visit for visit in sweep.visits}
         for subgroup in subgroups:
@@ -393,10 +440,125 @@ class Machine:
                 case Phase.RESIDENT | Phase.READY | Phase.DIRTY:
                     self._let_on(subgroup)
 
+    # Sweeps ahead
+
+    def _begin_ahead(self, sweep: Sweep) -> None:
+        """Open a sweep, of the visits that the stores have room for beside the live versions."""
+        invariant(self._sweep is None and self.finished is None, "a sweep begins while another is under way")
+        self._sweep, self._held = sweep, self.broken is not None
+        self._admitted, self._places = set(), {}
+        for place, visit in enumerate(sweep.visits):
+            subgroup = visit.subgroup
+            able = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
+            plain = visit.changes and not (visit.gpu or visit.overwrites or visit.weight_bytes)
+            invariant(visit.ahead and able and plain, f"{visit} is ahead")
+            room = self._slots_of(subgroup)
+            if self.broken is not None or not self.index.reserve(room, spare=True):
+                break
+            self._room += room
+            self._pending[subgroup], self._places[subgroup] = visit, place
+            if self._phases[subgroup] is Phase.DIRTY:
+                self._flush(subgroup)  # the live version is whole on storage before there is one beside it
+            elif self._phases[subgroup] is Phase.ABSENT:
+                self._unfetched.append(subgroup)
+
+    def _admit(self, subgroups: Iterable[int]) -> None:
+        for subgroup in subgroups:
+            if self.is_ahead and subgroup not in self._admitted and subgroup in self._pending:
+                self._admitted.add(subgroup)
+                if subgroup in self._unfetched:
+                    self._unfetched.remove(subgroup)
+                    self._file(subgroup)
+                self._let_on(subgroup)
+
+    def _confirm(self, subgroups: Collection[int]) -> None:
+        if self.broken is not None:
+            self._end_ahead()
+            return
+        invariant(self.is_ahead and not self.runs, "versions are confirmed while they are being made")
+        invariant(self._beside.keys() >= set(subgroups), "a version is confirmed that is not there")
+        sweep, self._sweep = self._sweep, None
+        self._forget_waiting()
+        made, self._beside = self._beside, {}
+        for subgroup in subgroups:
+            self._versions[subgroup] = sweep.step if sweep else 0
+            self._confirmed.append(subgroup)
+            records = made.pop(subgroup)
+            if records is None:
+                self._flushes[subgroup].beside = False
+            else:
+                self._commit(subgroup, records)
+        for subgroup, records in made.items():
+            if records is not None:  # else when the flush has ended
+                self._revoke(subgroup, records)
+        for subgroup, flush in self._flushes.items():
+            if flush.beside and not flush.room:  # it may still fail, and lose slots
+                flush.room = self._slots_of(subgroup)
+                self._room -= flush.room
+        self.index.give_back(self._room)
+        self._room.clear()
+
+    def _slots_of(self, subgroup: int) -> Counter[int]:
+        return Counter(nbytes for _, _, nbytes in self.plan.layout.subgroups[subgroup].tiles)
+
+    def _end_ahead(self) -> None:
+        """Forget the sweep ahead, as the machine has broken."""
+        if self.is_ahead:
+            self._sweep = None
+        self._beside = {}
+        self._forget_waiting()
+
+    def _revoke(self, subgroup: int, records: Iterable[tuple[TileId, Record]]) -> None:
+        """Give back the slots of a version beside the live one, and the staging slot that holds it."""
+        for _, record in records:
+            self.index.abandon(record.location)
+        if subgroup in self._slots:
+            self._vacate(self._slots[subgroup])
+
+    def _commit(self, subgroup: int, records: Iterable[tuple[TileId, Record]]) -> None:
+        """Make a version the newest: all of its tiles are there, and only now do the old slots go."""
+        for tile, record in records:
+            self.index.commit(tile, record)
+
+    def _evict(self, wanted: int) -> int | None:
+        """Take the staging slot of a visit ahead whose turn comes later than that of a subgroup."""
+        wants = self._turn(wanted)
+        later = [
+            (self._turn(owner), slot)
+            for slot, owner in enumerate(self._owners)
+            if owner in self._pending and owner not in self._admitted and self._phases[owner] is Phase.READY
+        ]
+        turn, slot = max(later, default=(wants, -1))
+        if turn <= wants:
+            return None
+        self._file(known(self._owners[slot], "a slot of nobody"))
+        self._vacate(slot)
+        return slot
+
+    def _file(self, subgroup: int) -> None:
+        """Have a streamed visit wait for a staging slot; ahead, those that are admitted first, each kind in order."""
+        behind = 0
+        if self.is_ahead:
+            turn = self._turn(subgroup)
+            for other in reversed(self._unfetched):
+                if self._turn(other) < turn:
+                    break
+                behind += 1
+        self._unfetched.insert(len(self._unfetched) - behind, subgroup)
+
+    def _turn(self, subgroup: int) -> tuple[bool, int]:
+        return subgroup not in self._admitted, self._places[subgroup]
+
+    def _forget_waiting(self) -> None:
+        for waiting in (self._pending, self._unfetched, self._cpu, self._copies, self._for_weights, self._gpu):
+            waiting.clear()
+
+    # Saves
+
     def _begin_save(self, save: Save) -> None:
         invariant(self._sweep is None and Phase.BUSY not in self._phases, "a save begins during a visit")
         invariant(save.empty or len(self._versions) == len(self._phases), "a save begins while there is fresh state")
-        unsaved = dict.fromkeys([*self._dirty, *self._flushes])
+        unsaved = dict.fromkeys([*self._dirty, *(n for n, flush in self._flushes.items() if not flush.beside)])
         if self.broken is not None:
             self.saver.ended = save, self.broken
         elif self.saver.begin(save, self.plan, unsaved, self._versions):
@@ -460,10 +622,11 @@ class Machine:
         if flush.left:
             return False
         del self._flushes[subgroup]
+        if flush.beside:
+            self._flushed_beside(subgroup, flush)
+            return True
         if flush.error is None:
-            # All tiles of the new version are there: only now do the old slots go.
-            for written, new in flush.records:
-                self.index.commit(written, new)
+            self._commit(subgroup, flush.records)
             self.saver.flushed(flush.records, subgroup)
             self._settle(subgroup, changed=False)
             return True
@@ -472,6 +635,24 @@ class Machine:
         self._settle(subgroup, changed=True)
         self.saver.abort(flush.error)
         return True
+
+    def _flushed_beside(self, subgroup: int, flush: _Flush) -> None:
+        """Take in that a version beside the live one has been written, or has not."""
+        self.index.give_back(flush.room)
+        self._to(subgroup, Phase.READY)
+        if flush.error is None and subgroup in self._beside:
+            self._beside[subgroup] = flush.records
+            return
+        self._revoke(subgroup, flush.records)
+        if subgroup in self._pending:  # of a sweep that has begun since
+            self._file(subgroup)
+
+    def _give_up_beside(self, subgroup: int, error: Exception) -> None:
+        """Make no more versions beside live ones, as one cannot be written: it is not there any more."""
+        self._flushes[subgroup].error = error
+        if subgroup in self._beside:  # else it was revoked before
+            del self._beside[subgroup]
+            self._held = True
 
     def _device_of(self, visit: Visit) -> _Waiting:
         return self._gpu if visit.gpu else self._cpu
@@ -485,13 +666,20 @@ class Machine:
 
     def _let_on(self, subgroup: int) -> None:
         """Let the visit go on that waits for a subgroup's state, if one does."""
-        if subgroup in self._pending:
+        ready = self._phases[subgroup] is Phase.READY and subgroup in self._admitted
+        if subgroup in self._pending and (ready or not self.is_ahead):
             queue = self._queue_of(self._pending[subgroup])
             (queue.resident if self.plan.is_resident(subgroup) else queue.streamed).append(subgroup)
 
     def _ran(self, run: Run) -> None:
         visit, subgroup = run.visit, run.visit.subgroup
         self._device_of(visit).runs -= 1
+        if visit.ahead:
+            self._to(subgroup, Phase.DIRTY)
+            if self.broken is None:
+                self._beside[subgroup] = None
+                self._flush(subgroup, beside=True)
+            return
         if visit.changes:
             self._versions[subgroup] = self._sweep.step if self._sweep else self._versions.get(subgroup, 0)
             self.moved.append(subgroup)
@@ -529,6 +717,11 @@ class Machine:
     def _failed(self, operation: Operation, error: Exception) -> None:
         if isinstance(operation, SaveOperation):
             self.saver.landed(operation, 0, error)
+            return
+        if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].beside:
+            self.index.lose(operation.record.location)
+            self._give_up_beside(operation.tile.subgroup, error)
+            self._flushed_tile(operation.tile.subgroup)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].for_save:
             # Training can do without this flush, so the save may be given up and the path is not.
@@ -579,11 +772,13 @@ class Machine:
             self._start_copies()
             self._start_fetches()
             self._start_runs()
-        if self._sweep is not None and (self._gives_up() or not self._unfinished):
+        if self.is_ahead:
+            if self.broken is not None and self._gives_up():
+                self._end_ahead()
+        elif self._sweep is not None and (self._gives_up() or not self._unfinished):
             self.finished, self._sweep = self._sweep, None
             self.failed = self._unfinished > 0
-            for waiting in (self._pending, self._unfetched, self._cpu, self._copies, self._for_weights, self._gpu):
-                waiting.clear()
+            self._forget_waiting()
 
     def _gives_up(self) -> bool:
         """Return whether the sweep ends unfinished; what a checkpoint has in flight touches no caller's memory."""
@@ -592,6 +787,8 @@ class Machine:
         return self._stopped or all(isinstance(o, SaveOperation) for o in self._in_flight.values())
 
     def _start_runs(self) -> None:
+        if self._held and self.is_ahead:
+            return
         most = MAX_RUNS_IN_FLIGHT if self.plan.staging_slots else RESIDENT_RUNS_IN_FLIGHT
         for device in (self._cpu, self._gpu):
             while self._sweep is not None and device.runs < most and device:
@@ -649,8 +846,12 @@ class Machine:
 
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""
+        if self._held and self.is_ahead:
+            return
         while self._unfetched:
             slot = self._free_slot()
+            if slot is None and self.is_ahead:
+                slot = self._evict(self._unfetched[0])
             if slot is None:
                 break
             self._fetch(self._unfetched.popleft(), slot)
@@ -700,19 +901,22 @@ class Machine:
                 raise InternalError(f"{tile} was changed but never written, and its memory is gone")
             self._issue(ReadTile(self._take_op(), tile, slot, offset, record))
 
-    def _flush(self, subgroup: int, *, for_save: bool = False) -> None:
+    def _flush(self, subgroup: int, *, for_save: bool = False, beside: bool = False) -> None:
         tiles = self.plan.layout.subgroups[subgroup].tiles
         slot = self._slots[subgroup]
         self._to(subgroup, Phase.FLUSHING)
-        del self._dirty[subgroup]
-        self._flushes[subgroup] = flush = _Flush(len(tiles), for_save=for_save)
+        self._dirty.pop(subgroup, None)
+        step = self._sweep.step if beside and self._sweep else self._versions[subgroup]
+        self._flushes[subgroup] = flush = _Flush(len(tiles), step, for_save=for_save, beside=beside)
         for number, (tile, offset, nbytes) in enumerate(tiles):
             if not self._write(tile, slot, offset, nbytes):
                 detail = f"no path has room left for {tile}"
                 error = TierFullError("write", tier="storage", path="(all)", detail=detail)
-                if not for_save:
+                if not (for_save or beside):
                     self._break(error)
                     return
+                if beside:
+                    self._give_up_beside(subgroup, error)
                 flush.error = error
                 flush.left -= len(tiles) - number - 1
                 self._flushed_tile(subgroup)
@@ -722,7 +926,7 @@ class Machine:
         location = self.index.claim(nbytes, avoid)
         if location is None:
             return False
-        record = Record(location, self._versions[tile.subgroup], 0)
+        record = Record(location, self._flushes[tile.subgroup].step, 0)
         self._issue(WriteTile(self._take_op(), tile, slot, offset, record))
         return True
 

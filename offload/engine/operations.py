@@ -28,6 +28,7 @@ class Visit:
         weight_bytes: Size of the weights that it needs in a weight slot, as they lie on the GPU and it runs on the
             CPU; 0 for none. If it changes them, they are pushed to the GPU when it has run.
         fetches: Whether the run reads these weights, so that they are fetched first.
+        ahead: Whether it makes a version beside the live one, of an `ahead` sweep.
     """
 
     subgroup: int
@@ -36,21 +37,27 @@ class Visit:
     gpu: bool = False
     weight_bytes: int = 0
     fetches: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """A sequence of visits that succeeds or fails as one.
 
+    One that is *ahead* makes versions beside the live ones, of subgroups that are `Admit`ted to it one by one. It
+    goes on until a `Confirm` says which of them count; the others have never been.
+
     Attributes:
         number: Identifies the sweep; grows by one.
         step: Version that changed tiles get.
         visits: In the order to be preferred; no subgroup twice.
+        ahead: Whether it is.
     """
 
     number: int
     step: int
     visits: tuple[Visit, ...]
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +241,29 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
+class Admit:
+    """Event: let visits of the sweep ahead run, when their state is there; what it does not visit is left out."""
+
+    subgroups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Event: start no further visit of the sweep ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Event: end the sweep ahead, of which no visit runs.
+
+    Attributes:
+        subgroups: Those whose version beside the live one is the newest from now on; all others made are revoked.
+    """
+
+    subgroups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class BeginSave:
     """Event: start a save; between sweeps, with no subgroup fresh and no save under way."""
 
@@ -307,4 +337,7 @@ class Stop:
     error: OffloadError
 
 
-Event = Begin | BeginSave | Taken | Extend | Reshare | TakeUp | Release | Done | Failed | Stop
+AheadEvent = Admit | Hold | Confirm
+
+
+Event = Begin | AheadEvent | BeginSave | Taken | Extend | Reshare | TakeUp | Release | Done | Failed | Stop

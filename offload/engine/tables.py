@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.kernels import rounding_keys
-from offload.kernels.table import segment_table
+from offload.kernels.table import checked, segment_table
 from offload.layout import Layout
 from offload.protocols import SegmentFlag, StateFormat
 
@@ -44,6 +44,7 @@ class Tables:
         self._starts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # of pieces, in the unsharded parameters
         self._scalars: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._flags: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self._ahead = self._scalars, self._flags  # of the step that is expected
         self._columns: list[tuple[npt.NDArray[np.uint64], ...]] = []
         self._reload: list[npt.NDArray[np.bool_]] = []
         self._layout = Layout((), ())
@@ -75,6 +76,17 @@ class Tables:
         Raises:
             ConfigError: If a group's hyperparameters cannot be used; nothing has changed then.
         """
+        self._scalars, self._flags, wanted = self._rows(groups, clip / scale, active)
+        return tuple(np.flatnonzero(wanted).tolist())
+
+    def begin_ahead(self, groups: Sequence[Any], scale: float, active: Sequence[int]) -> None:
+        """Prepare the scalars of the update that is expected: nothing is clipped."""
+        self._ahead = self._rows(groups, 1.0 / scale, active)[:2]
+
+    def _rows(
+        self, groups: Sequence[Any], factor: float, active: Sequence[int]
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
+        """Return scalars and flags of each parameter, and which subgroups have an active segment."""
         count, rule = len(self.steps), self._layout.rule
         all_flags = np.zeros(count, np.uint32)
         scalars = np.zeros((count, len(rule.scalars._fields)), np.float32)
@@ -87,12 +99,11 @@ class Tables:
                 decoupled = SegmentFlag.DECOUPLED_DECAY if rule.decoupled(groups[group]) else 0
                 zeroed = SegmentFlag.ZERO_STATE if rule.forgets(key[1], groups[group]) else 0
                 flags = int(SegmentFlag.ACTIVE | decoupled | zeroed)
-                known[key] = rule.row(key[1], groups[group], clip / scale), flags
+                known[key] = rule.row(key[1], groups[group], factor), flags
             scalars[parameter], all_flags[parameter] = known[key]
             for subgroup, _ in self._layout.places[parameter]:
                 wanted[subgroup] = True
-        self._scalars, self._flags = scalars, all_flags
-        return tuple(np.flatnonzero(wanted).tolist())
+        return scalars, all_flags, wanted
 
     def is_active(self, parameter: int) -> bool:
         """Return whether a parameter is updated in the step that was begun last."""
@@ -107,6 +118,8 @@ class Tables:
         update: bool,
         weights_address: int | None = None,
         gradients: npt.NDArray[np.uint64] | None = None,
+        gradient_dtypes: npt.NDArray[np.int32] | None = None,
+        rows: tuple[npt.NDArray[np.float32], npt.NDArray[np.uint32]] | None = None,
     ) -> npt.NDArray[Any]:
         """Return the table of one subgroup.
 
@@ -118,7 +131,10 @@ class Tables:
             weights_address: Where an image of the subgroup's weights lies, padding included, that takes their place;
                 None for the weights themselves.
             gradients: Address of each parameter's gradient in place of `gradients`.
+            gradient_dtypes: Their element types in place of `gradient_dtypes`.
+            rows: Scalars and flags of each parameter in place of those of the step that was begun last.
         """
+        step_scalars, step_flags = rows or (self._scalars, self._flags)
         layout = self._layout.subgroups[subgroup]
         parameter, start, offset, numel = self._columns[subgroup]
         addresses: dict[str, Any] = {
@@ -130,7 +146,7 @@ class Tables:
             addresses["weight"] = self.weights[parameter] + start * item
         else:
             addresses["weight"] = np.uint64(weights_address) + offset * item
-        flags = self._flags[parameter] if update else np.zeros(len(parameter), np.uint32)
+        flags = step_flags[parameter] if update else np.zeros(len(parameter), np.uint32)
         if fresh:
             flags |= np.uint32(SegmentFlag.ZERO_STATE)
         if layout.dtype is not DtypeCode.FLOAT32:
@@ -145,7 +161,8 @@ class Tables:
                 updates = self.steps[parameter] + 1
                 rounding["rounding_key"] = rounding_keys(self.seed, self.numbers[parameter], updates)
         if update:
-            dtypes, scalars = self.gradient_dtypes[parameter], self._scalars[parameter].T
+            dtypes = (self.gradient_dtypes if gradient_dtypes is None else gradient_dtypes)[parameter]
+            scalars = step_scalars[parameter].T
             found = self.gradients if gradients is None else gradients
             addresses["gradient"] = found[parameter] + start * ITEM_BYTES[dtypes]
         return segment_table(
@@ -159,6 +176,64 @@ class Tables:
             state_format=layout.state_format,
             **rounding,
         )
+
+    def fill_ahead(
+        self,
+        subgroup: int,
+        address: int,
+        image_address: int,
+        slots: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]],
+        sums: npt.NDArray[np.uint64],
+    ) -> npt.NDArray[Any]:
+        """Return the table of a subgroup for the update that is expected.
+
+        Masters that are to be taken from their weights are not: the step's table is another one then.
+
+        Args:
+            subgroup: Which one.
+            address: Where its state lies in memory.
+            image_address: Where an image of its new weights goes.
+            slots: Address and element type of each parameter's gradient slot: where gradients are bound may be gone.
+            sums: Two for each segment, to which fingerprints of what is read are added.
+        """
+        table = self.fill(
+            subgroup,
+            address,
+            fresh=False,
+            update=True,
+            gradients=slots[0],
+            gradient_dtypes=slots[1],
+            rows=self._ahead,
+        )
+        table["flags"] &= ~np.uint32(SegmentFlag.LOAD_MASTER)
+        layout, offset = self._layout.subgroups[subgroup], self._columns[subgroup][2]
+        new = np.uint64(image_address) + offset * ITEM_BYTES[layout.dtype]
+        table["new_master" if layout.dtype is DtypeCode.FLOAT32 else "new_weight"] = new
+        table["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
+        return table
+
+    def is_as_ahead(self, subgroup: int, address: int, ahead: npt.NDArray[Any]) -> bool:
+        """Return whether the step that was begun last would update a subgroup as a table of `fill_ahead` says."""
+        layout = self._layout.subgroups[subgroup]
+        expected = checked(ahead).copy()  # of a rule's own names, a copy would leave the fields between them out
+        expected["read"] = 0
+        expected["new_master" if layout.dtype is DtypeCode.FLOAT32 else "new_weight"] = 0
+        now = self.fill(subgroup, address, fresh=False, update=True)
+        return now.tobytes() == expected.tobytes()
+
+    def read_by(
+        self, subgroup: int, table: npt.NDArray[Any]
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+        """Return addresses and sizes of what an update reads that others may write to.
+
+        Returns:
+            For each segment, of its gradient and of its fp32 weight; sizes are 0 for what is not read.
+        """
+        is_fp32 = self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
+        active = (table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
+        numel = np.where(active, table["numel"], np.uint64(0))
+        sizes = np.stack([numel * ITEM_BYTES[table["gradient_dtype"]], numel * np.uint64(4 * is_fp32)], axis=1)
+        return np.stack([table["gradient"], table["master"]], axis=1), sizes.astype(np.uint64)
 
     def weight_copies(
         self, subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 CALLER = "caller"
@@ -32,6 +33,15 @@ class Interval(NamedTuple):
     finished_s: float
     nbytes: int
     due_s: float | None = None
+
+
+def covered_s(intervals: Iterable[Interval]) -> float:
+    """Return the seconds in which at least one of some operations was under way."""
+    total_s, until_s = 0.0, -math.inf
+    for started_s, finished_s in sorted((interval.started_s, interval.finished_s) for interval in intervals):
+        total_s += max(finished_s - max(started_s, until_s), 0.0)
+        until_s = max(until_s, finished_s)
+    return total_s
 
 
 def lane_order(lane: str) -> tuple[int, int, str]:

@@ -94,6 +94,17 @@ class StateViews:
         self._tables.changed(subgroup)
         return table
 
+    def table_ahead(
+        self,
+        run: Run,
+        image_address: int,
+        slots: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]],
+        sums: npt.NDArray[np.uint64],
+    ) -> tuple[int, npt.NDArray[Any]]:
+        """Return where a run ahead finds its state, and what its kernel is told; see `Tables.fill_ahead`."""
+        address = self._address(run)
+        return address, self._tables.fill_ahead(run.visit.subgroup, address, image_address, slots, sums)
+
     def _fill_for_push(self, gpu: GpuLanes, run: Run, gradients: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
         """Return the table of a run on the CPU that makes weights for the GPU."""
         subgroup, image = run.visit.subgroup, gpu.image(run.weight_slot)

@@ -102,7 +102,8 @@ def checked(table: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """
     names = table.dtype.names or ()
     is_table = table.dtype.itemsize == SEGMENT_DTYPE.itemsize and {"master", "rule", "numel"} <= set(names)
-    invariant(is_table, f"a segment table has dtype {table.dtype}, not that of a rule's segments")
+    # Words only where they are needed: those for a dtype cost more than all else that an update is told.
+    invariant(is_table, "" if is_table else f"a segment table has dtype {table.dtype}, not that of a rule's segments")
     invariant(
         table.ndim == 1 and table.flags.c_contiguous,
         f"a segment table of shape {table.shape} is not one contiguous row of segments",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
@@ -87,6 +87,9 @@ def checked_groups(
     saved_sizes = [len(group.get("params", ())) for group in saved]
     if sizes != saved_sizes:
         raise ConfigError("state_dict", saved_sizes, f"its groups must have {sizes} parameters")
+    keys = [key for group in saved for key in group.get("params", ())]
+    if not all(isinstance(key, Hashable) for key in keys) or len(set(keys)) < len(keys):
+        raise ConfigError("state_dict params", keys, "give each parameter a number or a name of its own")
     for group in saved:
         check(group)
     return saved

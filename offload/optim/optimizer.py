@@ -12,6 +12,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, overload
 
@@ -19,7 +20,7 @@ import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the whole compiler at once
 
 from offload.config import OffloadConfig
-from offload.engine.timeline import Interval, trace
+from offload.engine.timeline import Interval, covered_s, trace
 from offload.errors import ConfigError, invariant
 from offload.layout import Parameter
 from offload.optim import ranks, shards
@@ -32,6 +33,7 @@ from offload.optim.stateful import StatefulOptimizer
 from offload.optim.weights import Bound, check_parameter
 from offload.protocols import Device
 from offload.rules import number
+from offload.session.ahead import Foreseen
 from offload.sim import Explanation, Forecast, PlanReport, compare
 
 
@@ -91,9 +93,15 @@ class OffloadedOptimizer(StatefulOptimizer):
         described = self._weights.describe(self.param_groups, wanted)
         with torch.inference_mode(False):  # the first step may be taken in it, and views need version counters
             self._late.start(described, config, self._route.has_slots)
+            if config.overlap == "backward":
+                self._speculate()
             # Frozen ones, too: torch takes no other dtype for a gradient that is there.
             self._widen_gradients(self._parameters())
             self._attach(wanted, described)
+
+    def _speculate(self) -> None:
+        """Have updates made during backward from now on."""
+        self.engine.speculate(partial(_foreseen, weakref.ref(self)))
 
     # Parameters
 
@@ -165,6 +173,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Reset gradients, as torch documents it; those that have left, too."""
         self._scaling.forget()
         self._route.forget()
+        if self._late.opened is not None:
+            self._late.opened.drop_gradients()
         super().zero_grad(set_to_none)
 
     def _bind_gradients(self) -> list[Bound]:
@@ -298,6 +308,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         active = self._bind_gradients()
         self._weights.tell_others()
         scale, clip = self._scaling.loss_scale, self._scaling.clip
+        began_s = self._overlap.pace.begins()
         try:
             if self._overlap.following:
                 self._begin_step(groups, scale, clip, active)
@@ -309,6 +320,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._scaling.forget()
             self._route.forget()
             self._weights.written(active)
+        self._overlap.pace.returns(began_s)
         if not self._overlap.is_behind:
             self._weights.gather()
             self._tell()
@@ -318,7 +330,6 @@ class OffloadedOptimizer(StatefulOptimizer):
         at_once, later = self._overlap.in_order(active)
         kept = [*self._route.read(), *(bound.parameter.detach() for bound in active)]
         positions = [bound.position for bound in (*at_once, *later)]
-        began_s = self._overlap.pace.begins()
 
         def begun() -> None:
             self._is_told = False
@@ -334,7 +345,6 @@ class OffloadedOptimizer(StatefulOptimizer):
                 self._overlap.wait_for(at_once)
             else:
                 self._overlap.finish()
-        self._overlap.pace.returns(began_s)
 
     def _finish(self) -> None:
         """Wait until the step is over that goes on behind its caller, if one does, and tell of it."""
@@ -416,16 +426,23 @@ class OffloadedOptimizer(StatefulOptimizer):
     def plan(self) -> PlanReport:
         """What lives where, how long a step should take, what bounds it, and how long the last one took."""
         explanation, iteration = self.explain(), None
-        if self._overlap.pace.typical is not None:
+        if self._overlap.pace.typical is not None and self._hides:
             iteration = (*self._overlap.pace.typical, self._iteration_s(*self._overlap.pace.typical))
-        return PlanReport(
-            self.engine.plan, explanation, int(self.engine.metrics().get("unpinned_bytes", 0)), iteration
-        )
+        hidden_in = ["forward"] * bool(self._overlap.following) + ["backward"] * self.engine.speculates
+        unpinned_bytes = int(self.engine.metrics().get("unpinned_bytes", 0))
+        return PlanReport(self.engine.plan, explanation, unpinned_bytes, iteration, " and ".join(hidden_in))
+
+    @property
+    def _hides(self) -> bool:
+        """Whether the step is hidden in forward or backward."""
+        return bool(self._overlap.following) or self.engine.speculates
 
     def _iteration_s(self, forward_s: float, backward_s: float) -> float:
-        """Return the predicted seconds of an iteration whose step goes on into the next forward pass."""
-        on_cpu = self._late.device is None
-        return backward_s + self._forecast.with_forward_s(self.engine.plan, self.engine.rates, forward_s, on_cpu)
+        """Return the predicted seconds of an iteration, of which the step is hidden as it is now."""
+        plan, rates, follows = self.engine.plan, self.engine.rates, bool(self._overlap.following)
+        if self.engine.speculates:
+            return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
+        return backward_s + self._forecast.with_forward_s(plan, rates, forward_s, self._late.device is None)
 
     def explain(self) -> Explanation:
         """Return predicted and measured seconds of the last step, lane by lane; print it."""
@@ -436,26 +453,31 @@ class OffloadedOptimizer(StatefulOptimizer):
 
         Beside each `lane/<lane>/busy_s` there is `lane/<lane>/predicted_s`; beside `step_s`, `predicted_step_s`; and
         `gradient_norm`, that of the last `clip_grad_norm_`. Predictions are those that were due before the step.
-        With `overlap_forward`, `forward_s` and `backward_s` of the last iterations, `waited_s` (what the caller has
-        waited for the last step, in `step` and after it), `hidden_s` (the rest of it), and `predicted_iteration_s`.
+        Where the step is hidden in forward or backward, `forward_s` and `backward_s` of the last iterations,
+        `waited_s` (what the caller has waited for the last step, in `step` and after it), `hidden_s` (seconds beyond
+        those in which a lane worked for it), and `predicted_iteration_s`.
         """
         prediction = self._forecast.carried_on(self.engine.plan, self.engine.rates)
         lanes = {f"lane/{lane}/predicted_s": busy_s for lane, busy_s in prediction.busy_s.items()}
         predicted = {**lanes, "predicted_step_s": prediction.step_s}
         found = {**self.engine.metrics(), **predicted, "gradient_norm": self._scaling.norm}
         pace = self._overlap.pace
-        if pace.typical is not None:
+        if pace.typical is not None and self._hides:
             found["forward_s"], found["backward_s"] = pace.typical
-            found["waited_s"], found["hidden_s"] = pace.waited_s, max(found["step_s"] - pace.waited_s, 0.0)
+            worked_s = max(found["step_s"], covered_s(self.engine.last_timeline()))
+            found["waited_s"], found["hidden_s"] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
             found["predicted_iteration_s"] = self._iteration_s(*pace.typical)
         return found
 
     def timeline(self) -> list[Interval]:
         """Return what every lane did in the last step and since: (lane, label, started_s, finished_s, nbytes).
 
-        With `overlap_forward`, what the caller did since that step returned is there as lane "caller".
+        Where the step is hidden in forward or backward, what the caller did is there as lane "caller".
         """
-        return [*self.engine.timeline(), *self._overlap.pace.intervals]
+        pace, found = self._overlap.pace, self.engine.timeline()
+        if self.engine.speculates:
+            found += pace.before
+        return [*found, *(pace.intervals if self._hides else ())]
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what every lane did in the last step and since, for Perfetto (ui.perfetto.dev) or chrome://tracing.
@@ -519,3 +541,14 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _foreseen(optimizer: weakref.ref[OffloadedOptimizer]) -> Foreseen | None:
+    """Return what the next step would be told now; None where nobody can tell."""
+    found = optimizer()
+    if found is None:
+        return None
+    kept = [shards.local(p).detach() for p in found._weights.bound if p.dtype is torch.float32]
+    if not found._weights.are_where_bound():
+        return None
+    return [found.rule.values(group) for group in found.param_groups], kept

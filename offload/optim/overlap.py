@@ -86,8 +86,8 @@ class Overlap:
 
     def arrived(self, bound: Bound) -> None:
         """Take note that a gradient has arrived, and wait until the one before has been read."""
+        self.pace.arrived()
         if self.following:
-            self.pace.arrived()
             self.wait_for([bound])
 
     def in_order(self, active: Iterable[Bound]) -> tuple[list[Bound], list[Bound]]:

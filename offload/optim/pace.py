@@ -26,10 +26,12 @@ class Pace:
 
     Attributes:
         waited_s: What the caller has waited for the last step that is over: in `step` and after it.
+        before: `intervals` when the last step began.
     """
 
     def __init__(self) -> None:
         self.waited_s = 0.0
+        self.before: list[Interval] = []
         self._seen: deque[tuple[float, float]] = deque(maxlen=HISTORY)
         self._returned_s = self._arrived_s = self._asked_s = math.nan
         self._call_s = self._forward_waits_s = self._other_waits_s = 0.0
@@ -81,6 +83,9 @@ class Pace:
             asked_s = now_s if math.isnan(self._asked_s) else self._asked_s
             self._seen.append((max(forward_s, 0.0), max(asked_s - self._arrived_s, 0.0)))
         self.waited_s = self._call_s + self._forward_waits_s + self._other_waits_s
+        if math.isnan(self._asked_s):
+            self._asked_s = now_s
+        self.before = self.intervals
         return now_s
 
     def returns(self, began_s: float) -> None:

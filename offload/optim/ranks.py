@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import uuid
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -51,6 +54,7 @@ class Agreement(NamedTuple):
         replica: Whether an earlier rank saves this rank's state too, since both have the same pieces of the same
             weights.
         prefix: What is put before the names of this rank's weights, which are nobody else's.
+        ended: Returns the ranks whose processes have ended, as far as this one can see them.
     """
 
     ranks: int
@@ -58,6 +62,7 @@ class Agreement(NamedTuple):
     id: str
     replica: bool = False
     prefix: str = ""
+    ended: Callable[[], Collection[int]] = tuple
 
 
 def agree_on_save(bounds: Collection[Bound]) -> Agreement:
@@ -71,14 +76,18 @@ def agree_on_save(bounds: Collection[Bound]) -> Agreement:
     if size == 1:
         return Agreement(size, rank, id)
     found: list[Any] = [None] * size
-    mine = id, {bound.name: _digest(bound) for bound in bounds}, all(map(_is_of_its_rank, bounds))
+    weights_here = {bound.name: _digest(bound) for bound in bounds}
+    mine = id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this()
     torch.distributed.all_gather_object(found, mine)
-    clash = _clash([weights for _, weights, _ in found])
+    clash = _clash([weights for _, weights, _, _ in found])
+    ended = partial(_ended, [process for *_, process in found])
     id = found[0][0]
     if clash is None:
-        return Agreement(size, rank, id, any(weights == found[rank][1] for _, weights, _ in found[:rank]))
+        return Agreement(
+            size, rank, id, any(weights == found[rank][1] for _, weights, _, _ in found[:rank]), ended=ended
+        )
     name, one, other = clash
-    if not all(of_its_rank for _, _, of_its_rank in found):
+    if not all(of_its_rank for _, _, of_its_rank, _ in found):
         raise CheckpointError(
             f"ranks {one} and {other} have different weights that are both called {name}: give every weight a name "
             "of its own, or use `offload.Engine`, whose parameters know their places"
@@ -89,7 +98,49 @@ def agree_on_save(bounds: Collection[Bound]) -> Agreement:
         "each rank saves its own, for as many ranks to load",
         *(one, other, name),
     )
-    return Agreement(size, rank, id, prefix=f"rank{rank}.")
+    return Agreement(size, rank, id, prefix=f"rank{rank}.", ended=ended)
+
+
+class Process(NamedTuple):
+    """A process, so that those who share its machine can tell when it has ended.
+
+    Attributes:
+        machine: The running kernel, and the name space of its pids.
+        pid: Its number there.
+        started: When it was started: numbers are used again.
+    """
+
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def this(cls) -> Process | None:
+        """Return this process; None where the kernel does not say."""
+        try:
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+                machine = f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+        except OSError:
+            return None
+        return cls(machine, os.getpid(), _started(os.getpid()))
+
+
+def _started(pid: int) -> str:
+    """Return when a process was started; "" if it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        state, *others = file.read().rpartition(")")[2].split()
+        return "" if state in "ZX" else others[18]
+    return ""
+
+
+def _ended(processes: Sequence[Process | None]) -> list[int]:
+    """Return the ranks whose processes have ended; those on other machines cannot be seen."""
+    here = Process.this()
+    return [
+        rank
+        for rank, found in enumerate(processes)
+        if here and found and found.machine == here.machine and _started(found.pid) != found.started
+    ]
 
 
 def _is_of_its_rank(bound: Bound) -> bool:

@@ -44,8 +44,12 @@ def choose_route(
         except ConfigError:
             late.close()
             raise
+    is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
+    if late.config.overlap != "off" and (late.device is not None or not is_alone):
+        late.close()
+        allowed = 'use "off": only gradients in host memory, of one process, are known before the step'
+        raise ConfigError("overlap", late.config.overlap, allowed)
     if late.device is None:
-        is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
         return (Slots if is_alone else Reduced)(late, weights, scaling, overlap)
     return (AtStep if late.config.keep_grads else Departing)(late, weights, scaling, overlap)
 
@@ -160,7 +164,8 @@ class Route:
         for bound in active:
             gradient, bound.parameter.grad = bound.parameter.grad, None
             if gradient is not None:
-                storage = None if self._is_slot(gradient) else gradient.untyped_storage()._cdata
+                # Not `untyped_storage`, whose Python object would be one more owner from then on.
+                storage = None if self._is_slot(gradient) else torch._C._storage_address(gradient)  # type: ignore[attr-defined]
                 taken.append((bound, weakref.ref(gradient), storage))
             del gradient
         self._held.clear()

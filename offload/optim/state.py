@@ -6,7 +6,6 @@ it is found by the copy's version counter, and refused when the optimizer is nex
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NoReturn
@@ -19,6 +18,9 @@ from offload.optim.late import LateEngine
 from offload.optim.overlap import Turn
 from offload.optim.weights import Bound, Weights
 from offload.rules import MASTER, RULES, UpdateRule, number
+
+MOST_STEPS = 2**53
+"""Step counts beyond this are not told apart in float64, in which the factors of a step are computed."""
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
 """What to write of one parameter's state: tensors, in row-major order that of its memory, and its step count."""
@@ -356,7 +358,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _checked_step(what: str, value: object) -> int:
     step = number(value)
-    if not (math.isfinite(step) and step >= 0 and step == int(step)):
+    if not (0 <= step <= MOST_STEPS and step == int(step)):
         raise ConfigError(f"{what}.step", step, "give the number of updates that the parameter has had")
     return int(step)
 
@@ -371,6 +373,8 @@ def _in_order(what: str, tensor: object, bound: Bound) -> torch.Tensor:
     try:
         if mine.layout != torch.strided:
             raise TypeError("it is not dense")
+        if mine.is_complex():
+            raise TypeError("it is complex")
         view = mine.permute(sorted(range(mine.dim()), key=lambda axis: -strides[axis]))
         if mine.numel():  # what cannot be copied is found before anything is; and a GPU's streams have come so far
             torch.empty((), dtype=torch.float32, device="cpu").copy_(view[(0,) * view.dim()])

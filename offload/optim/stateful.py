@@ -255,6 +255,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 ranks=agreed.ranks,
                 replica=agreed.replica,
                 prefix=agreed.prefix,
+                ended=agreed.ended,
             )
 
     def wait_checkpoint(self, timeout_s: float | None = None) -> None:

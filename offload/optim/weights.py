@@ -155,6 +155,10 @@ class Weights:
                 changed[0],
             )
 
+    def are_where_bound(self) -> bool:
+        """Return whether all weights lie where the engine knows them."""
+        return all(bound.local.data_ptr() == bound.left[0] for bound in self.bound.values())
+
     def expect(self, loaded: Mapping[Bound, torch.Tensor]) -> None:
         """Take note of masters that were loaded for 16-bit weights."""
         for bound, master in loaded.items():

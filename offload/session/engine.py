@@ -16,7 +16,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from offload.measure import lane_totals
 from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, DeviceLane, Mark, StateFormat
 from offload.rules import ADAMW, MASTER, UpdateRule
+from offload.session.ahead import Foreseen
 from offload.session.behind import Behind
 from offload.session.checkpoints import Checkpoints
 from offload.session.ending import Ending
@@ -138,7 +139,16 @@ class Engine:
         """Return what the lanes did in the last step and since, in the order in which it ended."""
         self._thread.wait_behind()
         self._parts.executor.take_timed()
-        return list(self._parts.executor.timeline)
+        return [*self._visits.ended, *self._parts.executor.timeline]
+
+    def last_timeline(self) -> list[Interval]:
+        """Return what the lanes did in the last step, and since where nothing has begun ahead of the next one."""
+        return [*self._visits.ended] or self.timeline()
+
+    @property
+    def speculates(self) -> bool:
+        """Whether streamed subgroups are updated during backward; see `speculate`."""
+        return self._thread.ahead.hyperparameters is not None
 
     def metrics(self) -> dict[str, float]:
         """Return the last step as a flat dict.
@@ -149,11 +159,13 @@ class Engine:
         by itself); for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`, `h2d`, `d2h` with a GPU)
         `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`,
         `path/<number>/write_bytes`, `path/<number>/live_bytes` (what lies there now) and
-        `path/<number>/written_bytes` (since the session began, checkpoints included: what wears a drive).
+        `path/<number>/written_bytes` (since the session began, checkpoints included: what wears a drive); with
+        `speculate` also `ahead/confirmed_bytes` and `ahead/revoked_bytes`: state that had been updated before the
+        step began, and that the step took over, or did not.
         """
         parts, plan = self._parts, self.plan
         resident_bytes = plan.state_bytes - plan.home_bytes[Home.STREAMED]
-        timeline = self.timeline()
+        timeline = self.last_timeline()
         # A step returns when the GPU knows what to do; it has ended when new weights are there.
         ends_s = [i.finished_s - self._step_started_s for i in timeline if i.lane in ("gpu", "h2d")]
         found: dict[str, float] = {
@@ -168,6 +180,9 @@ class Engine:
             found["gpu_bytes"] = plan.home_bytes[Home.GPU]
             found["pinned_bytes"] = parts.gpu.pinned.pinned_bytes
             found["unpinned_bytes"] = parts.gpu.pinned.unpinned_bytes
+        ahead = self._thread.ahead
+        if self.speculates:
+            found["ahead/confirmed_bytes"], found["ahead/revoked_bytes"] = ahead.confirmed_bytes, ahead.revoked_bytes
         totals, written = lane_totals(timeline), self._visits.all_written_bytes()
         for lane in ("cpu", "gpu", "h2d", "d2h") if parts.gpu is not None else ("cpu",):
             found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
@@ -248,7 +263,30 @@ class Engine:
         """
         self.wait_for([parameter])
         self._thread.check_usable()
-        return self._parts.gradients.arrived(self._position(parameter), address, dtype)
+        position = self._position(parameter)
+        mark = self._parts.gradients.arrived(position, address, dtype)
+        self._thread.ahead.arrived(position)
+        return mark
+
+    def speculate(self, hyperparameters: Callable[[], Foreseen | None] | None) -> None:
+        """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
+
+        What comes of it is taken over by a step that would do the same, bit for bit, and else has never been. It is
+        for gradients that arrive in host memory; elsewhere this does nothing.
+
+        Args:
+            hyperparameters: Returns those of all groups (see `step`) as they are now, and tensors that have the
+                memory of fp32 weights, which updates read until the step; None where weights lie elsewhere than they
+                are bound, or nobody can tell. In place of it None: from the next step on none of this happens.
+        """
+        if self._parts.gpu is None and self.plan.home_bytes[Home.STREAMED]:
+            self._thread.ahead.hyperparameters = hyperparameters
+
+    def drop_gradients(self) -> None:
+        """Say that all gradients have been dropped since the last step: what was made from them is of no use."""
+        if self._thread.is_usable and self._thread.ahead.restart():
+            with self._thread.turn():
+                self._thread.request(lambda: None)
 
     def end_backward(self) -> None:
         """Say that a backward pass has ended: gradients on a GPU that still wait for others to leave with, leave."""
@@ -371,6 +409,7 @@ class Engine:
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             started_s = time.monotonic()
+            self._thread.ahead.begins(chosen)
             subgroups = tables.begin_step(groups, scale, clip, chosen)
             if behind is not None:
                 places = parts.plan.layout.places
@@ -379,12 +418,15 @@ class Engine:
             def applied() -> None:
                 tables.steps[chosen] += 1
                 visits.step_number += 1
+                self._thread.ahead.stepped(scale, clip)
                 self._step_started_s, self._step_s = started_s, time.monotonic() - started_s
 
             aborted = partial(_aborted, parts, visits)
             follows = None if behind is None else Behind(behind, aborted, begun)
             try:
-                self._thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, follows)
+                self._thread.request(
+                    partial(visits.begin_step, subgroups), applied, visits.learn, follows, steps=True
+                )
             except SessionBrokenError:
                 raise
             except Exception as error:
@@ -569,6 +611,7 @@ class Engine:
         ranks: int = 1,
         replica: bool = False,
         prefix: str = "",
+        ended: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """Start a checkpoint of the state as it is now; it is written while the caller goes on.
 
@@ -588,6 +631,7 @@ class Engine:
             replica: Whether another rank has the same state and saves it for this rank too; it writes `extra` alone
                 then.
             prefix: What the checkpoint has before the parameters' names.
+            ended: Returns ranks that are known to have ended, which nobody waits for; called from another thread.
 
         Raises:
             CheckpointError: The folder cannot be used, there is no room for a checkpoint, or a tier has failed, whose
@@ -612,6 +656,7 @@ class Engine:
                 copy=copy,
                 seed=tables.seed if rounds else None,
                 numbers=tuple(tables.numbers.tolist()) if rounds and not replica else (),
+                ended=ended,
             )
 
         with self._thread.turn():

@@ -28,6 +28,7 @@ from offload.engine.operations import Begin, Release, Stop, Sweep
 from offload.errors import CheckpointError, OffloadError, SessionBrokenError, known
 from offload.layout import Parameter
 from offload.protocols import DeviceLane, Mark
+from offload.session.ahead import Ahead
 from offload.session.behind import Behind
 from offload.session.parts import Parts
 
@@ -48,6 +49,8 @@ class _Request:
     """Takes note of a sweep that has ended well; on the engine thread, where no interrupt can come between."""
     meanwhile: Callable[[], None]
     """Called on the engine thread when the sweep's first operations are under way."""
+    steps: bool
+    """Whether it ends what was made ahead itself, as a step does that takes it over; for others it is revoked."""
     behind: Behind | None
     """Where the caller does not wait for the sweep: told of its visits and its end."""
     error: BaseException | None = None
@@ -71,6 +74,10 @@ class EngineThread:
         """Whoever has it may ask."""
         self.afterwards: Callable[[], None] | None = None
         """What the requester is to do when it has its answer: to close the session, if a signal handler wanted to."""
+        self.ahead = Ahead(parts)
+        """What is made ahead of the next step."""
+        self.serve_ahead: Callable[[], None] = nothing
+        """Goes on with it."""
         self.behind: Behind | None = None
         """The sweep that nobody has waited for to its end."""
         self._thread: threading.Thread | None = None
@@ -198,6 +205,8 @@ class EngineThread:
         applied: Callable[[], None] = nothing,
         meanwhile: Callable[[], None] = nothing,
         behind: Behind | None = None,
+        *,
+        steps: bool = False,
     ) -> None:
         """Have the engine thread do something and wait until it has ended, well or not; or, `behind`, has begun.
 
@@ -211,11 +220,12 @@ class EngineThread:
             applied: See `_Request`.
             meanwhile: See `_Request`.
             behind: See `_Request`.
+            steps: See `_Request`.
 
         Raises:
             BaseException: What the request ended with.
         """
-        request = _Request(begin, applied, meanwhile, behind)
+        request = _Request(begin, applied, meanwhile, steps, behind)
         interrupted = self._next  # what is about to be handed over, if a signal handler asks for this
         try:
             self._exchange(request)
@@ -294,13 +304,14 @@ class EngineThread:
         return (
             machine.finished is not None
             or machine.saver.ended is not None
+            or self.ahead.is_due()
             or self._may_begin(machine)
             or (self._followed is not None and len(machine.ended) > self._told)
         )
 
     def _may_begin(self, machine: Machine) -> bool:
         """Return whether a request has come in and may begin."""
-        return machine.idle and self._parts.executor.requests > 0
+        return (machine.idle or machine.is_ahead) and self._parts.executor.requests > 0
 
     def serve_due(self) -> bool:
         """Do what is due; return False for the request that ends the session."""
@@ -312,13 +323,21 @@ class EngineThread:
                 known(self._current, "a sweep of nobody").applied()
             self._end_request(machine.broken if machine.failed else None)
         elif self._may_begin(machine):
+            if machine.is_ahead:
+                self.ahead.hold()
+                pump(machine, self._parts.executor, lambda m: not m.runs or m.broken is not None)
+                self.take_save()
             if self._take_request() is None:
                 return False
             self._begin_request()
+        elif self.ahead.is_due():
+            self.serve_ahead()
         return True
 
     def _begin_request(self) -> None:
         request = known(self._current, "a request from nobody")
+        if not request.steps:
+            self.ahead.revoke()
         try:
             sweep = request.begin()
         except OffloadError as error:
@@ -348,6 +367,7 @@ class EngineThread:
 
     def _finish(self) -> None:
         """Finish what is in flight as the session is closed; a device that does not answer breaks it, as ever."""
+        self.ahead.revoke()
         pending = self._parts.saves.pending
         if pending is not None:  # whoever closes does not wait for it
             self._told_broken = True

@@ -52,8 +52,13 @@ class Visits:
         """Bytes that went to each path, by its number, before the last step: what wears a drive."""
         self.placing = Placing(parts, thread)
         """Chooses again what the GPU updates."""
+        self.ahead = thread.ahead
+        """What is updated during backward."""
+        thread.serve_ahead = self._serve_ahead
         self._sweeps = 0
         self._seen: list[Rates] = []
+        self.ended: list[Interval] = []
+        """What the lanes did in the last step, where that for the next one has begun; else nothing."""
         self._unlearnt: list[Interval] | None = None
 
     def subgroups_of(self, positions: Iterable[int]) -> tuple[int, ...]:
@@ -119,9 +124,11 @@ class Visits:
     def begin_step(self, subgroups: Sequence[int]) -> Sweep:
         """Return the sweep that updates some subgroups as `Tables.begin_step` was told."""
         parts = self._parts
-        parts.executor.take_timed()
-        self.written_bytes = self.all_written_bytes()
-        self._unlearnt, parts.executor.timeline = parts.executor.timeline, []
+        if not parts.machine.is_ahead:  # else it has begun when that was opened
+            self._begin_timeline()
+        self.ended = []
+        done = self.ahead.confirm(subgroups)
+        subgroups = [number for number in subgroups if number not in done]
         if self.placing.is_near:
             self.learn()
             self.placing.review()
@@ -140,6 +147,18 @@ class Visits:
 
         return self._sweep(visits, update, changes=True, coming=parts.gradients.coming, updates=True)
 
+    def _begin_timeline(self) -> None:
+        """Begin the account of another step."""
+        self._parts.executor.take_timed()
+        self.written_bytes = self.all_written_bytes()
+        self._unlearnt, self._parts.executor.timeline = self._parts.executor.timeline, []
+
+    def _serve_ahead(self) -> None:
+        if not self._parts.machine.is_ahead and not self.ended:
+            self._begin_timeline()
+            self.ended = self._unlearnt or []
+        self.ahead.serve(lambda visits, visitor: self._sweep(visits, visitor, True, updates=True, ahead=True))
+
     def _sweep(
         self,
         visits: tuple[Visit, ...],
@@ -147,11 +166,12 @@ class Visits:
         changes: bool,
         coming: Callable[[int], None] = nothing_comes,
         updates: bool = False,
+        ahead: bool = False,
     ) -> Sweep:
         self._parts.executor.visit_with(visitor, coming, updates=updates)
         self._sweeps += 1
         self.version += changes
-        return Sweep(self._sweeps, self.version, visits)
+        return Sweep(self._sweeps, self.version, visits, ahead)
 
     def learn(self) -> None:
         """Take the rates from what the last step did, and let the spread of tiles follow them.

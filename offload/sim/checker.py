@@ -47,6 +47,22 @@ Rules:
      or in its staging slot at the begin of the sweep, and those whose state has to be fetched.
  19. The caller reads weights of a subgroup, and writes its gradients, when its visit has ended (rule 11).
 
+ Sweeps ahead, whose visits make versions beside the live ones (which stay the newest, as the rules above have it):
+ 20. A sweep ahead ends with `Confirm`, while none of its visits runs, and before anything else begins. Its visits
+     run once admitted, in any order, and not after `Hold`; each on the CPU, in a staging slot, on state that is not
+     fresh, and whose newest version is whole on storage.
+ 21. What a visit ahead makes is written as rule 7 has it, from its staging slot and under the step of its sweep, to
+     bytes that rule 7 allows. Its slot changes hands when it is whole on storage, or was revoked.
+ 22. A version beside the live one is read, visited, copied and saved by nobody before it is confirmed. It is revoked
+     if a write of it fails, or `Confirm` does not name it: then nothing of it is used again, in its slot neither.
+ 23. A confirmed version is the newest, as if it had been made by the sweep that follows: that one counts its subgroup
+     as moved, and does not visit it.
+ 24. No version is made under the step of a version that was made ahead before, whatever became of that.
+ 25. The bytes that versions beside the live ones may take, for the subgroups of one sweep, come on top of those of
+     rule 8; what they take leaves what the plan promises to checkpoints (while no path has failed and no store was
+     taken up).
+ 26. Weights are published of confirmed versions only, of each once, and before the next sweep begins.
+
 Non-goals: whether an order of unlike visits is good, whether anything happens at all (a run that never ends breaks no
 rule).
 """
@@ -54,17 +70,19 @@ rule).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from offload.engine.index import Location, Record
 from offload.engine.loop import Executor
 from offload.engine.operations import (
+    Admit,
     AwaitPush,
     Begin,
     BeginSave,
     Commit,
+    Confirm,
     CopyIn,
     CopyOut,
     CopyTile,
@@ -73,6 +91,7 @@ from offload.engine.operations import (
     Extend,
     Failed,
     FetchWeights,
+    Hold,
     Operation,
     PushWeights,
     ReadTile,
@@ -98,6 +117,23 @@ STORY_LENGTH = 60
 
 
 @dataclass(slots=True)
+class _Beside:
+    """A version beside the live one, which was neither confirmed nor revoked.
+
+    Attributes:
+        step: Under which it is written.
+        held: Its tiles that lie in its subgroup's staging slot.
+        arrived: Its tiles that are on storage.
+        writes: Writes in flight, by tile.
+    """
+
+    step: int
+    held: set[TileId]
+    arrived: dict[TileId, Record] = field(default_factory=dict)
+    writes: dict[TileId, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class _Subgroup:
     """What is known of one subgroup.
 
@@ -112,6 +148,7 @@ class _Subgroup:
         gpu_holds: Whether that slot holds the newest state, whole.
         gpu_ahead: Whether only that slot does.
         copy: The copy in flight between the GPU and host memory.
+        beside: The version beside the live one.
     """
 
     version: int = 0
@@ -128,6 +165,7 @@ class _Subgroup:
     gpu_holds: bool = False
     gpu_ahead: bool = False
     copy: int | None = None
+    beside: _Beside | None = None
 
     @property
     def busy(self) -> bool:
@@ -254,6 +292,16 @@ class CheckedExecutor:
         self._for_save: dict[int, None] = {}  # subgroups that are flushed for a save only
         self._given_up: dict[int, None] = {}  # subgroups whose flush has failed, for a save that needed it
         self._again: dict[TileId, None] = {}  # tiles whose write has failed and was not issued again
+        # Of the sweep ahead:
+        self._admitted: set[int] = set()
+        self._may_run = False
+        self._beside_slots: Counter[int] = Counter()  # that it has taken, by payload bytes
+        self._most_beside: Counter[int] = Counter()  # ... most that one may take
+        self._revoked: dict[int, Location] = {}  # writes in flight of versions that have been revoked
+        self._steps_ahead: set[int] = set()
+        self._confirmed: dict[int, None] = {}  # since a sweep has begun
+        self._unpublished: dict[int, None] = {}
+        self._taken_up = False
         self._adopt(plan)
 
     # The two faces --------------------------------------------------------------------------------------------
@@ -295,6 +343,12 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
             case BeginSave(save):
                 self._begin_save(save)
+            case Admit(subgroups):
+                self._admitted |= set(subgroups)
+            case Hold():
+                self._may_run = False
+            case Confirm(subgroups):
+                self._confirm(subgroups)
             case Extend(plan):
                 self._extend(plan)
             case Reshare():
@@ -341,9 +395,23 @@ class CheckedExecutor:
         self._require(not (well and self._unended), "2: a sweep ends well before each of its visits")
         self._sweep = None
 
+    def is_clean(self, subgroup: int) -> bool:
+        """Return whether a subgroup's newest version is whole on storage."""
+        return self._subgroups[subgroup].stored_version == self._subgroups[subgroup].version
+
     def is_ended(self, subgroup: int) -> bool:
         """Return whether a subgroup has no visit that has not ended well."""
         return subgroup not in self._unended
+
+    def published(self, subgroup: int) -> None:
+        """Verify that the weights of the version that was made ahead of a subgroup may be published.
+
+        Raises:
+            InternalError: If they may not; notes tell the story.
+        """
+        self._story.append(f"weights of subgroup {subgroup} are published")
+        self._require(subgroup in self._unpublished, "26: weights are published of a version that was not confirmed")
+        del self._unpublished[subgroup]
 
     def let_on(self, subgroups: Sequence[int]) -> None:
         """Verify that a caller may read weights and write gradients of some subgroups, beside a sweep.
@@ -404,6 +472,9 @@ class CheckedExecutor:
         subgroup = self._subgroups[run.visit.subgroup]
         self._require(self._sweep is not None and run.sweep == self._sweep.number, "2: a visit of another sweep")
         self._require(self._visits.pop(run.visit.subgroup, None) == run.visit, "2: a visit that is not due")
+        self._require(subgroup.beside is None, "22: a visit of a version that is not confirmed")
+        if run.visit.ahead:
+            self._issued_run_ahead(run, subgroup)
         self._require(run.fresh == (subgroup.version == 0), "3: a wrong word on whether the state is fresh")
         self._require(subgroup.run is None, "4: two visits at once on a subgroup")
         self._require(subgroup.copy is None, "10: a visit amid a copy")
@@ -439,6 +510,15 @@ class CheckedExecutor:
         else:
             self._require(run.weight_slot is None, "11: a weight slot for a visit that needs none")
         subgroup.run = run.op
+
+    def _issued_run_ahead(self, run: Run, subgroup: _Subgroup) -> None:
+        visit = run.visit
+        self._require(visit.subgroup in self._admitted, "20: a visit ahead that was not admitted")
+        self._require(self._may_run, "20: a visit ahead after a request has come in")
+        plain = visit.changes and not (visit.overwrites or visit.gpu or visit.weight_bytes)
+        self._require(plain and run.slot is not None and not run.fresh, "20: a visit ahead that is none")
+        whole = subgroup.stored_version == subgroup.version
+        self._require(whole, "20: a visit ahead of state that is not whole on storage")
 
     # Weights ----------------------------------------------------------------------------------------------------
 
@@ -522,6 +602,7 @@ class CheckedExecutor:
         before, count = self._plan, len(self._subgroups)
         self._require(not self._flying and not self._unended, "17: the plan changes while its memory is in use")
         self._require(self._save is None, "17: the plan changes during a save")
+        self._require(not self._is_ahead, "20: the plan changes during a sweep ahead")
         self._require(plan.layout.subgroups[:count] == before.layout.subgroups, "17: subgroups are cut anew")
         self._require(plan.homes[:count] == before.homes, "17: a subgroup gets another home")
         self._require(plan.staging_slots >= before.staging_slots, "17: a staging slot goes")
@@ -538,6 +619,8 @@ class CheckedExecutor:
     def _take_up(self, event: TakeUp) -> None:
         self._require(not self._flying and not self._unended, "16: state is exchanged while it is in use")
         self._require(self._save is None, "16: state is exchanged during a save")
+        self._require(not self._is_ahead, "20: state is exchanged during a sweep ahead")
+        self._taken_up = True
         for number, slot in [(n, s.slot) for n, s in enumerate(self._subgroups) if s.slot is not None]:
             if any(tile.subgroup == number for tile in event.records):
                 self._owners[slot] = None
@@ -646,7 +729,8 @@ class CheckedExecutor:
         self._require(not extents.overlaps(start, stop), "7: a write over bytes that are in use")
         extents.take(start, stop)
         bytes_used = sum(path.used if path.failed or self._reshared else path.end for path in self._extents)
-        most = self._plan.storage_bytes + self._saving_bytes + self._lost_bytes
+        beside = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in self._most_beside.items())
+        most = self._plan.storage_bytes + self._saving_bytes + self._lost_bytes + beside
         if bytes_used > most:
             # What lies on a path that has failed cannot be moved; elsewhere the plan's bound still holds.
             bytes_used = sum(path.used for path in self._extents)
@@ -741,6 +825,7 @@ class CheckedExecutor:
 
     def _issued_read(self, read: ReadTile) -> None:
         subgroup = self._subgroups[read.tile.subgroup]
+        self._require(subgroup.beside is None, "22: a read beside a version that is not confirmed")
         if subgroup.slot != read.slot:
             self._take_slot(read.tile.subgroup, read.slot)
         self._require(not subgroup.busy, "4: a read into a slot that a visit works on")
@@ -762,6 +847,10 @@ class CheckedExecutor:
         self._require(not subgroup.busy, "4: a write from a slot that a visit works on")
         self._require(not subgroup.reads, "4: a write from a slot that is being read into")
         self._require(write.tile not in subgroup.writes, "7: two writes of one tile")
+        if subgroup.beside is not None:
+            self._issued_write_beside(write, subgroup.beside)
+            subgroup.writes[write.tile] = write.op
+            return
         self._require(write.tile in subgroup.held, "7: a write of what is not the newest state")
         self._require(subgroup.version > subgroup.stored_version, "7: a write of state that is on storage")
         self._require(write.tile not in subgroup.arriving, "7: a second write of a tile that has arrived")
@@ -769,6 +858,22 @@ class CheckedExecutor:
         self._require(0 <= location.path < len(self._extents), "7: there is no such path")
         self._take(location)
         subgroup.writes[write.tile] = write.op
+
+    def _issued_write_beside(self, write: WriteTile, beside: _Beside) -> None:
+        nbytes = write.record.location.nbytes
+        self._require(write.tile in beside.held, "21: a write of what is not in the staging slot")
+        self._require(write.tile not in beside.arrived, "21: a second write of a tile that has arrived")
+        self._require(write.record.step == beside.step, "21: a write under another step than that of its sweep")
+        self._require(0 <= write.record.location.path < len(self._extents), "21: there is no such path")
+        self._beside_slots[nbytes] += 1
+        self._take(write.record.location)
+        beside.writes[write.tile] = write.op
+        if self._taken_up or any(path.failed for path in self._extents):
+            return
+        taken = sum((size + SECTOR_BYTES) * count for size, count in self._beside_slots.items())
+        promised = self._plan.checkpoint_bytes if self._plan.has_room_for_checkpoints else 0
+        room = sum(path.limit for path in self._extents) - self._plan.storage_bytes - self._lost_bytes
+        self._require(taken + promised <= room, "25: a version beside the live one takes room of checkpoints")
 
     def _take_slot(self, number: int, slot: int) -> None:
         subgroup = self._subgroups[number]
@@ -787,6 +892,10 @@ class CheckedExecutor:
         idle = not subgroup.busy and not subgroup.reads and not subgroup.writes
         self._require(idle, "4: a slot changes hands while operations use it")
         self._require(subgroup.stored_version == subgroup.version, "5: a slot changes hands with unsaved state")
+        if subgroup.beside is not None:
+            whole = len(subgroup.beside.arrived) == len(self._places[owner])
+            self._require(whole, "21: a slot changes hands with a version that is not written")
+            subgroup.beside.held.clear()
         subgroup.slot = None
         subgroup.held.clear()
         self._owners[slot] = None
@@ -794,16 +903,88 @@ class CheckedExecutor:
     # Reporting ------------------------------------------------------------------------------------------------
 
     def _begin(self, sweep: Sweep) -> None:
-        broken = self._fatal is not None or self._again
+        broken = self._is_broken
         self._require(broken or not self._unended, "2: a sweep begins before the last one's visits have ended")
+        self._require(not self._is_ahead, "20: a sweep begins before one ahead has ended")
+        self._require(broken or not self._unpublished, "26: weights of a confirmed version are not published")
+        changes = any(visit.changes for visit in sweep.visits)
+        used = sweep.step in (self._steps.values() if sweep.ahead else self._steps_ahead)
+        self._require(not (changes and used), "24: a version number is used again")
+        alike = all(visit.ahead is sweep.ahead for visit in sweep.visits)
+        self._require(alike, "20: a visit ahead in a sweep that is not, or the other way round")
         self._sweep = sweep
         self._steps[sweep.number] = sweep.step
         self._visits = {visit.subgroup: visit for visit in sweep.visits}
+        self._begun, self._unbegun = {}, {}
+        if sweep.ahead:
+            self._steps_ahead.add(sweep.step)
+            self._admitted, self._may_run = set(), True
+            self._beside_slots.clear()
+            places = (self._places[visit.subgroup].values() for visit in sweep.visits)
+            self._most_beside |= Counter(nbytes for each in places for _, nbytes in each)
+            return
         self._unended = dict.fromkeys(self._visits)
-        self.moved = []
-        self._begun = {}
-        places = ((visit.subgroup, place) for place, visit in enumerate(sweep.visits))
-        self._unbegun = {number: (place, where) for number, place in places if (where := self._where(number))}
+        again = self._visits.keys() & self._confirmed
+        self._require(not again, "23: a visit of what was confirmed")
+        self.moved = [*self._confirmed]
+        self._confirmed = {}
+        order = ((visit.subgroup, place) for place, visit in enumerate(sweep.visits))
+        self._unbegun = {number: (place, where) for number, place in order if (where := self._where(number))}
+
+    @property
+    def _is_ahead(self) -> bool:
+        return self._sweep is not None and self._sweep.ahead
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._fatal is not None or bool(self._again)
+
+    def _confirm(self, subgroups: Collection[int]) -> None:
+        self._require(self._is_ahead or self._is_broken, "20: versions are confirmed of no sweep ahead")
+        running = any(subgroup.run is not None for subgroup in self._subgroups)
+        self._require(not running or self._is_broken, "20: versions are confirmed while one is being made")
+        chosen = () if self._is_broken else subgroups
+        self._sweep = None
+        self._visits = {}
+        for number in chosen:
+            subgroup = self._subgroups[number]
+            beside, subgroup.beside = subgroup.beside, None
+            if beside is None:
+                raise self._violation("23: a version is confirmed that is not there")
+            subgroup.version += 1
+            subgroup.step, subgroup.held, subgroup.arriving = beside.step, beside.held, beside.arrived
+            self._confirmed[number] = self._unpublished[number] = None
+            self._arrived(number)
+        for subgroup in self._subgroups:
+            self._revoke(subgroup)
+
+    def _revoke(self, subgroup: _Subgroup) -> None:
+        """Forget a version beside the live one, if there is one; its slot has nothing of use any more."""
+        beside, subgroup.beside = subgroup.beside, None
+        if beside is not None:
+            self._leave(beside.arrived)
+            self._revoked.update((op, self._location_of(op)) for op in beside.writes.values())
+
+    def _location_of(self, op: int) -> Location:
+        write = self._flying[op]
+        if not isinstance(write, WriteTile):
+            raise self._violation("1: an operation that is no write")
+        return write.record.location
+
+    def _arrived(self, number: int) -> None:
+        """Take in that a tile has been written: when all have, they are the newest on storage."""
+        subgroup = self._subgroups[number]
+        if len(subgroup.arriving) < len(self._places[number]):
+            return
+        self._leave(subgroup.stored)
+        subgroup.stored, subgroup.arriving = subgroup.arriving, {}
+        subgroup.stored_version = subgroup.version
+        self._for_save.pop(number, None)
+        save = self._save
+        if save is not None and number in save.flushes:
+            del save.flushes[number]
+            for written, stored in subgroup.stored.items():
+                self._name(save, written, stored)
 
     def _where(self, number: int) -> str:
         """Return where a subgroup's state lies, or "" if something works on it that a visit has to wait for."""
@@ -814,7 +995,8 @@ class CheckedExecutor:
             return ""
         if self._plan.is_resident(number):
             return "home"
-        return "storage" if subgroup.slot is None else "slot"
+        is_there = subgroup.slot is not None and (subgroup.held or not subgroup.version)
+        return "slot" if is_there else "storage"
 
     def _land(self, op: int) -> Operation:
         operation = self._flying.pop(op, None)
@@ -835,21 +1017,25 @@ class CheckedExecutor:
             case WriteTile(tile=tile, record=record):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.writes[tile]
+                if operation.op in self._revoked:
+                    self._extents[record.location.path].leave(record.location.offset)
+                    del self._revoked[operation.op]
+                    return
+                if subgroup.beside is not None and tile in subgroup.beside.writes:
+                    del subgroup.beside.writes[tile]
+                    subgroup.beside.arrived[tile] = Record(record.location, record.step, checksum)
+                    return
                 if tile.subgroup in self._given_up:
                     self._extents[record.location.path].leave(record.location.offset)
                     self._end_given_up(tile.subgroup)
                     return
                 subgroup.arriving[tile] = Record(record.location, record.step, checksum)
-                if len(subgroup.arriving) == len(self._places[tile.subgroup]):
-                    self._leave(subgroup.stored)
-                    subgroup.stored, subgroup.arriving = subgroup.arriving, {}
-                    subgroup.stored_version = subgroup.version
-                    self._for_save.pop(tile.subgroup, None)
-                    save = self._save
-                    if save is not None and tile.subgroup in save.flushes:
-                        del save.flushes[tile.subgroup]
-                        for written, stored in subgroup.stored.items():
-                            self._name(save, written, stored)
+                self._arrived(tile.subgroup)
+            case Run(visit=visit) if visit.ahead:
+                subgroup = self._subgroups[visit.subgroup]
+                subgroup.run, subgroup.held = None, set()
+                places = set(self._places[visit.subgroup])
+                subgroup.beside = _Beside(self._steps[operation.sweep], places)
             case Run(visit=visit):
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run = None
@@ -889,6 +1075,8 @@ class CheckedExecutor:
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
                 self._failed_save(operation)
+            case WriteTile(tile=tile) if operation.op in self._revoked or self._subgroups[tile.subgroup].beside:
+                self._failed_beside(operation)
             case WriteTile(tile=tile, record=record) if tile.subgroup in self._given_up:
                 del self._subgroups[tile.subgroup].writes[tile]
                 self._lose(record.location)
@@ -917,6 +1105,19 @@ class CheckedExecutor:
                 self._fatal = self._fatal or error
             case FetchWeights() | PushWeights() | AwaitPush():
                 self._fatal = self._fatal or error
+
+    def _failed_beside(self, write: WriteTile) -> None:
+        """A version goes with a write of it that has failed, and with it bytes that nobody uses again."""
+        subgroup = self._subgroups[write.tile.subgroup]
+        del subgroup.writes[write.tile]
+        self._lose(write.record.location)
+        if self._revoked.pop(write.op, None) is None and subgroup.beside is not None:
+            beside = subgroup.beside
+            places = [record.location for record in beside.arrived.values()]
+            places += [self._location_of(op) for op in beside.writes.values() if op != write.op]
+            self._beside_slots -= Counter(place.nbytes for place in (*places, write.record.location))
+            del beside.writes[write.tile]
+            self._revoke(subgroup)
 
     def _end_given_up(self, number: int) -> None:
         if not self._subgroups[number].writes:

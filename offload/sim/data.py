@@ -132,6 +132,8 @@ class SimData:
             if subgroup.weight_tiles
         }
         """Of each subgroup whose weights are its masters, their image."""
+        self.ahead: dict[int, State] = {}
+        """The same of versions beside the live ones, until they are published."""
         most = max((nbytes for s in plan.layout.subgroups for _, _, nbytes in s.tiles), default=0)
         self.buffers = [np.full(most // FP32.item_bytes, RUBBISH, np.uint32) for _ in range(SAVE_DEPTH)]
         self.committed: dict[int, Mapping[TileId, Record]] = {}
@@ -239,8 +241,15 @@ class SimData:
         """Let a visit end: do its work."""
         self.update(run, self._state(run))
         weights = self.weights.get(run.visit.subgroup)
+        if weights is not None and run.visit.ahead:
+            weights = self.ahead[run.visit.subgroup] = weights.copy()
         if weights is not None and run.visit.changes:
             mix_weights(run, weights)
+
+    def publish(self, subgroup: int) -> None:
+        """Put the weights of a version beside the live one where they belong."""
+        if subgroup in self.weights:
+            self.weights[subgroup][:] = self.ahead[subgroup]
 
     def begin_copy(self, copy: CopyIn | CopyOut) -> None:
         """Let a copy between host memory and the GPU start: what its target held is lost."""

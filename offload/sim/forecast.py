@@ -9,7 +9,7 @@ from offload.plan.budget import Plan
 from offload.plan.cost import estimate
 from offload.plan.rates import Rates
 from offload.sim.explanation import Explanation
-from offload.sim.predict import Prediction, predict, with_forward_s
+from offload.sim.predict import Prediction, predict, with_backward_s, with_forward_s
 from offload.units import format_bytes
 
 log = logging.getLogger("offload")
@@ -49,6 +49,13 @@ class Forecast:
         made = now if self._made is None else self._made[3]
         return with_forward_s(made, forward_s, on_cpu=on_cpu, factor=now.step_s / made.step_s if made.step_s else 1.0)
 
+    def with_backward_s(self, plan: Plan, rates: Rates, forward_s: float, backward_s: float, follows: bool) -> float:
+        """Return the seconds of an iteration with updates during backward; see `with_backward_s`."""
+        now = self.carried_on(plan, rates)
+        made = now if self._made is None else self._made[3]
+        factor = now.step_s / made.step_s if made.step_s else 1.0
+        return with_backward_s(made, plan, forward_s, backward_s, follows=follows, factor=factor)
+
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
         """Say that a step has taken far longer than expected: the first time, the second, the fourth, and so on.
 
@@ -76,21 +83,23 @@ class PlanReport:
         explanation: How long a step should take by the rates known now, what bounds it, and how long the last one
             took.
         unpinned_bytes: Host memory that the GPU copies from and to more slowly, as it could not be pinned.
-        iteration: With `overlap_forward`, seconds of forward, of backward, and of a whole iteration.
+        iteration: Where the step is hidden, seconds of forward, of backward, and of a whole iteration.
+        hidden_in: In what it is: "forward", "backward", "forward and backward".
     """
 
     plan: Plan
     explanation: Explanation
     unpinned_bytes: int = 0
     iteration: tuple[float, float, float] | None = None
+    hidden_in: str = ""
 
     def __str__(self) -> str:
         lines = [str(self.plan), str(self.explanation)]
         if self.iteration is not None:
             forward_s, backward_s, iteration_s = self.iteration
             lines.append(
-                f"the step goes on into a forward pass of {forward_s:.3g} s; with {backward_s:.3g} s of backward an "
-                f"iteration takes {iteration_s:.3g} s"
+                f"the step is hidden in {self.hidden_in}: with {forward_s:.3g} s of forward and {backward_s:.3g} s "
+                f"of backward an iteration takes {iteration_s:.3g} s"
             )
         if self.unpinned_bytes:
             nbytes = format_bytes(self.unpinned_bytes)

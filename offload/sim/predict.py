@@ -9,9 +9,9 @@ from offload.engine.index import TileIndex
 from offload.engine.loop import pump
 from offload.engine.machine import Machine, update_visits
 from offload.engine.operations import Begin, Sweep
-from offload.engine.timeline import Interval
+from offload.engine.timeline import Interval, covered_s
 from offload.errors import ConfigError, invariant
-from offload.plan.budget import Plan
+from offload.plan.budget import Home, Plan
 from offload.plan.order import visit_order
 from offload.plan.rates import Rates
 from offload.sim.executor import SimExecutor
@@ -66,6 +66,39 @@ def with_forward_s(prediction: Prediction, forward_s: float, *, on_cpu: bool, fa
             now_s += (interval.finished_s - interval.started_s) * factor
         now_s = max(now_s, interval.finished_s * factor) + forward_s * interval.nbytes / nbytes
     return now_s
+
+
+def with_backward_s(
+    prediction: Prediction,
+    plan: Plan,
+    forward_s: float,
+    backward_s: float,
+    *,
+    follows: bool,
+    factor: float = 1.0,
+) -> float:
+    """Return the seconds of an iteration in which streamed state is updated during backward, and nothing is revoked.
+
+    All of that state is then moved both ways; in forward staging slots are flushed and filled. Updates take their
+    time from backward, on the same cores; those of state at home in memory are the step's.
+
+    Args:
+        prediction: Of the step, with a timeline.
+        plan: What it predicts.
+        forward_s: What the forward pass takes by itself.
+        backward_s: What backward takes by itself.
+        follows: Whether what is left of the step goes on into forward (`overlap_forward`).
+        factor: By which all of the prediction is longer.
+    """
+    moves = [interval for interval in prediction.timeline if interval.lane.startswith(("read:", "write:"))]
+    streamed_bytes, moved_bytes = plan.home_bytes[Home.STREAMED], sum(interval.nbytes for interval in moves)
+    update_s = prediction.busy_s.get("cpu", 0.0) * factor
+    at_home_s = update_s * (1 - streamed_bytes / plan.state_bytes) if plan.state_bytes else 0.0
+    io_s = covered_s(moves) * factor * 2 * streamed_bytes / moved_bytes if moved_bytes else 0.0
+    if follows:
+        return max(forward_s + backward_s + update_s, io_s)
+    in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
+    return forward_s + max(backward_s + update_s - at_home_s, io_s - in_forward_s) + at_home_s
 
 
 def predict(

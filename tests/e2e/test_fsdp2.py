@@ -300,16 +300,15 @@ def die(*arguments: object, **keywords: object) -> NoReturn:
     raise AssertionError("unreachable")
 
 
-def killed(folder: Path, moment: str) -> None:
-    """Rank 1 is killed at some moment of a step or a save; rank 0 has to hear of it, and leave what it heard."""
-    commit.RANKS_TIMEOUT_S = 1.0
+def killed(folder: Path, victim: int, moment: str) -> None:
+    """A rank is killed at some moment of a step or a save; the other has to hear of it, and leave what it heard."""
     model = sharded_model()
     optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config(folder))
     train(optimizer, model, range(3))
     optimizer.save_checkpoint(folder / "ck")
     optimizer.wait_checkpoint()
     dist.barrier()
-    if dist.get_rank() == 1:
+    if dist.get_rank() == victim:
         parameter = next(model.parameters())
         if moment == "backward":
             parameter.register_post_accumulate_grad_hook(die)
@@ -317,8 +316,10 @@ def killed(folder: Path, moment: str) -> None:
             torch.distributed.all_gather = die
         elif moment == "step":
             optimizer.engine.step = die
-        else:
+        elif moment == "save":
             optimizer.engine.save = die
+        else:
+            commit.CommitJob.run = die
     heard: BaseException | None = None
     try:
         with optimizer:
@@ -331,18 +332,23 @@ def killed(folder: Path, moment: str) -> None:
                 optimizer.wait_checkpoint()
     except Exception as error:
         heard = error
-    (folder / "heard").write_text(type(heard).__name__)
+    (folder / "heard").write_text(f"{type(heard).__name__}: {heard}")
     os._exit(0)  # without the barrier of an orderly end, for which nobody is left
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["backward", "clip", "step", "save"])
-def test_a_killed_rank_is_heard_of_and_nothing_is_half_committed(tmp_path: Path, moment: str) -> None:
-    context = start(2, tmp_path, killed, moment)
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [(1, "backward"), (1, "clip"), (1, "step"), (1, "save"), (0, "save"), (1, "commit"), (0, "commit")],
+)
+def test_a_killed_rank_is_heard_of_and_nothing_is_half_committed(tmp_path: Path, victim: int, moment: str) -> None:
+    context = start(2, tmp_path, killed, victim, moment)
     for process in context.processes:
         process.join(120)
-    assert [process.exitcode for process in context.processes] == [0, -signal.SIGKILL]
-    assert (tmp_path / "heard").read_text() == ("CheckpointError" if moment == "save" else "RuntimeError")
+    assert context.processes[victim].exitcode == -signal.SIGKILL
+    assert context.processes[1 - victim].exitcode == 0
+    said = f"CheckpointError: {tmp_path / 'ck'} was not committed: rank {victim} has ended"
+    assert (tmp_path / "heard").read_text().startswith(said if moment in ("save", "commit") else "RuntimeError")
     model = Model()
     with offload.AdamW(model.named_parameters(), **SETTINGS) as optimizer:
         optimizer.load_checkpoint(tmp_path / "ck")

@@ -328,6 +328,7 @@ def test_state_of_other_strides_and_dtypes_is_loaded(streaming: Any, dtype: torc
         lambda tensor: tensor.to("meta"),
         lambda tensor: tensor.tolist(),
         lambda tensor: tensor[:-1],
+        lambda tensor: tensor.to(torch.complex64),
     ],
 )
 def test_what_cannot_be_loaded_changes_nothing(streaming: Any, spoil: Callable[[torch.Tensor], Any]) -> None:
@@ -342,6 +343,34 @@ def test_what_cannot_be_loaded_changes_nothing(streaming: Any, spoil: Callable[[
         saved["state"][number]["exp_avg_sq"] = spoil(saved["state"][number]["exp_avg_sq"])
         assert last > 0
         with pytest.raises(offload.ConfigError, match="exp_avg_sq"):
+            optimizer.load_state_dict(saved)
+        assert same(everything(model, optimizer), before)
+
+
+def twice(saved: dict[str, Any]) -> None:
+    saved["param_groups"][0]["params"][-1] = saved["param_groups"][0]["params"][0]
+
+
+def unhashable(saved: dict[str, Any]) -> None:
+    saved["param_groups"][0]["params"][0] = [0]
+
+
+def endless(saved: dict[str, Any]) -> None:
+    saved["state"][0]["step"] = torch.tensor(1e30)
+
+
+@pytest.mark.parametrize(("spoil", "words"), [(twice, "of its own"), (unhashable, "of its own"), (endless, "step")])
+def test_what_state_dicts_say_of_parameters_is_checked_first(
+    streaming: Any, spoil: Callable[[dict[str, Any]], None], words: str
+) -> None:
+    model = Model(torch.float32)
+    with offload.AdamW(model.groups(), offload=streaming()) as optimizer:
+        model.train_with(optimizer, 1)
+        saved = optimizer.state_dict()
+        model.train_with(optimizer, 2)
+        before = everything(model, optimizer)
+        spoil(saved)
+        with pytest.raises(offload.ConfigError, match=words):
             optimizer.load_state_dict(saved)
         assert same(everything(model, optimizer), before)
 

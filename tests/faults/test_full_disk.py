@@ -32,17 +32,24 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         pytest.skip(str(cause))
 
 
-def run(kind: str, seeds: range, tmp_path: Path) -> None:
+overlapping = pytest.mark.parametrize("overlaps", [False, True], ids=["waited for", "behind"])
+"""Whether steps go on behind the program."""
+
+
+def run(kind: str, seeds: range, tmp_path: Path, overlaps: bool) -> None:
     for seed in seeds:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        told = full_disk.run(seed, kind, folder, expected())
+        told = full_disk.run(seed, kind, folder, expected(), overlaps)
         assert told["open"], seed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(0, 5))
-def test_a_disk_that_fills_up_brings_promised_errors_only(kind: str, seed: int, tmp_path: Path) -> None:
-    run(kind, range(seed, seed + 1), tmp_path)
+@overlapping
+def test_a_disk_that_fills_up_brings_promised_errors_only(
+    kind: str, seed: int, overlaps: bool, tmp_path: Path
+) -> None:
+    run(kind, range(seed, seed + 1), tmp_path, overlaps)
 
 
 def test_state_dicts_leave_what_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,5 +85,6 @@ def test_state_dicts_leave_what_is_promised(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_disks_that_fill_up(kind: str, tmp_path: Path) -> None:
-    run(kind, range(5, 150), tmp_path)
+@overlapping
+def test_many_disks_that_fill_up(kind: str, overlaps: bool, tmp_path: Path) -> None:
+    run(kind, range(5, 150), tmp_path, overlaps)

@@ -19,16 +19,20 @@ from typing import Any
 import pytest
 import torch
 from faulty import FaultyTier
+from layers import Layer
 from s3_server import BUCKET, FaultProxy
 
 import offload
 from offload import waits
 from offload._native import IoUring
-from offload.session import setup
+from offload.session import ending, setup
 from offload.tiers import open_tier
 
 LONG_S = 120.0
 BACKENDS = ["threads", "io_uring", "asyncio"]
+
+overlapping = pytest.mark.parametrize("overlaps", [False, True], ids=["waited for", "behind"])
+"""Whether steps go on behind their caller, into the next pass over all layers."""
 
 
 class Stuck(FaultyTier):
@@ -68,18 +72,21 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> list[Stuck]:
 class Training:
     """A session whose every step reads from its path."""
 
-    def __init__(self, path: Any, **settings: Any) -> None:
-        self.parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
+    def __init__(self, path: Any, *, overlaps: bool = False, **settings: Any) -> None:
+        parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
+        self.layers = torch.nn.ModuleList(map(Layer, parameters))
         config = offload.OffloadConfig(
             host_memory=0, paths=[path], subgroup_numel=1024, staging_memory=12 * 1024, threads=1, **settings
         )
-        self.optimizer = offload.AdamW(self.parameters, offload=config)
+        self.optimizer = offload.AdamW(parameters, offload=config)
         self.engine = self.optimizer.engine
+        if overlaps:
+            self.optimizer.overlap_forward(self.layers)
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            for parameter in self.parameters:
-                parameter.grad = torch.ones_like(parameter)
+            for layer in self.layers:
+                layer.weight.grad = torch.ones_like(layer(), dtype=torch.bfloat16)
             self.optimizer.step()
 
     def give_up_in(self, seconds: float) -> None:
@@ -96,16 +103,22 @@ def ended(training: Training) -> bool:
     return end.wait(LONG_S)
 
 
+@overlapping
 def test_a_session_leaves_a_hung_device_and_says_what_it_leaves(
-    tmp_path: Path, stuck: list[Stuck], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    stuck: list[Stuck],
+    overlaps: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(waits, "SETTLE_S", 0.05)
-    training = Training(tmp_path)
+    training = Training(tmp_path, overlaps=overlaps)
     training.step()
+    training.optimizer.finish()
     stuck[0].hangs = True
     training.give_up_in(0.1)
     with pytest.raises(offload.StepAbortedError, match="no answer for"), training.optimizer:
-        training.step()
+        training.step(2)
     errors = messages(caplog, logging.ERROR)
     assert len(errors) == 2
     assert "has broken" in errors[0]
@@ -142,11 +155,17 @@ def test_a_hung_path_keeps_no_other_open(tmp_path: Path, stuck: list[Stuck], mon
     assert not list(paths[0].iterdir())
 
 
+@overlapping
 def test_a_long_silence_is_explained_and_harmless(
-    tmp_path: Path, stuck: list[Stuck], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    stuck: list[Stuck],
+    overlaps: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    training = Training(tmp_path)
+    training = Training(tmp_path, overlaps=overlaps)
     training.step()
+    training.optimizer.finish()
     stuck[0].hangs = True
     monkeypatch.setattr(waits, "QUIET_S", 0.05)
 
@@ -157,6 +176,7 @@ def test_a_long_silence_is_explained_and_harmless(
 
     with listening("waiting for", told):
         training.step()
+        training.optimizer.finish()
     (warning, *_) = [text for text in messages(caplog, logging.WARNING) if "waiting for" in text]
     assert f"path {tmp_path} to answer a ReadTile at byte" in warning
     monkeypatch.undo()
@@ -220,6 +240,28 @@ def test_ctrl_c_is_a_way_out_of_a_close_that_hangs(
         training.optimizer.close()
     training.optimizer.close()
     assert "does not end" in messages(caplog, logging.ERROR)[-1]
+    stuck[0].thawed.set()
+    assert ended(training)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_is_a_way_out_of_a_forward_pass_that_waits_for_a_hung_device(
+    tmp_path: Path, stuck: list[Stuck], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step goes on behind; a device that answers after all ends it, and whoever closes does not wait for that."""
+    training = Training(tmp_path, overlaps=True)
+    training.step()
+    training.optimizer.finish()
+    stuck[0].hangs = True
+    monkeypatch.setattr(ending, "UNWIND_S", 0.05)
+    monkeypatch.setattr(waits, "QUIET_S", 0.05)
+    with listening("to answer a ReadTile", interrupt), pytest.raises(KeyboardInterrupt), training.optimizer:
+        training.step(2)
+    assert "does not end" in messages(caplog, logging.ERROR)[-1]
+    assert list(tmp_path.iterdir())
+    stuck[0].hangs = False
+    for op in stuck[0].held():
+        stuck[0].release(op)
     stuck[0].thawed.set()
     assert ended(training)
     assert not list(tmp_path.iterdir())
@@ -364,14 +406,15 @@ def frozen(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], None]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
+@overlapping
 def test_a_frozen_file_system(
-    frozen: tuple[Path, Callable[[str], None]], backend: str, monkeypatch: pytest.MonkeyPatch
+    frozen: tuple[Path, Callable[[str], None]], backend: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even a signal ends what waits there: reads go on, writes and deletions do not."""
     need(backend)
     monkeypatch.setattr(waits, "SETTLE_S", 0.2)
     path, freeze = frozen
-    training = Training(path, io_backend=backend)
+    training = Training(path, overlaps=overlaps, io_backend=backend)
     training.step()
     freeze("-f")
     training.give_up_in(1.0)

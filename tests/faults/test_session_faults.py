@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from faulty import Fault, FaultKind, FaultyTier, Operation
+from layers import Layer
 
 import offload
 from offload.measure import quick_probe
@@ -51,9 +52,10 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
     return plant
 
 
-def train(paths: list[Path], steps: int = 4, staging_slots: int = 2) -> list[torch.Tensor]:
+def train(paths: list[Path], steps: int = 4, staging_slots: int = 2, *, overlaps: bool = False) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(8)]
+    layers = torch.nn.ModuleList(Layer(torch.nn.Parameter(torch.randn(1024).bfloat16())) for _ in range(8))
+    parameters = [*layers.parameters()]
     config = offload.OffloadConfig(
         host_memory=0,
         paths=[{"path": path, "share": 1} for path in paths],  # not by rate: which write comes when must not vary
@@ -61,12 +63,18 @@ def train(paths: list[Path], steps: int = 4, staging_slots: int = 2) -> list[tor
         staging_memory=staging_slots * 12 * 1024,
     )
     with offload.AdamW(parameters, lr=1e-2, offload=config) as optimizer:
+        if overlaps:
+            optimizer.overlap_forward(layers)
         for _ in range(steps):
-            for parameter in parameters:
-                parameter.grad = torch.randn(1024).bfloat16()
+            for layer in layers:
+                layer.weight.grad = (torch.randn(1024) + layer()).bfloat16()
             optimizer.step()
         states = [optimizer.state_for(parameter)["exp_avg_sq"] for parameter in parameters]
     return [*(parameter.detach() for parameter in parameters), *states]
+
+
+overlapping = pytest.mark.parametrize("overlaps", [False, True], ids=["waited for", "behind"])
+"""Whether steps go on behind their caller, into the next pass over all layers."""
 
 
 @pytest.fixture
@@ -79,31 +87,38 @@ def paths(tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("nth", [1, 5, 20])
+@overlapping
 def test_a_failed_write_goes_to_another_path(
-    failing: Any, paths: list[Path], code: int, nth: int, caplog: Any
+    failing: Any, paths: list[Path], code: int, nth: int, overlaps: bool, caplog: Any
 ) -> None:
     expected = train(paths)
     failing(paths[0], "write", FaultKind.ERROR, nth, code)
-    found = train(paths)
+    found = train(paths, overlaps=overlaps)
     assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
     assert "other paths" in caplog.text
     assert errno.errorcode[code] in caplog.text
 
 
-def test_a_failed_write_without_another_path_breaks_the_session(failing: Any, paths: list[Path]) -> None:
+@overlapping
+def test_a_failed_write_without_another_path_breaks_the_session(
+    failing: Any, paths: list[Path], overlaps: bool
+) -> None:
     failing(paths[0], "write", FaultKind.ERROR, 5, errno.ENOSPC)
     with pytest.raises(offload.StepAbortedError) as caught:
-        train(paths[:1])
+        train(paths[:1], overlaps=overlaps)
     assert isinstance(caught.value.cause, offload.TierError)
     assert "subgroups had been updated" in str(caught.value)
     assert not list(paths[0].iterdir())
 
 
 @pytest.mark.parametrize("kind", [FaultKind.ERROR, FaultKind.CORRUPT, FaultKind.MISDIRECTED])
-def test_a_failed_read_aborts_the_step_and_says_which(failing: Any, paths: list[Path], kind: FaultKind) -> None:
+@overlapping
+def test_a_failed_read_aborts_the_step_and_says_which(
+    failing: Any, paths: list[Path], kind: FaultKind, overlaps: bool
+) -> None:
     failing(paths[0], "read", kind, 3)
     with pytest.raises(offload.StepAbortedError) as caught:
-        train(paths)
+        train(paths, overlaps=overlaps)
     wanted = offload.TierError if kind is FaultKind.ERROR else offload.CorruptRecordError
     assert isinstance(caught.value.cause, wanted)
     assert "tensor" in str(caught.value.cause)
@@ -112,15 +127,18 @@ def test_a_failed_read_aborts_the_step_and_says_which(failing: Any, paths: list[
 
 
 @pytest.mark.parametrize("kind", [FaultKind.CORRUPT, FaultKind.LOST, FaultKind.TORN, FaultKind.MISDIRECTED])
-def test_damage_done_by_a_write_is_never_used(failing: Any, paths: list[Path], kind: FaultKind) -> None:
+@overlapping
+def test_damage_done_by_a_write_is_never_used(
+    failing: Any, paths: list[Path], kind: FaultKind, overlaps: bool
+) -> None:
     expected = train(paths)
     failing(paths[0], "write", kind, 4)
     if kind is FaultKind.TORN:  # reported at once, so another path takes over
-        found = train(paths)
+        found = train(paths, overlaps=overlaps)
         assert all(torch.equal(left, right) for left, right in zip(expected, found, strict=True))
     else:
         with pytest.raises(offload.StepAbortedError) as caught:
-            train(paths)
+            train(paths, overlaps=overlaps)
         assert isinstance(caught.value.cause, offload.CorruptRecordError)
 
 
@@ -209,18 +227,24 @@ def test_a_broken_session_stays_broken_and_says_so(failing: Any, paths: list[Pat
     assert not list(paths[0].iterdir())
 
 
-def test_a_broken_session_names_its_last_checkpoint(failing: Any, paths: list[Path], tmp_path: Path) -> None:
+@overlapping
+def test_a_broken_session_names_its_last_checkpoint(
+    failing: Any, paths: list[Path], tmp_path: Path, overlaps: bool
+) -> None:
     """The path is lost for good; the checkpoint, on another one, is intact."""
     failing(paths[0], "read", FaultKind.ERROR, 20)
-    parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
+    layers = torch.nn.ModuleList(Layer(torch.nn.Parameter(torch.randn(1024).bfloat16())) for _ in range(4))
+    parameters = [*layers.parameters()]
     config = offload.OffloadConfig(host_memory=0, paths=paths[:1], subgroup_numel=1024, staging_memory=12 * 1024)
     optimizer = offload.AdamW(parameters, offload=config)
     folder = tmp_path / "ck"
+    if overlaps:
+        optimizer.overlap_forward(layers)
 
     def steps(count: int) -> None:
         for _ in range(count):
-            for parameter in parameters:
-                parameter.grad = torch.ones_like(parameter)
+            for layer in layers:
+                layer.weight.grad = torch.ones_like(layer(), dtype=torch.bfloat16)
             optimizer.step()
 
     steps(1)

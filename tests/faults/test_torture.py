@@ -10,19 +10,26 @@ from pathlib import Path
 import pytest
 
 
-def run(kills: int, seed: int, steps: int, file: Path, ranks: int = 1) -> dict[str, int]:
+def run(kills: int, seed: int, steps: int, file: Path, *more: str, ranks: int = 1) -> dict[str, int]:
     script = Path(__file__).with_name("torture.py")
     numbers = ["--kills", str(kills), "--seed", str(seed), "--steps", str(steps), "--ranks", str(ranks)]
-    command = [sys.executable, str(script), *numbers, "--json", str(file)]
+    command = [sys.executable, str(script), *numbers, *more, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, int] = json.loads(file.read_text())["results"]
     return found
 
 
+overlapping = pytest.mark.parametrize(
+    "more", [[], ["--overlap"], ["--overlap", "both"]], ids=["waited for", "behind", "behind and ahead"]
+)
+"""Whether steps go on behind the lives that are killed, and are made before they are taken."""
+
+
 @pytest.mark.slow
-def test_killed_lives_lose_nothing(tmp_path: Path) -> None:
-    figures = run(10, 1, 400, tmp_path / "figures.json")
+@overlapping
+def test_killed_lives_lose_nothing(tmp_path: Path, more: list[str]) -> None:
+    figures = run(10, 1, 400, tmp_path / "figures.json", *more)
     assert figures["kills"] > 0
     assert figures["stores left"] < 20
 
@@ -31,8 +38,9 @@ def test_killed_lives_lose_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [2, 3, 4])
-def test_many_killed_lives_lose_nothing(tmp_path: Path, seed: int) -> None:
-    assert run(200, seed, 4000, tmp_path / "figures.json")["kills"] > 0
+@overlapping
+def test_many_killed_lives_lose_nothing(tmp_path: Path, seed: int, more: list[str]) -> None:
+    assert run(200, seed, 4000, tmp_path / "figures.json", *more)["kills"] > 0
 
 
 @pytest.mark.slow

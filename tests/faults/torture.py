@@ -11,6 +11,9 @@ unkilled run ends.
 
 Each life is two processes, each with state of its own, that save together; one of them is killed. The other
 one has to end, by an error that it raises or by itself, or to say within `QUIET_S` what it waits for.
+
+With `--overlap` steps go on behind the process that is killed (`overlap_forward`), while it makes the next gradients
+and until it saves; with `--overlap backward` they are made before it takes them; with `--overlap both`, both.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import datetime
 import json
 import logging
+import mmap
 import os
 import random
 import shutil
@@ -32,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from layers import Layer
 
 import offload
 from offload import waits
@@ -47,37 +52,55 @@ from _common import environment
 
 SIZES = (40_000, 7, 3000, 25_000)
 MISMATCH = 3
+BEHIND = mmap.mmap(-1, 1)
+"""Not 0 while the life that goes on has a step behind it, not waited for, or one ahead that may be made."""
 
 
-def make(rng: random.Random, paths: list[Path], rank: int = 0) -> tuple[list[torch.nn.Parameter], Any]:
+def make(
+    rng: random.Random, paths: list[Path], rank: int = 0, *, hidden: str = ""
+) -> tuple[torch.nn.ModuleList, Any]:
     generator = torch.Generator().manual_seed(rank)
     dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)
-    parameters = [
-        torch.nn.Parameter(torch.randn(n, generator=generator).to(d)) for n, d in zip(SIZES, dtypes, strict=True)
-    ]
+    layers = torch.nn.ModuleList(
+        Layer(torch.nn.Parameter(torch.randn(n, generator=generator).to(d)))
+        for n, d in zip(SIZES, dtypes, strict=True)
+    )
     config = offload.OffloadConfig(
         host_memory=rng.choice((0, 0, 300_000, 10**9)),
         paths=rng.choice((paths[:1], paths[1:], paths)),
         subgroup_numel=rng.choice((1024, 1024, 4096)),
         checkpoints_kept=rng.choice((1, 1, 2)),
         threads=1,
+        overlap="backward" if hidden in ("backward", "both") else "off",
     )
-    named = [(f"rank {rank}, {number}", parameter) for number, parameter in enumerate(parameters)]
-    return parameters, offload.AdamW(named, lr=1e-2, offload=config)
+    named = [(f"rank {rank}, {number}", parameter) for number, parameter in enumerate(layers.parameters())]
+    optimizer = offload.AdamW(named, lr=1e-2, offload=config)
+    if hidden in ("forward", "both"):
+        optimizer.overlap_forward(layers)
+    return layers, optimizer
 
 
-def update(parameters: list[torch.nn.Parameter], optimizer: Any, step: int) -> None:
+def update(layers: torch.nn.ModuleList, optimizer: Any, step: int, pause_s: float = 0.0) -> None:
+    """Train one step, and rest between backward and step."""
     generator = torch.Generator().manual_seed(step)
-    for number, parameter in enumerate(parameters):
+    for number, layer in enumerate(layers):
         if (step + number) % 3:
-            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    optimizer.clip_grad_norm_(1.0)
+            gradient = torch.randn(layer.weight.shape, generator=generator).add_(layer())
+            (layer.weight * gradient.to(layer.weight.dtype)).sum().backward()
+            del gradient  # what somebody holds is read before `step` returns
+    if pause_s:
+        BEHIND[0] = any(layer.weight.grad is not None for layer in layers)
+        time.sleep(pause_s)
+    BEHIND[0] = 0
+    optimizer.clip_grad_norm_(1.0 if step % 5 == 0 else 1e6)
     optimizer.step()
+    BEHIND[0] = optimizer.engine.is_behind
     optimizer.zero_grad()
 
 
-def fingerprint(parameters: list[torch.nn.Parameter], optimizer: Any) -> int:
+def fingerprint(layers: torch.nn.ModuleList, optimizer: Any) -> int:
     checksum = 0
+    parameters = [*layers.parameters()]
     for parameter in parameters:
         for tensor in (parameter.detach(), *optimizer.state_for(parameter).values()):
             checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
@@ -87,11 +110,11 @@ def fingerprint(parameters: list[torch.nn.Parameter], optimizer: Any) -> int:
 
 def reference(steps: int, rank: int = 0) -> list[int]:
     """Return the fingerprint before each step of an unkilled run, and after the last."""
-    parameters, optimizer = make(random.Random(0), [Path(tempfile.gettempdir())] * 1, rank)
-    found = [fingerprint(parameters, optimizer)]
+    layers, optimizer = make(random.Random(0), [Path(tempfile.gettempdir())] * 1, rank)
+    found = [fingerprint(layers, optimizer)]
     for step in range(steps):
-        update(parameters, optimizer, step)
-        found.append(fingerprint(parameters, optimizer))
+        update(layers, optimizer, step)
+        found.append(fingerprint(layers, optimizer))
     optimizer.close()
     return found
 
@@ -121,12 +144,12 @@ def newest(root: Path) -> tuple[int, Path] | None:
     return whole
 
 
-def live(root: Path, seed: int, expected: list[int], until: int) -> None:
+def live(root: Path, seed: int, expected: list[int], until: int, hidden: str) -> None:
     """One life; ends by itself only after `until` steps."""
     torch.set_num_threads(1)
     rng = random.Random(seed)
     paths = [root / "p0", root / "p1"]
-    parameters, optimizer = make(rng, paths)
+    layers, optimizer = make(rng, paths, hidden=hidden)
     step = 0
     latest = newest(root)
     if latest is not None:
@@ -136,19 +159,23 @@ def live(root: Path, seed: int, expected: list[int], until: int) -> None:
         saves = optimizer.engine._parts.saves
         if any(kept.number is not None for kept in saves.kept):
             (root / "adopted").touch()
-    if fingerprint(parameters, optimizer) != expected[step]:
+    if fingerprint(layers, optimizer) != expected[step]:
         print(f"life {seed}: resumed at step {step} with other bits", file=sys.stderr)
         os._exit(MISMATCH)
+    (root / "trains").touch()
     alternate = rng.random() < 0.5
     while step < until:
-        update(parameters, optimizer, step)
+        update(layers, optimizer, step, rng.choice((0.0, 0.02, 0.1)) if hidden in ("backward", "both") else 0.0)
         step += 1
+        if hidden in ("forward", "both"):
+            time.sleep(rng.choice((0.0, 0.01, 0.05)))  # something else to do while the step goes on
         if rng.random() < 0.6:
             folder = folders(root)[step % 2 if alternate else 0]
+            BEHIND[0] = 0
             optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
             if rng.random() < 0.3:
                 optimizer.wait_checkpoint()
-    if fingerprint(parameters, optimizer) != expected[step]:
+    if fingerprint(layers, optimizer) != expected[step]:
         print(f"life {seed}: came to step {step} with other bits", file=sys.stderr)
         os._exit(MISMATCH)
     optimizer.close()
@@ -166,7 +193,7 @@ COLLECTIVE_S = 20.0
 """How long gloo waits for a peer: where that has just been killed in its start-up, nobody else tells."""
 
 
-def live_together(root: Path, seed: int, rank: int, expected: list[int], until: int) -> None:
+def live_together(root: Path, seed: int, rank: int, expected: list[int], until: int, hidden: str) -> None:
     """One rank's part of a life of two; ends by itself only after `until` steps, or when the other one has gone."""
     torch.set_num_threads(1)
     logging.basicConfig(filename=root / f"log-{rank}", filemode="w", format="%(created)f %(message)s", force=True)
@@ -182,21 +209,21 @@ def live_together(root: Path, seed: int, rank: int, expected: list[int], until: 
             timeout=datetime.timedelta(seconds=COLLECTIVE_S),
         )
         logging.warning(BEGINS)
-        parameters, optimizer = make(rng, [root / "p0", root / "p1"], rank)
+        layers, optimizer = make(rng, [root / "p0", root / "p1"], rank, hidden=hidden)
         with optimizer:
             step = 0
             latest = newest(root)
             if latest is not None:
                 step = optimizer.load_checkpoint(latest[1])["step"]
                 (root / "resumed").write_text(str(step))
-            if fingerprint(parameters, optimizer) != expected[step]:
+            if fingerprint(layers, optimizer) != expected[step]:
                 print(f"life {seed}: rank {rank} resumed at step {step} with other bits", file=sys.stderr)
                 os._exit(MISMATCH)
             together.barrier()
             (root / "trains").touch()
             alternate = rng.random() < 0.5
             while step < until:
-                update(parameters, optimizer, step)
+                update(layers, optimizer, step)
                 step += 1
                 together.all_reduce(torch.ones(1))
                 if rng.random() < 0.6:
@@ -204,7 +231,7 @@ def live_together(root: Path, seed: int, rank: int, expected: list[int], until: 
                     optimizer.save_checkpoint(folder, extra={"step": step}, copy=rng.random() < 0.2)
                     if rng.random() < 0.3:
                         optimizer.wait_checkpoint()
-            if fingerprint(parameters, optimizer) != expected[step]:
+            if fingerprint(layers, optimizer) != expected[step]:
                 os._exit(MISMATCH)
     except (RuntimeError, offload.CheckpointError) as error:  # gloo's, or that of a commit that waited in vain
         logging.warning("ends: %r", error)
@@ -221,7 +248,13 @@ def silence(log: Path, since_s: float, until_s: float) -> float:
     return min((at for at, _ in stamps if at > since_s), default=until_s) - since_s
 
 
-def torture_ranks(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) -> dict[str, Any]:
+def has_ended(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def torture_ranks(
+    kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", quiet: bool = True
+) -> dict[str, Any]:
     """Kill one rank of each of `kills` lives of two; return figures.
 
     Raises:
@@ -249,7 +282,7 @@ def torture_ranks(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = Tr
                 child = os.fork()
                 if child == 0:
                     try:
-                        live_together(root, seed * 100_003 + life, rank, expected[rank], until)
+                        live_together(root, seed * 100_003 + life, rank, expected[rank], until, hidden)
                     except BaseException as error:
                         print(f"life {life}, rank {rank}: {error!r}", file=sys.stderr)
                         os._exit(4)
@@ -257,7 +290,7 @@ def torture_ranks(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = Tr
             victim, killed_s = rng.randrange(2), time.time()
             if not last:
                 if rng.random() < 0.8:  # else at any time from the start on
-                    while not (root / "trains").exists():
+                    while not (root / "trains").exists() and not any(map(has_ended, children)):
                         time.sleep(0.01)
                 time.sleep(rng.choice((0.2, 1.0, 2.0)) * rng.random())
                 killed_s = time.time()
@@ -292,7 +325,7 @@ def torture_ranks(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = Tr
     }
 
 
-def torture(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) -> dict[str, Any]:
+def torture(kills: int, seed: int = 0, steps: int = 4000, hidden: str = "", quiet: bool = True) -> dict[str, Any]:
     """Kill `kills` lives; return figures.
 
     Raises:
@@ -309,19 +342,23 @@ def torture(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) ->
     try:
         for life in range(kills + 1):
             last = life == kills
-            for name in ("resumed", "adopted"):
+            for name in ("resumed", "adopted", "trains"):
                 (root / name).unlink(missing_ok=True)
             latest = newest(root)
             step = latest[0] if latest else 0
             until = min(step + 20, steps) if last else steps
+            BEHIND[0] = 0
             child = os.fork()  # everything is loaded already, and no thread of ours runs
             if child == 0:
                 try:
-                    live(root, seed * 100_003 + life, expected, until)
+                    live(root, seed * 100_003 + life, expected, until, hidden)
                 except BaseException as error:
                     print(f"life {life}: {error!r}", file=sys.stderr)
                     os._exit(4)
             if not last:
+                if rng.random() < 0.8:  # else at any time from the start on
+                    while not (root / "trains").exists() and not has_ended(child):
+                        time.sleep(0.01)
                 time.sleep(rng.choice((0.2, 1.0, 2.0, 3.0)) * rng.random())
                 os.kill(child, signal.SIGKILL)
             _, status = os.waitpid(child, 0)
@@ -333,6 +370,7 @@ def torture(kills: int, seed: int = 0, steps: int = 4000, quiet: bool = True) ->
             assert after is not None or latest is None, "a committed checkpoint is gone"
             assert after is None or after[0] >= step, "the last checkpoint is older than it was"
             figures["kills"] += os.WIFSIGNALED(status)  # the others had come to the last step
+            figures["with a step not waited for"] += os.WIFSIGNALED(status) and BEHIND[0]
             figures["resumed"] += (root / "resumed").exists()
             figures["went on in the same store"] += (root / "adopted").exists()
             figures["with progress"] += after is not None and after[0] > step
@@ -354,11 +392,19 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=4000, help="a life that comes this far ends by itself")
+    parser.add_argument(
+        "--overlap",
+        nargs="?",
+        default="",
+        const="forward",
+        choices=("forward", "backward", "both"),
+        help="hide steps",
+    )
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     run = torture if arguments.ranks == 1 else torture_ranks
     described = environment()
-    figures = run(arguments.kills, arguments.seed, arguments.steps, quiet=False)
+    figures = run(arguments.kills, arguments.seed, arguments.steps, arguments.overlap, quiet=False)
     text = json.dumps({"environment": described, "results": figures}, indent=2)
     print(text)
     if arguments.json:

@@ -27,6 +27,7 @@ from test_update_kernel import (  # noqa: F401
     test_any_alignment,
     test_any_table,
     test_every_rule,
+    test_fingerprints_of_what_is_read,
     test_flags,
     test_old_values_stay_where_new_ones_go_elsewhere,
     test_sizes,

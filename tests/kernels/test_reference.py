@@ -15,7 +15,7 @@ from offload.rules import ADAMW, segment_dtype
 
 
 def test_segment_is_what_python_says_it_is():
-    assert _native.SEGMENT_BYTES == SEGMENT_DTYPE.itemsize == 176
+    assert _native.SEGMENT_BYTES == SEGMENT_DTYPE.itemsize == 184
     assert reference.Scalars._fields == segment_dtype(ADAMW).names[-9:]
 
 

@@ -14,7 +14,7 @@ from kernel_cases import DTYPES, SIZES, WEIGHT_DTYPES, Case, Placed, same_bits, 
 
 from offload.dtypes import DtypeCode
 from offload.errors import InternalError, SessionBrokenError
-from offload.kernels import CpuUpdateKernel, instruction_sets
+from offload.kernels import CpuUpdateKernel, instruction_sets, reference
 from offload.protocols import SegmentFlag
 from offload.rules import ADAMW, MASTER_LOW, RULES, segment_dtype
 
@@ -97,6 +97,27 @@ def test_old_values_stay_where_new_ones_go_elsewhere(kernel, rule):
         case.check()
         for name in names:
             assert same_bits(old[name].tensor(), before[name])
+
+
+def test_fingerprints_of_what_is_read(kernel):
+    """Of gradients, and of fp32 weights that stay; added to what is there, whatever the size and the pieces."""
+    kinds = itertools.product((1, 63, 1024, 1025, 70_003), DTYPES, WEIGHT_DTYPES)
+    cases = [Case.make(n, seed=n, first_index=640, gradient_dtype=g, weight_dtype=w) for n, g, w in kinds]
+    sums = np.arange(2 * len(cases), dtype=np.uint64).reshape(-1, 2)
+    expected, olds = sums.copy(), []
+    table = table_of(cases)
+    table["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(cases))
+    for row, case in enumerate(cases):
+        expected[row, 0] += np.uint64(reference.fingerprint(case.placed["gradient"].tensor()))
+        if "weight" not in case.placed:
+            olds.append(old := case.placed["master"])
+            expected[row, 1] += np.uint64(reference.fingerprint(old.tensor()))
+            case.placed["master"] = type(old)(case.tensors.tensors()["master"])
+            table["new_master"][row] = case.placed["master"].address
+    kernel.run(table)
+    assert (sums == expected).all()
+    for case in cases:
+        case.check()
 
 
 @pytest.mark.parametrize(

@@ -182,16 +182,7 @@ class Session(saves.Session):
 
     def serve_with(self, thread_type: type[EngineThread], behind_type: type[Behind]) -> None:
         """Make the engine thread, which is none."""
-        parts: Any = SimpleNamespace(
-            machine=self.machine,
-            executor=self.executor,
-            gpu=None,
-            is_whole=True,
-            queue=SimpleNamespace(exchange=self.exchange),
-            saves=SimpleNamespace(ended=self.saved),
-            memory=SimpleNamespace(drop_checkpoint_buffers=lambda: None),
-        )
-        self.thread, self.behind_type = thread_type(parts), behind_type
+        self.thread, self.behind_type = thread_type(self.parts()), behind_type
         handle = self.machine.handle
 
         def told(event: Event) -> None:
@@ -205,6 +196,18 @@ class Session(saves.Session):
             handle(event)
 
         self.machine.handle = told  # type: ignore[method-assign]
+
+    def parts(self) -> Any:
+        """Return what the engine thread works with."""
+        return SimpleNamespace(
+            machine=self.machine,
+            executor=self.executor,
+            gpu=None,
+            is_whole=True,
+            queue=SimpleNamespace(exchange=self.exchange),
+            saves=SimpleNamespace(ended=self.saved),
+            memory=SimpleNamespace(drop_checkpoint_buffers=lambda: None),
+        )
 
     def tell(self, event: Event) -> None:
         self.machine.handle(event)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import backwards
 import forwards
 import pytest
 
@@ -12,8 +13,19 @@ from offload._native import CompletionQueue
 from offload.engine.executor import visit_nothing
 from offload.engine.index import Location, Record, TileIndex
 from offload.engine.machine import Machine, Phase
-from offload.engine.operations import AwaitPush, CopyIn, CopyOut, FetchWeights, PushWeights, ReadTile, Run, WriteTile
+from offload.engine.operations import (
+    AwaitPush,
+    Confirm,
+    CopyIn,
+    CopyOut,
+    FetchWeights,
+    PushWeights,
+    ReadTile,
+    Run,
+    WriteTile,
+)
 from offload.errors import InternalError
+from offload.session.ahead import Ahead
 from offload.session.behind import Behind
 from offload.session.thread import EngineThread
 
@@ -562,6 +574,262 @@ class LosesFlushesOfTheForwardPass(Careless):
             super()._failed(operation, error)
 
 
+class FreesTheLiveVersionEarly(Careless):
+    """Its slots go when the version beside it has been written."""
+
+    def _flushed_beside(self, subgroup, flush):
+        super()._flushed_beside(subgroup, flush)
+        if subgroup in self._beside:
+            for tile, _, _ in self.plan.layout.subgroups[subgroup].tiles:
+                self.index._release(self.index._records[tile].location)
+
+
+class TakesOverWhatIsWrittenAtOnce(Careless):
+    """A version ahead is the newest as soon as it is on storage."""
+
+    def _flushed_beside(self, subgroup, flush):
+        super()._flushed_beside(subgroup, flush)
+        if self._beside.get(subgroup):
+            self._commit(subgroup, self._beside.pop(subgroup))
+
+
+class GoesOnFromWhatWasRevoked(Careless):
+    """A staging slot keeps a revoked version and counts as whole: the step is made on top of it."""
+
+    def _revoke(self, subgroup, records):
+        for _, record in records:
+            self.index.abandon(record.location)
+
+
+class SavesWhatWasRevoked(Careless):
+    """A checkpoint waits for flushes of revoked versions, and pins their slots."""
+
+    def _begin_save(self, save):
+        for flush in self._flushes.values():
+            flush.beside, flush.room = False, flush.room or flush.beside
+        super()._begin_save(save)
+        for flush in self._flushes.values():
+            flush.beside = bool(flush.room)
+
+    def _flushed_beside(self, subgroup, flush):
+        if self.saver.under_way is None or subgroup not in self.saver.under_way.flushing or flush.error:
+            super()._flushed_beside(subgroup, flush)
+            return
+        self._to(subgroup, Phase.READY)
+        self._vacate(self._slots[subgroup])
+        self.saver.flushed(flush.records, subgroup)
+        if subgroup in self._pending:
+            self._unfetched.append(subgroup)
+
+
+class GivesASecondSlot(Careless):
+    """A subgroup whose revoked version is still being written is fetched beside that."""
+
+    def _begin(self, sweep):
+        super()._begin(sweep)
+        for subgroup, flush in self._flushes.items():
+            if flush.beside and subgroup in self._pending:
+                self._unfetched.append(subgroup)
+
+
+class ForgetsFlushesOfTheForwardPass(Careless):
+    """What staging slots hold from the last step counts as written when a sweep ahead begins."""
+
+    def _begin_ahead(self, sweep):
+        for subgroup in [s for s in self._dirty if self.index.get(self.plan.layout.subgroups[s].tiles[0][0])]:
+            del self._dirty[subgroup]
+            self._to(subgroup, Phase.READY)
+        super()._begin_ahead(sweep)
+
+
+class RunsWhatWasNotAdmitted(Careless):
+    def _begin_ahead(self, sweep):
+        super()._begin_ahead(sweep)
+        self._admit(tuple(self._pending))
+
+
+class RunsAfterHold(Careless):
+    def _start_runs(self):
+        held, self._held = self._held, False
+        super()._start_runs()
+        self._held = held
+
+
+class WritesUnderTheLiveStep(Careless):
+    def _write(self, tile, slot, offset, nbytes, avoid=()):
+        flush = self._flushes[tile.subgroup]
+        flush.step = self._versions[tile.subgroup] if flush.beside else flush.step
+        return super()._write(tile, slot, offset, nbytes, avoid)
+
+
+class ConfirmsWhatIsHalfWritten(Careless):
+    """A version counts as whole on storage when it is confirmed, and the rest of its tiles is not waited for."""
+
+    def _confirm(self, subgroups):
+        for subgroup in subgroups:
+            if self._beside.get(subgroup, ()) is None:
+                self._beside[subgroup] = list(self._flushes[subgroup].records)
+                self._flushes[subgroup].records.clear()
+        super()._confirm(subgroups)
+
+
+class EvictsWhatIsBeingWritten(Careless):
+    def _free_slot(self):
+        slot = super()._free_slot()
+        writing = [s for s, flush in self._flushes.items() if flush.beside and s in self._slots]
+        if slot is None and writing:
+            slot = self._slots[writing[0]]
+            self._vacate(slot)
+        return slot
+
+    def _to(self, subgroup, phase):
+        if not (phase is Phase.READY and subgroup not in self._slots):
+            super()._to(subgroup, phase)
+
+
+class ForgetsWhatWasConfirmed(Careless):
+    """The step does not say that confirmed subgroups have moved."""
+
+    def _confirm(self, subgroups):
+        super()._confirm(subgroups)
+        self._confirmed.clear()
+
+
+class BreaksForAWriteAhead(Careless):
+    def _failed(self, operation, error):
+        if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].beside:
+            self._break(error)
+        else:
+            super()._failed(operation, error)
+
+
+class ConfirmsWhatCouldNotBeWritten(Careless):
+    """A version whose write has failed may be confirmed, and a checkpoint fails with it."""
+
+    def _give_up_beside(self, subgroup, error):
+        before = dict(self._beside)
+        super()._give_up_beside(subgroup, error)
+        self._beside = before
+
+    def _flushed_beside(self, subgroup, flush):
+        super()._flushed_beside(subgroup, flush)
+        if flush.error is not None:
+            self._beside.pop(subgroup, None)
+
+
+class TakesRoomOfCheckpoints(TileIndex):
+    def reserve(self, slot_counts, *, spare=False):
+        return super().reserve(slot_counts)
+
+
+class PublishesEarly(Ahead):
+    """As soon as a version has been made."""
+
+    def hold(self):
+        super().hold()
+        for subgroup in self._parts.machine.beside:
+            self._publish(subgroup)
+
+
+class PublishesWhatIsRevoked(Ahead):
+    def confirm(self, subgroups):
+        made = [*self._parts.machine.beside] if self._parts.machine.is_ahead else []
+        tables = dict(self._made)
+        chosen = super().confirm(subgroups)
+        self._made.update(tables)
+        for subgroup in made:
+            if subgroup not in chosen:
+                self._publish(subgroup)
+        return chosen
+
+
+class ForgetsToPublish(Ahead):
+    def _publish(self, subgroup):
+        if subgroup % 3:
+            super()._publish(subgroup)
+
+
+class ConfirmsWithChangedGradients(Ahead):
+    def _unchanged(self, subgroups):
+        made = self._made
+        return [n for n in subgroups if self._parts.tables.is_as_ahead(n, made[n].address, made[n].table)]
+
+
+class ConfirmsWithOtherRows(Ahead):
+    """Whatever is clipped, or has another rate, or is not active any more."""
+
+    def _unchanged(self, subgroups):
+        tables, expected = self._parts.tables, self._parts.tables.now
+        tables.now = tables.expected
+        try:
+            return super()._unchanged(subgroups)
+        finally:
+            tables.now = expected
+
+
+class ConfirmsWhenABatchIsSkipped(Ahead):
+    """And for any other request."""
+
+    def revoke(self):
+        machine = self._parts.machine
+        if machine.is_ahead and machine.broken is None:
+            chosen = tuple(machine.beside)
+            machine.handle(Confirm(chosen))
+            for subgroup in chosen:
+                self._publish(subgroup)
+            self._end()
+        else:
+            super().revoke()
+
+
+class VisitsWhatWasConfirmed(Ahead):
+    def confirm(self, subgroups):
+        super().confirm(subgroups)
+        return ()
+
+
+class UsesANumberAgain(backwards.Session):
+    """A step's versions have the number of those that were made ahead of it, and revoked."""
+
+    def version_of(self, number):
+        return 10 * self.stands_for[number] + 5
+
+
+class RevokesNothing(EngineThread):
+    """Any request begins beside a sweep ahead."""
+
+    def _begin_request(self):
+        revoke, self.ahead.revoke = self.ahead.revoke, lambda: None
+        super()._begin_request()
+        self.ahead.revoke = revoke
+
+
+BACKWARDS = [
+    FreesTheLiveVersionEarly,
+    TakesOverWhatIsWrittenAtOnce,
+    GoesOnFromWhatWasRevoked,
+    SavesWhatWasRevoked,
+    GivesASecondSlot,
+    ForgetsFlushesOfTheForwardPass,
+    RunsWhatWasNotAdmitted,
+    RunsAfterHold,
+    WritesUnderTheLiveStep,
+    ConfirmsWhatIsHalfWritten,
+    EvictsWhatIsBeingWritten,
+    ForgetsWhatWasConfirmed,
+    BreaksForAWriteAhead,
+    ConfirmsWhatCouldNotBeWritten,
+    TakesRoomOfCheckpoints,
+    PublishesEarly,
+    PublishesWhatIsRevoked,
+    ForgetsToPublish,
+    ConfirmsWithChangedGradients,
+    ConfirmsWithOtherRows,
+    ConfirmsWhenABatchIsSkipped,
+    VisitsWhatWasConfirmed,
+    UsesANumberAgain,
+    RevokesNothing,
+]
 FORWARDS = [
     WritesGradientsAtOnce,
     EndsAVisitBeforeItsPush,

@@ -150,7 +150,7 @@ class Session:
     def __init__(self, seed, plan, rates, faults, disorder, rng, machine_type, self_check) -> None:
         self.plan, self.rng, self.self_check = plan, rng, self_check
         stores = [(path.available_bytes, path.share) for path in plan.budgets.paths]
-        self.machine = machine_type(plan, TileIndex(stores, plan.slot_counts))
+        self.machine = machine_type(plan, TileIndex(stores, plan.slot_counts, plan.checkpoint_bytes))
         self.data = SimData(plan, lambda run, state: mix(run, state))
         self.inner = SimExecutor(plan, rates, faults, seed, self.data, disorder)
         self.executor = CheckedExecutor(self.inner, plan)
@@ -258,9 +258,12 @@ class Session:
                 return
             self.end_save(*ended)
 
-    def end_save(self, save: Save, error: Exception | None) -> None:
+    def check_saved(self, error: Exception | None) -> None:
         if self.machine.broken is None or error is None:
             self.executor.save_ended(well=error is None)
+
+    def end_save(self, save: Save, error: Exception | None) -> None:
+        self.check_saved(error)
         if error is not None:
             self.outcome.counts["failed"] += 1
             return

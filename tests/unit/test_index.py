@@ -190,6 +190,23 @@ def test_room_that_was_strayed_into_is_not_promised_again():
     assert stores.has_room({SECTOR_BYTES: 8})
 
 
+def test_straying_leaves_checkpoints_what_the_ends_of_paths_cannot_hold():
+    """Two paths with room for four slots and a half each have room for eight, not nine."""
+    stores = TileIndex([(4 * WHOLE + WHOLE // 2, 0.5)] * 2, {SECTOR_BYTES: 4}, 4 * WHOLE)
+    for step in range(1, 12):
+        stores.reshare((0.9, 0.1) if step % 2 else (0.1, 0.9))
+        for tile in range(3):
+            write(stores, TileId(0, 0, tile), step)
+    assert stores.reserve({SECTOR_BYTES: 4})
+
+
+def test_versions_that_nobody_needs_leave_checkpoints_room_for_slots_of_any_size():
+    stores = TileIndex([(13 * SECTOR_BYTES, 0.5)] * 2, {SECTOR_BYTES: 1, 4 * SECTOR_BYTES: 1}, 10 * SECTOR_BYTES)
+    stores.abandon(stores.claim(4 * SECTOR_BYTES))
+    assert not stores.reserve({SECTOR_BYTES: 3}, spare=True)
+    assert stores.reserve({SECTOR_BYTES: 2}, spare=True)
+
+
 def test_a_store_that_is_taken_up_is_cut_into_free_slots_between_those_that_are_held():
     stores = TileIndex([(1 << 20, 1.0)], {SECTOR_BYTES: 4, 2 * SECTOR_BYTES: 2})
     held = {Location(0, 3 * WHOLE, SECTOR_BYTES): 1, Location(0, 4 * WHOLE + 12 * SECTOR_BYTES, SECTOR_BYTES): 2}

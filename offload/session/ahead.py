@@ -1,0 +1,341 @@
+"""Updates during the last backward pass: versions beside the live ones, which the step confirms or revokes.
+
+When all gradients of a streamed subgroup are there, it is updated as if nothing were clipped, with weights written to
+an *image* of them. The step makes the rows that it would use, and takes the version of a subgroup as its own where
+these rows, and the bytes of gradients (and fp32 weights), are those that the version was made from, bit for bit. All
+other versions have never been: a mistake costs time, and changes nothing.
+
+Not known here: how a version lies beside another one (`offload.engine.machine`), whose gradients they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.engine.executor import WAKE
+from offload.engine.memory import Arena, available_bytes
+from offload.engine.operations import Admit, Begin, Confirm, Hold, Run, Sweep, Visit
+from offload.errors import ConfigError, OffloadError, known
+from offload.plan import Home
+from offload.protocols import SegmentFlag
+from offload.session.parts import Parts
+
+log = logging.getLogger("offload")
+
+LONGEST_PAUSE = 64
+"""Steps without speculation after steps that revoked most of it, at most; twice as many each time."""
+
+UNREADABLE = (ArithmeticError, ConfigError, LookupError, RuntimeError, TypeError, ValueError)
+"""What hyperparameters raise that cannot be read now. Not all exceptions: a signal handler may raise others."""
+
+Foreseen = tuple[Sequence[Any], Sequence[torch.Tensor]]
+"""Hyperparameters of all groups, and the memory of fp32 weights, to be kept while updates read it."""
+
+SUMS = 2
+"""Fingerprints of a segment: of its gradient, and of its fp32 weight."""
+
+
+@dataclass(slots=True)
+class _Made:
+    """What a version beside the live one was made from.
+
+    Attributes:
+        address: Of its state in memory, then.
+        table: The rows that its update was told.
+        sums: Fingerprints of what it has read, by segment; complete when it has run.
+    """
+
+    address: int
+    table: npt.NDArray[Any]
+    sums: npt.NDArray[np.uint64]
+
+
+class Ahead:
+    """What one session does ahead of its steps.
+
+    Gradients count as final at the arrival that was their last in the step before, so nothing is made ahead of the
+    first step, nor of one after a step that was clipped.
+
+    Args:
+        parts: Its parts.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.hyperparameters: Callable[[], Foreseen | None] | None = None
+        """Returns those of all groups, as the step will have them, or None; nothing is made ahead without."""
+        self.confirmed_bytes = self.revoked_bytes = 0
+        """State of the versions that the last step confirmed, and revoked."""
+        self._parts = parts
+        self._wanted = False
+        self._pause = self._next_pause = 0
+        self._scale = 1.0
+        self._arrivals = np.zeros(0, np.int64)
+        self._expected = np.zeros(0, np.int64)
+        self._arrived_at = np.zeros(0, np.int64)
+        self._clock = 0
+        self._foreseen = False  # whether all gradients of the last step arrived, and no others
+        self._lock = threading.RLock()
+        self._left: dict[int, int] = {}  # subgroups that are open to be made: parameters that have not all arrived
+        self._order: list[int] = []
+        self._final: deque[int] = deque()
+        self._has_rows = False
+        self._images: Arena | None = None
+        self._image_at: dict[int, int] = {}
+        self._made: dict[int, _Made] = {}
+        self._slots = np.zeros(0, np.uint64), np.zeros(0, np.int32)
+        self._kept: Sequence[torch.Tensor] = ()
+
+    # On the caller's thread, or that of backward
+
+    def arrived(self, position: int) -> None:
+        """Take note that a gradient lies in its slot, accumulated or new."""
+        if self.hyperparameters is None:
+            return
+        with self._lock:
+            self._grow()
+            self._arrivals[position] += 1
+            self._clock += 1
+            self._arrived_at[position] = self._clock
+            if self._wanted and self._arrivals[position] == self._expected[position]:
+                for subgroup, _ in self._parts.plan.layout.places[position]:
+                    if subgroup in self._left:
+                        self._left[subgroup] -= 1
+                        if not self._left[subgroup]:
+                            self._admit(subgroup)
+
+    def begins(self, active: Sequence[int]) -> None:
+        """Take note that a step begins: what arrives from now on is for the next one."""
+        if self.hyperparameters is None:
+            return
+        with self._lock:
+            self._grow()
+            self._wanted = False
+            self._expected = np.zeros_like(self._arrivals)
+            self._expected[active] = self._arrivals[active]
+            self._foreseen = bool(np.array_equal(self._expected, self._arrivals)) and bool(active)
+            self._foreseen = self._foreseen and bool((self._expected[active] > 0).all())
+            self._arrivals[:] = 0
+
+    def restart(self) -> bool:
+        """Forget arrivals, as gradients are dropped; return whether something was made from them."""
+        with self._lock:
+            any_arrived = bool(self._arrivals.any())
+            self._arrivals[:] = 0
+            return any_arrived and self._wanted
+
+    def _grow(self) -> None:
+        count = len(self._parts.plan.layout.parameters)
+        if len(self._arrivals) < count:
+            for name in ("_expected", "_arrived_at", "_arrivals"):  # the last one says that all have, if interrupted
+                known = getattr(self, name)
+                setattr(self, name, np.concatenate([known, np.zeros(count - len(known), np.int64)]))
+
+    def _admit(self, subgroup: int) -> None:
+        if not self._has_rows:
+            try:
+                foreseen = self.hyperparameters() if self.hyperparameters is not None else None
+                if foreseen is not None:
+                    groups, self._kept = foreseen
+                    active = np.flatnonzero(self._expected).tolist()
+                    self._parts.tables.begin_ahead(groups, self._scale, active)
+            except UNREADABLE:  # which may be put right before the step; else that says so
+                foreseen = None
+            if foreseen is None:
+                self._wanted = False
+                return
+            self._slots = self._parts.gradients.slots_at()
+            self._has_rows = True
+        self._final.append(subgroup)
+        self._parts.queue.post(WAKE)
+
+    # On the engine thread
+
+    def is_due(self) -> bool:
+        """Return whether there is something to be opened or admitted, between requests."""
+        machine = self._parts.machine
+        if machine.broken is not None:
+            return False
+        return bool(self._final) if machine.is_ahead else self._wanted and machine.idle and machine.finished is None
+
+    def serve(self, sweep: Callable[[tuple[Visit, ...], Callable[[Run], npt.NDArray[Any]]], Sweep]) -> None:
+        """Do what is due.
+
+        Args:
+            sweep: Returns the sweep of some visits, and has runs use a visitor.
+        """
+        parts, machine = self._parts, self._parts.machine
+        if not machine.is_ahead:
+            visits = tuple(Visit(subgroup, ahead=True) for subgroup in self._order)
+            machine.handle(Begin(sweep(visits, self._visit)))
+        final = []
+        while self._final:
+            final.append(self._final.popleft())
+        if final:
+            machine.handle(Admit(tuple(final)))
+        parts.executor.submit(machine.take_operations())
+
+    def _visit(self, run: Run) -> npt.NDArray[Any]:
+        """Return what the kernel of a run ahead is told."""
+        subgroup = run.visit.subgroup
+        segments = len(self._parts.plan.layout.subgroups[subgroup].segments)
+        sums = np.zeros((segments, SUMS), np.uint64)
+        image = known(self._images, "there is no image of weights").address + self._image_at[subgroup]
+        address, table = self._parts.views.table_ahead(run, image, self._slots, sums)
+        self._made[subgroup] = _Made(address, table, sums)
+        return table
+
+    def confirm(self, subgroups: Collection[int]) -> tuple[int, ...]:
+        """End what is open; take over the versions that a step of `subgroups` would make again, and their weights.
+
+        Returns:
+            The subgroups that are done.
+        """
+        machine = self._parts.machine
+        self.confirmed_bytes = self.revoked_bytes = 0
+        if not machine.is_ahead or machine.broken is not None:
+            self.revoke()
+            return ()
+        made = [subgroup for subgroup in machine.beside if subgroup in subgroups]
+        chosen = tuple(self._unchanged(made))
+        self._count(chosen)
+        machine.handle(Confirm(chosen))
+        for subgroup in chosen:
+            self._publish(subgroup)
+        self._end()
+        return chosen
+
+    def revoke(self) -> None:
+        """End what is open, for another request than a step."""
+        if self._parts.machine.is_ahead:
+            self._count(())
+            self._parts.machine.handle(Confirm(()))
+            self._end()
+            if self._wanted:
+                self._prepare()
+
+    def _count(self, chosen: Collection[int]) -> None:
+        subgroups, beside = self._parts.plan.layout.subgroups, self._parts.machine.beside
+        self.confirmed_bytes = sum(subgroups[number].state_bytes for number in chosen)
+        self.revoked_bytes = sum(subgroups[number].state_bytes for number in beside) - self.confirmed_bytes
+
+    def _end(self) -> None:
+        self._made.clear()
+        self._final.clear()
+        self._kept = ()
+
+    def _unchanged(self, subgroups: Sequence[int]) -> list[int]:
+        """Return the subgroups that the step would update from the same rows and bytes."""
+        tables, made = self._parts.tables, self._made
+        alike = [
+            number for number in subgroups if tables.is_as_ahead(number, made[number].address, made[number].table)
+        ]
+        if not alike:
+            return []
+        ranges = [tables.read_by(number, made[number].table) for number in alike]
+        addresses, sizes = (np.concatenate(column) for column in zip(*ranges, strict=True))
+        found = self._parts.kernel.fingerprints(addresses.reshape(-1), sizes.reshape(-1)).reshape(-1, SUMS)
+        read = np.concatenate([made[number].sums for number in alike])
+        same = (found == read).all(axis=1)
+        ends = np.cumsum([len(made[number].sums) for number in alike])
+        return [number for number, rows in zip(alike, np.split(same, ends[:-1]), strict=True) if rows.all()]
+
+    def _publish(self, subgroup: int) -> None:
+        """Put the weights of a version where they belong."""
+        image = known(self._images, "there is no image of weights").address + self._image_at[subgroup]
+        active = (self._made[subgroup].table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
+        for weight, copy, nbytes in self._parts.tables.weight_copies(subgroup, image, active).tolist():
+            ctypes.memmove(weight, copy, nbytes)
+
+    def stepped(self, scale: float, clip: float) -> None:
+        """Take note of a step that has ended well, and choose what to make ahead of the next one."""
+        if self.hyperparameters is None:
+            return
+        made = self.confirmed_bytes + self.revoked_bytes
+        if made and self.revoked_bytes > self.confirmed_bytes:
+            self._next_pause = min(LONGEST_PAUSE, max(1, 2 * self._next_pause))
+            self._pause = self._next_pause + 1
+        elif made:
+            self._next_pause = 0
+        self._pause = max(self._pause - 1, 0)
+        self._scale = scale
+        if self._foreseen and clip == 1 and not self._pause:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Choose the subgroups to be made ahead, if there are any.
+
+        None while an arrival is being noted: whoever notes it may have been interrupted by a signal handler, which
+        waits for this thread.
+        """
+        if not self._lock.acquire(blocking=False):
+            self._wanted = False
+            return
+        try:
+            self._choose()
+        finally:
+            self._lock.release()
+
+    def _choose(self) -> None:
+        parts, layout = self._parts, self._parts.plan.layout
+        self._grow()
+        self._left.clear()
+        self._final.clear()
+        self._has_rows = False
+        turns: dict[int, int] = {}
+        for subgroup in layout.subgroups:
+            number = subgroup.index
+            if parts.plan.homes[number] is not Home.STREAMED or parts.machine.is_fresh(number):
+                continue
+            if layout.begins_within_block(subgroup):
+                continue  # its ranges begin where no fingerprint can
+            waits = {s.parameter for s in subgroup.segments if s.numel and self._expected[s.parameter]}
+            if waits:
+                self._left[number] = sum(self._arrivals[position] < self._expected[position] for position in waits)
+                turns[number] = max(int(self._arrived_at[position]) for position in waits)
+        self._order = sorted(turns, key=lambda number: turns[number])
+        self._wanted = bool(self._order) and self._take_images()
+        for number in self._order:
+            if self._wanted and not self._left[number]:  # it has arrived while the last step went on
+                self._admit(number)
+
+    def _take_images(self) -> bool:
+        """Have memory for the new weights of all subgroups; return whether there is."""
+        subgroups = self._parts.plan.layout.subgroups
+        missing = [number for number in self._order if number not in self._image_at]
+        if not missing:
+            return True
+        places, end = {}, 0
+        for number in sorted({*self._order, *self._image_at}):
+            places[number] = end
+            end += subgroups[number].weight_bytes
+        old, self._images = self._images, None
+        self._parts.memory.give_back(old)
+        self._image_at = {}
+        if end > available_bytes() // 2:
+            self.hyperparameters = None
+            log.warning("nothing is updated during backward: new weights wait in %d bytes, which memory lacks", end)
+            return False
+        try:
+            self._images = self._parts.memory.arena(max(end, 1))
+        except OffloadError as error:
+            self.hyperparameters = None
+            log.warning("nothing is updated during backward: %s", error)
+            return False
+        self._image_at = places
+        return True
+
+    def hold(self) -> None:
+        """Start no further update: a request has come in."""
+        machine = self._parts.machine
+        machine.handle(Hold())
+        self._parts.executor.submit(machine.take_operations())

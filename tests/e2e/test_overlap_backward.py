@@ -1,0 +1,553 @@
+"""Updates during the backward pass: the bits of steps that make none, whatever happens before the step."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from simulated import OnDevice
+from test_overlap_forward import Model, assert_same, everything, loss_of
+
+import offload
+import offload.session.ahead
+from offload.errors import ConfigError
+from offload.sim import SimulatedDevice
+
+pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
+
+LOOSE, TIGHT = 1e9, 1e-2
+
+
+class Training:
+    """A model of which everything streams, and its optimizer."""
+
+    def __init__(self, folder: Path, overlap: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.model = Model(dtype)
+        options = {"subgroup_numel": 4096, "threads": 1, "checkpoints_kept": 1, "paths": [folder], **options}
+        config = offload.OffloadConfig(host_memory=0, overlap=overlap, **options)
+        self.optimizer = offload.AdamW(self.model.named_parameters(), lr=1e-2, weight_decay=0.1, offload=config)
+        self.counts: Counter[str] = Counter()
+        self.seed = 0
+        self.follow = False
+
+    def backward(self) -> None:
+        self.seed += 1
+        loss_of(self.model, self.seed).backward()
+        if self.seed % 2:  # else what comes next may be seen by updates that are still to come
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until what can be made ahead has been made: else it is a matter of luck how much of it there is."""
+        machine, ahead = self.optimizer.engine._parts.machine, self.optimizer.engine._thread.ahead
+        until_s = time.monotonic() + 20
+        while time.monotonic() < until_s and ahead._wanted:
+            able = [number for number in ahead._left if number in machine._places]  # what there is room for
+            final = [number for number in able if ahead._left[number] <= 0]
+            if machine.is_ahead and not ahead._final and all(machine._beside.get(number) for number in final):
+                return
+            time.sleep(0.001)
+
+    def step(self) -> None:
+        self.settle()
+        self.optimizer.step()
+        self.count()
+
+    def count(self) -> None:
+        ahead = self.optimizer.engine._thread.ahead
+        self.counts["confirmed"] += ahead.confirmed_bytes
+        self.counts["revoked"] += ahead.revoked_bytes
+
+
+def plain(training: Training, rng: random.Random) -> None:
+    training.backward()
+    training.optimizer.clip_grad_norm_(LOOSE)
+
+
+def clipped(training: Training, rng: random.Random) -> None:
+    training.backward()
+    training.optimizer.clip_grad_norm_(TIGHT)
+
+
+def torch_clips(training: Training, rng: random.Random) -> None:
+    training.backward()
+    torch.nn.utils.clip_grad_norm_(training.model.parameters(), rng.choice([LOOSE, LOOSE, TIGHT]))
+
+
+def torch_clips_nothing(training: Training, rng: random.Random) -> None:
+    training.backward()
+    torch.nn.utils.clip_grad_norm_(training.model.parameters(), LOOSE)
+
+
+def accumulated(training: Training, rng: random.Random) -> None:
+    training.backward()
+    training.backward()
+
+
+def written_past_counters(training: Training, rng: random.Random) -> None:
+    training.backward()
+    for parameter in rng.sample([p for p in training.model.parameters() if p.grad is not None], 3):
+        parameter.grad.data.flatten()[0] += 1
+
+
+def signs_flipped(training: Training, rng: random.Random) -> None:
+    training.backward()
+    parameter = rng.choice([p for p in training.model.parameters() if p.grad is not None])
+    parameter.grad.data.neg_()
+
+
+def signs_flipped_everywhere(training: Training, rng: random.Random) -> None:
+    training.backward()
+    training.settle()
+    for parameter in training.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.neg_()
+
+
+def another_rate(training: Training, rng: random.Random) -> None:
+    training.backward()
+    for group in training.optimizer.param_groups:
+        group["lr"] = rng.choice([1e-2, 2e-3])
+
+
+def weights_written(training: Training, rng: random.Random) -> None:
+    training.backward()
+    parameter = rng.choice([*training.model.parameters()])
+    with torch.no_grad():
+        parameter.mul_(0.5)
+
+
+def fp32_weights_written_past_counters(training: Training, rng: random.Random) -> None:
+    training.backward()
+    parameter = rng.choice([*training.model.parameters()])
+    if parameter.dtype is torch.float32:
+        parameter.data.mul_(0.5)
+
+
+def some_without_gradient(training: Training, rng: random.Random) -> None:
+    training.backward()
+    rng.choice([*training.model.parameters()]).grad = None
+
+
+def another_gradient(training: Training, rng: random.Random) -> None:
+    training.backward()
+    parameter = rng.choice([p for p in training.model.parameters() if p.grad is not None])
+    parameter.grad = torch.ones_like(parameter)
+
+
+def dropped(training: Training, rng: random.Random) -> None:
+    training.backward()
+    training.optimizer.zero_grad()
+    training.backward()
+
+
+def dropped_behind_its_back(training: Training, rng: random.Random) -> None:
+    training.backward()
+    training.model.zero_grad()
+    training.backward()
+
+
+def state_read(training: Training, rng: random.Random) -> None:
+    training.backward()
+    training.optimizer.state_dict()
+
+
+def saved(training: Training, rng: random.Random) -> None:
+    training.backward()
+    training.optimizer.save_checkpoint(training.folder / f"checkpoint-{training.seed}")
+
+
+def not_finite(training: Training, rng: random.Random) -> None:
+    training.backward()
+    parameter = rng.choice([p for p in training.model.parameters() if p.grad is not None])
+    parameter.grad.data.flatten()[-1] = float("nan")
+    if not torch.isfinite(training.optimizer.clip_grad_norm_(1.0)):
+        training.optimizer.zero_grad()
+
+
+KINDS = [
+    clipped,
+    torch_clips,
+    accumulated,
+    written_past_counters,
+    signs_flipped,
+    another_rate,
+    weights_written,
+    fp32_weights_written_past_counters,
+    some_without_gradient,
+    another_gradient,
+    dropped,
+    dropped_behind_its_back,
+    state_read,
+    saved,
+    not_finite,
+]
+
+
+def run(
+    training: Training, steps: int, seed: int, kinds: list[Callable[..., None]], share: float = 0.4
+) -> list[torch.Tensor]:
+    """Train, a share of the steps not plainly; return all weights and state."""
+    rng = random.Random(seed)
+    with training.optimizer:
+        if training.follow:
+            training.optimizer.overlap_forward(training.model)
+        for _ in range(steps):
+            kind = rng.choice(kinds) if rng.random() < share else plain
+            kind(training, random.Random(rng.random()))
+            training.counts[kind.__name__] += 1
+            training.step()
+            training.optimizer.zero_grad()
+        training.optimizer.wait_checkpoint()
+        return everything(training.optimizer, training.model)
+
+
+@pytest.mark.parametrize("form", ["exact", "compact16", "compact8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bits_are_those_of_steps_without(tmp_path: Path, dtype: torch.dtype, form: str) -> None:
+    found = {}
+    for overlap in ("off", "backward"):
+        training = Training(tmp_path / overlap, overlap, dtype, state_format=form)
+        found[overlap] = run(training, 60, 1, KINDS)
+    assert_same(found["off"], found["backward"])
+    assert training.counts["confirmed"] > 0
+    assert training.counts["revoked"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("form", ["exact", "compact16", "compact8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_bits_of_long_runs(tmp_path: Path, seed: int, dtype: torch.dtype, form: str) -> None:
+    kinds = [*KINDS, *4 * [clipped]]
+    off = run(Training(tmp_path / "off", "off", dtype, state_format=form), 300, seed, kinds)
+    training = Training(tmp_path / "backward", "backward", dtype, state_format=form)
+    training.follow = seed > 0
+    assert_same(off, run(training, 300, seed, kinds))
+    assert training.counts["confirmed"] > 0
+
+
+@pytest.mark.parametrize("form", ["exact", "compact8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_bits_where_steps_go_on_into_forward(tmp_path: Path, dtype: torch.dtype, form: str) -> None:
+    off = run(Training(tmp_path / "off", "off", dtype, state_format=form), 40, 2, KINDS)
+    training = Training(tmp_path / "backward", "backward", dtype, state_format=form)
+    training.follow = True
+    assert_same(off, run(training, 40, 2, KINDS))
+    assert training.counts["confirmed"] > 0
+    assert training.counts["revoked"] > 0
+
+
+@pytest.mark.parametrize("kind", [plain, torch_clips_nothing], ids=lambda kind: kind.__name__)
+def test_all_is_confirmed_where_nothing_changes(tmp_path: Path, kind: Callable[..., None]) -> None:
+    training = Training(tmp_path / "backward", "backward")
+    run(training, 12, 0, [kind], share=1)
+    streamed_bytes = training.optimizer.plan.plan.state_bytes
+    # All but the first step, which finds no state on storage, and the second, ahead of which nobody knows what comes.
+    assert training.counts["confirmed"] >= 10 * streamed_bytes
+    assert training.counts["revoked"] == 0
+
+
+def test_always_clipping_makes_nothing_ahead(tmp_path: Path) -> None:
+    training = Training(tmp_path / "backward", "backward")
+    run(training, 12, 0, [clipped], share=1)
+    assert training.counts["confirmed"] == training.counts["revoked"] == 0
+
+
+def test_steps_that_always_revoke_are_tried_ever_more_rarely(tmp_path: Path) -> None:
+    training = Training(tmp_path / "backward", "backward")
+    tried = []
+    with training.optimizer:
+        for number in range(80):
+            signs_flipped_everywhere(training, random.Random(number))
+            before = training.counts["revoked"]
+            training.step()
+            training.optimizer.zero_grad()
+            if training.counts["revoked"] > before:
+                tried.append(number)
+    assert training.counts["confirmed"] == 0
+    assert 4 <= len(tried) <= 7
+    gaps = [b - a for a, b in pairwise(tried)]
+    assert gaps == sorted(gaps)
+
+
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, offload.GradScaler], ids=["torch", "ours"])
+def test_scaled_losses(tmp_path: Path, scaler: Callable[..., Any]) -> None:
+    found = []
+    for overlap in ("off", "backward"):
+        training = Training(tmp_path / overlap, overlap)
+        with training.optimizer as optimizer:
+            scales = scaler(device="cpu", init_scale=2.0**10, growth_interval=4)
+            for step in range(16):
+                training.seed += 1
+                scales.scale(loss_of(training.model, training.seed)).backward()
+                if step == 9:
+                    next(training.model.parameters()).grad.data.fill_(float("inf"))
+                training.settle()
+                scales.step(optimizer)
+                scales.update()
+                optimizer.zero_grad()
+                training.count()
+            found.append(everything(optimizer, training.model))
+    assert_same(*found)
+    if scaler is offload.GradScaler:
+        assert training.counts["confirmed"] > 0
+
+
+def clamp(parameter: torch.Tensor) -> None:
+    parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+def test_a_hook_that_comes_later(tmp_path: Path) -> None:
+    found = []
+    for overlap in ("off", "backward"):
+        training = Training(tmp_path / overlap, overlap)
+        for parameter in training.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(clamp)
+        found.append(run(training, 10, 0, [plain]))
+    assert_same(*found)
+
+
+def test_bytes_written_grow_with_the_share_that_is_revoked(tmp_path: Path) -> None:
+    """Nobody can write less than what is updated, and what is revoked was written for nothing."""
+    written, steps, bad = [], 30, 6
+    for revoked in (0, bad):
+        training = Training(tmp_path / str(revoked), "backward")
+        with training.optimizer as optimizer:
+            for number in range(steps):
+                kind = signs_flipped_everywhere if revoked and number % (steps // bad) == 4 else plain
+                kind(training, random.Random(number))
+                training.step()
+                optimizer.zero_grad()
+            written.append(optimizer.metrics()["path/0/written_bytes"])
+        streamed_bytes = optimizer.plan.plan.state_bytes
+    assert written[0] <= 1.01 * steps * streamed_bytes
+    assert written[1] <= 1.01 * (1 + bad / steps) * steps * streamed_bytes
+    assert training.counts["revoked"] > 0
+
+
+def test_no_room_for_versions_beside(tmp_path: Path) -> None:
+    """With room for the plan alone, some versions are made ahead or none, and no step fails."""
+    found = []
+    for overlap in ("off", "backward"):
+        probe = Training(tmp_path / f"probe-{overlap}", "off")
+        with probe.optimizer as optimizer:
+            plan = optimizer.plan.plan
+        limit = {"path": str(tmp_path / overlap), "max_bytes": plan.storage_bytes + plan.checkpoint_bytes}
+        training = Training(tmp_path / overlap, overlap, paths=[limit])
+        found.append(run(training, 16, 3, [plain, clipped, saved, state_read]))
+    assert_same(*found)
+
+
+def test_memory_for_new_weights_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.session.ahead.available_bytes", lambda: 0)
+    training = Training(tmp_path / "backward", "backward")
+    run(training, 6, 0, [plain])
+    assert training.counts["confirmed"] == 0
+
+
+def test_it_is_refused_where_gradients_are_not_known_before_the_step(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(8))
+    config = offload.OffloadConfig(host_memory=0, paths=[tmp_path], overlap="backward")
+    with pytest.raises(ConfigError, match="overlap"):
+        OnDevice([weight], device=SimulatedDevice(1 << 20), offload=config)
+    with pytest.raises(ConfigError, match="overlap"):
+        offload.OffloadConfig(overlap="forward")
+
+
+def test_weights_that_move_are_not_read_where_they_were(tmp_path: Path) -> None:
+    """Memory of an fp32 weight may be gone when it is given another one, before backward or after it."""
+    found = []
+    for overlap in ("off", "backward"):
+        training = Training(tmp_path / overlap, overlap, torch.float32)
+        with training.optimizer as optimizer:
+            for step in range(12):
+                moved = [p for p in training.model.parameters() if p.requires_grad][step % 5]
+                if step % 3 == 1:
+                    moved.data = moved.data.clone()
+                training.backward()
+                if step % 3 == 2:
+                    moved.data = moved.data * 2
+                training.step()
+                optimizer.zero_grad()
+            found.append(everything(optimizer, training.model))
+    assert_same(*found)
+    assert training.counts["confirmed"] > 0
+
+
+def test_gradients_that_are_replaced_while_updates_are_under_way(tmp_path: Path) -> None:
+    found = []
+    for overlap in ("off", "backward"):
+        training = Training(tmp_path / overlap, overlap)
+        with training.optimizer as optimizer:
+            for _ in range(12):
+                training.seed += 1
+                loss_of(training.model, training.seed).backward()
+                for parameter in training.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad = parameter.grad.float().to(parameter.dtype) * 2
+                optimizer.clip_grad_norm_(math.inf)
+                for parameter in training.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad = torch.full_like(parameter, 0.125)
+                optimizer.clip_grad_norm_(math.inf)
+                training.step()
+                optimizer.zero_grad()
+            found.append(everything(optimizer, training.model))
+    assert_same(*found)
+
+
+def test_masters_that_are_to_be_read_again(tmp_path: Path) -> None:
+    """`refresh_masters` before backward, and another write to the weight after it."""
+    found = []
+    for overlap in ("off", "backward"):
+        training = Training(tmp_path / overlap, overlap)
+        with training.optimizer as optimizer:
+            for step in range(12):
+                if step % 3 == 1:
+                    optimizer.refresh_masters()
+                training.backward()
+                training.settle()
+                if step % 3 == 1:
+                    for parameter in training.model.parameters():
+                        parameter.data.mul_(0.5)
+                training.step()
+                optimizer.zero_grad()
+            found.append(everything(optimizer, training.model))
+    assert_same(*found)
+    assert training.counts["confirmed"] > 0
+
+
+def test_what_is_hidden_can_be_seen(tmp_path: Path) -> None:
+    training = Training(tmp_path / "backward", "backward")
+    with training.optimizer as optimizer:
+        for _ in range(6):
+            plain(training, random.Random(0))
+            training.step()
+            found, timeline = optimizer.metrics(), optimizer.timeline()
+            optimizer.zero_grad()
+        assert "the step is hidden in backward" in str(optimizer.plan)
+    assert found["ahead/confirmed_bytes"] == found["lane/cpu/bytes"] == found["state_bytes"]
+    assert found["ahead/revoked_bytes"] == 0
+    assert found["path/0/write_bytes"] > 0
+    assert found["forward_s"] > 0
+    assert found["backward_s"] > 0
+    assert found["hidden_s"] >= 0
+    assert found["predicted_iteration_s"] > found["forward_s"]
+    assert {"caller", "cpu", "read:0", "write:0"} <= {interval.lane for interval in timeline}
+
+
+class AtLine:
+    """Calls something once, at the n-th line of a file that this thread runs, as a signal handler may be."""
+
+    def __init__(self, file: str, nth: int, call: Callable[[], Any]) -> None:
+        self.file, self.left, self.call = file, nth, call
+        self.has_fired = False
+
+    def __enter__(self) -> AtLine:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename == self.file else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and not self.has_fired:
+            self.left -= 1
+            if self.left < 0:
+                self.has_fired = True
+                self.call()
+        return self._line
+
+
+@pytest.mark.timeout(60, method="thread")  # else nothing ends a wait that never does
+def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path: Path) -> None:
+    found = []
+    for overlap in ("off", "backward"):
+        training = Training(tmp_path / overlap, overlap, torch.float32)
+        save = partial(training.optimizer.save_checkpoint, training.folder / "saved")
+        asks = [training.optimizer.state_dict, training.optimizer.metrics, save]
+        with training.optimizer as optimizer:
+            for step in range(40):
+                with AtLine(offload.session.ahead.__file__, 23 * step, asks[step % 3]) as handler:
+                    training.backward()
+                training.step()
+                optimizer.zero_grad()
+            assert not handler.has_fired  # every 23rd line has been met, and there are no others
+            found.append(everything(optimizer, training.model))
+    assert_same(*found)
+    assert training.counts["confirmed"] > 0
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("nth", range(7, 11))
+def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int) -> None:
+    training = Training(tmp_path / "run", "backward")
+    with training.optimizer as optimizer:
+        with pytest.raises(KeyboardInterrupt), AtLine(offload.session.ahead.__file__, nth, interrupt):
+            training.backward()
+        for _ in range(4):
+            optimizer.zero_grad()
+            training.backward()
+            training.step()
+    assert training.counts["confirmed"] > 0
+
+
+def test_state_of_parameters_that_have_had_no_gradient(tmp_path: Path) -> None:
+    """Added, and made by a checkpoint, after updates ahead of a step were chosen without them."""
+    training = Training(tmp_path / "run", "backward")
+    with training.optimizer as optimizer:
+        for _ in range(4):
+            training.backward()
+            training.step()
+            optimizer.zero_grad()
+        optimizer.add_param_group({"params": [("added", torch.nn.Parameter(torch.ones(5000)))]})
+        optimizer.save_checkpoint(tmp_path / "saved")
+        optimizer.wait_checkpoint()
+        machine = optimizer.engine._parts.machine
+        until_s = time.monotonic() + 20
+        while not machine.is_ahead and time.monotonic() < until_s:
+            time.sleep(0.001)
+        assert machine.is_ahead
+        optimizer.state_dict()
+        training.backward()
+        training.step()
+
+
+def test_hyperparameters_that_are_there_for_the_step_only(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run", "backward")
+    with training.optimizer as optimizer:
+        for step in range(6):
+            groups = optimizer.param_groups[:]
+            rate = groups[0]["lr"]
+            if step % 2:
+                optimizer.param_groups.clear()
+            else:
+                groups[0]["lr"] = None
+            training.backward()
+            optimizer.param_groups[:] = groups
+            groups[0]["lr"] = rate
+            training.step()
+            optimizer.zero_grad()
+    assert training.counts["confirmed"] == 0
