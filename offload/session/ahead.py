@@ -74,8 +74,9 @@ class Ahead:
         self.hyperparameters: Callable[[], Foreseen | None] | None = None
         """Returns those of all groups, as the step will have them, or None; nothing is made ahead without."""
         self.confirmed_bytes = self.revoked_bytes = 0
-        """State of the versions that the last step confirmed, and revoked."""
+        """State of the versions that the last step confirmed, and that have been revoked since the step before it."""
         self._parts = parts
+        self._dropped_bytes = 0  # ... that have been revoked since the last step, for other requests
         self._wanted = False
         self._pause = self._next_pause = 0
         self._scale = 1.0
@@ -201,13 +202,15 @@ class Ahead:
             The subgroups that are done.
         """
         machine = self._parts.machine
-        self.confirmed_bytes = self.revoked_bytes = 0
+        self.confirmed_bytes = 0
+        self.revoked_bytes, self._dropped_bytes = self._dropped_bytes, 0
         if not machine.is_ahead or machine.broken is not None:
             self.revoke()
             return ()
         made = [subgroup for subgroup in machine.beside if subgroup in subgroups]
         chosen = tuple(self._unchanged(made))
-        self._count(chosen)
+        self.confirmed_bytes = self._state_bytes(chosen)
+        self.revoked_bytes += self._state_bytes(machine.beside) - self.confirmed_bytes
         machine.handle(Confirm(chosen))
         for subgroup in chosen:
             self._publish(subgroup)
@@ -215,18 +218,22 @@ class Ahead:
         return chosen
 
     def revoke(self) -> None:
-        """End what is open, for another request than a step."""
-        if self._parts.machine.is_ahead:
-            self._count(())
-            self._parts.machine.handle(Confirm(()))
+        """End what is open, for another request than a step.
+
+        It is made again once a step: whoever goes on for long without steps has nothing written for them.
+        """
+        machine = self._parts.machine
+        if machine.is_ahead:
+            self._wanted = self._wanted and not self._dropped_bytes
+            self._dropped_bytes += self._state_bytes(machine.beside)
+            machine.handle(Confirm(()))
             self._end()
             if self._wanted:
                 self._prepare()
 
-    def _count(self, chosen: Collection[int]) -> None:
-        subgroups, beside = self._parts.plan.layout.subgroups, self._parts.machine.beside
-        self.confirmed_bytes = sum(subgroups[number].state_bytes for number in chosen)
-        self.revoked_bytes = sum(subgroups[number].state_bytes for number in beside) - self.confirmed_bytes
+    def _state_bytes(self, numbers: Collection[int]) -> int:
+        subgroups = self._parts.plan.layout.subgroups
+        return sum(subgroups[number].state_bytes for number in numbers)
 
     def _end(self) -> None:
         self._made.clear()

@@ -551,3 +551,25 @@ def test_hyperparameters_that_are_there_for_the_step_only(tmp_path: Path) -> Non
             training.step()
             optimizer.zero_grad()
     assert training.counts["confirmed"] == 0
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_passes_without_steps_write_what_one_step_would(tmp_path: Path, reads: bool) -> None:
+    """Gradients that are looked at and dropped, or state that is read time and again before a step."""
+    training = Training(tmp_path / "run", "backward")
+    with training.optimizer as optimizer:
+        for _ in range(5):
+            training.backward()
+            training.step()
+            optimizer.zero_grad()
+        before_bytes = optimizer.metrics()["path/0/written_bytes"]
+        for _ in range(10):
+            if not reads or optimizer.param_groups[0]["params"][0].grad is None:
+                training.backward()
+            training.settle()
+            optimizer.state_dict() if reads else optimizer.zero_grad()
+        written_bytes = optimizer.metrics()["path/0/written_bytes"] - before_bytes
+        assert 0 < written_bytes < 3.5 * optimizer.engine.plan.state_bytes  # staging slots are flushed, too
+        training.backward()
+        training.step()
+        assert optimizer.metrics()["ahead/revoked_bytes"] > 0

@@ -12,19 +12,23 @@ from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
 from offload.engine.machine import Machine, Phase, update_visits
 from offload.engine.operations import (
+    Admit,
     AwaitPush,
     Begin,
+    Confirm,
     CopyIn,
     CopyOut,
     Done,
     Extend,
     Failed,
     FetchWeights,
+    Hold,
     PushWeights,
     ReadTile,
     Run,
     Stop,
     Sweep,
+    Taken,
     Visit,
     WriteTile,
 )
@@ -69,6 +73,17 @@ def finish(machine: Machine, operations: list) -> list:
         operation = operations.pop(0)
         done.append(operation)
         operations += give(machine, Done(operation.op))
+    return done
+
+
+def finish_until_run(machine: Machine, operations: list) -> list:
+    """Let everything but runs end well, oldest first; return all operations, those given included."""
+    done = []
+    while operations:
+        operation = operations.pop(0)
+        done.append(operation)
+        if not isinstance(operation, Run):
+            operations += give(machine, Done(operation.op))
     return done
 
 
@@ -487,3 +502,23 @@ def test_gpu_slots_follow_the_plan_between_steps():
     give(machine, Extend(make_plan(plan.layout, budgets, placements=plan.placements)))
     slots = [operation.gpu_slot for operation in finish(machine, give(machine, step(machine, 2)))]
     assert set(slots) == {0}, "one is left"
+
+
+@pytest.mark.parametrize("fails_before", [False, True])
+def test_a_version_beside_the_live_one_is_confirmed_only_while_its_writes_go_well(fails_before: bool) -> None:
+    machine = make(2, 1)
+    finish(machine, give(machine, sweep(1, 0, 1)))
+    give(machine, Taken(machine.finished))
+    reads = give(machine, Begin(Sweep(2, 2, (Visit(0, ahead=True),), ahead=True)), Admit((0,)))
+    *_, run = [each for each in finish_until_run(machine, reads) if isinstance(each, Run)]
+    writes = give(machine, Done(run.op))
+    assert machine.beside == {0}
+    if fails_before:
+        give(machine, Failed(writes[0].op, EIO))
+        assert not machine.beside  # a save would fail with it, and a step that makes it again does not
+    give(machine, Hold(), Confirm(tuple(machine.beside)))
+    for write in writes[fails_before:]:
+        give(machine, Done(write.op))
+    assert machine.broken is None
+    newest = {machine.index.get(tile).step for tile, _, _ in machine.plan.layout.subgroups[0].tiles}
+    assert newest == ({1} if fails_before else {2})
