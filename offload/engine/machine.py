@@ -719,7 +719,6 @@ class Machine:
             self.saver.landed(operation, 0, error)
             return
         if isinstance(operation, WriteTile) and self._flushes[operation.tile.subgroup].beside:
-            self._beside.pop(operation.tile.subgroup, None)  # it is confirmed by nobody
             self.index.lose(operation.record.location)
             self._give_up_beside(operation.tile.subgroup, error)
             self._flushed_tile(operation.tile.subgroup)
