@@ -184,7 +184,7 @@ class FlushesHalf(Careless):
 
 class RecordsWrongVersion(Careless):
     def _write(self, tile, slot, offset, nbytes):
-        self._versions[tile.subgroup] += 1
+        self._flushes[tile.subgroup].step += 1
         return super()._write(tile, slot, offset, nbytes)
 
 
