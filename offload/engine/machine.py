@@ -451,7 +451,8 @@ class Machine:
             subgroup = visit.subgroup
             able = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
             plain = visit.changes and not (visit.gpu or visit.overwrites or visit.weight_bytes)
-            invariant(visit.ahead and able and plain, f"{visit} is ahead")
+            if not (visit.ahead and able and plain):  # not by `invariant`: its message would be made for every visit
+                raise InternalError(f"{visit} is ahead (this is a bug in offload)")
             room = self._slots_of(subgroup)
             if self.broken is not None or not self.index.reserve(room, spare=True):
                 break
@@ -487,7 +488,7 @@ class Machine:
             if records is None:
                 self._flushes[subgroup].beside = False
             else:
-                self._commit(subgroup, records)
+                self._commit(records)
         for subgroup, records in made.items():
             if records is not None:  # else when the flush has ended
                 self._revoke(subgroup, records)
@@ -515,7 +516,7 @@ class Machine:
         if subgroup in self._slots:
             self._vacate(self._slots[subgroup])
 
-    def _commit(self, subgroup: int, records: Iterable[tuple[TileId, Record]]) -> None:
+    def _commit(self, records: Iterable[tuple[TileId, Record]]) -> None:
         """Make a version the newest: all of its tiles are there, and only now do the old slots go."""
         for tile, record in records:
             self.index.commit(tile, record)
@@ -626,7 +627,7 @@ class Machine:
             self._flushed_beside(subgroup, flush)
             return True
         if flush.error is None:
-            self._commit(subgroup, flush.records)
+            self._commit(flush.records)
             self.saver.flushed(flush.records, subgroup)
             self._settle(subgroup, changed=False)
             return True

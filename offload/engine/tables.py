@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.kernels import rounding_keys
-from offload.kernels.table import checked, segment_table
-from offload.layout import Layout
+from offload.kernels.table import active_rows, checked, segment_table
+from offload.layout import Layout, Subgroup
 from offload.protocols import SegmentFlag, StateFormat
 
 
@@ -24,6 +24,11 @@ def number_of(name: str) -> int:
     """Return what stochastic rounding knows a parameter by: the same on all ranks, whatever order they come in."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2  # manifests have 62 bits
+
+
+def _new_weights(layout: Subgroup) -> str:
+    """Return the field of a table that says where new weights go."""
+    return "new_master" if layout.dtype is DtypeCode.FLOAT32 else "new_weight"
 
 
 class Tables:
@@ -208,7 +213,7 @@ class Tables:
         table["flags"] &= ~np.uint32(SegmentFlag.LOAD_MASTER)
         layout, offset = self._layout.subgroups[subgroup], self._columns[subgroup][2]
         new = np.uint64(image_address) + offset * ITEM_BYTES[layout.dtype]
-        table["new_master" if layout.dtype is DtypeCode.FLOAT32 else "new_weight"] = new
+        table[_new_weights(layout)] = new
         table["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
         return table
 
@@ -217,7 +222,7 @@ class Tables:
         layout = self._layout.subgroups[subgroup]
         expected = checked(ahead).copy()  # of a rule's own names, a copy would leave the fields between them out
         expected["read"] = 0
-        expected["new_master" if layout.dtype is DtypeCode.FLOAT32 else "new_weight"] = 0
+        expected[_new_weights(layout)] = 0
         now = self.fill(subgroup, address, fresh=False, update=True)
         return now.tobytes() == expected.tobytes()
 
@@ -230,8 +235,7 @@ class Tables:
             For each segment, of its gradient and of its fp32 weight; sizes are 0 for what is not read.
         """
         is_fp32 = self._layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
-        active = (table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
-        numel = np.where(active, table["numel"], np.uint64(0))
+        numel = np.where(active_rows(table), table["numel"], np.uint64(0))
         sizes = np.stack([numel * ITEM_BYTES[table["gradient_dtype"]], numel * np.uint64(4 * is_fp32)], axis=1)
         return np.stack([table["gradient"], table["master"]], axis=1), sizes.astype(np.uint64)
 

@@ -21,9 +21,10 @@ from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
 from offload.kernels.reference.minifloat import blocks_numel
 from offload.kernels.stored import as_fp32, stored_dtype
+from offload.kernels.table import active_rows
 from offload.layout import Segment
 from offload.plan import Plan
-from offload.protocols import SegmentFlag, TileId
+from offload.protocols import TileId
 from offload.rules import FP32, MASTER
 
 
@@ -111,8 +112,7 @@ class StateViews:
         table = self._tables.fill(
             subgroup, self._address(run), fresh=run.fresh, update=True, weights_address=image, gradients=gradients
         )
-        active = (table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
-        gpu.will_push(run, self._tables.weight_copies(subgroup, image, active))
+        gpu.will_push(run, self._tables.weight_copies(subgroup, image, active_rows(table)))
         return table
 
     # Tensors

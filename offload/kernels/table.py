@@ -59,6 +59,12 @@ def segment_table(
     return table
 
 
+def active_rows(table: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return for each segment of a table whether it is updated."""
+    found: npt.NDArray[np.bool_] = (table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
+    return found
+
+
 def trial_table(rule: UpdateRule, addresses: Mapping[str, int] | int, numel: int) -> npt.NDArray[Any]:
     """Return the table of an update to be timed; gradient and weight are bf16.
 

@@ -26,8 +26,8 @@ from offload.engine.executor import WAKE
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.operations import Admit, Begin, Confirm, Hold, Run, Sweep, Visit
 from offload.errors import ConfigError, OffloadError, known
+from offload.kernels.table import active_rows
 from offload.plan import Home
-from offload.protocols import SegmentFlag
 from offload.session.parts import Parts
 
 log = logging.getLogger("offload")
@@ -84,7 +84,7 @@ class Ahead:
         self._expected = np.zeros(0, np.int64)
         self._arrived_at = np.zeros(0, np.int64)
         self._clock = 0
-        self._foreseen = False  # whether all gradients of the last step arrived, and no others
+        self._all_arrived = False  # whether all gradients of the last step arrived, and no others
         self._lock = threading.RLock()
         self._left: dict[int, int] = {}  # subgroups that are open to be made: parameters that have not all arrived
         self._order: list[int] = []
@@ -123,8 +123,8 @@ class Ahead:
             self._wanted = False
             self._expected = np.zeros_like(self._arrivals)
             self._expected[active] = self._arrivals[active]
-            self._foreseen = bool(np.array_equal(self._expected, self._arrivals)) and bool(active)
-            self._foreseen = self._foreseen and bool((self._expected[active] > 0).all())
+            self._all_arrived = bool(np.array_equal(self._expected, self._arrivals)) and bool(active)
+            self._all_arrived = self._all_arrived and bool((self._expected[active] > 0).all())
             self._arrivals[:] = 0
 
     def restart(self) -> bool:
@@ -190,10 +190,13 @@ class Ahead:
         subgroup = run.visit.subgroup
         segments = len(self._parts.plan.layout.subgroups[subgroup].segments)
         sums = np.zeros((segments, SUMS), np.uint64)
-        image = known(self._images, "there is no image of weights").address + self._image_at[subgroup]
-        address, table = self._parts.views.table_ahead(run, image, self._slots, sums)
+        address, table = self._parts.views.table_ahead(run, self._image_of(subgroup), self._slots, sums)
         self._made[subgroup] = _Made(address, table, sums)
         return table
+
+    def _image_of(self, subgroup: int) -> int:
+        """Return the address of the image of a subgroup's new weights."""
+        return known(self._images, "there is no image of weights").address + self._image_at[subgroup]
 
     def confirm(self, subgroups: Collection[int]) -> tuple[int, ...]:
         """End what is open; take over the versions that a step of `subgroups` would make again, and their weights.
@@ -258,9 +261,9 @@ class Ahead:
 
     def _publish(self, subgroup: int) -> None:
         """Put the weights of a version where they belong."""
-        image = known(self._images, "there is no image of weights").address + self._image_at[subgroup]
-        active = (self._made[subgroup].table["flags"] & np.uint32(SegmentFlag.ACTIVE)) != 0
-        for weight, copy, nbytes in self._parts.tables.weight_copies(subgroup, image, active).tolist():
+        active = active_rows(self._made[subgroup].table)
+        copies = self._parts.tables.weight_copies(subgroup, self._image_of(subgroup), active)
+        for weight, copy, nbytes in copies.tolist():
             ctypes.memmove(weight, copy, nbytes)
 
     def stepped(self, scale: float, clip: float) -> None:
@@ -275,7 +278,7 @@ class Ahead:
             self._next_pause = 0
         self._pause = max(self._pause - 1, 0)
         self._scale = scale
-        if self._foreseen and clip == 1 and not self._pause:
+        if self._all_arrived and clip == 1 and not self._pause:
             self._prepare()
 
     def _prepare(self) -> None:

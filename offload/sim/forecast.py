@@ -45,16 +45,19 @@ class Forecast:
 
     def with_forward_s(self, plan: Plan, rates: Rates, forward_s: float, on_cpu: bool) -> float:
         """Return the seconds of a forward pass behind which the last step goes on; see `with_forward_s`."""
-        now = self.carried_on(plan, rates)
-        made = now if self._made is None else self._made[3]
-        return with_forward_s(made, forward_s, on_cpu=on_cpu, factor=now.step_s / made.step_s if made.step_s else 1.0)
+        made, factor = self._drifted(plan, rates)
+        return with_forward_s(made, forward_s, on_cpu=on_cpu, factor=factor)
 
     def with_backward_s(self, plan: Plan, rates: Rates, forward_s: float, backward_s: float, follows: bool) -> float:
         """Return the seconds of an iteration with updates during backward; see `with_backward_s`."""
+        made, factor = self._drifted(plan, rates)
+        return with_backward_s(made, plan, forward_s, backward_s, follows=follows, factor=factor)
+
+    def _drifted(self, plan: Plan, rates: Rates) -> tuple[Prediction, float]:
+        """Return the last simulation, which has a timeline, and by what factor a step is longer now."""
         now = self.carried_on(plan, rates)
         made = now if self._made is None else self._made[3]
-        factor = now.step_s / made.step_s if made.step_s else 1.0
-        return with_backward_s(made, plan, forward_s, backward_s, follows=follows, factor=factor)
+        return made, now.step_s / made.step_s if made.step_s else 1.0
 
     def watch(self, plan: Plan, rates: Rates, step_s: float) -> None:
         """Say that a step has taken far longer than expected: the first time, the second, the fourth, and so on.

@@ -370,67 +370,66 @@ def test_it_is_refused_where_gradients_are_not_known_before_the_step(tmp_path: P
         offload.OffloadConfig(overlap="forward")
 
 
-def test_weights_that_move_are_not_read_where_they_were(tmp_path: Path) -> None:
-    """Memory of an fp32 weight may be gone when it is given another one, before backward or after it."""
+def same_bits_for(
+    tmp_path: Path, backward: Callable[[Training, int], None], dtype: torch.dtype = torch.bfloat16
+) -> Counter[str]:
+    """Train twelve steps, each after `backward`, with updates ahead and without; return what was counted."""
     found = []
     for overlap in ("off", "backward"):
-        training = Training(tmp_path / overlap, overlap, torch.float32)
+        training = Training(tmp_path / overlap, overlap, dtype)
         with training.optimizer as optimizer:
             for step in range(12):
-                moved = [p for p in training.model.parameters() if p.requires_grad][step % 5]
-                if step % 3 == 1:
-                    moved.data = moved.data.clone()
-                training.backward()
-                if step % 3 == 2:
-                    moved.data = moved.data * 2
+                backward(training, step)
                 training.step()
                 optimizer.zero_grad()
             found.append(everything(optimizer, training.model))
     assert_same(*found)
-    assert training.counts["confirmed"] > 0
+    return training.counts
+
+
+def test_weights_that_move_are_not_read_where_they_were(tmp_path: Path) -> None:
+    """Memory of an fp32 weight may be gone when it is given another one, before backward or after it."""
+
+    def backward(training: Training, step: int) -> None:
+        moved = [p for p in training.model.parameters() if p.requires_grad][step % 5]
+        if step % 3 == 1:
+            moved.data = moved.data.clone()
+        training.backward()
+        if step % 3 == 2:
+            moved.data = moved.data * 2
+
+    assert same_bits_for(tmp_path, backward, torch.float32)["confirmed"] > 0
 
 
 def test_gradients_that_are_replaced_while_updates_are_under_way(tmp_path: Path) -> None:
-    found = []
-    for overlap in ("off", "backward"):
-        training = Training(tmp_path / overlap, overlap)
-        with training.optimizer as optimizer:
-            for _ in range(12):
-                training.seed += 1
-                loss_of(training.model, training.seed).backward()
-                for parameter in training.model.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad = parameter.grad.float().to(parameter.dtype) * 2
-                optimizer.clip_grad_norm_(math.inf)
-                for parameter in training.model.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad = torch.full_like(parameter, 0.125)
-                optimizer.clip_grad_norm_(math.inf)
-                training.step()
-                optimizer.zero_grad()
-            found.append(everything(optimizer, training.model))
-    assert_same(*found)
+    def backward(training: Training, step: int) -> None:
+        training.seed += 1
+        loss_of(training.model, training.seed).backward()
+        for parameter in training.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.float().to(parameter.dtype) * 2
+        training.optimizer.clip_grad_norm_(math.inf)
+        for parameter in training.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = torch.full_like(parameter, 0.125)
+        training.optimizer.clip_grad_norm_(math.inf)
+
+    same_bits_for(tmp_path, backward)
 
 
 def test_masters_that_are_to_be_read_again(tmp_path: Path) -> None:
     """`refresh_masters` before backward, and another write to the weight after it."""
-    found = []
-    for overlap in ("off", "backward"):
-        training = Training(tmp_path / overlap, overlap)
-        with training.optimizer as optimizer:
-            for step in range(12):
-                if step % 3 == 1:
-                    optimizer.refresh_masters()
-                training.backward()
-                training.settle()
-                if step % 3 == 1:
-                    for parameter in training.model.parameters():
-                        parameter.data.mul_(0.5)
-                training.step()
-                optimizer.zero_grad()
-            found.append(everything(optimizer, training.model))
-    assert_same(*found)
-    assert training.counts["confirmed"] > 0
+
+    def backward(training: Training, step: int) -> None:
+        if step % 3 == 1:
+            training.optimizer.refresh_masters()
+        training.backward()
+        training.settle()
+        if step % 3 == 1:
+            for parameter in training.model.parameters():
+                parameter.data.mul_(0.5)
+
+    assert same_bits_for(tmp_path, backward)["confirmed"] > 0
 
 
 def test_what_is_hidden_can_be_seen(tmp_path: Path) -> None:

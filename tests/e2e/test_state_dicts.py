@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -332,17 +333,24 @@ def test_state_of_other_strides_and_dtypes_is_loaded(streaming: Any, dtype: torc
     ],
 )
 def test_what_cannot_be_loaded_changes_nothing(streaming: Any, spoil: Callable[[torch.Tensor], Any]) -> None:
+    with refused(streaming, "exp_avg_sq") as saved:
+        last = max(saved["state"])
+        number = next(n for n, entry in saved["state"].items() if entry["exp_avg"].dim() == 1)
+        saved["state"][number]["exp_avg_sq"] = spoil(saved["state"][number]["exp_avg_sq"])
+        assert last > 0
+
+
+@contextlib.contextmanager
+def refused(streaming: Any, match: str) -> Iterator[dict[str, Any]]:
+    """Give a state dict to be spoiled; loading it has to fail, and to change nothing."""
     model = Model(torch.float32)
     with offload.AdamW(model.groups(), offload=streaming()) as optimizer:
         model.train_with(optimizer, 1)
         saved = optimizer.state_dict()
         model.train_with(optimizer, 2)
         before = everything(model, optimizer)
-        last = max(saved["state"])
-        number = next(n for n, entry in saved["state"].items() if entry["exp_avg"].dim() == 1)
-        saved["state"][number]["exp_avg_sq"] = spoil(saved["state"][number]["exp_avg_sq"])
-        assert last > 0
-        with pytest.raises(offload.ConfigError, match="exp_avg_sq"):
+        yield saved
+        with pytest.raises(offload.ConfigError, match=match):
             optimizer.load_state_dict(saved)
         assert same(everything(model, optimizer), before)
 
@@ -363,16 +371,8 @@ def endless(saved: dict[str, Any]) -> None:
 def test_what_state_dicts_say_of_parameters_is_checked_first(
     streaming: Any, spoil: Callable[[dict[str, Any]], None], words: str
 ) -> None:
-    model = Model(torch.float32)
-    with offload.AdamW(model.groups(), offload=streaming()) as optimizer:
-        model.train_with(optimizer, 1)
-        saved = optimizer.state_dict()
-        model.train_with(optimizer, 2)
-        before = everything(model, optimizer)
+    with refused(streaming, words) as saved:
         spoil(saved)
-        with pytest.raises(offload.ConfigError, match=words):
-            optimizer.load_state_dict(saved)
-        assert same(everything(model, optimizer), before)
 
 
 @pytest.mark.parametrize("weights_first", [True, False])

@@ -317,11 +317,8 @@ class Session(saves.Session):
             self.awaited = None
         self.outcome.counts["let on beside a sweep"] += not self.machine.idle
 
-    def forward(self, flag: bool) -> None:
-        """Use modules in some order and, but for an evaluation (`flag`), leave gradients of them in reverse."""
-        order = self.rng.sample(self.modules, self.rng.randrange(1, len(self.modules) + 1))
-        if self.rng.random() < 0.2:
-            order.append(self.rng.choice(order))
+    def loss_of(self, order):
+        """Have modules wait for their weights and use them; return a number that all they read has a part in."""
         loss = self.sweeps
         for module in order:
             self.compute()
@@ -331,6 +328,14 @@ class Session(saves.Session):
             assert read == [self.twin.made.get(subgroup) for subgroup in subgroups], "weights are not the last step's"
             loss = zlib.crc32(repr((loss, read)).encode())
             self.used.update(dict.fromkeys(module))
+        return loss
+
+    def forward(self, flag: bool) -> None:
+        """Use modules in some order and, but for an evaluation (`flag`), leave gradients of them in reverse."""
+        order = self.rng.sample(self.modules, self.rng.randrange(1, len(self.modules) + 1))
+        if self.rng.random() < 0.2:
+            order.append(self.rng.choice(order))
+        loss = self.loss_of(order)
         if flag:
             return
         # Some arrive though their module was not called: whoever writes to `.grad` may do so at any time.

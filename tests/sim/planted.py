@@ -590,7 +590,7 @@ class TakesOverWhatIsWrittenAtOnce(Careless):
     def _flushed_beside(self, subgroup, flush):
         super()._flushed_beside(subgroup, flush)
         if self._beside.get(subgroup):
-            self._commit(subgroup, self._beside.pop(subgroup))
+            self._commit(self._beside.pop(subgroup))
 
 
 class GoesOnFromWhatWasRevoked(Careless):
