@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -30,6 +31,38 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's backgro
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("new", derandomize=False, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
+
+
+STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        config.stash[STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Where its timeout's signal does not end a test, which then waits in native code or while it is torn down, its
+    worker says where all threads are, and ends: the test fails by name, and others go on."""
+    watch(item)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """pytest's own plugin has just cancelled what was watched."""
+    if isinstance(node, pytest.Item):
+        watch(node)
+
+
+def watch(item: pytest.Item) -> None:
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(1.5 * limit_s, exit=True, file=item.config.stash[STDERR])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
