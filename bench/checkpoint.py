@@ -2,8 +2,9 @@
 
 A model is trained with none, half and all of its optimizer state resident. Rounds of iterations with a checkpoint
 alternate with rounds of as many without, so that whatever else the machine does falls on both alike. The stall is the
-time of the call that starts a checkpoint, and what each iteration takes longer than the same one of the rounds before
-and after, as medians over all rounds; its parts (hand-over, forward and backward, update) are reported. It cannot be
+time of the call that starts a checkpoint, what each iteration takes longer than the same one of the rounds before
+and after, and what the last update before it takes longer than that before a round without, as medians over all
+rounds; its parts (hand-over, forward and backward, update, preparation) are reported. It cannot be
 less than what of the resident bytes, at the rate at which they were written in this run, exceeds forward and
 backward: that floor is taken off. Bytes are those written beyond what rounds without a checkpoint write, as a share
 of the state. `torch.save` of the same state's `state_dict()` stands beside it, its file synced.
@@ -27,7 +28,8 @@ from _common import Target, arguments, environment, progress, report
 import offload
 from offload.plan import Home
 
-MOST_STALL = 0.05
+MOST_STALL = {0.0: 0.03, 0.5: 0.05, 1.0: 0.10}
+"""By the share of state in memory."""
 ROUND = 4
 """Iterations of a round: more than a checkpoint takes."""
 
@@ -173,6 +175,11 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
         "forward_backward": sum(longer_s(saving, plain, "forward_s", n) for n in range(iterations)),
         "update": sum(longer_s(saving, plain, "update_s", n) for n in range(iterations)),
     }
+    # Where the next checkpoint is expected, the update before it makes checksums.
+    parts["preparation"] = statistics.median(
+        (before.update_s[-1] + after.update_s[-1]) / 2 - one.update_s[-1]
+        for one, before, after in zip(saving, plain[:-1], plain[1:], strict=True)
+    )
     moved = [statistics.median(one.nbytes("write", "save", "copy") for one in rounds) for rounds in (saving, plain)]
     return {
         "parameters": training.numel,
@@ -201,7 +208,7 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
 def main() -> None:
     args = arguments(__doc__, path=True).parse_args()
     described = environment()
-    size = Size(512, 3, 8, 2) if args.smoke else Size(2048, 12, 512, 15)
+    size = Size(512, 3, 8, 2) if args.smoke else Size(2048, 12, 1536, 15)
     results: dict[str, Any] = {}
     targets = []
     for share in (0.0, 0.5, 1.0):
@@ -217,7 +224,9 @@ def main() -> None:
             f"torch.save takes {found['torch_save']:.2f} iterations"
         )
         where = f"{share:.0%} resident"
-        targets.append(Target.at_most(f"stall beyond the floor over an iteration, {where}", beyond, MOST_STALL))
+        targets.append(
+            Target.at_most(f"stall beyond the floor over an iteration, {where}", beyond, MOST_STALL[share])
+        )
         over = found["bytes_over_memory"]
         targets.append(Target.at_most(f"bytes written over bytes in memory, {where}", over, 1.01))
     if len({found["checksum"] for found in results.values()}) != 1:

@@ -200,6 +200,7 @@ class Saves:
         self._make_buffers = buffers
         self._buffers = (0, 0)
         self._numbers = 0
+        self._steps: tuple[int, ...] = ()
         self.named: Mapping[TileId, Record] = {}
         """Tiles of a checkpoint whose commit went on when the session broke: their slots stay."""
         self._commit_error: BaseException | None = None
@@ -245,6 +246,7 @@ class Saves:
             self._buffers = self._make_buffers()  # until the save has ended
         sink = None
         self._numbers += 1
+        self._steps = *self._steps[-1:], snapshot.step
         number = len(self.stores)
         if copy:
             store = uuid.uuid4()
@@ -265,6 +267,10 @@ class Saves:
         save = Save(self._numbers, number if copy else None, empty)
         self.pending = Pending(save, folder, snapshot, sink, on_done, time.monotonic())
         return self.pending
+
+    def is_expected(self, step: int) -> bool:
+        """Return whether a save after a step would come as long after the last one as that after the one before."""
+        return len(self._steps) == 2 and step == 2 * self._steps[1] - self._steps[0]
 
     # On the engine thread: what the executor needs
 

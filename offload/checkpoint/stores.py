@@ -27,7 +27,7 @@ from pathlib import Path
 
 from offload.checkpoint.contents import read_manifests, read_released
 from offload.checkpoint.folder import TEMPORARY, BucketFolder, DirectoryFolder, Folder, open_folder
-from offload.checkpoint.manifest import COMMIT_NAME, seal, unseal, unseal_commit
+from offload.checkpoint.manifest import COMMIT_NAME, CommitRecord, seal, unseal, unseal_commit
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers.places import (
     LOCK_NAME,
@@ -163,14 +163,23 @@ def released_before(folder: Folder) -> tuple[str, ...]:
     Raises:
         CheckpointError: Its `COMMIT` is not ours to replace.
     """
-    content = folder.read(COMMIT_NAME)
-    if content is None:
+    commit = commit_to_replace(folder)
+    if commit is None:
         return read_released(folder)[0]
+    return (commit.id, *commit.replaced) if not _is_copy(folder) else commit.replaced
+
+
+def commit_to_replace(folder: Folder) -> CommitRecord | None:
+    """Return what the `COMMIT` of a folder says; None if there is none.
+
+    Raises:
+        CheckpointError: It is not ours to replace.
+    """
+    content = folder.read(COMMIT_NAME)
     try:
-        commit = unseal_commit(content, os.path.join(folder.path, COMMIT_NAME))
+        return None if content is None else unseal_commit(content, os.path.join(folder.path, COMMIT_NAME))
     except CheckpointError as cause:
         raise CheckpointError(f"{cause}. It is not replaced: move it away, or save to another folder") from cause
-    return (commit.id, *commit.replaced) if not _is_copy(folder) else commit.replaced
 
 
 def _is_copy(folder: Folder) -> bool:

@@ -125,6 +125,8 @@ class LiveExecutor:
         """Operations that have ended, in that order; whoever starts a step takes it."""
         self.requests = 0
         """Requests that have come in; whoever takes one counts it down."""
+        self.seals_homes = False
+        """Whether updates seal the state that is at home in memory, too: they take longer, and a checkpoint less."""
         self._tiers = tiers
         self._kernel = kernel
         self._queue = queue
@@ -198,7 +200,9 @@ class LiveExecutor:
         if isinstance(operation, Run):
             self._in_flight[operation.op] = (operation, None)
             started_s = time.monotonic()
-            if operation.slot is not None and not self._updates:
+            if operation.slot is None:
+                self._seals.touched_home(operation.visit.subgroup)
+            elif not self._updates:
                 fetched = not operation.fresh and not operation.visit.overwrites
                 self._seals.touched(operation.slot, operation.visit.subgroup if fetched else None)
             table = self._visitor(operation)
@@ -231,8 +235,10 @@ class LiveExecutor:
 
     def _checks(self, operation: ReadTile | WriteTile | SaveTile | CopyTile) -> tuple[int | None, bool]:
         """Return the checksum of a tile that is moved, if it is known, and whether the tier verifies the tile."""
-        if not self._verify or isinstance(operation, SaveTile):
+        if not self._verify:
             return None, True
+        if isinstance(operation, SaveTile):
+            return self._seals.saving(operation), True
         if isinstance(operation, WriteTile):
             return self._seals.writing(operation), True
         return operation.record.checksum, isinstance(operation, CopyTile) or self._seals.reading(operation)
@@ -255,11 +261,12 @@ class LiveExecutor:
 
     def _update(self, run: Run, table: npt.NDArray[Any]) -> None:
         subgroup = self._plan.layout.subgroups[run.visit.subgroup] if self._plan is not None else None
-        if run.slot is None or subgroup is None or not self._verify:
+        if subgroup is None or not self._verify or (run.slot is None and not self.seals_homes):
             self._kernel.submit(run.op, table)
             return
+        address = self._source().resident_address(subgroup.index) if run.slot is None else self.slot_address(run.slot)
         expected = self._seals.expected(run, subgroup)
-        state = self._seals.state(subgroup, self.slot_address(run.slot))
+        state = self._seals.state(subgroup, address)
         self._seals.started(run, self._kernel.submit_sealed(run.op, table, state, expected))
 
     def _start_on_gpu(self, operation: CopyIn | CopyOut | WeightOperation | Run) -> None:
@@ -274,7 +281,9 @@ class LiveExecutor:
             case Run():
                 gpu.run(operation, self._visitor(operation), due_s)
             case CopyOut():
-                if operation.slot is not None:
+                if operation.slot is None:
+                    self._seals.touched_home(operation.subgroup)
+                else:
                     self._seals.touched(operation.slot, None)
                 gpu.copy_out(operation, self._state_address(operation), due_s)
             case FetchWeights():

@@ -1,11 +1,12 @@
-"""Checksums that updates make of state in staging slots, and verify of it.
+"""Checksums that updates make of state in memory, and verify of it.
 
 An update seals the state that it has changed while that is in the processor's cache: a flush has its checksums from
-there. What is read back and has the checksums of a known seal is compared with it by the next update, again block by
-block in the cache, and the tier leaves that out. Everything else that touches a slot has it verified before.
+there, and so has a checkpoint those of state at home in memory. What is read back and has the checksums of a known
+seal is compared with it by the next update, again block by block in the cache, and the tier leaves that out. Everything
+else that touches a slot has it verified before.
 
-Invariants: no visitor, kernel or copy sees state that was read and not verified; a seal is given to a flush only if
-nobody but that update has written to the slot. All methods belong to the engine thread.
+Invariants: no visitor, kernel or copy sees state that was read and not verified; a seal is given to a write only if
+nobody but that update has written to the memory. All methods belong to the engine thread.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from offload._native import crc32c
-from offload.engine.operations import ReadTile, Run, WriteTile
+from offload.engine.operations import ReadTile, Run, SaveTile, WriteTile
 from offload.errors import known
 from offload.layout import Subgroup
 from offload.protocols import Seal, SealedState, TileId
@@ -51,6 +52,7 @@ class Seals:
     def __init__(self, slot_address: Callable[[int], int]) -> None:
         self._slot_address = slot_address
         self._slots: dict[int, _Held] = {}
+        self._homes: dict[int, Seal] = {}  # of what is at home in memory, by subgroup
         self._flushed: dict[int, Seal] = {}  # by subgroup
         self._running: dict[int, tuple[Run, Seal, _Held | None]] = {}
         self._offsets: dict[int, np.ndarray] = {}
@@ -78,6 +80,12 @@ class Seals:
         self._flushed[tile.subgroup] = held.seal
         return held.seal.checksum(tile.tensor, tile.tile)
 
+    def saving(self, operation: SaveTile) -> int | None:
+        """Return the checksum of a tile that is about to be saved, if it is known."""
+        tile = operation.tile
+        seal = self._homes.get(tile.subgroup) if operation.buffer is None else None
+        return None if seal is None else seal.checksum(tile.tensor, tile.tile)
+
     def state(self, subgroup: Subgroup, address: int) -> SealedState:
         """Return where the state of a subgroup lies, as kernels are told."""
         if subgroup.index not in self._offsets:
@@ -104,21 +112,29 @@ class Seals:
         return None
 
     def started(self, run: Run, seal: Seal) -> None:
-        """Take note of an update that will seal a slot."""
-        slot = known(run.slot, "state at home in memory has no seal")
-        self._running[run.op] = run, seal, self._slots.pop(slot, None)
+        """Take note of an update that will seal what it works on."""
+        self._running[run.op] = run, seal, None if run.slot is None else self._slots.pop(run.slot, None)
 
     def ended(self, op: int) -> None:
         """Take note of the end of an operation that has ended well."""
         found = self._running.pop(op, None)
-        if found is not None and found[0].slot is not None:
-            self._slots[found[0].slot] = _Held(found[0].visit.subgroup, found[1])
+        if found is None:
+            return
+        run, seal, _ = found
+        if run.slot is None:
+            self._homes[run.visit.subgroup] = seal
+        else:
+            self._slots[run.slot] = _Held(run.visit.subgroup, seal)
 
     def damaged(self, op: int, detail: int) -> ReadTile:
         """Return which tile an update has found to be damaged, by what it reports."""
         run, _, held = self._running.pop(op)
         held = known(held, "an update has compared a slot with a seal that it does not have")
         return held.unverified[TileId(run.visit.subgroup, detail >> 32, detail & 0xFFFFFFFF)][0]
+
+    def touched_home(self, subgroup: int) -> None:
+        """Forget the seal of state at home in memory, which something is about to work on."""
+        self._homes.pop(subgroup, None)
 
     def touched(self, slot: int, subgroup: int | None) -> None:
         """Have a slot verified that something else than an update is about to work on, and forget its seal.

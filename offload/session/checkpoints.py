@@ -14,7 +14,7 @@ from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Exchange, Snapshot, save_error
-from offload.checkpoint.stores import released_before
+from offload.checkpoint.stores import commit_to_replace
 from offload.engine.loop import pump
 from offload.engine.machine import Phase
 from offload.engine.operations import BeginSave, Release, Sweep, TakeUp
@@ -65,7 +65,7 @@ class Checkpoints:
             visitor = self._visits.visitor(nothing, changes=True)
             self._request(folder.path, partial(self._visits.begin, unmade, visitor, changes=True))
         if first.rank == 0:
-            released_before(folder)  # a COMMIT there that is not ours is not replaced
+            commit_to_replace(folder)  # raises if it is not ours
         folder.prepare()
         overtaken = False
 

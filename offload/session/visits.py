@@ -132,6 +132,7 @@ class Visits:
         if self.placing.is_near:
             self.learn()
             self.placing.review()
+        parts.executor.seals_homes = parts.saves.is_expected(self.step_number + 1)
         order = visit_order(subgroups, parts.machine.slots)
         visits = update_visits(parts.plan, order, lambda n: parts.machine.is_fresh(n) or parts.tables.needs_reload(n))
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 import offload
+from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores
+from offload.engine.operations import SaveTile
+from offload.engine.seals import Seals
 
 SIZES = (5000, 1, 3000, 20_000, 70)
 
@@ -408,8 +412,6 @@ def test_two_resumes_of_one_checkpoint_do_not_disturb_each_other(tmp_path: Path,
 
 
 def test_a_checkpoint_that_is_being_read_is_not_released(tmp_path: Path, paths: list[Path]) -> None:
-    from offload.checkpoint.reader import Checkpoint
-
     with Run(**PLACES["streamed"](paths)) as run:
         run.train(2)
         run.optimizer.save_checkpoint(tmp_path / "one")
@@ -508,6 +510,53 @@ def test_state_that_has_not_changed_is_not_written_twice(tmp_path: Path, paths: 
     with Run(torch.float32, seed=1) as other:
         other.optimizer.load_checkpoint(tmp_path / "two")
         assert same(other.state(), state)
+
+
+def double_moments(run: Run) -> None:
+    state = deepcopy(run.optimizer.state_dict())
+    for entry in state["state"].values():
+        entry["exp_avg"] *= 2
+    run.optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("between", [None, double_moments, Run.train])
+@pytest.mark.parametrize("state_format", ["exact", "compact16", "compact8"])
+def test_updates_make_checksums_of_what_stays_in_memory_where_a_save_is_expected(
+    tmp_path: Path,
+    paths: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    state_format: str,
+    between: Callable[[Run], None] | None,
+) -> None:
+    """And whatever changes that state in between has its checksums made by the save."""
+    known: list[bool] = []
+    plain = Seals.saving
+
+    def saving(seals: Seals, operation: SaveTile) -> int | None:
+        checksum = plain(seals, operation)
+        known.append(checksum is not None)
+        return checksum
+
+    monkeypatch.setattr(Seals, "saving", saving)
+    with Run(**PLACES["half"](paths), subgroup_numel=4096, state_format=state_format) as run:
+        for number in range(4):
+            run.train(2)
+            if number == 3 and between is not None:
+                between(run)
+            known.clear()
+            run.optimizer.save_checkpoint(tmp_path / "ck")
+            run.optimizer.wait_checkpoint()
+            assert known
+            if number < 2 or (number == 3 and between is double_moments):
+                assert not any(known)
+            elif number == 2 or between is None:
+                assert any(known)  # not of subgroups whose gradients that step had not
+        at_save = run.state()
+    with Checkpoint(tmp_path / "ck") as reading:
+        assert not [problem for _, _, problem in reading.verify() if problem]
+    with Run(seed=9, subgroup_numel=4096, state_format=state_format) as other:
+        other.optimizer.load_checkpoint(tmp_path / "ck")
+        assert same(other.state(), at_save)
 
 
 def test_a_session_that_closes_finishes_its_checkpoint(tmp_path: Path, paths: list[Path]) -> None:
