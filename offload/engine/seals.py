@@ -2,8 +2,8 @@
 
 An update seals the state that it has changed while that is in the processor's cache: a flush has its checksums from
 there, and so has a checkpoint those of state at home in memory. What is read back and has the checksums of a known
-seal is compared with it by the next update, again block by block in the cache, and the tier leaves that out. Everything
-else that touches a slot has it verified before.
+seal is compared with it by the next update, again block by block in the cache, and the tier leaves that out. All else
+that touches a slot has it verified before.
 
 Invariants: no visitor, kernel or copy sees state that was read and not verified; a seal is given to a write only if
 nobody but that update has written to the memory. All methods belong to the engine thread.
