@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -336,14 +335,6 @@ def test_gradients_are_let_go_although_a_review_is_interrupted(monkeypatch: pyte
         assert not optimizer._route._in_transit
 
 
-class InterruptedOutsideLocks(InterruptedHere):
-    """Not where `with` gives a lock back either: no signal comes between the end of its block and that."""
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        is_with = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-        return self._line if is_with else super()._line(frame, event, argument)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["cpu", "gpu"])
 def test_an_interrupt_drops_no_gradient_that_is_still_read(placement: str) -> None:
@@ -357,7 +348,7 @@ def test_an_interrupt_drops_no_gradient_that_is_still_read(placement: str) -> No
             accumulate(parameters, 1)
             optimizer.step()
             accumulate(parameters, 2, first=1)
-            interrupted = InterruptedOutsideLocks(nth)
+            interrupted = InterruptedHere(nth)
             with contextlib.suppress(KeyboardInterrupt):
                 interrupted(optimizer.zero_grad)
             fired = interrupted.has_fired

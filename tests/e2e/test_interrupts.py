@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
 import os
 import sys
 import threading
@@ -31,7 +32,11 @@ STRIDE = 13
 
 
 class Interrupted:
-    """Calls something and interrupts it at its n-th line."""
+    """Calls something and interrupts it at its n-th line.
+
+    Not at lines of `with`, to which its block returns: no signal comes between the end of that and what gives a lock
+    back, which would be another thread's for good.
+    """
 
     def __init__(self, nth: int) -> None:
         self.nth = nth
@@ -54,7 +59,8 @@ class Interrupted:
         return self._line if frame.f_code.co_filename.startswith(FILES) else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and not self.has_fired:
+        is_with = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+        if event == "line" and not is_with and not self.has_fired:
             self.lines += 1
             if self.has_fired:
                 self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
