@@ -182,7 +182,8 @@ class OffloadConfig:
             gradients are there, each into a version beside the live one. A step that would do the same takes it over;
             else, as when it clips, the time was lost and nothing has changed. Takes room on the paths for a second
             version of that state as far as there is some, and memory for new weights. For weights in host memory and
-            one process; elsewhere refused.
+            one process; elsewhere refused. "auto" does so where, by the times of forward and backward and the rates
+            seen so far, an iteration should be shorter for it, and is "off" elsewhere.
     """
 
     host_memory: int | str | None = None
@@ -227,7 +228,7 @@ class OffloadConfig:
         for field in ("checksum", "keep_grads", "shard"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "use true or false")
-        _check_choice("overlap", self.overlap, ("off", "backward"))
+        _check_choice("overlap", self.overlap, ("auto", "off", "backward"))
         _check_choice("io_backend", self.io_backend, ("auto", "io_uring", "threads", "asyncio"))
         if isinstance(self.path_lock, int):
             _check_int("path_lock", self.path_lock, 1, MAX_HOLDERS)

@@ -77,7 +77,7 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
         if field in values:
             raise ConfigError(f"{KEY}.{field}", values[field], advice)
     settings = OffloadConfig.from_dict(values, KEY)
-    if settings.overlap != "off":
+    if settings.overlap == "backward":
         raise ConfigError(f"{KEY}.overlap", settings.overlap, 'use "off": ZeRO hands over gradients in its step')
     for where, key, harmless, advice in _CONTRADICTIONS:
         section = _section(config, where)

@@ -13,6 +13,7 @@ from offload.errors import ConfigError
 from offload.rules import STATE_FORMATS
 
 DTYPES = ("bf16", "fp32")
+OVERLAPS = ("off", "forward", "backward", "both", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,7 @@ class TrainSettings:
     threads: int | None
     rates: str
     state_format: str
+    overlap: str
     device: str
     dtype: str
     seed: int
@@ -184,7 +186,14 @@ def add_parser(commands: Any) -> None:
         "--state-format",
         choices=tuple(STATE_FORMATS),
         default="exact",
-        help="how state is stored: exact (fp32), or compact16 (bf16 beside the master)",
+        help="how state is stored (default: exact)",
+    )
+    offloading.add_argument(
+        "--overlap",
+        choices=OVERLAPS,
+        default="off",
+        help="hide the optimizer's step in the next forward pass, in backward, in both, or in backward where that "
+        "should pay (default: off); the numbers are the same",
     )
     offloading.add_argument(
         "--rates",

@@ -141,6 +141,8 @@ class _Run:
             ):
                 record.plan = str(optimizer.plan)
                 _Speaker(settings)(record.plan)
+                if settings.overlap in ("forward", "both"):
+                    optimizer.overlap_forward(model)
                 first = self._resume(optimizer, batches)
                 for index in range(first, settings.steps):
                     step = _iterate(model, optimizer, batches, settings, index)
@@ -320,6 +322,7 @@ def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...
         threads=settings.threads,
         rates=settings.rates,
         state_format=settings.state_format,
+        overlap={"both": "backward", "forward": "off"}.get(settings.overlap, settings.overlap),
     )
 
 

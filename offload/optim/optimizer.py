@@ -8,6 +8,7 @@ for these, `StateView` what is read and written from outside. None of them knows
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import weakref
@@ -35,6 +36,11 @@ from offload.protocols import Device
 from offload.rules import number
 from offload.session.ahead import Foreseen
 from offload.sim import Explanation, Forecast, PlanReport, compare
+
+log = logging.getLogger("offload")
+
+LEAST_GAIN = 0.02
+"""Share of an iteration that "auto" has to win by what it does in backward: predictions are not better."""
 
 
 class OffloadedOptimizer(StatefulOptimizer):
@@ -102,6 +108,27 @@ class OffloadedOptimizer(StatefulOptimizer):
     def _speculate(self) -> None:
         """Have updates made during backward from now on."""
         self.engine.speculate(partial(_foreseen, weakref.ref(self)))
+
+    def _choose_overlap(self) -> None:
+        """Have updates made during backward, or not, by what an iteration should take; at steps 4, 8, 16, ..."""
+        number, pace = self.engine.step_number, self._overlap.pace.typical
+        if number < 4 or number.bit_count() > 1 or pace is None or not self._route.has_slots:
+            return
+        (forward_s, backward_s), follows = pace, bool(self._overlap.following)
+        plan, rates = self.engine.plan, self.engine.rates
+        if follows:
+            waited_s = backward_s + self._forecast.with_forward_s(plan, rates, forward_s, on_cpu=True)
+        else:
+            waited_s = forward_s + backward_s + self._forecast.carried_on(plan, rates).step_s
+        hidden_s = self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
+        wins = hidden_s < (1 - LEAST_GAIN) * waited_s
+        if wins and not self.engine.speculates:
+            self._speculate()
+        elif not wins:
+            self.engine.speculate(None)
+        did = "is" if self.engine.speculates else "is not"
+        text = 'overlap="auto": the step %s hidden in backward: an iteration takes %.3g s so, and else %.3g s'
+        log.info(text, did, hidden_s, waited_s)
 
     # Parameters
 
@@ -321,6 +348,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._route.forget()
             self._weights.written(active)
         self._overlap.pace.returns(began_s)
+        if self._late.config.overlap == "auto":
+            self._choose_overlap()
         if not self._overlap.is_behind:
             self._weights.gather()
             self._tell()

@@ -45,7 +45,7 @@ def choose_route(
             late.close()
             raise
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
-    if late.config.overlap != "off" and (late.device is not None or not is_alone):
+    if late.config.overlap == "backward" and (late.device is not None or not is_alone):
         late.close()
         allowed = 'use "off": only gradients in host memory, of one process, are known before the step'
         raise ConfigError("overlap", late.config.overlap, allowed)

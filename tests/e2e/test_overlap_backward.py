@@ -22,7 +22,7 @@ from test_overlap_forward import Model, assert_same, everything, loss_of
 import offload
 import offload.session.ahead
 from offload.errors import ConfigError
-from offload.sim import SimulatedDevice
+from offload.sim import Forecast, SimulatedDevice
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
@@ -511,6 +511,46 @@ def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int)
             training.backward()
             training.step()
     assert training.counts["confirmed"] > 0
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_auto_does_what_predictions_say(
+    tmp_path: Path, follows: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """First that hiding the step wins, then that it does not, then again that it does."""
+    caplog.set_level("INFO", "offload")
+    found = []
+    for overlap in ("off", "auto"):
+        training, speculates = Training(tmp_path / overlap, overlap), []
+        with training.optimizer as optimizer:
+            if follows:
+                optimizer.overlap_forward(training.model)
+            for step in range(1, 21):
+                hidden_s = 1e9 if 8 <= step < 16 else 0.0
+                monkeypatch.setattr(Forecast, "with_backward_s", lambda *_, seconds=hidden_s: seconds)
+                training.backward()
+                training.step()
+                optimizer.zero_grad()
+                speculates.append(optimizer.engine.speculates)
+            found.append(everything(optimizer, training.model))
+        if overlap == "off":
+            assert not any(speculates)
+        else:
+            at = [number for number, (one, two) in enumerate(pairwise(speculates), 2) if one != two]
+            assert (at, speculates[-1]) == ([4, 8, 16], True)
+            assert training.counts["confirmed"] > 0
+    assert_same(*found)
+    assert "the step is not hidden in backward" in caplog.text
+
+
+def test_auto_is_off_where_backward_is_refused() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))]
+    settings = offload.OffloadConfig(overlap="auto", placement="cpu")
+    with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
+        for _ in range(5):
+            parameters[0].grad = torch.ones_like(parameters[0])
+            optimizer.step()
+        assert not optimizer.engine.speculates
 
 
 def test_state_of_parameters_that_have_had_no_gradient(tmp_path: Path) -> None:
