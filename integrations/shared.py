@@ -46,6 +46,12 @@ def clips(optimizer: Any, accelerator: Any, parameters: Iterable[torch.Tensor], 
     return alone and float(norm_type) == 2 and accelerator.scaler is None
 
 
+def tell_last_pass(optimizer: Any, accelerator: Any) -> None:
+    """Have an optimizer of ours know which backward passes are the last before a step, as its accelerator does."""
+    state = accelerator.gradient_state  # not the accelerator, which has the optimizer
+    optimizer.last_micro_step(lambda: bool(state.sync_gradients))
+
+
 def logged(optimizer: Any) -> dict[str, float]:
     """Return what is logged of the last step."""
     metrics = optimizer.metrics()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload import ConfigError
-from offload.integrations.shared import POINTER, clips, ours, release, save
+from offload.integrations.shared import POINTER, clips, ours, release, save, tell_last_pass
 
 try:
     AcceleratedOptimizer: Any = import_module("accelerate.optimizer").AcceleratedOptimizer
@@ -79,6 +79,7 @@ def enable(accelerator: Any, optimizer: Any) -> Any:
     if not any(known is optimizer for known in prepared):
         optimizer.__class__ = Prepared  # the object is the one that the accelerator knows
         prepared.append(optimizer)
+        tell_last_pass(ours(optimizer), accelerator)
     return optimizer
 
 

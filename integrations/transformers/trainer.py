@@ -168,6 +168,8 @@ def _create(trainer: Any, original: Callable[..., Any], *arguments: Any, **optio
             return ours.clip_grad_norm_(max_norm)
 
         accelerator.clip_grad_norm_ = clip_grad_norm_
+    if _ours(trainer) is not None:
+        shared.tell_last_pass(_ours(trainer), accelerator)
     return optimizer
 
 

@@ -76,6 +76,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._is_told = True  # of the last step
         self._lock.first = lambda: owner._finish()
         self._forecast = Forecast()
+        self._is_last_pass: Callable[[], bool] | None = None
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         if late.device is None or config.gpu_memory != "auto":
             self._open(late.config)
@@ -107,7 +108,21 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _speculate(self) -> None:
         """Have updates made during backward from now on."""
-        self.engine.speculate(partial(_foreseen, weakref.ref(self)))
+        self.engine.speculate(partial(_foreseen, weakref.ref(self)), self._is_last_pass)
+
+    def last_micro_step(self, is_last: bool | Callable[[], bool] | None) -> None:
+        """Say whether backward passes from now on are the last before a step, for updates during backward.
+
+        Nothing depends on it but how much of a step can be made in backward. As long as nobody has said False since
+        the last step, as many passes are expected as that had.
+
+        Args:
+            is_last: Whether they are; a function is asked whenever a gradient arrives, and is kept as long as the
+                optimizer. None: nobody knows.
+        """
+        self._is_last_pass = is_last if is_last is None or callable(is_last) else lambda: is_last
+        if self._late.opened is not None and self.engine.speculates:
+            self._speculate()
 
     def _choose_overlap(self) -> None:
         """Have updates made during backward, or not, by what an iteration should take; at steps 4, 8, 16, ..."""

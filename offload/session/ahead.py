@@ -73,6 +73,8 @@ class Ahead:
     def __init__(self, parts: Parts) -> None:
         self.hyperparameters: Callable[[], Foreseen | None] | None = None
         """Returns those of all groups, as the step will have them, or None; nothing is made ahead without."""
+        self.is_last_pass: Callable[[], bool] | None = None
+        """Returns whether the backward pass under way is the last before a step, where somebody knows."""
         self.confirmed_bytes = self.revoked_bytes = 0
         """State of the versions that the last step confirmed, and that have been revoked since the step before it."""
         self._parts = parts
@@ -83,6 +85,8 @@ class Ahead:
         self._arrivals = np.zeros(0, np.int64)
         self._expected = np.zeros(0, np.int64)
         self._arrived_at = np.zeros(0, np.int64)
+        self._finals = np.zeros(0, np.int64)  # 1 for what has arrived for the last time before the step
+        self._has_heard = False  # whether a pass since the last step has said that it is not the last
         self._clock = 0
         self._all_arrived = False  # whether all gradients of the last step arrived, and no others
         self._lock = threading.RLock()
@@ -107,12 +111,27 @@ class Ahead:
             self._arrivals[position] += 1
             self._clock += 1
             self._arrived_at[position] = self._clock
-            if self._wanted and self._arrivals[position] == self._expected[position]:
+            if self._finals[position] or not self._is_final(position):
+                return
+            self._finals[position] = 1
+            if self._wanted:
                 for subgroup, _ in self._parts.plan.layout.places[position]:
                     if subgroup in self._left:
                         self._left[subgroup] -= 1
                         if not self._left[subgroup]:
                             self._admit(subgroup)
+
+    def _is_final(self, position: int) -> bool:
+        """Return whether a gradient that has arrived is what the step will read.
+
+        Who says of every pass that it is the last may know of none: then as many count as before the last step.
+        """
+        if self.is_last_pass is not None:
+            is_last = self.is_last_pass()
+            self._has_heard |= not is_last
+            if self._has_heard:
+                return is_last and bool(self._expected[position])
+        return bool(self._arrivals[position] == self._expected[position])
 
     def begins(self, active: Sequence[int]) -> None:
         """Take note that a step begins: what arrives from now on is for the next one."""
@@ -125,19 +144,24 @@ class Ahead:
             self._expected[active] = self._arrivals[active]
             self._all_arrived = bool(np.array_equal(self._expected, self._arrivals)) and bool(active)
             self._all_arrived = self._all_arrived and bool((self._expected[active] > 0).all())
-            self._arrivals[:] = 0
+            self._forget_arrivals()
 
     def restart(self) -> bool:
         """Forget arrivals, as gradients are dropped; return whether something was made from them."""
         with self._lock:
             any_arrived = bool(self._arrivals.any())
-            self._arrivals[:] = 0
+            self._forget_arrivals()
             return any_arrived and self._wanted
+
+    def _forget_arrivals(self) -> None:
+        self._arrivals[:] = self._finals[:] = 0
+        self._has_heard = False
 
     def _grow(self) -> None:
         count = len(self._parts.plan.layout.parameters)
         if len(self._arrivals) < count:
-            for name in ("_expected", "_arrived_at", "_arrivals"):  # the last one says that all have, if interrupted
+            # The last one says that all have, if this is interrupted.
+            for name in ("_expected", "_arrived_at", "_finals", "_arrivals"):
                 known = getattr(self, name)
                 setattr(self, name, np.concatenate([known, np.zeros(count - len(known), np.int64)]))
 
@@ -310,7 +334,7 @@ class Ahead:
                 continue  # its ranges begin where no fingerprint can
             waits = {s.parameter for s in subgroup.segments if s.numel and self._expected[s.parameter]}
             if waits:
-                self._left[number] = sum(self._arrivals[position] < self._expected[position] for position in waits)
+                self._left[number] = sum(not self._finals[position] for position in waits)
                 turns[number] = max(int(self._arrived_at[position]) for position in waits)
         self._order = sorted(turns, key=lambda number: turns[number])
         self._wanted = bool(self._order) and self._take_images()

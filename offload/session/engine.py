@@ -268,7 +268,9 @@ class Engine:
         self._thread.ahead.arrived(position)
         return mark
 
-    def speculate(self, hyperparameters: Callable[[], Foreseen | None] | None) -> None:
+    def speculate(
+        self, hyperparameters: Callable[[], Foreseen | None] | None, is_last_pass: Callable[[], bool] | None = None
+    ) -> None:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
 
         What comes of it is taken over by a step that would do the same, bit for bit, and else has never been. It is
@@ -278,8 +280,11 @@ class Engine:
             hyperparameters: Returns those of all groups (see `step`) as they are now, and tensors that have the
                 memory of fp32 weights, which updates read until the step; None where weights lie elsewhere than they
                 are bound, or nobody can tell. In place of it None: from the next step on none of this happens.
+            is_last_pass: Returns whether the backward pass under way is the last before a step; without it, and as
+                long as it says so of all, those before a step count as as many as before the last.
         """
         if self._parts.gpu is None and self.plan.home_bytes[Home.STREAMED]:
+            self._thread.ahead.is_last_pass = is_last_pass
             self._thread.ahead.hyperparameters = hyperparameters
 
     def drop_gradients(self) -> None:

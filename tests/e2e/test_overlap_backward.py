@@ -543,6 +543,27 @@ def test_auto_does_what_predictions_say(
     assert "the step is not hidden in backward" in caplog.text
 
 
+def test_passes_before_a_step_are_as_many_as_the_caller_says(tmp_path: Path) -> None:
+    """However many there are; without a word, only those of steps that have as many as the last are known."""
+    found, last = [], [False]
+    for overlap, told in (("off", None), ("backward", None), ("backward", lambda: last[0])):
+        training = Training(tmp_path / f"{overlap}{told is not None}", overlap)
+        with training.optimizer as optimizer:
+            optimizer.last_micro_step(told)
+            for passes in (2, 3, 2, 4, 3, 2, 4):
+                for number in range(passes):
+                    last[0] = number == passes - 1
+                    training.backward()
+                training.step()
+                optimizer.zero_grad()
+                if told is not None and optimizer.engine.step_number > 1:
+                    assert optimizer.metrics()["ahead/confirmed_bytes"] == optimizer.engine.plan.state_bytes
+            found.append(everything(optimizer, training.model))
+        assert (training.counts["revoked"] > 0) == (overlap == "backward" and told is None)
+    assert_same(*found[:2])
+    assert_same(*found[1:])
+
+
 def test_auto_is_off_where_backward_is_refused() -> None:
     parameters = [torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))]
     settings = offload.OffloadConfig(overlap="auto", placement="cpu")

@@ -191,3 +191,15 @@ def test_what_cannot_be_used_is_named(optimizer: offload.AdamW) -> None:
         enable(accelerator, stock)
     with pytest.raises(offload.ConfigError, match="FSDP"):
         enable(SimpleNamespace(distributed_type="FSDP"), accelerator.prepare(optimizer))
+
+
+def test_the_last_micro_step_is_known(optimizer: offload.AdamW) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = torch.nn.Linear(8, 8)
+    _, prepared = accelerator.prepare(model, optimizer)
+    enable(accelerator, prepared)
+    said = []
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            said.append(optimizer._is_last_pass())
+    assert said == [False, False, True] * 2
