@@ -91,6 +91,7 @@ class Ahead:
         self._all_arrived = False  # whether all gradients of the last step arrived, and no others
         self._lock = threading.RLock()
         self._left: dict[int, int] = {}  # subgroups that are open to be made: parameters that have not all arrived
+        self._waits: dict[int, int] = {}  # the same when none has arrived
         self._order: list[int] = []
         self._final: deque[int] = deque()
         self._has_rows = False
@@ -156,6 +157,7 @@ class Ahead:
     def _forget_arrivals(self) -> None:
         self._arrivals[:] = self._finals[:] = 0
         self._has_heard = False
+        self._left.update(self._waits)
 
     def _grow(self) -> None:
         count = len(self._parts.plan.layout.parameters)
@@ -323,6 +325,7 @@ class Ahead:
         parts, layout = self._parts, self._parts.plan.layout
         self._grow()
         self._left.clear()
+        self._waits.clear()
         self._final.clear()
         self._has_rows = False
         turns: dict[int, int] = {}
@@ -334,6 +337,7 @@ class Ahead:
                 continue  # its ranges begin where no fingerprint can
             waits = {s.parameter for s in subgroup.segments if s.numel and self._expected[s.parameter]}
             if waits:
+                self._waits[number] = len(waits)
                 self._left[number] = sum(not self._finals[position] for position in waits)
                 turns[number] = max(int(self._arrived_at[position]) for position in waits)
         self._order = sorted(turns, key=lambda number: turns[number])

@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from trainer_runs import Tokens, model
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -183,6 +184,31 @@ def test_clipping_is_by_the_optimizer_that_a_trainer_has_now(tmp_path: Path) -> 
         trainer.optimizer = torch.optim.SGD(model.parameters())
         assert trainer.accelerator.clip_grad_norm_(model.parameters(), 0.5) == pytest.approx(norm)
         assert model.weight.grad.norm() <= 0.5  # torch's own changes gradients
+
+
+def test_the_last_micro_step_is_known(tmp_path: Path) -> None:
+    """Of an epoch's last step, too, which may have fewer."""
+    said: list[bool] = []
+    trained = model()
+    trained.register_forward_hook(lambda *_: said.append(trainer.optimizer.optimizer._is_last_pass()))
+    try:
+        offload_transformers.enable()
+        args = TrainingArguments(
+            output_dir=str(tmp_path),
+            optim="offload_adamw",
+            per_device_train_batch_size=16,
+            gradient_accumulation_steps=3,
+            num_train_epochs=1,
+            save_strategy="no",
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=trained, args=args, train_dataset=Tokens())
+        trainer.train()
+    finally:
+        offload_transformers.disable()
+    assert said == [False, False, True, True]
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
