@@ -123,6 +123,7 @@ class Budgets:
         staging_bytes: Bytes for staging slots; None for `DEFAULT_STAGING_SLOTS` slots.
         paths: What each path offers.
         gradient_bytes: Bytes of the gradient slots, named in the plan.
+        ahead: Whether memory is for new weights of what is streamed, which updates during backward make.
         follow_rates: Whether tiles are spread in proportion to the paths' measured rates instead of their shares.
         gpu_bytes: Bytes of GPU memory for state at home there.
         gpu_staging_bytes: GPU memory for staging slots: state at home elsewhere passes through them to be updated.
@@ -139,6 +140,7 @@ class Budgets:
     staging_bytes: int | None = None
     paths: tuple[PathBudget, ...] = ()
     gradient_bytes: int = 0
+    ahead: bool = False
     follow_rates: bool = False
     gpu_bytes: int = 0
     gpu_staging_bytes: int = 0
@@ -234,6 +236,12 @@ class Plan:
         """Bytes of host memory in which state at home on the GPU is read and replaced, a subgroup at a time."""
         sizes = zip(self.homes, self.layout.subgroup_bytes, strict=True)
         return max((nbytes for home, nbytes in sizes if home is Home.GPU), default=0)
+
+    @cached_property
+    def image_bytes(self) -> int:
+        """Bytes of host memory in which new weights wait for the step that updates during backward are made for."""
+        streamed = (s for s in self.layout.subgroups if not self.is_resident(s.index))
+        return sum(s.weight_bytes for s in streamed) if self.budgets.ahead else 0
 
     @property
     def state_bytes(self) -> int:
@@ -335,7 +343,7 @@ class Plan:
     def host_bytes(self) -> int:
         """Host memory that the session will use, all told."""
         passing = self.weight_slots * self.weight_slot_bytes + self.bounce_bytes
-        slots = self.staging_bytes + self.budgets.gradient_bytes
+        slots = self.staging_bytes + self.budgets.gradient_bytes + self.image_bytes
         return self.home_bytes[Home.HOST] + slots + passing + self.overhead_bytes
 
     @property
@@ -379,6 +387,9 @@ class Plan:
         lines.append(
             f"               {format_bytes(self.budgets.gradient_bytes):>10}  gradients (in place of torch's own)"
         )
+        if self.image_bytes:
+            images = format_bytes(self.image_bytes)
+            lines.append(f"               {images:>10}  new weights, where they are made during backward")
         if self.weights_on_gpu:
             weights = format_bytes(self.weight_slots * self.weight_slot_bytes)
             lines.append(f"               {weights:>10}  new weights on their way to the GPU")

@@ -564,6 +564,21 @@ def test_passes_before_a_step_are_as_many_as_the_caller_says(tmp_path: Path) -> 
     assert_same(*found[1:])
 
 
+@pytest.mark.parametrize("overlap", ["backward", "off"])
+def test_the_plan_counts_new_weights(tmp_path: Path, overlap: str) -> None:
+    training = Training(tmp_path / "run", overlap)
+    with training.optimizer as optimizer:
+        plan, numel = optimizer.engine.plan, sum(p.numel() for p in training.model.parameters())
+        assert ("where they are made during backward" in str(plan)) == (overlap == "backward")
+        assert 2 * numel * (overlap == "backward") <= plan.image_bytes <= 2.2 * numel * (overlap == "backward")
+        for _ in range(3):
+            training.backward()
+            training.step()
+            optimizer.zero_grad()
+        images = optimizer.engine._thread.ahead._images
+        assert 0.9 * plan.image_bytes <= (images.nbytes if images is not None else 0) <= plan.image_bytes
+
+
 def test_auto_is_off_where_backward_is_refused() -> None:
     parameters = [torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))]
     settings = offload.OffloadConfig(overlap="auto", placement="cpu")
