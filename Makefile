@@ -13,7 +13,7 @@ DEEPSPEED := deepspeed==0.19.8
 
 # Tests wait more than they compute: one worker more than there are cores.
 WORKERS := $(shell expr $$(nproc) + 1)
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 
 .PHONY: train check test test-full sanitize wheels docs bench lint clean
 
