@@ -477,7 +477,6 @@ class AtLine:
         return self._line
 
 
-@pytest.mark.timeout(60, method="thread")  # else nothing ends a wait that never does
 def test_signal_handlers_may_ask_for_anything_while_a_gradient_arrives(tmp_path: Path) -> None:
     found = []
     for overlap in ("off", "backward"):
