@@ -272,12 +272,14 @@ class Engine:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
 
         What comes of it is taken over by a step that would do the same, bit for bit, and else has never been. It is
-        for gradients that arrive in host memory; elsewhere this does nothing.
+        for gradients that arrive in host memory; elsewhere this does nothing. An engine without gradient slots reads
+        them where they are bound.
 
         Args:
             hyperparameters: Returns those of all groups (see `step`) as they are now, and tensors that have the
-                memory of fp32 weights, which updates read until the step; None where weights lie elsewhere than they
-                are bound, or nobody can tell. In place of it None: from the next step on none of this happens.
+                memory of fp32 weights, and of gradients that lie in no slot, which updates read until the step; None
+                where any lie elsewhere than they are bound, or nobody can tell. In place of it None: from the next
+                step on none of this happens.
         """
         if self._parts.gpu is None and self.plan.home_bytes[Home.STREAMED]:
             self._thread.ahead.hyperparameters = hyperparameters
