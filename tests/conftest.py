@@ -128,6 +128,7 @@ def made_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """With `--ahead`, updates are made during every backward pass that can have them."""
     if not request.config.getoption("--ahead"):
         return
+    monkeypatch.setenv("AHEAD", "1")  # for checks in processes of their own
     from offload.optim.optimizer import OffloadedOptimizer
 
     plain_open = OffloadedOptimizer._open

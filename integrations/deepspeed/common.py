@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import socket
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from offload import ConfigError, Engine, OffloadConfig, SessionBrokenError
+from offload import ConfigError, Engine, GroupScalars, OffloadConfig, SessionBrokenError
 from offload.integrations.deepspeed import stream
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
@@ -129,7 +130,9 @@ class OffloadedOptimizer:
     _monitor: Callable[[], Any] = staticmethod(lambda: None)
     _flats: list[torch.Tensor]
     _lent: list[FlatState] | None = None
+    loss_scale: Any
     _factor = 1.0
+    _stepped_scale = 1.0
     _saved_steps: Mapping[str, int] | None = None
     _masters_reloaded = False
     _streams = False
@@ -141,6 +144,8 @@ class OffloadedOptimizer:
         self._offload_config = offload_config
         self._names = names
         super().__init__(*arguments, **keywords)
+        if offload_config.overlap == "backward":
+            self._speculate()
 
     # What users touch
 
@@ -187,8 +192,8 @@ class OffloadedOptimizer:
         return bool(flags.item())
 
     def _update_all(self) -> None:
-        groups = group_scalars(self.optimizer)
-        self._on_all_ranks(lambda: self.shard.step(groups, self._factor))
+        groups, self._stepped_scale = group_scalars(self.optimizer), float(self.loss_scale)
+        self._on_all_ranks(lambda: self.shard.step(groups, self._factor, self._stepped_scale))
         self._report()
 
     def _norms(self) -> dict[str, torch.Tensor]:
@@ -204,6 +209,21 @@ class OffloadedOptimizer:
             monitor.write_events(
                 [(f"Train/Offload/{name}", value, samples) for name, value in self.metrics().items()]
             )
+
+    def _speculate(self) -> None:
+        """Have updates made during backward from now on."""
+        self.offload.speculate(functools.partial(_foreseen, weakref.ref(self)))
+
+    def foreseen(self) -> tuple[list[GroupScalars], list[torch.Tensor]] | None:
+        """Return what the next step would be told now; see `Engine.speculate`.
+
+        None where nobody can tell: weights have moved, or the loss scale is not the last step's, which is what the
+        engine expects.
+        """
+        kept = self.shard.read_ahead()
+        if kept is None or float(self.loss_scale) != self._stepped_scale:
+            return None
+        return group_scalars(self.optimizer), kept
 
     # State in DeepSpeed's layout, for its own checkpoint code
 
@@ -331,6 +351,14 @@ class OffloadedOptimizer:
         """Free memory and files, ours first."""
         self.shard.close()
         super().destroy()  # type: ignore[misc]
+
+
+def _foreseen(
+    optimizer: weakref.ref[OffloadedOptimizer],
+) -> tuple[list[GroupScalars], list[torch.Tensor]] | None:
+    """Return what the next step of an optimizer would be told now, if it is still there."""
+    found = optimizer()
+    return None if found is None else found.foreseen()
 
 
 def _fitting(found: Any, numel: int) -> torch.Tensor:

@@ -77,8 +77,6 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
         if field in values:
             raise ConfigError(f"{KEY}.{field}", values[field], advice)
     settings = OffloadConfig.from_dict(values, KEY)
-    if settings.overlap == "backward":
-        raise ConfigError(f"{KEY}.overlap", settings.overlap, 'use "off": ZeRO hands over gradients in its step')
     for where, key, harmless, advice in _CONTRADICTIONS:
         section = _section(config, where)
         if key in section and section[key] is not None and section[key] != harmless:
@@ -88,6 +86,10 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
         raise ConfigError(
             "zero_optimization.stage", stage, "use 1, 2 or 3: other stages do not shard optimizer state"
         )
+    overlaps = _section(config, "zero_optimization").get("overlap_comm")
+    if settings.overlap == "backward" and stage == 1 and not overlaps:
+        allowed = 'use "off", or zero_optimization.overlap_comm true: else ZeRO-1 reduces when backward has ended'
+        raise ConfigError(f"{KEY}.overlap", settings.overlap, allowed)
     device = _section(config, _OFFLOAD).get("device", "none")
     if device != "cpu":
         allowed = 'write "cpu"; where state lives is then said by ' + KEY

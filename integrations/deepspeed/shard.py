@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from offload import ConfigError, DtypeCode, Engine, GroupScalars, OffloadConfig, Parameter
@@ -101,7 +102,20 @@ class Shard:
             self.gradients = DeviceGradients(self.pieces, self.engine, weights[0].device, dtypes)
         self._bind_weights()
 
+    def read_ahead(self) -> list[torch.Tensor] | None:
+        """Return what updates ahead of the step read: gradients, and fp32 weights, which are masters.
+
+        None if weights are not where they are bound, or gradients are not in host memory.
+        """
+        if self._bound_at != [weight.data_ptr() for weight in self.weights]:
+            return None
+        if not isinstance(self.gradients, HostGradients):
+            return None
+        masters = [weight.detach() for weight in self.weights if weight.dtype is torch.float32]
+        return [*self.gradients.buffers, *masters]
+
     def _bind_weights(self) -> None:
+        self._bound_at = [weight.data_ptr() for weight in self.weights]
         for number, piece in enumerate(self.pieces):
             weight = self.weights[piece.flat]
             self.engine.bind_weight(number, weight.data_ptr() + piece.offset * weight.dtype.itemsize)
@@ -148,6 +162,7 @@ class Shard:
         """The gradients have been used or thrown away; they stay readable until the next ones arrive."""
         self.gradients.settle()  # what is thrown away could arrive after what comes next
         self._open = False
+        self.engine.drop_gradients()
 
     def lend_gradient(self, number: int, numel: int | None = None) -> torch.Tensor:
         """Return a piece's gradient, as `gradient` does, to someone who may write to it.
@@ -179,11 +194,19 @@ class Shard:
 
     # Work
 
-    def step(self, groups: Sequence[GroupScalars], factor: float) -> None:
-        """Update every piece that has a gradient, whose elements are first multiplied by `factor`."""
+    def step(self, groups: Sequence[GroupScalars], factor: float, loss_scale: float = 1.0) -> None:
+        """Update every piece that has a gradient.
+
+        Args:
+            groups: Hyperparameters.
+            factor: What elements of gradients are first multiplied by: an fp32 number.
+            loss_scale: What is expected of the next step's factor, if nothing is clipped then: 1 / `loss_scale`.
+        """
         self.gradients.settle()
         self._bind_weights()
-        self.engine.step(groups, clip=factor, active=self.active)
+        is_clipped = factor != float(np.float32(1.0 / loss_scale))
+        scale, clip = (1.0, factor) if is_clipped else (loss_scale, 1.0)
+        self.engine.step(groups, scale=scale, clip=clip, active=self.active)
         self.engine.wait_weights()  # ZeRO-3 gathers them on a stream that waits for no other
 
     def reload_masters(self) -> None:

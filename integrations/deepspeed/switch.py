@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload import ConfigError, InternalError
+from offload import ConfigError, InternalError, OffloadConfig
 from offload.integrations.deepspeed import settings
 from offload.integrations.deepspeed.settings import KEY
 
@@ -128,6 +128,7 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
 
     config = settings.read(engine.config)
     _check_engine(engine)
+    _check_overlap(config, import_module("deepspeed.accelerator").get_accelerator().device_name())
     optimizer = client_optimizer
     if optimizer is None:
         decoupled, params = settings.adam_from_config(engine.optimizer_name(), engine.optimizer_params())
@@ -155,6 +156,12 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
         raise InternalError(f"DeepSpeed made a {type(engine.optimizer).__name__} in spite of {KEY}")
     engine.optimizer.report_to(engine)
     engine.optimizer.stream_checkpoints(engine)
+
+
+def _check_overlap(config: OffloadConfig, accelerator: str) -> None:
+    if config.overlap == "backward" and accelerator != "cpu":
+        allowed = f'use "off" on {accelerator}: it is for weights and gradients in host memory'
+        raise ConfigError(f"{KEY}.overlap", config.overlap, allowed)
 
 
 def _check_engine(engine: Any) -> None:

@@ -227,6 +227,12 @@ class Gradients:
         dtypes = [self._like.dtype_of(parameter) for parameter in self._parameters]
         return np.array(addresses, np.uint64), np.array(dtypes, np.int32)
 
+    def read_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
+        """Return where updates ahead of the step read gradients: in slots; without slots, where they are bound."""
+        if self._like.wanted:
+            return self.slots_at()
+        return self._tables.gradients.copy(), self._tables.gradient_dtypes.copy()
+
     def stays(self, position: int) -> bool:
         """Return whether the GPU updates part of a parameter, and so reads its gradient where it lies."""
         return self.on_gpu is not None and self.on_gpu.positions[position].stays

@@ -39,7 +39,7 @@ UNREADABLE = (ArithmeticError, ConfigError, LookupError, RuntimeError, TypeError
 """What hyperparameters raise that cannot be read now. Not all exceptions: a signal handler may raise others."""
 
 Foreseen = tuple[Sequence[Any], Sequence[torch.Tensor]]
-"""Hyperparameters of all groups, and the memory of fp32 weights, to be kept while updates read it."""
+"""Hyperparameters of all groups, and memory to be kept while updates read it: fp32 weights, gradients in no slot."""
 
 SUMS = 2
 """Fingerprints of a segment: of its gradient, and of its fp32 weight."""
@@ -180,7 +180,7 @@ class Ahead:
             if foreseen is None:
                 self._wanted = False
                 return
-            self._slots = self._parts.gradients.slots_at()
+            self._slots = self._parts.gradients.read_at()
             self._has_rows = True
         self._final.append(subgroup)
         self._parts.queue.post(WAKE)

@@ -274,12 +274,14 @@ class Engine:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
 
         What comes of it is taken over by a step that would do the same, bit for bit, and else has never been. It is
-        for gradients that arrive in host memory; elsewhere this does nothing.
+        for gradients that arrive in host memory; elsewhere this does nothing. An engine without gradient slots reads
+        them where they are bound.
 
         Args:
             hyperparameters: Returns those of all groups (see `step`) as they are now, and tensors that have the
-                memory of fp32 weights, which updates read until the step; None where weights lie elsewhere than they
-                are bound, or nobody can tell. In place of it None: from the next step on none of this happens.
+                memory of fp32 weights, and of gradients that lie in no slot, which updates read until the step; None
+                where any lie elsewhere than they are bound, or nobody can tell. In place of it None: from the next
+                step on none of this happens.
             is_last_pass: Returns whether the backward pass under way is the last before a step; without it, and as
                 long as it says so of all, those before a step count as as many as before the last.
         """

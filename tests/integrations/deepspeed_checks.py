@@ -3,7 +3,7 @@
 Run by `test_deepspeed.py` as `python deepspeed_checks.py FOLDER CHECK...` with RANK and WORLD_SIZE set; writes what
 became of each check to `FOLDER/results-<rank>.json`. With LATE_TRANSFERS set, gradients count as those of another
 device, whose copies end as late as they may. With PLACEMENT set, weights and gradients count as those of a simulated
-GPU, on which so much is updated.
+GPU, on which so much is updated. With AHEAD set, updates are made during every backward pass that can have them.
 """
 
 from __future__ import annotations
@@ -894,6 +894,105 @@ def alone_universal_load(folder: Path) -> None:
             train(engine, case, case.steps, 1)
 
 
+def wait_for_updates_ahead(engine: Any) -> None:
+    """Wait until what can be updated during backward has been: else it is a matter of luck how much there is."""
+    machine, ahead = engine.optimizer.offload._parts.machine, engine.optimizer.offload._thread.ahead
+    until_s = time.monotonic() + 20
+    while time.monotonic() < until_s and ahead._wanted:
+        final = [number for number in ahead._left if number in machine._places and ahead._left[number] <= 0]
+        if machine.is_ahead and not ahead._final and all(machine._beside.get(number) for number in final):
+            return
+        time.sleep(0.001)
+
+
+AHEAD = "plain plain plain plain clipped plain plain plain nan plain plain written plain plain rate plain plain"
+"""What happens in each step; after all but plain ones some steps may have nothing ahead."""
+
+
+def train_as_ahead_says(case: Any, *, skips_nan: bool) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Train as `AHEAD` says.
+
+    Returns:
+        What can be seen of each step, the share of streamed state that it confirmed and revoked, and the last state.
+    """
+    import torch
+    from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+    from deepspeed_runs import DTYPES, Deep, state_of, training
+
+    seen, shares = [], []
+    with training(case, ours=True, model=Deep()) as engine:
+        group = engine.optimizer.param_groups[0]
+        for step, kind in enumerate(AHEAD.split()):
+            factor = {"clipped": 1e3, "nan": float("nan") if skips_nan else 1.0}.get(kind, 1.0)
+            for micro in range(case.accumulation):
+                draws = torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank)
+                x = torch.randn((4, Deep.WIDTH), generator=draws).to(DTYPES[case.dtype])
+                engine.backward(engine(x) * factor)
+                if micro == case.accumulation - 1:
+                    wait_for_updates_ahead(engine)
+                    if kind == "written":
+                        weight = engine.module.layers[2].weight
+                        safe_set_full_grad(weight, safe_get_full_grad(weight) * 0.5)
+                    group["lr"] = 2e-3 if kind == "rate" else 3e-3
+                engine.step()
+            norm, scale = float(engine.get_global_grad_norm()), float(getattr(engine.optimizer, "loss_scale", 1.0))
+            seen.append((kind, norm, scale, engine.skipped_steps))
+            metrics = engine.optimizer.metrics()
+            ahead = [metrics.get(f"ahead/{what}_bytes", 0) for what in ("confirmed", "revoked")]
+            shares.append([number / metrics["streamed_bytes"] for number in ahead])
+        return seen, shares, state_of(engine)
+
+
+@check
+def updates_during_backward_change_nothing(folder: Path) -> None:
+    """All bits are those of `overlap="off"`; what is made ahead is confirmed unless something has come between."""
+    import deepspeed
+    from deepspeed_runs import Case, assert_same
+
+    if "PLACEMENT" in os.environ:
+        raise Skip("updates during backward are for weights and gradients in host memory")
+    newest = tuple(int(part) for part in deepspeed.__version__.split(".")[:2]) >= (0, 19)
+    overlaps = {"overlap_comm": True}
+    cases = [
+        (3, "bf16", 1, "exact", {}),
+        (3, "fp16", 2, "compact16", {}),
+        (3, "fp32", 1, "compact8", {}),
+        (2, "bf16", 2, "compact8", {}),
+        (2, "fp32", 1, "exact", {}),
+        (1, "fp16", 2, "exact", overlaps),
+    ]
+    for stage, dtype, accumulation, state_format, more in cases:
+        found = {}
+        skips_nan = dtype == "fp16" or (stage == 3 and newest)  # else all weights would be NaN from then on
+        for overlap in ("off", "backward"):
+            offload = {**paths(folder), "subgroup_numel": 4096, "state_format": state_format, "overlap": overlap}
+            zero = {"sub_group_size": 20_000, "reduce_bucket_size": 10_000, **more}
+            case = Case(stage, dtype, accumulation, clip=1.0, zero=zero, offload=offload)
+            if dtype == "fp16":
+                # With 6 it grows before the NaN comes, and nothing has been made ahead of that step.
+                scaling = {"initial_scale_power": 8, "loss_scale_window": 8 if stage == 3 else 6, "hysteresis": 1}
+                case.config = {"fp16": {"enabled": True, **scaling}}
+            found[overlap] = train_as_ahead_says(case, skips_nan=skips_nan)
+        seen, shares, state = found["backward"]
+        label = f"{stage, dtype, accumulation, state_format}: {[*zip(seen, shares, strict=True)]}"
+        assert seen == found["off"][0], f"{label}, not {found['off'][0]}"
+        assert_same(state, found["off"][2])
+        assert seen[-1][3] == skips_nan, label
+        assert all((norm > 1) == (kind == "clipped") for kind, norm, _, _ in seen if kind != "nan"), label
+        confirmed_often, last_scale = 0, seen[0][2]
+        for number, ((kind, _, scale, _), (confirmed, revoked)) in enumerate(zip(seen, shares, strict=True)):
+            same_scale, last_scale = scale == last_scale, last_scale if kind == "nan" else scale
+            if kind == "plain" and same_scale and (confirmed + revoked or number in (2, 3)):
+                assert confirmed >= 0.9, f"step {number} of {label}"
+                confirmed_often += 1
+            assert kind not in ("clipped", "rate") or not confirmed, f"step {number} of {label}"
+        assert confirmed_often >= 6, label
+        assert shares[AHEAD.split().index("clipped")][1] >= 0.9, label
+        if stage == 3:  # what was made ahead of a step that was skipped
+            assert shares[AHEAD.split().index("nan") + 1][1] >= 0.9 * skips_nan, label
+        assert sum(revoked for _, revoked in shares) >= 2, label
+
+
 @check
 def alone_given_gradients(folder: Path) -> None:
     """Train a model whose gradients are given, ours or stock by GIVEN; leave weights and state beside the folder."""
@@ -929,6 +1028,14 @@ def run(folder: Path, names: list[str]) -> None:
         gradients.Transfers = LateTransfers  # type: ignore[misc, assignment]
     if "PLACEMENT" in os.environ and get_accelerator().device_name() == "cpu":
         common.find_device = lambda weights: SimulatedDevice(lazy=True)
+    if "AHEAD" in os.environ:
+        plain_init = common.OffloadedOptimizer.__init__
+
+        def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+            plain_init(self, *arguments, **keywords)
+            self._speculate()
+
+        common.OffloadedOptimizer.__init__ = init  # type: ignore[method-assign]
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     deepspeed.init_distributed(

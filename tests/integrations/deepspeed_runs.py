@@ -117,6 +117,22 @@ class Given(torch.nn.Module):
         return total
 
 
+class Deep(torch.nn.Module):
+    """Layers whose gradients come one after the other, and no piece of which begins amid a block of 64 elements."""
+
+    WIDTH = 96
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in range(5)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
 @dataclass
 class Case:
     """One training.

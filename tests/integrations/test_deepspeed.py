@@ -245,6 +245,14 @@ def config(**sections: Any) -> dict[str, Any]:
             '"cpu"',
         ),
         (config(torch_autocast={"enabled": True}), "torch_autocast.enabled", "bf16"),
+        (
+            config(
+                zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu"}},
+                multi_tier_offload={"overlap": "backward"},
+            ),
+            "multi_tier_offload.overlap",
+            "overlap_comm",
+        ),
     ],
 )
 def test_bad_config_says_what_to_write(given: dict[str, Any], names: str, says: str) -> None:
@@ -373,3 +381,13 @@ def test_layouts_that_cannot_be_run_are_named(attributes: dict[str, Any], names:
 
     with pytest.raises(ConfigError, match=names):
         switch._check_engine(SimpleNamespace(**attributes))
+
+
+def test_updates_during_backward_are_refused_where_gradients_are_on_a_gpu() -> None:
+    from offload import ConfigError, OffloadConfig
+    from offload.integrations.deepspeed import switch
+
+    switch._check_overlap(OffloadConfig(overlap="backward"), "cpu")
+    switch._check_overlap(OffloadConfig(), "cuda")
+    with pytest.raises(ConfigError, match=r"overlap.*'backward'.*off.*cuda"):
+        switch._check_overlap(OffloadConfig(overlap="backward"), "cuda")
