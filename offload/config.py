@@ -182,7 +182,7 @@ class OffloadConfig:
             gradients are there, each into a version beside the live one. A step that would do the same takes it over;
             else, as when it clips, the time was lost and nothing has changed. Takes room on the paths for a second
             version of that state as far as there is some, and memory for new weights. For weights in host memory, and
-            one process or DeepSpeed; elsewhere refused. "auto" does so where an iteration should be shorter for it, by
+            one process or DeepSpeed; elsewhere refused. "auto" does so where an iteration should be shorter for it by
             the times of forward and backward and the rates seen so far; elsewhere, and under DeepSpeed, it is "off".
     """
 

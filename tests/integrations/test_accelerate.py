@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from accelerate_runs import SETTINGS
 
 import offload
@@ -194,6 +195,7 @@ def test_what_cannot_be_used_is_named(optimizer: offload.AdamW) -> None:
 
 
 def test_the_last_micro_step_is_known(optimizer: offload.AdamW) -> None:
+    GradientState._reset_state()  # all accelerators of a process share it, and the first one's number of steps
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = torch.nn.Linear(8, 8)
     _, prepared = accelerator.prepare(model, optimizer)
