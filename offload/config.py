@@ -181,8 +181,8 @@ class OffloadConfig:
         overlap: "off", or "backward": streamed subgroups are updated during the backward pass, as soon as their
             gradients are there, each into a version beside the live one. A step that would do the same takes it over;
             else, as when it clips, the time was lost and nothing has changed. Takes room on the paths for a second
-            version of that state as far as there is some, and memory for new weights. For weights in host memory and
-            one process; elsewhere refused.
+            version of that state as far as there is some, and memory for new weights. For weights in host memory, of
+            one process, of FSDP2, or of DDP with `shard`; elsewhere refused.
     """
 
     host_memory: int | str | None = None
