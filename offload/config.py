@@ -179,11 +179,12 @@ class OffloadConfig:
             where gradients are reduced on all, as under DDP; ranks exchange new weights in `step()`. Weights and
             gradients stay whole on every rank. For the optimizers of this package with plain tensors.
         overlap: "off", or "backward": streamed subgroups are updated during the backward pass, as soon as their
-            gradients are there, each into a version beside the live one. A step that would do the same takes it over;
-            else, as when it clips, the time was lost and nothing has changed. Takes room on the paths for a second
-            version of that state as far as there is some, and memory for new weights. For weights in host memory, and
-            one process or DeepSpeed; elsewhere refused. "auto" does so where an iteration should be shorter for it by
-            the times of forward and backward and the rates seen so far; elsewhere, and under DeepSpeed, it is "off".
+            gradients are there, each into a version beside the live one. A step that would do the same takes it
+            over; else, as when it clips, the time was lost and nothing has changed. Takes room on the paths for a
+            second version of that state as far as there is some, and memory for new weights. For weights in host
+            memory, of one process, of FSDP2, of DDP with `shard`, or of DeepSpeed; elsewhere refused. "auto": in
+            one process, and where an iteration should be shorter for it by the times of forward and backward and
+            the rates seen so far; else "off".
     """
 
     host_memory: int | str | None = None

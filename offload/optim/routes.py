@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -45,9 +45,10 @@ def choose_route(
             late.close()
             raise
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
-    if late.config.overlap == "backward" and (late.device is not None or not is_alone):
+    arrive = is_alone or late.config.shard or all(_arrives_reduced(p) and _is_heard(p) for p in parameters)
+    if late.config.overlap == "backward" and (late.device is not None or not arrive):
         late.close()
-        allowed = 'use "off": only gradients in host memory, of one process, are known before the step'
+        allowed = 'use "off": gradients have to be in host memory, of one process, of FSDP2 or of DDP with shard=True'
         raise ConfigError("overlap", late.config.overlap, allowed)
     if late.device is None:
         return (Slots if is_alone else Reduced)(late, weights, scaling, overlap)
@@ -59,12 +60,20 @@ def check_reduced(parameters: Iterable[torch.Tensor]) -> None:
 
     Those of a `DTensor` over all ranks arrive reduced, as FSDP2 calls these hooks itself, or say that they are not.
     """
-    ranks = world()[0]
-    for parameter in parameters if ranks > 1 else ():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is None or mesh.size() < ranks:
-            allowed = f"use true: {ranks} processes reduce gradients after they have arrived, but for those of FSDP2"
-            raise ConfigError("keep_grads", False, allowed)
+    if not all(map(_arrives_reduced, parameters)):
+        allowed = f"use true: {world()[0]} processes reduce gradients after they have arrived, but for those of FSDP2"
+        raise ConfigError("keep_grads", False, allowed)
+
+
+def _arrives_reduced(parameter: torch.Tensor) -> bool:
+    mesh, ranks = getattr(parameter, "device_mesh", None), world()[0]
+    return ranks == 1 or (mesh is not None and mesh.size() >= ranks)
+
+
+def _is_heard(parameter: torch.Tensor) -> bool:
+    """Return whether a hook hears of gradients where they stay: not of those that FSDP2 copies from a GPU."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is None or mesh.device_type == shards.local(parameter).device.type
 
 
 class Route:
@@ -86,7 +95,7 @@ class Route:
     def attach(self, bound: Bound) -> None:
         """Hear of a parameter's gradients from now on."""
         self._engine = self._late.engine  # which is open now
-        if bound.cut is not None and bound.local.device.type != bound.cut.mesh.device_type:
+        if not _is_heard(bound.parameter):
             return  # FSDP2 has the copy to the host wait for any hook; a gradient that changes is noticed without one
         register: Any = bound.parameter.register_post_accumulate_grad_hook
         self._handles.append(register(_ArrivalHook(self, bound)))
@@ -198,9 +207,53 @@ class AtStep(Route):
 
 
 class Reduced(Route):
-    """From host memory when the step begins: until then ranks reduce gradients, in the dtype that they are in."""
+    """From host memory, where ranks have left them, in the dtype that they are in, when the step begins.
+
+    A shard is final when its hook runs: FSDP2 has reduced it. DDP writes what it has reduced to `.grad` in a callback
+    at the end of a backward pass.
+    """
 
     widens = False
+
+    def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
+        super().__init__(late, weights, scaling, overlap)
+        self._pass = NO_PASS
+        self._of_pass: list[Bound] = []
+
+    def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
+        if not self._engine.speculates:
+            return
+        if shards.is_sharded(bound.parameter):
+            self._say_final(bound)
+            return
+        number: int = torch._C._current_graph_task_id()
+        if number == NO_PASS:
+            return
+        if number != self._pass:
+            self._pass, self._of_pass = number, []
+            _when_backward_ends(self._backward_ends)
+        self._of_pass.append(bound)
+
+    def _backward_ends(self) -> None:
+        _when_backward_ends(self._backward_ended)  # behind DDP's, which was queued behind this one
+
+    @torch.no_grad()
+    def _backward_ended(self) -> None:
+        bounds, self._of_pass = self._of_pass, []
+        for bound in bounds:
+            self._say_final(bound)
+
+    def _say_final(self, bound: Bound) -> None:
+        """Have a gradient read where it lies, unless the step will copy it."""
+        parameter, gradient = bound.parameter, bound.parameter.grad
+        if self._engine.broken is not None or gradient is None or gradient.requires_grad:
+            return
+        if shards.placed_as(gradient, parameter):
+            rows = None if shards.is_sharded(parameter) else bound.cut
+            gradient, parameter = shards.local(gradient).detach(), shards.local(parameter)
+            _check_gradient(gradient, parameter, bound.name)
+            if _lies_as(gradient, parameter):
+                self._engine.gradient_final(bound.position, shards.own(gradient, rows))
 
 
 class Slots(Route):
@@ -274,8 +327,7 @@ class Departing(Route):
             number: int = torch._C._current_graph_task_id()
             if number not in (NO_PASS, self._pass):
                 self._pass = number
-                engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._end_backward)
+                _when_backward_ends(self._end_backward)
 
     def _end_backward(self) -> None:
         if self._engine.broken is None:
@@ -373,6 +425,12 @@ class _ArrivalHook:
             builds_graph = torch.is_grad_enabled()
             with torch.no_grad():
                 route.arrived(bound, builds_graph)
+
+
+def _when_backward_ends(call: Callable[[], None]) -> None:
+    """Have autograd call something at the end of the backward pass under way, behind what it was told before."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
 
 
 def _has_one_owner(storage: int) -> bool:

@@ -26,6 +26,7 @@ from offload.engine.executor import WAKE
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.operations import Admit, Begin, Confirm, Hold, Run, Sweep, Visit
 from offload.errors import ConfigError, OffloadError, known
+from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.table import active_rows
 from offload.plan import Home
 from offload.session.parts import Parts
@@ -99,12 +100,14 @@ class Ahead:
         self._image_at: dict[int, int] = {}
         self._made: dict[int, _Made] = {}
         self._slots = np.zeros(0, np.uint64), np.zeros(0, np.int32)
+        self._elsewhere: set[int] = set()  # parameters whose gradients lie in no slot
+        self._lies: dict[int, torch.Tensor] = {}  # ... and those of them that updates may read
         self._kept: Sequence[torch.Tensor] = ()
 
     # On the caller's thread, or that of backward
 
-    def arrived(self, position: int) -> None:
-        """Take note that a gradient lies in its slot, accumulated or new."""
+    def arrived(self, position: int, gradient: torch.Tensor | None = None) -> None:
+        """Take note that a gradient lies in its slot, accumulated or new, or where the given one does."""
         if self.hyperparameters is None:
             return
         with self._lock:
@@ -112,10 +115,14 @@ class Ahead:
             self._arrivals[position] += 1
             self._clock += 1
             self._arrived_at[position] = self._clock
+            if gradient is not None:
+                self._elsewhere.add(position)
             if self._finals[position] or not self._is_final(position):
                 return
             self._finals[position] = 1
             if self._wanted:
+                if gradient is not None:
+                    self._lies.setdefault(position, gradient)  # another one may still be read
                 for subgroup, _ in self._parts.plan.layout.places[position]:
                     if subgroup in self._left:
                         self._left[subgroup] -= 1
@@ -182,6 +189,12 @@ class Ahead:
                 return
             self._slots = self._parts.gradients.read_at()
             self._has_rows = True
+        for segment in self._parts.plan.layout.subgroups[subgroup].segments if self._lies else ():
+            gradient = self._lies.get(segment.parameter)
+            if gradient is not None:
+                addresses, dtypes = self._slots
+                addresses[segment.parameter] = gradient.data_ptr()
+                dtypes[segment.parameter] = DTYPE_CODES[gradient.dtype]
         self._final.append(subgroup)
         self._parts.queue.post(WAKE)
 
@@ -235,6 +248,7 @@ class Ahead:
         self.revoked_bytes, self._dropped_bytes = self._dropped_bytes, 0
         if not machine.is_ahead or machine.broken is not None:
             self.revoke()
+            self._let_go()
             return ()
         made = [subgroup for subgroup in machine.beside if subgroup in subgroups]
         chosen = tuple(self._unchanged(made))
@@ -244,6 +258,7 @@ class Ahead:
         for subgroup in chosen:
             self._publish(subgroup)
         self._end()
+        self._let_go()
         return chosen
 
     def revoke(self) -> None:
@@ -259,10 +274,18 @@ class Ahead:
             self._end()
             if self._wanted:
                 self._prepare()
+        if not self._arrivals.any():  # they have been dropped
+            self._final.clear()
+            self._let_go()
 
     def _state_bytes(self, numbers: Collection[int]) -> int:
         subgroups = self._parts.plan.layout.subgroups
         return sum(subgroups[number].state_bytes for number in numbers)
+
+    def _let_go(self) -> None:
+        """Let go of gradients, which no update reads any more."""
+        if self._parts.machine.broken is None:  # else some may
+            self._lies.clear()
 
     def _end(self) -> None:
         self._made.clear()
@@ -338,13 +361,18 @@ class Ahead:
             waits = {s.parameter for s in subgroup.segments if s.numel and self._expected[s.parameter]}
             if waits:
                 self._waits[number] = len(waits)
-                self._left[number] = sum(not self._finals[position] for position in waits)
+                self._left[number] = sum(not self._is_there(position) for position in waits)
                 turns[number] = max(int(self._arrived_at[position]) for position in waits)
         self._order = sorted(turns, key=lambda number: turns[number])
         self._wanted = bool(self._order) and self._take_images()
         for number in self._order:
             if self._wanted and not self._left[number]:  # it has arrived while the last step went on
                 self._admit(number)
+
+    def _is_there(self, position: int) -> bool:
+        """Return whether all of a gradient has arrived, and an update can read it."""
+        has_place = position not in self._elsewhere or position in self._lies
+        return has_place and bool(self._finals[position])
 
     def _take_images(self) -> bool:
         """Have memory for the new weights of all subgroups; return whether there is."""

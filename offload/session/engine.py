@@ -268,6 +268,17 @@ class Engine:
         self._thread.ahead.arrived(position)
         return mark
 
+    def gradient_final(self, parameter: int | str, gradient: torch.Tensor) -> None:
+        """Say that a parameter's gradient lies where the step will read it, unless more of it comes; see `speculate`.
+
+        Args:
+            parameter: Which one.
+            gradient: All that this rank has of it, contiguous; kept until the next step, if it is read before.
+        """
+        self.wait_for([parameter])
+        self._thread.check_usable()
+        self._thread.ahead.arrived(self._position(parameter), gradient)
+
     def speculate(
         self, hyperparameters: Callable[[], Foreseen | None] | None, is_last_pass: Callable[[], bool] | None = None
     ) -> None:

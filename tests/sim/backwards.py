@@ -123,7 +123,7 @@ class Tables:
     def begin_ahead(self, groups: Sequence[float], scale: float, active: Sequence[int]) -> None:
         self.expected = tuple(groups), scale, 1.0, frozenset(active)
 
-    def slots_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
+    def read_at(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
         return np.zeros(0, np.uint64), np.zeros(0, np.int32)
 
     def table_ahead(
