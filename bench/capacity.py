@@ -325,12 +325,13 @@ def search(
         predicted = b.layers + int(((memory_bytes - start) / per_parameter - b.numel) / each)
     low = max((trial.layers for trial in trials if trial.fits), default=0)
     high = min((trial.layers for trial in trials if not trial.fits), default=None)
-    margin = max(1, int(TOLERANCE * predicted))
+    margin = stride = max(1, int(TOLERANCE * predicted))
     while high is None or high - low > max(1, TOLERANCE * low):
         between = (predicted, predicted - margin, predicted - 2 * margin) if high is not None else (predicted,)
         layers = next((n for n in between if low < n and (high is None or n < high)), None)
         if layers is None:
-            layers = low + margin if high is None else (low + high) // 2
+            layers = low + stride if high is None else (low + high) // 2
+            stride *= 2
         if ask(layers):
             low = layers
         else:
