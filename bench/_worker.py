@@ -28,6 +28,9 @@ SEED = 1234
 
 
 def build(request: dict[str, Any]) -> Any:
+    """Return the model: that of the request, if it has one."""
+    if "model" in request:
+        return request["model"]
     from offload.cli.model import Shape, build_model
 
     shape = Shape(**request["shape"])
@@ -154,8 +157,6 @@ class DeepSpeed:
         import deepspeed
         import deepspeed.ops
 
-        import offload.integrations.deepspeed as offload_deepspeed
-
         # Collectives of one process need no native part, which would be compiled at first use.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.utils.logger.setLevel("WARNING")
@@ -179,6 +180,8 @@ class DeepSpeed:
             **settings,
         }
         if "multi_tier_offload" in config:
+            import offload.integrations.deepspeed as offload_deepspeed
+
             offload_deepspeed.enable()
         self.ds, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), optimizer=client, config=config

@@ -578,6 +578,7 @@ BENCHMARKS = (
     ("`python bench/quality.py`", "what do compact formats do to training: held-out loss beside exact state, paired seeds?", "1 h", ("quality",)),
     ("`python bench/overlap.py`", "what is hidden of a step in forward, in backward and in both, and how near to its bound?", "20 min", ("overlap",)),
     ("`python bench/memory.py`", "does a run use the memory that the plan named, and no more?", "2 min", ("memory",)),
+    ("`python bench/capacity.py`", "which is the largest model that trains in 6 GiB of memory: torch, DeepSpeed's offloading, ours?", "", None),
     ("`python bench/paths.py`", "one path against fio, several against their sum, a path that slows down, overlap, S3", "10 min", ("paths",)),
     ("`python bench/lock.py`", "do processes that share a path move more when they take turns?", "1 min", ("lock",)),
     ("`python bench/planner.py`", "is a step what was predicted, and the plan the best there is?", "10 min", ("planner",)),

@@ -11,7 +11,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,23 +29,51 @@ if TYPE_CHECKING:
 HUGE_PAGE_BYTES = 2 << 20
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where the kernel says what this process's control group may use."""
+"""Where the kernel says what a control group may use; below `memory` in version 1."""
+
+OWN_GROUPS = Path("/proc/self/cgroup")
+"""Where it says which groups this process is in."""
+
+_GROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
+"""For each version: the limit, what is used, and how names in memory.stat begin that count groups below, too."""
 
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it
 
 
 def available_bytes() -> int:
-    """Return the memory that this process may still take: the machine's, or its control group's if that is less."""
+    """Return the memory that this process may still take: the machine's, or that of a control group if it is less."""
     available: int = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no limit there, or none that is a number
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        with contextlib.suppress(OSError, ValueError):
-            parts = dict(line.split(maxsplit=1) for line in (CGROUP / "memory.stat").read_text().splitlines())
-            # Files that are cached count as used there, and give way, as the machine's own figure takes for granted.
-            used -= sum(int(parts.get(name, 0)) for name in ("active_file", "inactive_file", "slab_reclaimable"))
-        available = min(available, limit - used)
+    for folder, version in control_groups():
+        limit_name, used_name, prefix = _GROUP_FILES[version]
+        with contextlib.suppress(OSError, ValueError):  # no limit there, or none that is a number
+            limit = int((folder / limit_name).read_text())
+            used = int((folder / used_name).read_text())
+            with contextlib.suppress(OSError, ValueError):
+                parts = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())
+                # Cached files count as used there, and give way, as the machine's own figure takes for granted.
+                names = (f"{prefix}active_file", f"{prefix}inactive_file", "slab_reclaimable")
+                used -= sum(int(parts.get(name, 0)) for name in names)
+            available = min(available, limit - used)
     return max(available, 0)
+
+
+def control_groups() -> Iterator[tuple[Path, int]]:
+    """Yield the folders of the control groups that this process is in, innermost first, each with its version.
+
+    Whose memory is limited by a group is also limited by those above it. A container sees its own group as the root.
+    """
+    with contextlib.suppress(OSError):
+        for line in OWN_GROUPS.read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            place = Path(name.lstrip("/"))
+            if not controllers:
+                yield from ((CGROUP / above, 2) for above in (place, *place.parents))
+            elif "memory" in controllers.split(","):
+                yield from ((CGROUP / "memory" / above, 1) for above in (place, *place.parents))
+    yield CGROUP, 2  # also where a container hides /proc
 
 
 class Arena:

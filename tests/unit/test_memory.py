@@ -58,6 +58,29 @@ def test_cached_files_are_memory_that_may_still_be_taken(tmp_path: Path, monkeyp
     assert available_bytes() > 1 << 20
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("limited", ["job/step", "job"])
+def test_the_limit_of_a_control_group_holds_for_those_below_it(
+    version: int, limited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(
+        "7:cpu:/other\n" + ("4:memory:/job/step\n0::/\n" if version == 1 else "0::/job/step\n")
+    )
+    root = tmp_path / "memory" if version == 1 else tmp_path
+    (root / "job" / "step").mkdir(parents=True)
+    limit, used, cached = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file 1\ntotal_inactive_file 300\n")
+        if version == 1
+        else ("memory.max", "memory.current", "inactive_file 300\n")
+    )
+    (root / limited / limit).write_text("10000\n")
+    (root / limited / used).write_text("9900\n")
+    (root / limited / "memory.stat").write_text(cached)
+    assert available_bytes() == 400
+
+
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 12345])
 def test_size_and_alignment(nbytes: int) -> None:
     arena = Arena(nbytes)

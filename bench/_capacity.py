@@ -1,0 +1,276 @@
+"""One trial of `capacity.py`, in a process of its own: three steps of one model, and what its memory went to.
+
+The request is JSON on the command line; the answer is the last line of standard output. Weights are made in bf16,
+from one block of random numbers, so that making them takes neither time nor memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from _worker import SEED, SETTINGS, DeepSpeed, batch, loss_of
+from torch import nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
+
+from offload.cli.model import VOCABULARY, Shape
+from offload.engine.memory import available_bytes
+from offload.errors import InfeasiblePlanError
+
+STEPS = 3
+TOKENS = 16
+
+CLIP = 100.0
+"""Norms are taken and compared in every step; no gradient here has so large a one, and steps made ahead are kept."""
+
+SHORTAGES = ("allocate memory", "no more memory", "no memory for", "bad_alloc", "Cannot allocate", "MemoryError")
+"""How torch, this package, C++ and the system say that there is no more memory."""
+
+
+class Block(nn.Module):
+    """A layer of a Llama: `Shape.numel` counts its weights. Its norms have the only vectors."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, inner = shape.hidden, shape.intermediate
+        self.heads = shape.heads
+        self.norms = nn.ParameterList(nn.Parameter(torch.ones(width)) for _ in range(2))
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = rms_norm(x, x.shape[-1:], self.norms[0])
+        q, k, v = (f(found).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.o(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        found = rms_norm(x, x.shape[-1:], self.norms[1])
+        return x + self.down(silu(self.gate(found)) * self.up(found))
+
+
+class Model(nn.Module):
+    """A Llama without positions; each layer's activations are computed again in backward."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.Parameter(torch.ones(shape.hidden))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return rms_norm(x, x.shape[-1:], self.norm) @ self.embed.weight.T
+
+
+def build(shape: Shape) -> Model:
+    """Return the model in bf16, the same for the same shape."""
+    with torch.device("meta"):
+        model = Model(shape).bfloat16()
+    model.to_empty(device="cpu")
+    # A prime number of them: no two rows of a matrix begin at the same one.
+    some = (0.02 * torch.randn(1_000_003, generator=torch.Generator().manual_seed(SEED))).bfloat16()
+    with torch.no_grad():
+        for number, weight in enumerate(model.parameters()):
+            if weight.dim() < 2:
+                weight.fill_(1.0)
+                continue
+            source = some.roll(7919 * number)
+            for piece in weight.view(-1).split(len(some)):
+                piece.copy_(source[: len(piece)])
+    return model
+
+
+class Plain:
+    """What all contenders share."""
+
+    def __init__(self, model: Model, request: dict[str, Any]) -> None:
+        self.model = model
+
+    def forward(self, window: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.model(window[:, :-1]), window)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def about(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class Torch(Plain):
+    """torch.optim.AdamW over fp32 masters; a 16-bit gradient goes as soon as it has become an fp32 one."""
+
+    def __init__(self, model: Model, request: dict[str, Any]) -> None:
+        super().__init__(model, request)
+        self.masters = [nn.Parameter(weight.detach().float()) for weight in model.parameters()]
+        self.optimizer = torch.optim.AdamW(self.masters, fused=True, **SETTINGS)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for master, weight in zip(self.masters, self.model.parameters(), strict=True):
+            master.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for master, weight in zip(self.masters, self.model.parameters(), strict=True):
+            weight.copy_(master)
+
+
+class Ours(Plain):
+    """offload.AdamW, nothing resident."""
+
+    def __init__(self, model: Model, request: dict[str, Any]) -> None:
+        import offload
+
+        super().__init__(model, request)
+        settings = dict(request["settings"])
+        overlap = settings.pop("overlap")
+        place = {"path": request["path"], "max_bytes": request["disk_bytes"]}
+        config = offload.OffloadConfig(
+            host_memory=0, paths=[place], checkpoints_kept=0, overlap="backward" if overlap else "off", **settings
+        )
+        self.optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config)
+        self.ahead_bytes = 0
+        if overlap:
+            self.optimizer.overlap_forward(model)
+
+    def step(self) -> None:
+        self.optimizer.clip_grad_norm_(CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.ahead_bytes += int(self.optimizer.metrics().get("ahead/confirmed_bytes", 0))
+
+    def about(self) -> dict[str, int]:
+        plan = self.optimizer.plan.plan
+        return {
+            "staging_bytes": plan.staging_bytes,
+            "overhead_bytes": plan.overhead_bytes,
+            "made_ahead_bytes": self.ahead_bytes,
+        }
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+
+class Stock(Plain):
+    """DeepSpeed's ZeRO-3."""
+
+    def __init__(self, model: Model, request: dict[str, Any]) -> None:
+        super().__init__(model, request)
+        asked = {
+            "device": "cpu",
+            "settings": json.loads(json.dumps(request["settings"]).replace("{path}", request["path"])),
+        }
+        self.ds = DeepSpeed({**asked, "model": model})
+
+    def forward(self, window: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.ds.ds(window[:, :-1]), window)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.ds.backward(loss)
+
+    def step(self) -> None:
+        self.ds.step()
+
+    def close(self) -> None:
+        self.ds.close()
+
+
+KINDS = {"torch": Torch, "ours": Ours, "deepspeed": Stock}
+
+
+def memory() -> dict[str, int]:
+    """Return what this process holds of its own (`own_bytes`), and the most that it ever held, files included."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if words[0].startswith(("Rss", "VmHWM"))}
+    files, most = kib["RssFile"] << 10, kib["VmHWM"] << 10
+    return {"own_bytes": kib["RssAnon"] + kib["RssShmem"] << 10, "file_bytes": files, "peak_bytes": most}
+
+
+def used_on_disk(folder: str) -> int:
+    """Return the bytes that files below a folder take."""
+    return sum(512 * path.stat().st_blocks for path in Path(folder).rglob("*") if path.is_file())
+
+
+def trial(request: dict[str, Any]) -> dict[str, Any]:
+    """Train; return losses, marks and what is known of the memory."""
+    marks: dict[str, dict[str, int]] = {}
+    if request["kind"] == "deepspeed":
+        import deepspeed  # noqa: F401
+    else:
+        import offload  # noqa: F401
+    # What everybody's first step loads: torch's own optimizers, its compiler and its threads.
+    torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+    torch.ones(64, 64).bfloat16() @ torch.ones(64, 64).bfloat16()
+    marks["process"] = memory()
+    model = build(Shape(**request["shape"]))
+    numel = sum(weight.numel() for weight in model.parameters())
+    weights = list(model.parameters())
+    marks["weights"] = memory()
+    contender = KINDS[request["kind"]](model, request)
+    marks["optimizer"] = memory()
+    losses, seconds = [], []
+    for step in range(STEPS):
+        began_s = time.perf_counter()
+        loss = contender.forward(batch(step, TOKENS, "cpu"))
+        if step == 0:
+            marks["forward"] = memory()
+        contender.backward(loss)
+        marks["backward"] = memory()
+        contender.step()
+        marks["step"] = memory()
+        losses.append(float(loss.detach()))
+        seconds.append(time.perf_counter() - began_s)
+    if not all(math.isfinite(loss) for loss in losses):
+        raise ValueError(f"the losses are not finite: {losses}")
+    about = contender.about()
+    digest = 0
+    if request["kind"] != "deepspeed":  # whose weights are elsewhere
+        if request["kind"] == "ours":
+            contender.optimizer.finish()
+        for weight in weights:
+            digest = zlib.crc32(weight.detach().view(torch.int16).numpy(), digest)
+    found = {
+        "numel": numel,
+        "losses": losses,
+        "digest": digest,
+        "seconds": seconds,
+        "marks": marks,
+        "disk_bytes": used_on_disk(request["path"]),
+        "about": about,
+    }
+    contender.close()
+    return found
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what anybody prints is log
+    if request["most_data_bytes"]:
+        resource.setrlimit(resource.RLIMIT_DATA, (request["most_data_bytes"],) * 2)
+    try:
+        found = trial(request)
+    except (MemoryError, RuntimeError, OSError, InfeasiblePlanError) as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        short = isinstance(error, InfeasiblePlanError) or any(sign in text for sign in SHORTAGES)
+        if not short:
+            raise
+        found = {"short_of": text, "available_bytes": available_bytes()}
+    print(json.dumps(found), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

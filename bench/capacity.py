@@ -1,0 +1,558 @@
+"""The largest model that trains within a given amount of host memory and disk, found by search.
+
+A trial is a process of its own that trains a Llama in bf16 for three steps of 16 tokens, gradients clipped, each
+layer's activations computed again in backward. Its memory is limited by a control group where one can be made; the
+kernel ends a process that needs more, and that is a "no". What else goes wrong is an error and ends the search. Files
+that the kernel caches count towards a group's limit, but give way before a process is ended: they decide nothing.
+Where no group can be made, a trial whose own peak (VmHWM, mapped files included) is beyond the limit is a "no".
+
+Two small trials give the bytes a parameter and those of the process, hence a prediction; then the number of layers is
+bisected. A model has the width at which the predicted one has 40 layers.
+
+* *torch*: AdamW(fused) over fp32 masters, 16-bit gradients freed as they become fp32: 18 bytes a parameter.
+* *DeepSpeed*: ZeRO-3, its own CPU Adam, with settings for the least memory: small subgroups, buckets and
+  prefetches, no pipelining; optimizer state in memory or on disk.
+* *ours*: nothing resident, four staging slots of 2^20 elements; with overlap, steps go on in forward and are made in
+  backward as far as memory allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from _common import ROOT, Target, arguments, end_with_parent, environment, progress, report
+from _contest import PATIENT, native_cache
+from _needs import LIBAIO, NATIVE, Need, require
+
+from offload.cli.model import Shape
+from offload.config import parse_bytes
+from offload.engine.memory import control_groups
+
+LAYERS = 40
+"""Of the predicted model: the steps of the search are a fortieth of it."""
+
+TOLERANCE = 0.03
+"""Between the largest model that trains and the smallest that does not."""
+
+TIMEOUT_S = 900.0
+NO_LIMIT = 1 << 50
+GUARD_BYTES = 1 << 30
+"""Without a control group: what a process may allocate beyond the limit before that is refused."""
+
+SMALL = {
+    "sub_group_size": 10_000_000,
+    "reduce_bucket_size": 10_000_000,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Who trains.
+
+    Attributes:
+        name: In reports.
+        kind: One of `_capacity.KINDS`.
+        settings: What its optimizer or DeepSpeed is given; "{path}" is a folder on the disk.
+        weight: Predicted bytes of memory a parameter.
+        disk: Predicted bytes on the disk a parameter.
+        needs: What has to be installed.
+        same: Contenders with the same word train the same models and have get the same weights.
+    """
+
+    name: str
+    kind: str
+    settings: Mapping[str, Any]
+    weight: float
+    disk: float = 0.0
+    needs: Sequence[Need] = ()
+    same: str = ""
+
+
+def stock(**zero: Any) -> dict[str, Any]:
+    return {"gradient_clipping": 100.0, "zero_optimization": {"stage": 3, **SMALL, **zero}}
+
+
+def on_disk(**more: Any) -> dict[str, Any]:
+    return {"device": "nvme", "nvme_path": "{path}", "pin_memory": False, **more}
+
+
+def ours(form: str, overlap: bool) -> dict[str, Any]:
+    return {"state_format": form, "overlap": overlap, "subgroup_numel": 1 << 20}
+
+
+CONTENDERS = (
+    Contender("torch", "torch", {}, 18.0),
+    Contender(
+        "deepspeed-cpu",
+        "deepspeed",
+        stock(offload_optimizer={"device": "cpu", "pin_memory": False}),
+        20.0,
+        needs=NATIVE,
+    ),
+    Contender(
+        "deepspeed-nvme",
+        "deepspeed",
+        stock(offload_optimizer=on_disk(buffer_count=4)),
+        8.0,
+        16.0,
+        needs=(*NATIVE, LIBAIO),
+    ),
+    Contender("exact", "ours", ours("exact", False), 4.1, 12.2, same="exact"),
+    Contender("exact-overlap", "ours", ours("exact", True), 4.1, 24.4, same="exact"),
+    Contender("compact8", "ours", ours("compact8", False), 4.1, 5.3, same="compact8"),
+    Contender("compact8-overlap", "ours", ours("compact8", True), 4.1, 10.6, same="compact8"),
+)
+SMOKE = ("exact", "exact-overlap")
+
+
+# Limits
+
+
+class Group:
+    """A control group for one trial after another.
+
+    Attributes:
+        folder: Its place in the file system of control groups.
+        version: Of control groups: 1 or 2.
+    """
+
+    def __init__(self, folder: Path, version: int) -> None:
+        self.folder = folder
+        self.version = version
+
+    def limit(self, nbytes: int) -> None:
+        """Limit the memory, swap included, of all its processes together."""
+        names = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes") if self.version == 1 else ("memory.max",)
+        (self.folder / names[0]).write_text(str(nbytes))
+        with contextlib.suppress(OSError):  # a kernel that does not count swap
+            if self.version == 1:
+                (self.folder / names[1]).write_text(str(nbytes))
+            else:
+                (self.folder / "memory.swap.max").write_text("0")
+
+    def join(self) -> None:
+        """Put the calling process into it."""
+        (self.folder / "cgroup.procs").write_text("0")
+
+    def kills(self) -> int:
+        """Return how many processes the kernel has ended here for lack of memory."""
+        text = (self.folder / ("memory.oom_control" if self.version == 1 else "memory.events")).read_text()
+        return int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
+
+
+@contextlib.contextmanager
+def made_group() -> Iterator[Group | None]:
+    """Yield a control group whose memory can be limited, or None where none can be made.
+
+    It is made below this process's own group, so that limits above hold, too. Groups of version 2 that have processes
+    cannot have limited ones below them: there it is made beside its own.
+    """
+    made: Group | None = None
+    with contextlib.suppress(OSError):
+        for parent, version in control_groups():
+            folder = parent / f"offload-capacity-{os.getpid()}"
+            try:
+                folder.mkdir()
+            except OSError:
+                continue
+            made = Group(folder, version)
+            try:
+                made.limit(1 << 40)
+                break
+            except OSError:
+                folder.rmdir()
+                made = None
+    try:
+        yield made
+    finally:
+        if made is not None:
+            made.folder.rmdir()
+
+
+# Trials
+
+
+class TrialError(Exception):
+    """A trial failed, and not for lack of memory or disk."""
+
+
+@dataclass
+class Trial:
+    """One process.
+
+    Attributes:
+        layers: Of the model.
+        numel: Its parameters.
+        fits: Whether it trained within the limits.
+        why: Why not; "" if it did.
+        found: What it reported.
+        seconds: What it took.
+    """
+
+    layers: int
+    numel: int
+    fits: bool
+    why: str = ""
+    found: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory of its own, mapped files left out."""
+        marks = self.found["marks"]
+        return int(
+            max(marks["step"]["peak_bytes"] - marks["step"]["file_bytes"], *(m["own_bytes"] for m in marks.values()))
+        )
+
+
+def run_trial(
+    contender: Contender, shape: Shape, memory_bytes: int, disk_bytes: int, group: Group | None, path: Path | None
+) -> Trial:
+    """Train a model of that shape within the limits.
+
+    Raises:
+        TrialError: It failed for another reason than a limit.
+    """
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=path, prefix="capacity-") as folder:
+        request = {
+            "kind": contender.kind,
+            "settings": contender.settings,
+            "shape": {"layers": shape.layers, "hidden": shape.hidden},
+            "path": folder,
+            "disk_bytes": disk_bytes,
+            "most_data_bytes": 0 if group else memory_bytes + GUARD_BYTES,
+        }
+        if group:
+            group.limit(memory_bytes)
+            killed = group.kills()
+
+        def prepare() -> None:
+            end_with_parent()
+            if group:
+                group.join()
+
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "bench" / "_capacity.py"), json.dumps(request)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                **native_cache(),
+                **PATIENT,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            },
+            cwd=folder,
+            preexec_fn=prepare,
+        )
+        try:
+            out, log = process.communicate(timeout=TIMEOUT_S)
+        except BaseException as error:
+            process.kill()
+            process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TrialError(
+                    f"{contender.name}, {shape.layers} layers: no end within {TIMEOUT_S:.0f} s"
+                ) from error
+            raise
+        seconds = time.monotonic() - began_s
+    trial = Trial(shape.layers, shape.numel, fits=False, seconds=seconds)
+    if group and group.kills() > killed:
+        trial.why = "ended by the kernel: no more memory"
+    elif process.returncode:
+        end = "\n".join(log.splitlines()[-20:])
+        raise TrialError(f"{contender.name}, {shape.layers} layers: exit status {process.returncode}\n{end}")
+    else:
+        trial.found = json.loads(out.splitlines()[-1])
+        trial.why = trial.found.get("short_of", "")
+        if not trial.why and trial.found["disk_bytes"] > disk_bytes:
+            trial.why = f"{trial.found['disk_bytes']} bytes on the disk"
+        if not trial.why and not group and trial.found["marks"]["step"]["peak_bytes"] > memory_bytes:
+            trial.why = "its peak is beyond the limit"
+        trial.fits = not trial.why
+    return trial
+
+
+# Search
+
+
+def search(
+    attempt: Callable[[int], Trial], predicted: int, memory_bytes: int, say: Callable[[Trial], None]
+) -> list[Trial]:
+    """Find the most layers that fit, to `TOLERANCE`.
+
+    Args:
+        attempt: Trains a model of so many layers.
+        predicted: How many may fit.
+        memory_bytes: The limit, for a prediction from what small models took.
+        say: Is told of each trial.
+
+    Returns:
+        All trials, in order. The largest that fits is the result; none does if not even one layer fits.
+    """
+    trials: list[Trial] = []
+
+    def ask(layers: int) -> bool:
+        trials.append(attempt(layers))
+        say(trials[-1])
+        return trials[-1].fits
+
+    for share in (8, 3):
+        ask(max(1, predicted // share))
+    slope = line(trials)
+    if slope is not None:
+        start, per_parameter = slope
+        a, b = trials
+        each = (b.numel - a.numel) / (b.layers - a.layers)
+        predicted = b.layers + int(((memory_bytes - start) / per_parameter - b.numel) / each)
+    low = max((trial.layers for trial in trials if trial.fits), default=0)
+    high = min((trial.layers for trial in trials if not trial.fits), default=None)
+    margin = stride = max(1, int(TOLERANCE * predicted))
+    while high is None or high - low > max(1, TOLERANCE * low):
+        between = (predicted, predicted - margin, predicted - 2 * margin) if high is not None else (predicted,)
+        layers = next((n for n in between if low < n and (high is None or n < high)), None)
+        if layers is None:
+            layers = low + stride if high is None else (low + high) // 2
+            stride *= 2
+        if ask(layers):
+            low = layers
+        else:
+            high = layers
+    return trials
+
+
+def line(trials: Sequence[Trial]) -> tuple[float, float] | None:
+    """Return the bytes of a process without parameters and those of one parameter, by the two smallest that fit."""
+    fit = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.numel)[:2]
+    if len(fit) < 2 or fit[0].numel == fit[1].numel:
+        return None
+    a, b = fit
+    slope = (b.peak_bytes - a.peak_bytes) / (b.numel - a.numel)
+    return (a.peak_bytes - slope * a.numel, slope) if slope > 0 else None
+
+
+def width(numel: float) -> int:
+    """Return the width of a model of so many parameters in `LAYERS` layers."""
+    grain = 64 if numel > 1e8 else 16
+    return max(grain, round(math.sqrt(numel / (12 * LAYERS)) / grain) * grain)
+
+
+def explained(contender: Contender, trial: Trial) -> dict[str, int]:
+    """Return what the peak of a trial is made of, in bytes; the sum is the peak."""
+    marks, numel, about = trial.found["marks"], trial.numel, trial.found["about"]
+    parts = {"process": marks["process"]["own_bytes"], "weights": 2 * numel}
+    if contender.kind == "torch":
+        parts |= {"gradients, fp32": 4 * numel, "masters and moments": 12 * numel}
+    else:
+        parts["gradients"] = 2 * numel
+        if contender.name == "deepspeed-cpu":
+            parts |= {"masters and moments": 12 * numel}
+        if contender.kind == "ours":
+            parts["staging"] = about["staging_bytes"]
+            parts["tables and threads, as planned"] = about["overhead_bytes"]
+    return {**parts, "the rest": trial.peak_bytes - sum(parts.values())}
+
+
+def summary(contender: Contender, trials: Sequence[Trial]) -> dict[str, Any]:
+    """Return what a search found."""
+    fit = [trial for trial in trials if trial.fits]
+    found: dict[str, Any] = {
+        "settings": contender.settings,
+        "trials": [{**vars(trial), "peak_bytes": trial.peak_bytes if trial.fits else None} for trial in trials],
+        "numel": 0,
+    }
+    if not fit:
+        return found
+    best = max(fit, key=lambda trial: trial.numel)
+    found |= {"numel": best.numel, "layers": best.layers, "peak_bytes": best.peak_bytes}
+    found["too_large_numel"] = min((t.numel for t in trials if not t.fits), default=None)
+    found["disk_bytes"] = best.found["disk_bytes"]
+    # Of the first forward pass, what outlives it for the backward pass: activations, and what torch sets up then.
+    found["after_forward_bytes"] = (
+        best.found["marks"]["forward"]["own_bytes"] - best.found["marks"]["optimizer"]["own_bytes"]
+    )
+    found["explained_bytes"] = explained(contender, best)
+    found["explained_bytes_per_parameter"] = {name: n / best.numel for name, n in found["explained_bytes"].items()}
+    fitted = line(trials)
+    if fitted is not None:
+        found["fitted"] = {"start_bytes": fitted[0], "bytes_per_parameter": fitted[1]}
+    return found
+
+
+def same_weights(found: Mapping[str, Sequence[Trial]], chosen: Sequence[Contender]) -> float | None:
+    """Return 1 if all that must compute the same did, at every size that two trained; None if there is none."""
+    compared: dict[tuple[str, int], set[tuple[Any, ...]]] = {}
+    counts: dict[tuple[str, int], int] = {}
+    for contender in chosen:
+        for layers, trial in {t.layers: t for t in found.get(contender.name, ()) if t.fits}.items():
+            if contender.same:
+                key = contender.same, layers
+                compared.setdefault(key, set()).add((*trial.found["losses"], trial.found["digest"]))
+                counts[key] = counts.get(key, 0) + 1
+    shared = [key for key, count in counts.items() if count > 1]
+    return float(all(len(compared[key]) == 1 for key in shared)) if shared else None
+
+
+def targets_of(results: Mapping[str, Any], memory_bytes: int, same: float | None) -> list[Target]:
+    targets = []
+    for name in ("exact", "exact-overlap", "compact8", "compact8-overlap"):
+        row = results.get(name) or {}
+        share = None
+        if row.get("numel"):
+            parts = row["explained_bytes"]
+            share = row["numel"] * 4 / (memory_bytes - parts["process"] - parts["staging"])
+        what = f"{name}: parameters over (limit - process - staging) / 4 bytes"
+        targets.append(Target.at_least(what, share, 0.95, "it did not run"))
+    for name in ("exact", "compact8"):
+        numels = [(results.get(each) or {}).get("numel") for each in (name, "deepspeed-nvme")]
+        times = numels[0] / numels[1] if all(numels) else None
+        what = f"{name}: parameters, times those of DeepSpeed's NVMe offload"
+        targets.append(Target.at_least(what, times, 1.8, "one of them did not run"))
+    what = "with and without overlap: the same losses and weights, bit for bit"
+    targets.append(Target.at_least(what, same, 1.0, "no size was trained by both"))
+    return targets
+
+
+# Report
+
+
+COLOURS = ("#9aa0a6", "#4c78a8", "#e4853a", "#54a24b", "#b07aa1", "#e45756", "#72b7b2", "#d8c14a")
+
+
+def picture(file: Path, results: Mapping[str, Any], memory_bytes: int) -> None:
+    """Draw parameters against gigabytes, and what a gigabyte went to."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = {name: row for name, row in results.items() if row.get("numel")}
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for (name, row), colour in zip(rows.items(), COLOURS, strict=False):
+        points = sorted((t["peak_bytes"] / 1e9, t["numel"] / 1e9) for t in row["trials"] if t["fits"])
+        left.plot(
+            *zip(*points, strict=True), "-" if "overlap" not in name else ":", color=colour, label=name, marker="."
+        )
+    left.axvline(memory_bytes / 1e9, color="black", linewidth=0.8, linestyle="--")
+    left.set_xlabel("peak memory, GB (dashed: the limit)")
+    left.set_ylabel("parameters, billions")
+    left.legend(frameon=False, fontsize=8)
+    parts = list(dict.fromkeys(part for row in rows.values() for part in row["explained_bytes"]))
+    starts = dict.fromkeys(rows, 0.0)
+    for part, colour in zip(parts, COLOURS, strict=False):
+        widths = [max(0.0, row["explained_bytes_per_parameter"].get(part, 0.0)) for row in rows.values()]
+        right.barh(list(rows), widths, left=list(starts.values()), color=colour, label=part)
+        starts = {name: start + w for (name, start), w in zip(starts.items(), widths, strict=True)}
+    right.invert_yaxis()
+    right.set_xlabel("bytes a parameter, of the largest model")
+    right.legend(frameon=False, fontsize=7)
+    for axes in (left, right):
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    names = [contender.name for contender in CONTENDERS]
+    parser = arguments(__doc__, path=True, picture=True)
+    parser.add_argument("--memory", default="6GiB", help="host memory of a trial (default: %(default)s)")
+    parser.add_argument("--disk", help="most bytes on the disk (default: nine tenths of what is free)")
+    parser.add_argument("--contenders", default=",".join(names), help="separated by commas (default: %(default)s)")
+    args = parser.parse_args()
+    asked = args.contenders.split(",")
+    for name in asked:
+        if name not in names:
+            parser.error(f"--contenders: {name!r} cannot be used; there are {', '.join(names)}")
+    memory_bytes = parse_bytes("--memory", args.memory)
+    stat = os.statvfs(args.path or tempfile.gettempdir())
+    disk_bytes = parse_bytes("--disk", args.disk) if args.disk else 9 * stat.f_bavail * stat.f_frsize // 10
+    described = environment()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the group and the folders go
+    chosen = [contender for contender in CONTENDERS if contender.name in asked]
+    if args.smoke:
+        chosen = [contender for contender in chosen if contender.name in SMOKE]
+    missing = require(args, {contender.name: contender.needs for contender in chosen})
+    results: dict[str, Any] = {}
+    trials: dict[str, list[Trial]] = {}
+    with made_group() as group:
+        limits = {
+            "memory_bytes": memory_bytes,
+            "disk_bytes": disk_bytes,
+            "by": f"a control group, version {group.version}" if group else "the process's own peak",
+        }
+        print(f"{memory_bytes:,} bytes of memory, limited by {limits['by']}; {disk_bytes:,} bytes of disk")
+        for contender in chosen:
+            if contender.name in missing:
+                results[contender.name] = {"left_out": missing[contender.name]}
+                continue
+            try:
+                found = contest(contender, args.smoke, memory_bytes, disk_bytes, group, args.path)
+            except TrialError as error:
+                print(error)
+                results[contender.name] = {"failed": str(error)}
+                continue
+            trials[contender.name] = found
+            row = results[contender.name] = summary(contender, found)
+            print(f"{contender.name}: {row['numel']:,} parameters")
+    same = same_weights(trials, chosen)
+    if args.picture:
+        picture(args.picture, results, memory_bytes)
+    losses = {name: [trial.found["losses"] for trial in found if trial.fits] for name, found in trials.items()}
+    checksum = hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:16]
+    report(
+        args, described, {"limits": limits, "contenders": results}, checksum, targets_of(results, memory_bytes, same)
+    )
+    failed = [name for name, row in results.items() if "failed" in row]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def contest(
+    contender: Contender, smoke: bool, memory_bytes: int, disk_bytes: int, group: Group | None, path: Path | None
+) -> list[Trial]:
+    """Return the trials of one contender."""
+    predicted = min(memory_bytes / contender.weight, disk_bytes / contender.disk if contender.disk else math.inf)
+    shape = Shape(LAYERS, 64 if smoke else width(memory_bytes / contender.weight))
+
+    def attempt(layers: int) -> Trial:
+        progress(f"{contender.name}: {layers} layers")
+        return run_trial(contender, replace(shape, layers=layers), memory_bytes, disk_bytes, group, path)
+
+    def say(trial: Trial) -> None:
+        took = f"{trial.peak_bytes / 1e9:.2f} GB" if trial.fits else trial.why
+        print(
+            f"  {contender.name}: {trial.layers} layers, {trial.numel:,} parameters: {took} ({trial.seconds:.0f} s)",
+            flush=True,
+        )
+
+    if contender.kind == "deepspeed":  # compiles its native parts at first use, which takes more memory than a trial
+        progress(f"{contender.name}: native parts")
+        run_trial(contender, replace(shape, layers=1), NO_LIMIT, NO_LIMIT, None, path)
+    if smoke:
+        found = [attempt(2)]
+        say(found[0])
+        return found
+    return search(attempt, max(1, round(LAYERS * predicted / shape.numel)), memory_bytes, say)
+
+
+if __name__ == "__main__":
+    main()
