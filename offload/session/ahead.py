@@ -143,11 +143,11 @@ class Ahead:
 
     def begins(self, active: Sequence[int]) -> None:
         """Take note that a step begins: what arrives from now on is for the next one."""
-        if self.hyperparameters is None:
-            return
         with self._lock:
-            self._grow()
             self._wanted = False
+            if self.hyperparameters is None:
+                return
+            self._grow()
             self._expected = np.zeros_like(self._arrivals)
             self._expected[active] = self._arrivals[active]
             self._all_arrived = bool(np.array_equal(self._expected, self._arrivals)) and bool(active)
