@@ -7,7 +7,6 @@ from typing import Protocol
 
 from offload.engine.machine import Machine
 from offload.engine.operations import Event, Operation
-from offload.errors import invariant
 
 
 class Executor(Protocol):
@@ -21,15 +20,9 @@ class Executor(Protocol):
 
 
 def pump(machine: Machine, executor: Executor, until: Callable[[Machine], bool]) -> None:
-    """Carry operations to the executor and events to the machine until `until` holds.
-
-    Raises:
-        InternalError: Nothing could ever bring the sweep under way to its end; waiting for it would be for good.
-    """
+    """Carry operations to the executor and events to the machine until `until` holds."""
     executor.submit(machine.take_operations())
     while not until(machine):
-        waits_for_nobody = not (machine.in_flight or machine.idle or machine.is_ahead)
-        invariant(not waits_for_nobody, "a sweep is under way, and nothing that it waits for")
         for event in executor.wait():
             machine.handle(event)
         executor.submit(machine.take_operations())

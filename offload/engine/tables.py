@@ -50,6 +50,7 @@ class Tables:
         self._scalars: npt.NDArray[np.float32] = np.zeros((0, 0), np.float32)
         self._flags: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
         self._ahead = self._scalars, self._flags  # of the step that is expected
+        self._weights_ahead = self.weights  # ... as they lay when it was
         self._columns: list[tuple[npt.NDArray[np.uint64], ...]] = []
         self._reload: list[npt.NDArray[np.bool_]] = []
         self._layout = Layout((), ())
@@ -87,6 +88,7 @@ class Tables:
     def begin_ahead(self, groups: Sequence[Any], scale: float, active: Sequence[int]) -> None:
         """Prepare the scalars of the update that is expected: nothing is clipped."""
         self._ahead = self._rows(groups, 1.0 / scale, active)[:2]
+        self._weights_ahead = self.weights.copy()  # whoever asks for this keeps these; later ones may be gone
 
     def _rows(
         self, groups: Sequence[Any], factor: float, active: Sequence[int]
@@ -122,6 +124,7 @@ class Tables:
         fresh: bool,
         update: bool,
         weights_address: int | None = None,
+        weights: npt.NDArray[np.uint64] | None = None,
         gradients: npt.NDArray[np.uint64] | None = None,
         gradient_dtypes: npt.NDArray[np.int32] | None = None,
         rows: tuple[npt.NDArray[np.float32], npt.NDArray[np.uint32]] | None = None,
@@ -135,6 +138,7 @@ class Tables:
             update: Whether active segments are updated; otherwise the state is only made whole.
             weights_address: Where an image of the subgroup's weights lies, padding included, that takes their place;
                 None for the weights themselves.
+            weights: Address of each parameter's weight in place of `weights`.
             gradients: Address of each parameter's gradient in place of `gradients`.
             gradient_dtypes: Their element types in place of `gradient_dtypes`.
             rows: Scalars and flags of each parameter in place of those of the step that was begun last.
@@ -148,7 +152,7 @@ class Tables:
         }
         item = ITEM_BYTES[layout.dtype]
         if weights_address is None:
-            addresses["weight"] = self.weights[parameter] + start * item
+            addresses["weight"] = (self.weights if weights is None else weights)[parameter] + start * item
         else:
             addresses["weight"] = np.uint64(weights_address) + offset * item
         flags = step_flags[parameter] if update else np.zeros(len(parameter), np.uint32)
@@ -206,6 +210,7 @@ class Tables:
             address,
             fresh=False,
             update=True,
+            weights=self._weights_ahead,
             gradients=slots[0],
             gradient_dtypes=slots[1],
             rows=self._ahead,

@@ -77,6 +77,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._lock.first = lambda: owner._finish()
         self._forecast = Forecast()
         self._is_last_pass: Callable[[], bool] | None = None
+        self._steps_seen = 0
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
         if late.device is None or config.gpu_memory != "auto":
             self._open(late.config)
@@ -108,7 +109,9 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _speculate(self) -> None:
         """Have updates made during backward from now on."""
-        self.engine.speculate(partial(_foreseen, weakref.ref(self)), self._is_last_pass)
+        owner = weakref.ref(self)
+        says = None if self._is_last_pass is None else partial(_is_last, owner)
+        self.engine.speculate(partial(_foreseen, owner), says)
 
     def last_micro_step(self, is_last: bool | Callable[[], bool] | None) -> None:
         """Say whether backward passes from now on are the last before a step, for updates during backward.
@@ -126,7 +129,8 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def _choose_overlap(self) -> None:
         """Have updates made during backward, or not, by what an iteration should take; at steps 4, 8, 16, ..."""
-        number, pace = self.engine.step_number, self._overlap.pace.typical
+        self._steps_seen += 1  # the engine's own number waits for a step that goes on behind
+        number, pace = self._steps_seen, self._overlap.pace.typical
         if number < 4 or number.bit_count() > 1 or pace is None or not self._route.has_slots:
             return
         (forward_s, backward_s), follows = pace, bool(self._overlap.following)
@@ -363,11 +367,11 @@ class OffloadedOptimizer(StatefulOptimizer):
             self._route.forget()
             self._weights.written(active)
         self._overlap.pace.returns(began_s)
-        if self._late.config.overlap == "auto":
-            self._choose_overlap()
         if not self._overlap.is_behind:
             self._weights.gather()
             self._tell()
+        if self._late.config.overlap == "auto":
+            self._choose_overlap()
 
     def _begin_step(self, groups: list[Any], scale: float, clip: float, active: list[Bound]) -> None:
         """Have a step go on behind the caller, but for what the next forward pass does not wait for."""
@@ -585,6 +589,13 @@ class OffloadedOptimizer(StatefulOptimizer):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _is_last(optimizer: weakref.ref[OffloadedOptimizer]) -> bool:
+    """Return whether the backward pass under way is the last before a step, by what the optimizer was told."""
+    found = optimizer()
+    says = None if found is None else found._is_last_pass
+    return says is not None and bool(says())
 
 
 def _foreseen(optimizer: weakref.ref[OffloadedOptimizer]) -> Foreseen | None:

@@ -159,7 +159,7 @@ class Ahead:
         with self._lock:
             any_arrived = bool(self._arrivals.any())
             self._forget_arrivals()
-            return any_arrived and self._wanted
+            return any_arrived and (self._wanted or bool(self._lies))
 
     def _forget_arrivals(self) -> None:
         self._arrivals[:] = self._finals[:] = 0
@@ -268,9 +268,11 @@ class Ahead:
         """
         machine = self._parts.machine
         if machine.is_ahead:
-            self._wanted = self._wanted and not self._dropped_bytes
+            self._wanted = self._wanted and not self._dropped_bytes and machine.broken is None
             self._dropped_bytes += self._state_bytes(machine.beside)
             machine.handle(Confirm(()))
+            if machine.broken is not None:  # an update may still run: what it reads and writes stays
+                return
             self._end()
             if self._wanted:
                 self._prepare()

@@ -25,7 +25,7 @@ from offload.engine.executor import INTERRUPT, REQUEST, visit_nothing
 from offload.engine.loop import pump
 from offload.engine.machine import Machine
 from offload.engine.operations import Begin, Release, Stop, Sweep
-from offload.errors import CheckpointError, OffloadError, SessionBrokenError, known
+from offload.errors import CheckpointError, OffloadError, SessionBrokenError, invariant, known
 from offload.layout import Parameter
 from offload.protocols import DeviceLane, Mark
 from offload.session.ahead import Ahead
@@ -300,7 +300,13 @@ class EngineThread:
         self._finish()
 
     def is_due(self, machine: Machine) -> bool:
-        """Return whether there is something to do beside carrying operations and events."""
+        """Return whether there is something to do beside carrying operations and events.
+
+        Raises:
+            InternalError: Nothing could ever bring the sweep under way to its end; waiting for it would be for good.
+        """
+        waits_for_nothing = not (machine.in_flight or machine.idle or machine.is_ahead)
+        invariant(not waits_for_nothing, "a sweep is under way, and nothing that it waits for")
         return (
             machine.finished is not None
             or machine.saver.ended is not None

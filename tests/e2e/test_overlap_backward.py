@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -655,3 +657,24 @@ def test_passes_without_steps_write_what_one_step_would(tmp_path: Path, reads: b
         training.backward()
         training.step()
         assert optimizer.metrics()["ahead/revoked_bytes"] > 0
+
+
+class Owner:
+    """Keeps an optimizer that it has told what it knows of passes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.training = Training(folder, "backward")
+        self.training.optimizer.last_micro_step(self.is_last)
+
+    def is_last(self) -> bool:
+        return True
+
+
+def test_a_forgotten_optimizer_ends_whatever_it_was_told_of_passes(tmp_path: Path) -> None:
+    owner = Owner(tmp_path / "run")
+    owner.training.backward()
+    owner.training.step()
+    optimizer = weakref.ref(owner.training.optimizer)
+    del owner
+    gc.collect()
+    assert optimizer() is None
