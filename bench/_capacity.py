@@ -29,9 +29,6 @@ from offload.errors import InfeasiblePlanError
 STEPS = 3
 TOKENS = 16
 
-CLIP = 100.0
-"""Norms are taken and compared in every step; no gradient here has so large a one, and steps made ahead are kept."""
-
 SHORTAGES = ("allocate memory", "no more memory", "no memory for", "bad_alloc", "Cannot allocate", "MemoryError")
 """How torch, this package, C++ and the system say that there is no more memory."""
 
@@ -94,7 +91,7 @@ class Plain:
     """What all contenders share."""
 
     def __init__(self, model: Model, request: dict[str, Any]) -> None:
-        self.model = model
+        self.model, self.clip = model, request["clip"]
 
     def forward(self, window: torch.Tensor) -> torch.Tensor:
         return loss_of(self.model(window[:, :-1]), window)
@@ -121,7 +118,7 @@ class Torch(Plain):
     def step(self) -> None:
         for master, weight in zip(self.masters, self.model.parameters(), strict=True):
             master.grad, weight.grad = weight.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
+        torch.nn.utils.clip_grad_norm_(self.masters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         for master, weight in zip(self.masters, self.model.parameters(), strict=True):
@@ -147,7 +144,7 @@ class Ours(Plain):
             self.optimizer.overlap_forward(model)
 
     def step(self) -> None:
-        self.optimizer.clip_grad_norm_(CLIP)
+        self.optimizer.clip_grad_norm_(self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.ahead_bytes += int(self.optimizer.metrics().get("ahead/confirmed_bytes", 0))

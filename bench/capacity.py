@@ -47,6 +47,9 @@ LAYERS = 40
 TOLERANCE = 0.03
 """Between the largest model that trains and the smallest that does not."""
 
+CLIP = 100.0
+"""Norms are taken and compared in every step; no gradient here has so large a one, and steps made ahead are kept."""
+
 TIMEOUT_S = 900.0
 NO_LIMIT = 1 << 50
 GUARD_BYTES = 1 << 30
@@ -86,7 +89,7 @@ class Contender:
 
 
 def stock(**zero: Any) -> dict[str, Any]:
-    return {"gradient_clipping": 100.0, "zero_optimization": {"stage": 3, **SMALL, **zero}}
+    return {"gradient_clipping": CLIP, "zero_optimization": {"stage": 3, **SMALL, **zero}}
 
 
 def on_disk(**more: Any) -> dict[str, Any]:
@@ -235,6 +238,7 @@ def run_trial(
         request = {
             "kind": contender.kind,
             "settings": contender.settings,
+            "clip": CLIP,
             "shape": {"layers": shape.layers, "hidden": shape.hidden},
             "path": folder,
             "disk_bytes": disk_bytes,

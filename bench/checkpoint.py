@@ -2,12 +2,12 @@
 
 A model is trained with none, half and all of its optimizer state resident. Rounds of iterations with a checkpoint
 alternate with rounds of as many without, so that whatever else the machine does falls on both alike. The stall is the
-time of the call that starts a checkpoint, what each iteration takes longer than the same one of the rounds before
-and after, and what the last update before it takes longer than that before a round without, as medians over all
-rounds; its parts (hand-over, forward and backward, update, preparation) are reported. It cannot be
-less than what of the resident bytes, at the rate at which they were written in this run, exceeds forward and
-backward: that floor is taken off. Bytes are those written beyond what rounds without a checkpoint write, as a share
-of the state. `torch.save` of the same state's `state_dict()` stands beside it, its file synced.
+time of the call that starts a checkpoint, what each iteration takes longer than the same one of the rounds before and
+after, and what the last update before it takes longer than that before a round without, as medians over all rounds;
+its parts (hand-over, forward and backward, update, preparation) are reported. It cannot be less than what of the
+resident bytes, at the rate at which they were written in this run, exceeds forward and backward: that floor is taken
+off. Bytes are those written beyond what rounds without a checkpoint write, as a share of the state. `torch.save` of
+the same state's `state_dict()` stands beside it, its file synced.
 """
 
 from __future__ import annotations

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
-
 import capacity
+import pytest
 from capacity import CONTENDERS, TOLERANCE, Trial, same_weights, search
 
 

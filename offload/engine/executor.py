@@ -264,9 +264,8 @@ class LiveExecutor:
         if subgroup is None or not self._verify or (run.slot is None and not self.seals_homes):
             self._kernel.submit(run.op, table)
             return
-        address = self._source().resident_address(subgroup.index) if run.slot is None else self.slot_address(run.slot)
         expected = self._seals.expected(run, subgroup)
-        state = self._seals.state(subgroup, address)
+        state = self._seals.state(subgroup, self._state_address(run.slot, subgroup.index))
         self._seals.started(run, self._kernel.submit_sealed(run.op, table, state, expected))
 
     def _start_on_gpu(self, operation: CopyIn | CopyOut | WeightOperation | Run) -> None:
@@ -277,7 +276,7 @@ class LiveExecutor:
             case CopyIn():
                 if operation.slot is not None:
                     self._seals.touched(operation.slot, operation.subgroup)
-                gpu.copy_in(operation, self._state_address(operation), due_s)
+                gpu.copy_in(operation, self._state_address(operation.slot, operation.subgroup), due_s)
             case Run():
                 gpu.run(operation, self._visitor(operation), due_s)
             case CopyOut():
@@ -285,7 +284,7 @@ class LiveExecutor:
                     self._seals.touched_home(operation.subgroup)
                 else:
                     self._seals.touched(operation.slot, None)
-                gpu.copy_out(operation, self._state_address(operation), due_s)
+                gpu.copy_out(operation, self._state_address(operation.slot, operation.subgroup), due_s)
             case FetchWeights():
                 gpu.fetch_weights(operation, due_s)
             case PushWeights():
@@ -293,10 +292,9 @@ class LiveExecutor:
             case AwaitPush():
                 gpu.await_push(operation)
 
-    def _state_address(self, operation: CopyIn | CopyOut) -> int:
-        if operation.slot is None:
-            return self._source().resident_address(operation.subgroup)
-        return self.slot_address(operation.slot)
+    def _state_address(self, slot: int | None, subgroup: int) -> int:
+        """Return where a subgroup's state lies: in a staging slot, or at home."""
+        return self._source().resident_address(subgroup) if slot is None else self.slot_address(slot)
 
     def _tier(self, path: int) -> Tier:
         return self._tiers[path] if path < len(self._tiers) else self._others[path]

@@ -389,10 +389,8 @@ class Ahead:
         old, self._images = self._images, None
         self._parts.memory.give_back(old)
         self._image_at = {}
-        available = available_bytes()
-        if end > (
-            available if self._parts.plan.image_bytes else available // 2
-        ):  # half, where no plan has counted them
+        most = available_bytes() // (1 if self._parts.plan.image_bytes else 2)  # half, where no plan has counted them
+        if end > most:
             self.hyperparameters = None
             log.warning("nothing is updated during backward: new weights wait in %d bytes, which memory lacks", end)
             return False

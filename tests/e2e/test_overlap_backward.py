@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from settling import settle
 from simulated import OnDevice
 from test_overlap_forward import Model, assert_same, everything, loss_of
 
@@ -29,18 +30,6 @@ from offload.sim import Forecast, SimulatedDevice
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
 LOOSE, TIGHT = 1e9, 1e-2
-
-
-def settle(optimizer: offload.AdamW) -> None:
-    """Wait until what can be made ahead has been made: else it is a matter of luck how much of it there is."""
-    machine, ahead = optimizer.engine._parts.machine, optimizer.engine._thread.ahead
-    until_s = time.monotonic() + 20
-    while time.monotonic() < until_s and ahead._wanted:
-        able = [number for number in ahead._left if number in machine._places]  # what there is room for
-        final = [number for number in able if ahead._left[number] <= 0]
-        if machine.is_ahead and not ahead._final and all(machine._beside.get(number) for number in final):
-            return
-        time.sleep(0.001)
 
 
 class Training:
@@ -64,7 +53,7 @@ class Training:
             self.settle()
 
     def settle(self) -> None:
-        settle(self.optimizer)
+        settle(self.optimizer.engine)
 
     def step(self) -> None:
         self.settle()

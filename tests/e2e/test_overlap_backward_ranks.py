@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from mirror import same_bits
+from settling import settle
 from sharded import local, spawn
-from test_overlap_backward import LOOSE, TIGHT, settle
+from test_overlap_backward import LOOSE, TIGHT
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -68,7 +69,7 @@ class Ranks:
         self.called(torch.randn(3, 64, generator=generator).to(self.dtype)).pow(2).mean().backward()
 
     def settle(self) -> None:
-        settle(self.optimizer)
+        settle(self.optimizer.engine)
 
     def gradients(self) -> list[torch.Tensor]:
         return [local(p.grad) for p in self.model.parameters() if p.grad is not None and local(p.grad).numel()]

@@ -894,17 +894,6 @@ def alone_universal_load(folder: Path) -> None:
             train(engine, case, case.steps, 1)
 
 
-def wait_for_updates_ahead(engine: Any) -> None:
-    """Wait until what can be updated during backward has been: else it is a matter of luck how much there is."""
-    machine, ahead = engine.optimizer.offload._parts.machine, engine.optimizer.offload._thread.ahead
-    until_s = time.monotonic() + 20
-    while time.monotonic() < until_s and ahead._wanted:
-        final = [number for number in ahead._left if number in machine._places and ahead._left[number] <= 0]
-        if machine.is_ahead and not ahead._final and all(machine._beside.get(number) for number in final):
-            return
-        time.sleep(0.001)
-
-
 AHEAD = "plain plain plain plain clipped plain plain plain nan plain plain written plain plain rate plain plain"
 """What happens in each step; after all but plain ones some steps may have nothing ahead."""
 
@@ -918,6 +907,7 @@ def train_as_ahead_says(case: Any, *, skips_nan: bool) -> tuple[list[Any], list[
     import torch
     from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
     from deepspeed_runs import DTYPES, Deep, state_of, training
+    from settling import settle
 
     seen, shares = [], []
     with training(case, ours=True, model=Deep()) as engine:
@@ -929,7 +919,7 @@ def train_as_ahead_says(case: Any, *, skips_nan: bool) -> tuple[list[Any], list[
                 x = torch.randn((4, Deep.WIDTH), generator=draws).to(DTYPES[case.dtype])
                 engine.backward(engine(x) * factor)
                 if micro == case.accumulation - 1:
-                    wait_for_updates_ahead(engine)
+                    settle(engine.optimizer.offload)
                     if kind == "written":
                         weight = engine.module.layers[2].weight
                         safe_set_full_grad(weight, safe_get_full_grad(weight) * 0.5)
@@ -1068,5 +1058,5 @@ def run(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = map(str, Path(__file__).parents[:2])
     run(Path(sys.argv[1]), sys.argv[2:])
