@@ -302,7 +302,7 @@ def ask(
     if prediction is not None and forward_s is not None and backward_s is not None:
         on_cpu = not question.weights_on_gpu
         overlapped_s = {"forward": backward_s + with_forward_s(prediction, forward_s, on_cpu=on_cpu)}
-        if on_cpu and question.ranks == 1:
+        if on_cpu:
             for hidden_in, follows in (("backward", False), ("both", True)):
                 overlapped_s[hidden_in] = with_backward_s(prediction, plan, forward_s, backward_s, follows=follows)
     return Answer(question, rates, plan, use, cost, step_s, prediction, forward_s, backward_s, overlapped_s)
@@ -695,6 +695,7 @@ def _as_dict(
         "step_s": answer.step_s,
         "iteration_s": answer.iteration_s,
         "hidden_iteration_s": dict(answer.overlapped_s),
+        "ahead": {"memory_bytes": plan.ahead_memory_bytes, "storage_bytes": plan.ahead_storage_bytes},
         "closed_form_step_s": cost.step_s,
         "bound_s": cost.bound_s,
         "bound_by": cost.bound_by,
@@ -732,6 +733,9 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
             hidden = ", ".join(f"in {where} {format_seconds(s)}" for where, s in answer.overlapped_s.items())
             line += f"; with the step hidden {hidden}"
         lines.append(line)
+    if "backward" in answer.overlapped_s:
+        memory, storage = format_bytes(plan.ahead_memory_bytes), format_bytes(plan.ahead_storage_bytes)
+        lines.append(f"hidden in backward, a step takes {memory} more of a rank's memory and {storage} of its paths")
     if answer.prediction is not None:
         lines += str(answer.prediction).splitlines()[1:]
     for number, row in enumerate(wear):

@@ -238,10 +238,20 @@ class Plan:
         return max((nbytes for home, nbytes in sizes if home is Home.GPU), default=0)
 
     @cached_property
+    def ahead_memory_bytes(self) -> int:
+        """Bytes of host memory that updates of all streamed state during backward take: new weights wait there."""
+        return sum(s.weight_bytes for s in self.layout.subgroups if not self.is_resident(s.index))
+
+    @cached_property
+    def ahead_storage_bytes(self) -> int:
+        """Bytes that they take on the paths besides: of each tile with its header a version beside the live one."""
+        live = sum(count * nbytes for nbytes, count in self._live_slots.items())
+        return live + SECTOR_BYTES * sum(self._live_slots.values())
+
+    @property
     def image_bytes(self) -> int:
-        """Bytes of host memory in which new weights wait for the step that updates during backward are made for."""
-        streamed = (s for s in self.layout.subgroups if not self.is_resident(s.index))
-        return sum(s.weight_bytes for s in streamed) if self.budgets.ahead else 0
+        """Bytes of host memory that are for new weights made during backward."""
+        return self.ahead_memory_bytes if self.budgets.ahead else 0
 
     @property
     def state_bytes(self) -> int:
@@ -262,20 +272,28 @@ class Plan:
         return self.staging_slots * self.slot_bytes
 
     @cached_property
+    def _live_slots(self) -> Counter[int]:
+        """For each payload size, the tiles of streamed state."""
+        live: Counter[int] = Counter()
+        streamed = (s for s in self.layout.subgroups if not self.is_resident(s.index))
+        for sizes, alike in Counter(subgroup.tile_sizes for subgroup in streamed).items():
+            for nbytes, count in sizes:
+                live[nbytes] += alike * count
+        return live
+
+    @cached_property
     def slot_counts(self) -> dict[int, int]:
         """For each payload size, the most slots the stores need at once: live versions and those in flight.
 
         A version never overwrites the one before, so each subgroup that is being flushed needs a second slot for
         each of its tiles; no more subgroups than staging slots are flushed at once.
         """
-        live: Counter[int] = Counter()
         flying: Counter[int] = Counter()
-        streamed = (s for s in self.layout.subgroups if not self.is_resident(s.index))
-        for sizes, alike in Counter(subgroup.tile_sizes for subgroup in streamed).items():
+        for sizes in {s.tile_sizes for s in self.layout.subgroups if not self.is_resident(s.index)}:
             for nbytes, count in sizes:
-                live[nbytes] += alike * count
                 flying[nbytes] = max(flying[nbytes], count)
-        return {n: count + min(count, self.staging_slots * flying[n]) for n, count in sorted(live.items())}
+        live = sorted(self._live_slots.items())
+        return {n: count + min(count, self.staging_slots * flying[n]) for n, count in live}
 
     @property
     def storage_bytes(self) -> int:
@@ -296,11 +314,22 @@ class Plan:
                 whole += (nbytes + SECTOR_BYTES) * count
         return (self.budgets.checkpoints + 1) * whole
 
+    @property
+    def _spare_bytes(self) -> int:
+        """Bytes of the paths beyond what state and versions in flight take."""
+        offered = sum(path.available_bytes for path in self.budgets.paths) + self.budgets.leftover_bytes
+        return offered - self.storage_bytes
+
     @cached_property
     def has_room_for_checkpoints(self) -> bool:
         """Whether the paths have room for `checkpoint_bytes` beside the state."""
-        offered = sum(path.available_bytes for path in self.budgets.paths) + self.budgets.leftover_bytes
-        return self.storage_bytes + self.checkpoint_bytes <= offered
+        return self.checkpoint_bytes <= self._spare_bytes
+
+    @cached_property
+    def has_room_ahead(self) -> bool:
+        """Whether the paths have room for `ahead_storage_bytes` besides; else part of the state is made ahead."""
+        promised = self.checkpoint_bytes if self.has_room_for_checkpoints else 0
+        return promised + self.ahead_storage_bytes <= self._spare_bytes
 
     def shares(self, rates: Rates) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold, by `Budgets.shares`; the sum is 1.
@@ -412,6 +441,10 @@ class Plan:
             for path, share in zip(self.budgets.paths, self.budgets.shares(), strict=True):
                 part = "by rate" if self.budgets.follow_rates else f"{share:.0%}"
                 lines.append(f"               {part:>10}  on {path.name}")
+        if self.image_bytes:
+            room = "" if self.has_room_ahead else ", which is more than there is: part is updated during backward"
+            size = format_bytes(self.ahead_storage_bytes)
+            lines.append(f"               {size:>10}  versions made during backward, beside the live ones{room}")
         if self.checkpoint_bytes:
             room = "" if self.has_room_for_checkpoints else ", which is more than there is"
             title, size = "" if self.staging_slots else "storage", format_bytes(self.checkpoint_bytes)

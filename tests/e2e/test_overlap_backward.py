@@ -26,6 +26,7 @@ import offload
 import offload.session.ahead
 from offload.errors import ConfigError
 from offload.sim import Forecast, SimulatedDevice
+from offload.protocols import SECTOR_BYTES
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
@@ -347,6 +348,22 @@ def test_no_room_for_versions_beside(tmp_path: Path) -> None:
         training = Training(tmp_path / overlap, overlap, paths=[limit])
         found.append(run(training, 16, 3, [plain, clipped, saved, state_read]))
     assert_same(*found)
+
+
+def test_the_room_that_a_plan_names_is_enough_and_less_is_not(tmp_path: Path) -> None:
+    probe = Training(tmp_path / "probe", "backward")
+    with probe.optimizer as optimizer:
+        plan = optimizer.plan.plan
+        assert plan.has_room_ahead
+    needed = plan.storage_bytes + plan.checkpoint_bytes + plan.ahead_storage_bytes
+    confirmed = []
+    for name, short in (("enough", 0), ("short", max(plan.slot_counts) + SECTOR_BYTES)):
+        limit = {"path": str(tmp_path / name), "max_bytes": needed - short}
+        training = Training(tmp_path / name, "backward", paths=[limit])
+        assert training.optimizer.plan.plan.has_room_ahead == (not short)
+        run(training, 8, 3, [plain])
+        confirmed.append(training.counts["confirmed"])
+    assert confirmed[0] == 7 * plan.state_bytes > confirmed[1] > 0
 
 
 def test_memory_for_new_weights_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

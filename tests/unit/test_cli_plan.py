@@ -111,6 +111,17 @@ def test_forward_and_backward_follow_from_tokens_and_flops(rates, capsys):
     assert few["backward_s"] == pytest.approx(2 * 1e9 / (50 * GB), rel=0.01)
 
 
+def test_what_a_step_hidden_in_backward_takes(rates, capsys):
+    arguments = ["--params", "1e9", "--rates", rates, "--weights-on", "cpu", "--flops", "1e12", "--tokens", "3000"]
+    found = plan_json(capsys, *arguments, "--ranks", "2")
+    streamed_bytes = found["rank"]["streamed_bytes"]
+    assert found["ahead"]["memory_bytes"] == streamed_bytes // 6 > 0  # bf16 weights, 12 bytes of state a parameter
+    assert streamed_bytes < found["ahead"]["storage_bytes"] < 1.01 * streamed_bytes
+    assert found["hidden_iteration_s"].keys() == {"forward", "backward", "both"}
+    assert cli.main(["plan", *arguments]) == 0
+    assert "hidden in backward, a step takes 1.9 GiB more of a rank's memory" in capsys.readouterr().out
+
+
 def test_days_until_a_drive_is_worn_out(rates, capsys):
     arguments = ["--params", "1e9", "--rates", rates, "--endurance", "1PB", "--steps-per-day", "1000"]
     (path,) = plan_json(capsys, *arguments)["paths"]
