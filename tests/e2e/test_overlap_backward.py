@@ -25,8 +25,8 @@ from test_overlap_forward import Model, assert_same, everything, loss_of
 import offload
 import offload.session.ahead
 from offload.errors import ConfigError
-from offload.sim import Forecast, SimulatedDevice
 from offload.protocols import SECTOR_BYTES
+from offload.sim import Forecast, SimulatedDevice
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
