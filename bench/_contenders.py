@@ -55,6 +55,7 @@ OURS_MEMORY = "ours in DeepSpeed, all in memory"
 OURS_HALF = "ours in DeepSpeed, half in memory"
 OURS_DISK = "ours in DeepSpeed, nothing resident"
 OURS_COMPACT = "ours in DeepSpeed, nothing resident, compact8"
+OURS_AHEAD = "ours in DeepSpeed, nothing resident, compact8, made during backward"
 FUSED = "torch AdamW, fused"
 TORCHAO_OFFLOAD = "torchao CPUOffloadOptimizer"
 ALONE_MEMORY = "ours, all in memory"
@@ -109,6 +110,7 @@ def disk_group(numel: int, smoke: bool, aio: Mapping[str, Any]) -> list[Contende
         in_deepspeed(OURS_DISK, ON_DISK, smoke=smoke),
         *(in_deepspeed(ours, ON_DISK, smoke=smoke, equal_to=stock) for stock, ours in EQUAL.items()),
         in_deepspeed(OURS_COMPACT, {**ON_DISK, "state_format": "compact8"}, smoke=smoke),
+        in_deepspeed(OURS_AHEAD, {**ON_DISK, "state_format": "compact8", "overlap": "backward"}, smoke=smoke),
     ]
 
 
@@ -197,18 +199,20 @@ def targets_of(group: str, outcomes: Mapping[str, Outcome], tokens: int) -> list
         promise(OURS_DISK, stock, 1.4, 1.8)
         promise(OURS_COMPACT, outcomes.get(STOCK_NVME), 2.5, None)
         promise(OURS_COMPACT, outcomes.get(STOCK_PIPELINED), 2.0, None)
+        promise(OURS_AHEAD, outcomes.get(STOCK_NVME), 2.8, None)
+        promise(OURS_AHEAD, outcomes.get(STOCK_PIPELINED), 2.3, None)
     elif group == "memory":
         promise(OURS_MEMORY, outcomes.get(STOCK_CPU), 1.0, None)
     else:
         noise = spread(base.values("iteration_s", tokens))
         promise(ALONE_MEMORY, outcomes.get(FUSED), 1.0 - noise, None)
-    exact = [o for o in outcomes.values() if o.name.startswith("ours") and o.name != OURS_COMPACT]
-    same = same_losses([o for o in exact if o.losses and not o.failed])
-    found.append(
-        Target.at_least(
-            f"{GROUPS[group]}: ours (exact) have the same losses, bit for bit", same, 1.0, "ours did not run"
-        )
-    )
+    compact = (OURS_COMPACT, OURS_AHEAD)
+    ours = [o for o in outcomes.values() if o.name.startswith("ours") and o.losses and not o.failed]
+    alike = {"exact": [o for o in ours if o.name not in compact], "compact8": [o for o in ours if o.name in compact]}
+    for form, those in alike.items():
+        if form == "exact" or group == "disk":
+            what = f"{GROUPS[group]}: ours ({form}) have the same losses, bit for bit"
+            found.append(Target.at_least(what, same_losses(those), 1.0, "ours did not run"))
     return found
 
 

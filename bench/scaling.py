@@ -14,6 +14,8 @@ time is the median. Beside each: the least possible, bytes over the rate of what
   ranks       1 and 2 processes, each with the same state, on one emulated device: twice the time for twice the bytes
   published   paths in the proportion of a published machine's NVMe drive and parallel file system, at a twentieth of
               their rates: what the second adds
+  nodes       on paper: what `offload plan` says of 8, 64 and 1,024 ranks on nodes of that machine, with a drive each
+              and with a parallel file system that all of them share, whose total is assumed
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ from paths import MB, Throttles
 from planner import Configuration, Model, Session, Size
 
 from offload._native import CompletionQueue
+from offload.cli.plan import Question, ask, with_shared_path
 from offload.measure import find_rates
-from offload.plan import PathRates, Rates
+from offload.plan import Home, PathRates, Rates
 from offload.protocols import Tier
 from offload.tiers import open_tier
 
@@ -47,6 +50,17 @@ RATE = 300.0
 """MB/s each way of an emulated path."""
 
 MACHINE = "h100-node-nvme-pfs"
+NODES = (2, 16, 256)
+RANKS = 4
+"""On each node, as the published machine has GPUs."""
+
+PAPER_MODELS = {"13B a rank": lambda ranks: 13_000_000_000 * ranks, "280B": lambda ranks: 280_000_000_000}
+SHARED_BYTES_PER_S = 100e9
+"""Each way, of the parallel file system for all nodes together: assumed."""
+
+PAPER_HOST_BYTES = 40 << 30
+"""For each rank's state at home in memory."""
+
 SHRUNK = 20
 """Part of a published machine's rates that its emulated paths have."""
 
@@ -256,6 +270,46 @@ def published(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any
     return found
 
 
+def nodes(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
+    del folder, targets  # nothing is measured
+    rows = []
+    rates = find_rates(MACHINE).rates
+    for model, numel_of in PAPER_MODELS.items():
+        for count in NODES[:1] if smoke else NODES:
+            own = dataclasses.replace(rates, paths=rates.paths[:1])
+            shared = with_shared_path(rates, f"1={SHARED_BYTES_PER_S:.0f}", count)
+            for storage, of_node in (("its own drive", own), ("and a shared file system", shared)):
+                question = Question(
+                    params=numel_of(RANKS * count) // (1000 if smoke else 1),
+                    nodes=count,
+                    ranks=RANKS,
+                    rates=of_node,
+                    host_memory=0 if smoke else PAPER_HOST_BYTES,
+                    weights_on_gpu=True,
+                )
+                answer = ask(question)
+                plan = answer.plan
+                row = {
+                    "model": model,
+                    "ranks": question.all_ranks,
+                    "nodes": count,
+                    "storage": storage,
+                    "params": question.params,
+                    "resident_share": 1 - plan.home_bytes[Home.STREAMED] / plan.state_bytes,
+                    "step_s": answer.step_s,
+                    "bound_s": answer.estimate.bound_s,
+                    "bound_by": answer.estimate.bound_by,
+                }
+                print(f"  {model}, {row['ranks']} ranks, {storage}: {answer.step_s:.1f} s, {row['bound_by']}")
+                rows.append(row)
+    return {
+        "machine": MACHINE,
+        "shared_bytes_per_s": SHARED_BYTES_PER_S,
+        "host_bytes": PAPER_HOST_BYTES,
+        "rows": rows,
+    }
+
+
 SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
     "parameters": parameters,
     "resident": resident,
@@ -264,6 +318,7 @@ SECTIONS: dict[str, Callable[[Path, bool, list[Target]], dict[str, Any]]] = {
     "subgroup": subgroup,
     "ranks": ranks,
     "published": published,
+    "nodes": nodes,
 }
 
 
@@ -274,8 +329,9 @@ def picture(file: Path, results: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    columns = min(3, len(results))
-    rows = math.ceil(len(results) / columns)
+    results = {name: found for name, found in results.items() if "at" in found}
+    columns = max(1, min(3, len(results)))
+    rows = max(1, math.ceil(len(results) / columns))
     figure, axes = pyplot.subplots(
         rows, columns, figsize=(3.8 * columns, 3 * rows), layout="constrained", squeeze=False
     )

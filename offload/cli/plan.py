@@ -71,6 +71,17 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--ranks", metavar="N", type=int, default=1, help="processes that share the node (default: 1)"
     )
+    parser.add_argument(
+        "--nodes", metavar="N", type=int, default=1, help="such nodes, which share the model (default: 1)"
+    )
+    parser.add_argument(
+        "--shared-path",
+        metavar="N[=SIZE]",
+        action="append",
+        default=[],
+        help="path N (from 0) is one file system for all nodes, which moves SIZE a second each way in all (default: "
+        "what the rates say of it); other paths are each node's own",
+    )
     sizes = parser.add_argument_group("budgets of each rank")
     sizes.add_argument("--host-memory", metavar="SIZE", default="0", help="for state at home there (default: 0)")
     sizes.add_argument("--gpu-memory", metavar="SIZE", default="0", help="for state at home on the GPU (default: 0)")
@@ -98,7 +109,7 @@ def add_parser(commands: Any) -> None:
         help="gradients on the GPU stay until the step, as OffloadConfig(keep_grads=...) says; with --no-keep-grads, "
         "and under ZeRO, they leave during backward (default: they stay with one rank)",
     )
-    node = parser.add_argument_group("the node, where it is another than that of the rates")
+    node = parser.add_argument_group("each node, where it is another than that of the rates")
     node.add_argument("--node-memory", metavar="SIZE", help="host memory that all ranks have together")
     node.add_argument("--gpus", metavar="N", type=int, help="number of GPUs")
     work = parser.add_argument_group("the rest of the iteration")
@@ -123,7 +134,8 @@ class Question:
 
     Attributes:
         params: Parameters of the whole model.
-        rates: Of the node; that of the update is of parameters with such state.
+        nodes: How many there are, of `ranks` each.
+        rates: Of a node; that of the update is of parameters with such state.
         keep_grads: Whether gradients stay on the GPU, if weights lie there, until the step.
         recompute: Whether backward repeats the forward pass.
         tokens: Tokens of one rank in an iteration; None to predict the step alone.
@@ -137,6 +149,7 @@ class Question:
 
     params: int
     rates: Rates
+    nodes: int = 1
     ranks: int = 1
     host_memory: int = 0
     gpu_memory: int = 0
@@ -155,6 +168,11 @@ class Question:
     node: Node = UNKNOWN
     places: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def all_ranks(self) -> int:
+        """Ranks of all nodes: each has its part of the model's state."""
+        return self.nodes * self.ranks
 
     def path_name(self, number: int) -> str:
         """Return what a path is called, by its number, as in the names of lanes, and where it is."""
@@ -198,7 +216,7 @@ class Answer:
 
     @property
     def written_bytes(self) -> list[int]:
-        """Bytes that each step writes to each path, by all ranks together."""
+        """Bytes that each step writes to each path, by all ranks of a node together."""
         lanes = self.prediction.lane_bytes if self.prediction else {}
         return [self.question.ranks * lanes.get(f"write:{n}", 0) for n in range(len(self.rates.paths))]
 
@@ -220,10 +238,10 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
     """Return one rank's layout, and what each tier offers for it."""
     from offload.plan import Budgets, PathBudget, choose_subgroup_numel
 
-    numel = math.ceil(question.params / question.ranks)
+    numel = math.ceil(question.params / question.all_ranks)
     rule = RULES[question.rule].stored_in(STATE_FORMATS[question.state_format])
     subgroup_numel = question.subgroup_numel or choose_subgroup_numel(numel, question.staging_memory, rule)
-    exact_numel = math.ceil(question.exact_params / question.ranks)
+    exact_numel = math.ceil(question.exact_params / question.all_ranks)
     layout, rates = _layout(numel, exact_numel, subgroup_numel, rule), question.rates
     staging = question.gpu_staging
     if staging is None:
@@ -522,6 +540,8 @@ def _question(arguments: argparse.Namespace) -> Question:
 
     if arguments.ranks < 1:
         raise ConfigError("--ranks", arguments.ranks, "give at least 1")
+    if arguments.nodes < 1:
+        raise ConfigError("--nodes", arguments.nodes, "give at least 1")
     if arguments.flops is not None and not 0 < arguments.flops < math.inf:
         raise ConfigError("--flops", arguments.flops, "give operations per second, greater than 0")
     file = find_rates(arguments.rates)
@@ -534,6 +554,8 @@ def _question(arguments: argparse.Namespace) -> Question:
         node = replace(node, gpus=arguments.gpus)
     if arguments.flops is not None:
         rates = replace(rates, compute_flops_per_s=arguments.flops)
+    for text in arguments.shared_path:
+        rates = with_shared_path(rates, text, arguments.nodes)
     if arguments.path_count is not None:
         rates = _first_paths(rates, arguments.path_count)
     if arguments.params:
@@ -559,10 +581,11 @@ def _question(arguments: argparse.Namespace) -> Question:
     return Question(
         params=params,
         rates=rates,
+        nodes=arguments.nodes,
         ranks=arguments.ranks,
         placement=_placement(arguments.placement),
         weights_on_gpu=weights_on == "gpu",
-        keep_grads=arguments.ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
+        keep_grads=arguments.nodes * arguments.ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
         recompute=arguments.recompute,
         rule=arguments.rule,
         state_format=arguments.state_format,
@@ -586,6 +609,27 @@ def _first_paths(rates: Rates, count: int) -> Rates:
     if not 0 <= count <= len(rates.paths):
         raise ConfigError("--path-count", count, f"the rates know {len(rates.paths)} paths")
     return replace(rates, paths=rates.paths[:count])
+
+
+def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
+    """Return a node's rates where a path is one file system for all nodes.
+
+    Args:
+        rates: What a node reaches by itself.
+        text: As `--shared-path` takes it.
+        nodes: How many use it, all alike.
+    """
+    name, equals, size = text.partition("=")
+    if not name.strip().isdecimal() or int(name) >= len(rates.paths):
+        raise ConfigError("--shared-path", text, f"give N or N=SIZE; the rates know {len(rates.paths)} paths, from 0")
+    path = rates.paths[int(name)]
+    total = parse_bytes("--shared-path", size) if equals else path.each_way_bytes_per_s
+    if not total:
+        raise ConfigError("--shared-path", text, "give more than 0 bytes a second")
+    part = min(1.0, total / nodes / path.each_way_bytes_per_s)
+    paths = [*rates.paths]
+    paths[int(name)] = path.part(part)
+    return replace(rates, paths=tuple(paths))
 
 
 def _parse_sweep(text: str) -> tuple[str, list[str]]:
@@ -669,6 +713,7 @@ def _as_dict(
     plan, cost, prediction = answer.plan, answer.estimate, answer.prediction
     return {
         "params": answer.question.params,
+        "nodes": answer.question.nodes,
         "ranks": answer.question.ranks,
         "rank": {
             "state_bytes": plan.state_bytes,
@@ -712,8 +757,10 @@ def _as_dict(
 
 
 def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequence[tuple[str, float]]) -> str:
-    plan, cost, ranks = answer.plan, answer.estimate, answer.question.ranks
-    lines = [f"{answer.question.params:,} parameters on {ranks} rank{'s' if ranks > 1 else ''}; each has:", str(plan)]
+    plan, cost, ranks, nodes = answer.plan, answer.estimate, answer.question.ranks, answer.question.nodes
+    by_all = "all ranks of a node" if nodes > 1 else "all ranks"
+    on_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}{f' on each of {nodes:,} nodes' if nodes > 1 else ''}"
+    lines = [f"{answer.question.params:,} parameters on {on_ranks}; each rank has:", str(plan)]
     lines += ["", *_node_lines(answer), *answer.question.warnings, ""]
     if answer.forward_s is None:
         reason = "give --tokens" if answer.question.tokens is None else "the rates know no FLOP/s; give --flops"
@@ -741,7 +788,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
     for number, row in enumerate(wear):
         if row["written_bytes_per_step"]:
             name = answer.question.path_name(number)
-            written = f"{name} is written {format_bytes(row['written_bytes_per_step'])} a step by all ranks"
+            written = f"{name} is written {format_bytes(row['written_bytes_per_step'])} a step by {by_all}"
             days = f"; {row['days']:,.0f} days until its endurance is used up" if "days" in row else ""
             lines.append(f"{written}, {row['steps_per_day']:,.0f} steps a day{days}")
     if found:

@@ -119,6 +119,16 @@ class PathRates:
             return last.beside
         return 1 / (1 / first.beside + (1 - last.beside / first.beside) / last.alone)
 
+    def part(self, share: float) -> PathRates:
+        """Return the rates of somebody who has this share of the path."""
+        return dataclasses.replace(
+            self,
+            read_bytes_per_s=share * self.read_bytes_per_s,
+            write_bytes_per_s=share * self.write_bytes_per_s,
+            read_alone_bytes_per_s=share * self.read_alone_bytes_per_s,
+            write_alone_bytes_per_s=share * self.write_alone_bytes_per_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class GpuRates:
@@ -196,16 +206,7 @@ class Rates:
 
         Both directions of all links together get no more than the node's memory gives.
         """
-        paths = tuple(
-            dataclasses.replace(
-                path,
-                read_bytes_per_s=path.read_bytes_per_s / ranks,
-                write_bytes_per_s=path.write_bytes_per_s / ranks,
-                read_alone_bytes_per_s=path.read_alone_bytes_per_s / ranks,
-                write_alone_bytes_per_s=path.write_alone_bytes_per_s / ranks,
-            )
-            for path in self.paths
-        )
+        paths = tuple(path.part(1 / ranks) for path in self.paths)
         gpu, memory = self.gpu, self.memory_bytes_per_s / ranks
         if gpu is not None and gpu.memory_cost:
             part = min(1.0, memory / (gpu.memory_cost * (gpu.h2d_bytes_per_s + gpu.d2h_bytes_per_s)))

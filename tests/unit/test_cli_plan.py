@@ -88,6 +88,21 @@ def test_ranks_share_the_node_and_the_model(rates, capsys):
     assert four["step_s"] == pytest.approx(one["step_s"] * written[1] / written[0], rel=0.05)
 
 
+def test_nodes_share_the_model_and_some_paths(rates, capsys):
+    arguments = ["--rates", rates, "--ranks", "2", "--weights-on", "cpu"]
+    one = plan_json(capsys, *arguments, "--params", "1e9")
+    same = {**plan_json(capsys, *arguments, "--params", "3e9", "--nodes", "3"), "params": one["params"], "nodes": 1}
+    assert same == one  # a node each has its own paths
+    rate = 4 * GB  # each way: both directions are through when writes are
+    roomy = plan_json(capsys, *arguments, "--params", "3e9", "--nodes", "3", "--shared-path", f"0={3 * rate}")
+    assert roomy["step_s"] == one["step_s"]
+    total = plan_json(capsys, *arguments, "--params", "3e9", "--nodes", "3", "--shared-path", "0")
+    third = plan_json(capsys, *arguments, "--params", "3e9", "--nodes", "3", "--shared-path", f"0={rate}")
+    assert third["step_s"] == total["step_s"] == pytest.approx(3 * one["step_s"], rel=0.05)
+    assert cli.main(["plan", *arguments, "--params", "3e9", "--nodes", "3"]) == 0
+    assert "3,000,000,000 parameters on 2 ranks on each of 3 nodes; each rank has:" in capsys.readouterr().out
+
+
 def test_links_of_all_ranks_share_the_memory():
     rates = Rates(60e9, (PathRates(6e9, 4e9),), GpuRates(1e12, 30e9, 20e9), 300e9)
     assert rates.shared_by(1).gpu == rates.gpu
@@ -229,6 +244,10 @@ def test_the_size_of_a_hugging_face_model(rates, capsys, tmp_path, config):
         (["--params", "0"], "--params"),
         (["--params", "many"], "--params"),
         (["--params", "1e9", "--ranks", "0"], "--ranks"),
+        (["--params", "1e9", "--nodes", "0"], "--nodes"),
+        (["--params", "1e9", "--shared-path", "1"], "the rates know 1 paths, from 0"),
+        (["--params", "1e9", "--shared-path", "drive=1GB"], "--shared-path"),
+        (["--params", "1e9", "--shared-path", "0=0"], "more than 0 bytes"),
         (["--params", "1e9", "--host-memory", "lots"], "--host-memory"),
         (["--params", "1e9", "--host-memory", "20"], 'give it a unit, such as "20GiB"'),
         (["--params", "1e9", "--path-count", "2"], "the rates know 1 paths"),

@@ -1,0 +1,138 @@
+"""One large model on one machine: what `offload plan` said before the training, and what happened.
+
+Weights and gradients in bf16 are all that memory has to hold, beside new weights made during backward; state is in
+`compact16`, none of it resident, and steps are hidden in forward and in backward. The rates are those of a probe made
+just before; forward and backward are predicted by the FLOP/s that a small model of the same width reaches, the
+process and its activations by what that model took beyond its own plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _common import Target, arguments, end_with_parent, environment, progress, report
+
+from offload.cli.model import choose_shape
+from offload.cli.values import parse_count
+
+FORM = "compact16"
+SEQ = 128
+FEW_LAYERS = (2, 4)
+"""Of the small models: two, so that what a layer takes is known."""
+
+UNCLIPPED = 1000.0
+"""Norms are taken; no gradient has so large a one, and what is made ahead is kept."""
+
+FLOPS_PER_WEIGHT = 6
+"""Of forward and backward together, for each token."""
+
+
+def offload(command: str, folder: Path, *options: object) -> tuple[dict[str, Any], int]:
+    """Run a command of ours; return what it prints as JSON, and its peak of resident memory in bytes."""
+    line = [sys.executable, "-m", "offload.cli", command, "--json", *map(str, options)]
+    with (folder / f"{command}.out").open("w+") as out, (folder / f"{command}.log").open("w+") as log:
+        process = subprocess.Popen(line, stdout=out, stderr=log, cwd=folder, preexec_fn=end_with_parent)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        log.seek(0)
+        if process.returncode:
+            raise SystemExit(f"offload {command} failed with {process.returncode}:\n{log.read()[-3000:]}")
+        found: dict[str, Any] = json.load(out)
+    return found, usage.ru_maxrss << 10
+
+
+def plan(folder: Path, numel: int, rates: Path, resident: str, *more: object) -> dict[str, Any]:
+    common = ("--rates", rates, "--weights-on", "cpu", "--state-format", FORM, "--host-memory", resident)
+    return offload("plan", folder, "--params", numel, *common, *more)[0]
+
+
+def train(folder: Path, name: str, steps: int, batch: int, *more: object) -> tuple[dict[str, Any], int]:
+    common = ("--state-format", FORM, "--seq", SEQ, "--batch", batch, "--steps", steps, "--clip", UNCLIPPED)
+    return offload("train", folder, *common, "--lr", 1e-4, "--output", folder / name, "--quiet", *more)
+
+
+def small_models(folder: Path, rates: Path, hidden: int, batch: int) -> tuple[float, list[tuple[int, int]]]:
+    """Return the FLOP/s of forward and backward, and for each small model its layers and what the plan leaves out."""
+    flops_per_s, beyond = 0.0, []
+    for layers in FEW_LAYERS:
+        progress(f"a model of {layers} layers")
+        shape = ("--layers", layers, "--hidden", hidden)
+        found, peak = train(folder, f"small-{layers}", 4, batch, *shape, "--host-memory", 0, "--rates", rates)
+        numel = found["model"]["numel"]
+        planned = plan(folder, numel, rates, "0")["node"]["used_bytes"]
+        beyond.append((layers, peak - planned))
+        flops_per_s = FLOPS_PER_WEIGHT * numel * batch * SEQ / (found["forward_s"] + found["backward_s"])
+    return flops_per_s, beyond
+
+
+def line_through(points: Sequence[tuple[int, int]], at: int) -> int:
+    (a, low), (b, high) = points
+    return round(low + (high - low) / (b - a) * (at - a))
+
+
+def main() -> None:
+    parser = arguments(__doc__, path=True)
+    parser.add_argument("--params", default="3B", help="parameters of the model (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help=f"sequences of {SEQ} bytes (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="(default: %(default)s)")
+    args = parser.parse_args()
+    described = environment()
+    if args.smoke:
+        args.params, args.batch, args.steps = "2M", 1, 3
+    shape = choose_shape(parse_count("--params", args.params))
+    with tempfile.TemporaryDirectory(dir=args.path) as name:
+        folder, rates = Path(name), Path(name) / "rates.json"
+        progress("rates")
+        offload("probe", folder, "--paths", folder, "--out", rates, "--seconds", 1 if args.smoke else 20, "--quiet")
+        flops_per_s, beyond = small_models(folder, rates, shape.hidden, args.batch)
+        said = plan(folder, shape.numel, rates, "0", "--tokens", args.batch * SEQ, "--flops", flops_per_s)
+        predicted = {
+            "iteration_s": said["hidden_iteration_s"]["both"],
+            "waiting_iteration_s": said["iteration_s"],
+            "peak_bytes": said["node"]["used_bytes"]
+            + said["ahead"]["memory_bytes"]
+            + line_through(beyond, shape.layers),
+            **{f"{way}_bytes": said["ahead"]["storage_bytes"] for way in WAYS},  # all of it, both ways
+        }
+        print(f"{shape.numel:,} parameters; predicted: {predicted}", flush=True)
+        progress("the large model")
+        sized = ("--layers", shape.layers, "--hidden", shape.hidden, "--host-memory", 0, "--rates", rates)
+        found, peak = train(folder, "large", args.steps, args.batch, *sized, "--overlap", "both")
+        lines = [json.loads(line) for line in (folder / "large" / "metrics.jsonl").read_text().splitlines()]
+    happened = {
+        "iteration_s": args.batch * SEQ / found["tokens_per_s"],
+        "peak_bytes": peak,
+        **{f"{way}_bytes": sum(path[f"{way}_bytes"] for path in found["paths"]) for way in WAYS},
+    }
+    print(f"happened: {happened}")
+    results = {
+        "model": found["model"],
+        "tokens": args.batch * SEQ,
+        "rates_of": {"flops_per_s": flops_per_s, "beyond_plan_bytes": beyond},
+        "plan": said,
+        "predicted": predicted,
+        "happened": happened,
+        "summary": found,
+        "steps": lines,
+    }
+    targets = [
+        Target.at_most(f"{name}: distance of what was predicted", abs(predicted[name] / value - 1), bound)
+        for (name, value), bound in zip(happened.items(), (0.15, 0.05, 0.02, 0.02), strict=True)
+    ]
+    losses = [line["loss"] for line in lines]
+    report(args, described, results, hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:16], targets)
+
+
+WAYS = ("read", "write")
+
+if __name__ == "__main__":
+    main()
