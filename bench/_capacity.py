@@ -136,12 +136,13 @@ class Ours(Plain):
         overlap = settings.pop("overlap")
         place = {"path": request["path"], "max_bytes": request["disk_bytes"]}
         config = offload.OffloadConfig(
-            host_memory=0, paths=[place], checkpoints_kept=0, overlap="backward" if overlap else "off", **settings
+            host_memory=0, paths=[place], checkpoints_kept=0, overlap="auto" if overlap else "off", **settings
         )
         self.optimizer = offload.AdamW(model.named_parameters(), **SETTINGS, offload=config)
         self.ahead_bytes = 0
         if overlap:
             self.optimizer.overlap_forward(model)
+            self.optimizer._speculate()  # from the first step on, in what memory is left
 
     def step(self) -> None:
         self.optimizer.clip_grad_norm_(self.clip)

@@ -13,7 +13,7 @@ bisected. A model has the width at which the predicted one has 40 layers.
 * *DeepSpeed*: ZeRO-3, its own CPU Adam, with settings for the least memory: small subgroups, buckets and
   prefetches, no pipelining; optimizer state in memory or on disk.
 * *ours*: nothing resident, four staging slots of 2^20 elements; with overlap, steps go on in forward and are made in
-  backward as far as memory allows.
+  backward in what memory is left (`overlap="auto"`).
 """
 
 from __future__ import annotations

@@ -189,6 +189,8 @@ class Parts:
         if self.plan.host_bytes > available:
             offers = {"host memory": available}
             advice = "lower host_memory and give paths to stream from" if paths else "give paths to stream state from"
+            if self.plan.host_bytes - self.plan.image_bytes <= available:
+                advice = 'use overlap="auto", which takes for new weights what is left, or lower host_memory'
             raise InfeasiblePlanError("the plan's host memory", self.plan.host_bytes, offers, advice)
         return budgets
 

@@ -24,7 +24,7 @@ from test_overlap_forward import Model, assert_same, everything, loss_of
 
 import offload
 import offload.session.ahead
-from offload.errors import ConfigError
+from offload.errors import ConfigError, InfeasiblePlanError
 from offload.protocols import SECTOR_BYTES
 from offload.sim import Forecast, SimulatedDevice
 
@@ -371,6 +371,20 @@ def test_memory_for_new_weights_that_is_not_there(tmp_path: Path, monkeypatch: p
     training = Training(tmp_path / "backward", "backward")
     run(training, 6, 0, [plain])
     assert training.counts["confirmed"] == 0
+
+
+def test_memory_for_new_weights_is_part_of_the_plan_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Training(tmp_path / "probe", "backward").optimizer as optimizer:
+        plan = optimizer.plan.plan
+    monkeypatch.setattr("offload.session.parts.available_bytes", lambda: plan.host_bytes - 1)
+    with pytest.raises(InfeasiblePlanError, match='overlap="auto"'):
+        Training(tmp_path / "backward", "backward")
+    run(Training(tmp_path / "auto", "auto"), 2, 0, [plain])
+    monkeypatch.setattr("offload.session.parts.available_bytes", lambda: plan.host_bytes - plan.image_bytes - 1)
+    with pytest.raises(InfeasiblePlanError, match="lower host_memory and give paths"):
+        Training(tmp_path / "less", "backward")
 
 
 def test_it_is_refused_where_gradients_are_not_known_before_the_step(tmp_path: Path) -> None:
