@@ -174,7 +174,7 @@ class Ahead:
                 known = getattr(self, name)
                 setattr(self, name, np.concatenate([known, np.zeros(count - len(known), np.int64)]))
 
-    def _admit(self, subgroup: int) -> None:
+    def _admit(self, subgroup: int, unreadable: tuple[type[Exception], ...] = UNREADABLE) -> None:
         if not self._has_rows:
             try:
                 foreseen = self.hyperparameters() if self.hyperparameters is not None else None
@@ -182,7 +182,7 @@ class Ahead:
                     groups, self._kept = foreseen
                     active = np.flatnonzero(self._expected).tolist()
                     self._parts.tables.begin_ahead(groups, self._scale, active)
-            except UNREADABLE:  # which may be put right before the step; else that says so
+            except unreadable:  # which may be put right before the step; else that says so
                 foreseen = None
             if foreseen is None:
                 self._wanted = False
@@ -369,7 +369,7 @@ class Ahead:
         self._wanted = bool(self._order) and self._take_images()
         for number in self._order:
             if self._wanted and not self._left[number]:  # it has arrived while the last step went on
-                self._admit(number)
+                self._admit(number, (Exception,))  # no signal handler's, on this thread
 
     def _is_there(self, position: int) -> bool:
         """Return whether all of a gradient has arrived, and an update can read it."""

@@ -6,6 +6,7 @@ import gc
 import math
 import random
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -641,6 +642,29 @@ def test_hyperparameters_that_are_there_for_the_step_only(tmp_path: Path) -> Non
             training.step()
             optimizer.zero_grad()
     assert training.counts["confirmed"] == 0
+
+
+def test_a_source_of_hyperparameters_that_fails_on_the_engines_thread(tmp_path: Path) -> None:
+    """Where gradients that are all there are looked at once more, after another request; the step asks itself."""
+    training, asked = Training(tmp_path / "run", "backward"), []
+
+    def foreseen() -> None:
+        asked.append(threading.current_thread().name)
+        raise OSError("no schedule")
+
+    with training.optimizer as optimizer:
+        for _ in range(4):
+            training.backward()
+            training.step()
+            optimizer.zero_grad()
+        training.backward()
+        training.settle()
+        optimizer.engine.speculate(foreseen)
+        optimizer.state_dict()
+        assert asked == ["offload-engine"]
+        training.step()
+        assert optimizer.engine.step_number == 5
+    assert training.counts["confirmed"] > 0
 
 
 @pytest.mark.parametrize("reads", [False, True])
