@@ -320,6 +320,7 @@ class Ahead:
     def stepped(self, scale: float, clip: float) -> None:
         """Take note of a step that has ended well, and choose what to make ahead of the next one."""
         if self.hyperparameters is None:
+            self._free_images()
             return
         made = self.confirmed_bytes + self.revoked_bytes
         if made and self.revoked_bytes > self.confirmed_bytes:
@@ -386,9 +387,7 @@ class Ahead:
         for number in sorted({*self._order, *self._image_at}):
             places[number] = end
             end += subgroups[number].weight_bytes
-        old, self._images = self._images, None
-        self._parts.memory.give_back(old)
-        self._image_at = {}
+        self._free_images()
         most = available_bytes() // (1 if self._parts.plan.image_bytes else 2)  # half, where no plan has counted them
         if end > most:
             self.hyperparameters = None
@@ -402,6 +401,12 @@ class Ahead:
             return False
         self._image_at = places
         return True
+
+    def _free_images(self) -> None:
+        """Free the memory for new weights; no version is beside a live one."""
+        old, self._images = self._images, None
+        self._parts.memory.give_back(old)
+        self._image_at = {}
 
     def hold(self) -> None:
         """Start no further update: a request has come in."""

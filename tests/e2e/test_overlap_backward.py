@@ -544,6 +544,11 @@ def test_auto_does_what_predictions_say(
                 training.step()
                 optimizer.zero_grad()
                 speculates.append(optimizer.engine.speculates)
+                if overlap == "auto" and step > 4 and step % 8:  # when it is chosen a step may still go on
+                    optimizer.finish()
+                    ahead, arenas = optimizer.engine._thread.ahead, optimizer.engine._parts.memory.arenas
+                    # Memory for new weights is there as long as some are made, and freed by the first step without.
+                    assert (ahead._images in arenas) == (ahead._images is not None) == (not 8 < step < 16)
                 if overlap == "auto" and 9 <= step < 16:  # nothing is opened for nobody
                     optimizer.finish()
                     assert not optimizer.engine._parts.machine.is_ahead
