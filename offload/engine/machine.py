@@ -89,8 +89,8 @@ MAX_RUNS_IN_FLIGHT = 2
 
 RESIDENT_RUNS_IN_FLIGHT = 4
 """The same where no subgroup is streamed, which would have to wait behind what was handed over: another thread may
-keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine. With such threads
-2 made a simulated step 1.63 times as long, 3 1.11, 4 1.01 (bench/gpu.py section p)."""
+keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine.
+docs/published.md has what 2, 3 and 4 make of a simulated step beside such threads."""
 
 
 class Phase(Enum):

@@ -5,7 +5,8 @@ at a time; they post a request to the engine thread and wait for its answer. Bet
 finishes flushes.
 
 Errors: a request on a session that was closed, that broke, or that belongs to another process (after a fork) raises
-`SessionBrokenError`. A step that cannot be finished raises `StepAbortedError` and breaks the session.
+`SessionBrokenError`. A step that cannot be finished raises `StepAbortedError` and breaks the session; where that
+shows before it is called, or after it has returned, the next request of any kind raises it, once.
 """
 
 from __future__ import annotations
