@@ -53,8 +53,8 @@ bench: $(VENV)/.ready
 	$(BIN)/offload bench $(ARGS)
 
 lint: $(VENV)/.core
-	$(BIN)/ruff check offload integrations tests bench
-	$(BIN)/ruff format --check offload integrations tests bench
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 # Where $(PYTHON) is itself of a virtual environment, a new one sees the packages of that one's base, not its own: those

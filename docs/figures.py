@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,11 @@ class Figure:
         return f"{value:.{self.form[1:] or 1}%}" if self.form.startswith("%") else f"{value:{self.form}}"
 
 
+def filled(text: str, figures: Iterator[Figure]) -> str:
+    """Return a text in which every "{}" is the next figure."""
+    return re.sub(r"\{\}", lambda _: str(next(figures)), text)
+
+
 @dataclass(frozen=True)
 class Row:
     """A line of a table.
@@ -101,7 +106,7 @@ class Row:
     def line(self, page: Path | None = None) -> str:
         """Return the row, for a page with the names of its reports behind."""
         figures = iter(self.figures)
-        cells = [re.sub(r"\{\}", lambda _: str(next(figures)), cell) for cell in self.cells]
+        cells = [filled(cell, figures) for cell in self.cells]
         if page is not None:
             cells.append(", ".join(link(newest(kind), kind, page) for kind in self.kinds()))
         return f"| {' | '.join((self.text, *cells))} |"
@@ -181,7 +186,37 @@ def trainings(page: Path) -> str:
     return "\n".join(lines)
 
 
-# All other figures of the README
+def formats(page: Path) -> str:
+    """Return what compact state does to a step."""
+    places = "disk", "1000 MB/s"
+    names = (
+        f"{place}, {form}: step, times as fast as exact" for place in places for form in ("compact16", "compact8")
+    )
+    text = (
+        'With `state_format="compact16"` state is 8 bytes a parameter, with `"compact8"` 5. A step is {} and {} times as fast on the '
+        f"disk that was measured, {{}} and {{}} times on a path of 1 GB/s: {source('formats', page)}.\n"
+        "[docs/formats.md](docs/formats.md) says what is rounded then, how, and what training makes of it."
+    )
+    return filled(text, iter(one("formats", *names, form="times")))
+
+
+# docs/step.md
+
+
+def hidden(page: Path) -> str:
+    """Return what an iteration gains where its step is hidden."""
+    names = (
+        f"step as long as {length}, hidden in {where}: times as fast"
+        for length, where in (("forward", "forward"), ("both", "backward"), ("both", "both"))
+    )
+    text = (
+        "With a step as long as forward, an iteration is {} times as fast with `overlap_forward`; with one as long as forward "
+        f'and backward, {{}} times with `overlap="backward"`, {{}} times with both: {source("overlap", page)}.'
+    )
+    return filled(text, iter(one("overlap", *names, form="times")))
+
+
+# docs/benchmarks.md
 
 
 def over_fio(checksum: str) -> Find:
@@ -353,7 +388,17 @@ def sources(rows: Sequence[Row], page: Path) -> str:
 def measured(page: Path) -> str:
     """Return the table of what the engine does."""
     lines = ["| figure | measured | report |", "|---|---|---|", *(row.line(page) for row in MEASURED)]
-    return "\n".join([*lines, "", sources(MEASURED, page)])
+    return "\n".join([*lines, "", sources(MEASURED, page), "", machines(MEASURED)])
+
+
+def machines(rows: Sequence[Row]) -> str:
+    """Return on which processors the reports of some rows were made."""
+    made: dict[str, list[str]] = {}
+    for kind in dict.fromkeys(kind for row in rows for kind in row.kinds()):
+        found = read(kind).get("environment") or {}
+        name = f"{found['cores']} cores of {found['cpu']}" if "cpu" in found else "processor not recorded"
+        made.setdefault(name, []).append(kind)
+    return "Machines: " + "; ".join(f"{name} ({', '.join(kinds)})" for name, kinds in made.items()) + "."
 
 
 # docs/published.md

@@ -116,7 +116,8 @@ def versions(page: Path) -> str:
 
 PAGES = {DOCS / "configuration.md": configuration, DOCS / "api.md": reference.page}
 PARTS = {
-    ROOT / "README.md": {"trainings": figures.trainings},
+    ROOT / "README.md": {"formats": figures.formats, "trainings": figures.trainings},
+    DOCS / "step.md": {"hidden": figures.hidden},
     DOCS / "benchmarks.md": {"benchmarks": figures.benchmarks, "measured": figures.measured},
     DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published, "node": figures.node},
     DOCS / "checkpoints.md": {"stalls": figures.stalled},

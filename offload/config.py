@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import functools
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from offload.errors import ConfigError
 from offload.protocols import MAX_DEPTH
 from offload.rules import STATE_FORMATS
+
+T = TypeVar("T")
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -57,6 +61,14 @@ def parse_bytes(field: str, value: object) -> int:
     if not 0 <= nbytes <= MAX_BYTES:
         raise ConfigError(field, value, allowed)
     return nbytes
+
+
+def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            nearest = f'did you mean "{near[0]}"? ' if near else ""
+            raise ConfigError(f"{field}.{key}", values[key], f"unknown key; {nearest}known are {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +136,20 @@ class PathConfig:
         return cls(path=path, max_bytes=max_bytes, share=share, lock_path=lock_path, depth=depth)
 
 
+def _refuses_unknown(cls: type[T]) -> type[T]:
+    """Have a dataclass say which fields it has, where it is given others."""
+    init, known = cls.__init__, [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def checked(self: T, **values: Any) -> None:
+        _check_keys(cls.__name__, values, known)
+        init(self, **values)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@_refuses_unknown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
     """Where optimizer state may live and how much of each tier it may use.
@@ -313,12 +339,6 @@ class OffloadConfig:
     def to_json(self) -> str:
         """Return all fields as JSON that `from_dict` reads back."""
         return json.dumps(dataclasses.asdict(self))
-
-
-def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in values:
-        if key not in known:
-            raise ConfigError(f"{field}.{key}", values[key], f"unknown key; known are {', '.join(known)}")
 
 
 def _check_int(field: str, value: object, least: int, most: int = MAX_INTEGER) -> None:

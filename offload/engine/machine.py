@@ -89,8 +89,8 @@ MAX_RUNS_IN_FLIGHT = 2
 
 RESIDENT_RUNS_IN_FLIGHT = 4
 """The same where no subgroup is streamed, which would have to wait behind what was handed over: another thread may
-keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine. With such threads
-2 made a simulated step 1.63 times as long, 3 1.11, 4 1.01 (bench/gpu.py section p)."""
+keep Python's lock for 5 ms (`sys.getswitchinterval`), as long as an update takes on a fast machine.
+docs/published.md has what 2, 3 and 4 make of a simulated step beside such threads."""
 
 
 class Phase(Enum):
@@ -184,7 +184,7 @@ class Machine:
         plan: Homes and staging slots.
         index: Slots of the stores.
         on_warning: Told, in words, of a path that is no longer written to.
-        on_break: Told of the error that breaks the machine, when it does.
+        on_break: Told of the error that breaks the machine, before that is seen in `broken`.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Machine:
         is set, and the sweep counts."""
         self.moved: list[int] = []
         """Subgroups whose changing visit has finished in the current (or last) sweep, in that order; none after a
-        `Stop` between sweeps."""
+        `Stop` between sweeps, or a break ahead of the next one."""
         self.ended: list[int] = []
         """Subgroups whose visit has ended in the current (or last) sweep, in that order: weights that it changes are
         there, or on their way on the lane of pushes."""
@@ -754,8 +754,10 @@ class Machine:
 
     def _break(self, error: Exception) -> None:
         if self.broken is None:
-            self.broken = error
+            if self.is_ahead:
+                self.moved = []  # by the step before, which was whole
             self._on_break(error)
+            self.broken = error
             for operation in self._out:  # decided in the same breath, and not handed over yet
                 del self._in_flight[operation.op]
                 if isinstance(operation, Run):

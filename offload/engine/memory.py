@@ -65,15 +65,20 @@ def control_groups() -> Iterator[tuple[Path, int]]:
 
     Whose memory is limited by a group is also limited by those above it. A container sees its own group as the root.
     """
+    own = ""  # where a container hides /proc
     with contextlib.suppress(OSError):
         for line in OWN_GROUPS.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
-            place = Path(name.lstrip("/"))
             if not controllers:
-                yield from ((CGROUP / above, 2) for above in (place, *place.parents))
+                own = name
             elif "memory" in controllers.split(","):
-                yield from ((CGROUP / "memory" / above, 1) for above in (place, *place.parents))
-    yield CGROUP, 2  # also where a container hides /proc
+                yield from ((CGROUP / "memory" / above, 1) for above in _upwards(name))
+    yield from ((CGROUP / above, 2) for above in _upwards(own))
+
+
+def _upwards(group: str) -> Iterator[Path]:
+    place = Path(group.lstrip("/"))
+    yield from (place, *place.parents)
 
 
 class Arena:

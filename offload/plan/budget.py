@@ -315,15 +315,25 @@ class Plan:
         return (self.budgets.checkpoints + 1) * whole
 
     @property
+    def _end_bytes(self) -> int:
+        """Bytes that may be lost: what is left at the end of each path may be too short for a slot."""
+        return (self.largest_tile_bytes + SECTOR_BYTES) * max(len(self.budgets.paths) - 1, 0)
+
+    @property
     def _spare_bytes(self) -> int:
-        """Bytes of the paths beyond what state and versions in flight take."""
+        """Bytes of the paths beyond what state and versions in flight take, however the slots fall."""
         offered = sum(path.available_bytes for path in self.budgets.paths) + self.budgets.leftover_bytes
-        return offered - self.storage_bytes
+        return offered - self.storage_bytes - self._end_bytes
 
     @cached_property
     def has_room_for_checkpoints(self) -> bool:
         """Whether the paths have room for `checkpoint_bytes` beside the state."""
-        return self.checkpoint_bytes <= self._spare_bytes
+        return not self.checkpoint_bytes or self.checkpoint_bytes <= self._spare_bytes
+
+    @property
+    def needed_with_checkpoints(self) -> int:
+        """Bytes of the paths that are enough for the state and `checkpoint_bytes`."""
+        return self.storage_bytes + self.checkpoint_bytes + self._end_bytes
 
     @cached_property
     def has_room_ahead(self) -> bool:
@@ -593,7 +603,7 @@ def _with_checkpoints(plan: Plan) -> Plan:
             f"storage ({format_bytes(plan.storage_bytes)} for state and versions in flight, "
             f"{format_bytes(plan.checkpoint_bytes)} for "
             f"{_checkpoints(budgets.checkpoints)} being written)",
-            plan.storage_bytes + plan.checkpoint_bytes,
+            plan.needed_with_checkpoints,
             offers,
             "free space on a path, add a path, or lower checkpoints_kept (0: only with copy=True)",
         )

@@ -174,7 +174,7 @@ class Ahead:
                 known = getattr(self, name)
                 setattr(self, name, np.concatenate([known, np.zeros(count - len(known), np.int64)]))
 
-    def _admit(self, subgroup: int) -> None:
+    def _admit(self, subgroup: int, unreadable: tuple[type[Exception], ...] = UNREADABLE) -> None:
         if not self._has_rows:
             try:
                 foreseen = self.hyperparameters() if self.hyperparameters is not None else None
@@ -182,7 +182,7 @@ class Ahead:
                     groups, self._kept = foreseen
                     active = np.flatnonzero(self._expected).tolist()
                     self._parts.tables.begin_ahead(groups, self._scale, active)
-            except UNREADABLE:  # which may be put right before the step; else that says so
+            except unreadable:  # which may be put right before the step; else that says so
                 foreseen = None
             if foreseen is None:
                 self._wanted = False
@@ -320,6 +320,7 @@ class Ahead:
     def stepped(self, scale: float, clip: float) -> None:
         """Take note of a step that has ended well, and choose what to make ahead of the next one."""
         if self.hyperparameters is None:
+            self._free_images()
             return
         made = self.confirmed_bytes + self.revoked_bytes
         if made and self.revoked_bytes > self.confirmed_bytes:
@@ -369,7 +370,7 @@ class Ahead:
         self._wanted = bool(self._order) and self._take_images()
         for number in self._order:
             if self._wanted and not self._left[number]:  # it has arrived while the last step went on
-                self._admit(number)
+                self._admit(number, (Exception,))  # no signal handler's, on this thread
 
     def _is_there(self, position: int) -> bool:
         """Return whether all of a gradient has arrived, and an update can read it."""
@@ -386,9 +387,7 @@ class Ahead:
         for number in sorted({*self._order, *self._image_at}):
             places[number] = end
             end += subgroups[number].weight_bytes
-        old, self._images = self._images, None
-        self._parts.memory.give_back(old)
-        self._image_at = {}
+        self._free_images()
         most = available_bytes() // (1 if self._parts.plan.image_bytes else 2)  # half, where no plan has counted them
         if end > most:
             self.hyperparameters = None
@@ -402,6 +401,12 @@ class Ahead:
             return False
         self._image_at = places
         return True
+
+    def _free_images(self) -> None:
+        """Free the memory for new weights; no version is beside a live one."""
+        old, self._images = self._images, None
+        self._parts.memory.give_back(old)
+        self._image_at = {}
 
     def hold(self) -> None:
         """Start no further update: a request has come in."""

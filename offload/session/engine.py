@@ -5,7 +5,8 @@ at a time; they post a request to the engine thread and wait for its answer. Bet
 finishes flushes.
 
 Errors: a request on a session that was closed, that broke, or that belongs to another process (after a fork) raises
-`SessionBrokenError`. A step that cannot be finished raises `StepAbortedError` and breaks the session.
+`SessionBrokenError`. A step that cannot be finished raises `StepAbortedError` and breaks the session; where that
+shows before it is called, or after it has returned, the next request of any kind raises it, once.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Engine:
         try:
             self._parts = parts = Parts(self.config, gradient_slots, device, rule)
             self._thread = thread = EngineThread(parts)
-            self._visits = Visits(parts, thread)
+            self._visits = visits = Visits(parts, thread)
+            thread.aborted = partial(_aborted, parts, visits)
             self._checkpoints = Checkpoints(parts, thread, self._visits)
             self._step_s = self._step_started_s = 0.0
             # None of these holds this object, so an engine that is forgotten is closed.
@@ -415,8 +417,8 @@ class Engine:
                 broken.
             SessionBrokenError: If the session cannot be used.
         """
-        parts, visits, tables = self._parts, self._visits, self._parts.tables
-        with self._thread.turn():
+        parts, thread, visits, tables = self._parts, self._thread, self._visits, self._parts.tables
+        with thread.turn():
             parameters = parts.plan.layout.parameters
             chosen = list(range(len(parameters)) if active is None else map(self._position, active))
             if not scale or not math.isfinite(scale):
@@ -427,7 +429,7 @@ class Engine:
                 if parameter.numel:
                     raise ConfigError("active", parameter.name, "bind its weight and its gradient before the step")
             started_s = time.monotonic()
-            self._thread.ahead.begins(chosen)
+            thread.ahead.begins(chosen)
             subgroups = tables.begin_step(groups, scale, clip, chosen)
             if behind is not None:
                 places = parts.plan.layout.places
@@ -436,21 +438,18 @@ class Engine:
             def applied() -> None:
                 tables.steps[chosen] += 1
                 visits.step_number += 1
-                self._thread.ahead.stepped(scale, clip)
+                thread.ahead.stepped(scale, clip)
                 self._step_started_s, self._step_s = started_s, time.monotonic() - started_s
 
-            aborted = partial(_aborted, parts, visits)
-            follows = None if behind is None else Behind(behind, aborted, begun)
+            follows = None if behind is None else Behind(behind, thread.aborted, begun)
             try:
-                self._thread.request(
-                    partial(visits.begin_step, subgroups), applied, visits.learn, follows, steps=True
-                )
+                thread.request(partial(visits.begin_step, subgroups), applied, visits.learn, follows, steps=True)
             except SessionBrokenError:
                 raise
             except Exception as error:
-                if error is not self._thread.broken:
+                if error is not thread.broken:
                     raise  # not the sweep's: a signal handler's
-                raise aborted(error) from error
+                raise thread.aborted(error) from error
 
     @property
     def is_behind(self) -> bool:

@@ -78,12 +78,15 @@ class EngineThread:
         """What is made ahead of the next step."""
         self.serve_ahead: Callable[[], None] = nothing
         """Goes on with it."""
+        self.aborted: Callable[[BaseException], OffloadError]
+        """Returns what to raise for the next step if an error has broken the session ahead of it."""
         self.behind: Behind | None = None
         """The sweep that nobody has waited for to its end."""
         self._thread: threading.Thread | None = None
         self._opening: waits.Aside | None = None
         self._starting = threading.Lock()
         self._serving = self._told_broken = False
+        self._aborts_untold = False  # whether that has happened, and nobody was told of the step
         self._followed: Behind | None = None  # what is told of the sweep under way
         self._told = 0  # how many of its visits it was told of
         self._next: _Request | None = None
@@ -120,13 +123,21 @@ class EngineThread:
         return not self.closed and self.broken is None and os.getpid() == self.pid
 
     def check_usable(self) -> None:
-        """Raise `SessionBrokenError` unless this process can use the session."""
+        """Raise an error unless this process can use the session.
+
+        Raises:
+            StepAbortedError: It has broken ahead of a step, which nobody was told of before.
+            SessionBrokenError: It cannot be used.
+        """
         if os.getpid() != self.pid:
             raise SessionBrokenError("this is a forked copy of a session; only the process that made it can use it")
         if self.closed:
             raise SessionBrokenError("the session is closed; make a new optimizer to go on")
         broken = self.broken
         if broken is not None:
+            if self._aborts_untold:
+                self._aborts_untold = False
+                raise self.aborted(broken)
             raise SessionBrokenError(f"the session broke and cannot be used any more: {broken}") from broken
 
     @property
@@ -148,7 +159,7 @@ class EngineThread:
 
         Raises:
             SessionBrokenError: The session cannot be used.
-            StepAbortedError: The sweep has failed.
+            StepAbortedError: The sweep has failed, or what was made ahead of the next step.
         """
         self.finish()
         self.check_usable()
@@ -399,6 +410,7 @@ class EngineThread:
     def say_broken(self, error: BaseException) -> None:
         """Log what has broken the session, once, when it happens: whoever is told may be held up for long."""
         if not self._told_broken:
+            self._aborts_untold = self._parts.is_whole and self._parts.machine.is_ahead
             log.error("the session has broken and cannot be used any more: %s", error)
         self._told_broken = True
 
@@ -428,6 +440,8 @@ class EngineThread:
 
     def _end_request(self, error: BaseException | None) -> None:
         """Say what a request has ended with: to its caller, or where its sweep goes on behind, to whoever waits."""
+        if error is not None:
+            self._aborts_untold = False
         behind, self._followed = self._followed, None
         if behind is None:
             self._answer(error)

@@ -75,6 +75,10 @@ def test_unknown_keys() -> None:
         offload.AdamW([torch.nn.Parameter(torch.zeros(1))], offload={"hostmemory": 1})
     with pytest.raises(offload.ConfigError, match="OffloadConfig"):
         offload.AdamW([torch.nn.Parameter(torch.zeros(1))], offload=3)  # type: ignore[arg-type]
+    with pytest.raises(offload.ConfigError, match=r'OffloadConfig\.path: .*did you mean "paths"\? known are'):
+        offload.OffloadConfig(path="/mnt/nvme0")  # type: ignore[call-arg]
+    with pytest.raises(offload.ConfigError, match=r'paths\[0\]\.max_byte: 1 .*did you mean "max_bytes"\?'):
+        offload.OffloadConfig(paths=[{"path": "/mnt/nvme0", "max_byte": 1}])
 
 
 def test_paths_that_cannot_be_used(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import math
 import random
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -557,6 +558,11 @@ def test_auto_does_what_predictions_say(
                 training.step()
                 optimizer.zero_grad()
                 speculates.append(optimizer.engine.speculates)
+                if overlap == "auto" and step > 4 and step % 8:  # when it is chosen a step may still go on
+                    optimizer.finish()
+                    ahead, arenas = optimizer.engine._thread.ahead, optimizer.engine._parts.memory.arenas
+                    # Memory for new weights is there as long as some are made, and freed by the first step without.
+                    assert (ahead._images in arenas) == (ahead._images is not None) == (not 8 < step < 16)
                 if overlap == "auto" and 9 <= step < 16:  # nothing is opened for nobody
                     optimizer.finish()
                     assert not optimizer.engine._parts.machine.is_ahead
@@ -655,6 +661,29 @@ def test_hyperparameters_that_are_there_for_the_step_only(tmp_path: Path) -> Non
             training.step()
             optimizer.zero_grad()
     assert training.counts["confirmed"] == 0
+
+
+def test_a_source_of_hyperparameters_that_fails_on_the_engines_thread(tmp_path: Path) -> None:
+    """Where gradients that are all there are looked at once more, after another request; the step asks itself."""
+    training, asked = Training(tmp_path / "run", "backward"), []
+
+    def foreseen() -> None:
+        asked.append(threading.current_thread().name)
+        raise OSError("no schedule")
+
+    with training.optimizer as optimizer:
+        for _ in range(4):
+            training.backward()
+            training.step()
+            optimizer.zero_grad()
+        training.backward()
+        training.settle()
+        optimizer.engine.speculate(foreseen)
+        optimizer.state_dict()
+        assert asked == ["offload-engine"]
+        training.step()
+        assert optimizer.engine.step_number == 5
+    assert training.counts["confirmed"] > 0
 
 
 @pytest.mark.parametrize("reads", [False, True])

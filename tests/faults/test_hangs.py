@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from faulty import FaultyTier
 from layers import Layer
 from s3_server import BUCKET, FaultProxy
+from settling import settle
 
 import offload
 from offload import waits
@@ -40,16 +41,33 @@ class Stuck(FaultyTier):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.hangs = False
+        self.hangs: Collection[str] = ()
+        """"read", "write"."""
         self.asked = threading.Event()
         self.thawed = threading.Event()
+        self._lock = threading.Lock()
 
     def read(self, request: Any) -> None:
-        if self.hangs:
-            self._held[request.op] = ("read", request)
-            self.asked.set()
-        else:
+        if not self._holds("read", request):
             super().read(request)
+
+    def write(self, request: Any) -> None:
+        if not self._holds("write", request):
+            super().write(request)
+
+    def _holds(self, verb: Any, request: Any) -> bool:
+        with self._lock:
+            if verb not in self.hangs:
+                return False
+            self._held[request.op] = (verb, request)
+        self.asked.set()
+        return True
+
+    def answer(self) -> None:
+        with self._lock:
+            self.hangs = ()
+        for op in self.held():
+            self.release(op)
 
     def close(self) -> None:
         if self.hangs:
@@ -115,7 +133,7 @@ def test_a_session_leaves_a_hung_device_and_says_what_it_leaves(
     training = Training(tmp_path, overlaps=overlaps)
     training.step()
     training.optimizer.finish()
-    stuck[0].hangs = True
+    stuck[0].hangs = ["read"]
     training.give_up_in(0.1)
     with pytest.raises(offload.StepAbortedError, match="no answer for"), training.optimizer:
         training.step(2)
@@ -136,6 +154,49 @@ def test_a_session_leaves_a_hung_device_and_says_what_it_leaves(
     assert not training.engine._parts.memory.arenas[0]._mapping
 
 
+@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_path_that_hangs_ahead_of_a_step(
+    tmp_path: Path, stuck: list[Stuck], verb: str, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is told of it if it never answers, and takes what it needs if it does."""
+    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
+    training = Training(tmp_path, overlap="backward")
+    engine = training.engine
+
+    def backward() -> None:
+        training.optimizer.zero_grad()
+        sum(layer.weight.float().sum() for layer in training.layers).backward()
+
+    with training.optimizer:
+        for _ in range(3):
+            backward()
+            settle(engine)
+            training.optimizer.step()
+        stuck[0].hangs = [verb]
+        if not answers:
+            training.give_up_in(0.1)
+        backward()
+        assert stuck[0].asked.wait(LONG_S)
+        if answers:
+            stuck[0].answer()
+            training.optimizer.step()
+            assert engine.step_number == 4
+            return
+        until_s = time.monotonic() + LONG_S
+        while engine.broken is None and time.monotonic() < until_s:
+            time.sleep(0.001)
+        with pytest.raises(
+            offload.StepAbortedError, match=f"{verb.capitalize()}Tile failed .*no answer for .*Nothing had been updat"
+        ):
+            training.optimizer.step()
+        with pytest.raises(offload.SessionBrokenError, match="no answer for"):
+            training.optimizer.step()
+    stuck[0].thawed.set()
+    assert ended(training)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_hung_path_keeps_no_other_open(tmp_path: Path, stuck: list[Stuck], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "SETTLE_S", 0.05)
     paths = [tmp_path / "a", tmp_path / "b"]
@@ -144,7 +205,7 @@ def test_a_hung_path_keeps_no_other_open(tmp_path: Path, stuck: list[Stuck], mon
     parameter = torch.nn.Parameter(torch.randn(9000).bfloat16())
     config = offload.OffloadConfig(host_memory=0, paths=paths, subgroup_numel=1024, threads=1)
     optimizer = offload.AdamW([parameter], offload=config)
-    stuck[0].hangs = True
+    stuck[0].hangs = ["read"]
     optimizer.engine._thread.error = offload.OffloadError("as if")
     optimizer.close()
     assert list(paths[0].iterdir())
@@ -166,13 +227,11 @@ def test_a_long_silence_is_explained_and_harmless(
     training = Training(tmp_path, overlaps=overlaps)
     training.step()
     training.optimizer.finish()
-    stuck[0].hangs = True
+    stuck[0].hangs = ["read"]
     monkeypatch.setattr(waits, "QUIET_S", 0.05)
 
     def told(message: str) -> None:
-        stuck[0].hangs = False
-        for op in stuck[0].held():
-            stuck[0].release(op)
+        stuck[0].answer()
 
     with listening("waiting for", told):
         training.step()
@@ -214,7 +273,7 @@ def test_ctrl_c_is_a_way_out_of_a_step_that_hangs(
 ) -> None:
     training = Training(tmp_path)
     training.step()
-    stuck[0].hangs = True
+    stuck[0].hangs = ["read"]
     monkeypatch.setattr(waits, "SETTLE_S", 0.05)
     monkeypatch.setattr(waits, "QUIET_S", 0.05)
     with listening("to answer a ReadTile", interrupt), pytest.raises(KeyboardInterrupt):
@@ -233,7 +292,7 @@ def test_ctrl_c_is_a_way_out_of_a_close_that_hangs(
     """The device answers all that it is asked, and hangs when its store is deleted."""
     training = Training(tmp_path)
     training.step()
-    stuck[0].hangs = True
+    stuck[0].hangs = ["read"]
     monkeypatch.setattr(waits, "SETTLE_S", 0.05)
     monkeypatch.setattr(waits, "QUIET_S", 0.05)
     with listening("waiting for requests to", interrupt), pytest.raises(KeyboardInterrupt):
@@ -252,16 +311,14 @@ def test_ctrl_c_is_a_way_out_of_a_forward_pass_that_waits_for_a_hung_device(
     training = Training(tmp_path, overlaps=True)
     training.step()
     training.optimizer.finish()
-    stuck[0].hangs = True
+    stuck[0].hangs = ["read"]
     monkeypatch.setattr(ending, "UNWIND_S", 0.05)
     monkeypatch.setattr(waits, "QUIET_S", 0.05)
     with listening("to answer a ReadTile", interrupt), pytest.raises(KeyboardInterrupt), training.optimizer:
         training.step(2)
     assert "does not end" in messages(caplog, logging.ERROR)[-1]
     assert list(tmp_path.iterdir())
-    stuck[0].hangs = False
-    for op in stuck[0].held():
-        stuck[0].release(op)
+    stuck[0].answer()
     stuck[0].thawed.set()
     assert ended(training)
     assert not list(tmp_path.iterdir())

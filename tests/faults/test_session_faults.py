@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 import torch
 from faulty import Fault, FaultKind, FaultyTier, Operation
 from layers import Layer
+from settling import settle
 
 import offload
 from offload.measure import quick_probe
@@ -24,6 +27,19 @@ from offload.plan import Rates
 from offload.protocols import TileId, TileRequest
 from offload.session import parts, setup, visits
 from offload.tiers import SLOT_HEADER_BYTES, FileTier, open_tier
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[FaultyTier]:
+    """Return the tiers of paths, in the order in which they are opened."""
+    tiers: list[FaultyTier] = []
+
+    def opening(name: str, store: uuid.UUID, queue: Any, **settings: Any) -> FaultyTier:
+        tiers.append(FaultyTier(open_tier(name, store, queue, **settings), queue))
+        return tiers[-1]
+
+    monkeypatch.setattr(setup, "open_tier", opening)
+    return tiers
 
 
 @pytest.fixture
@@ -460,3 +476,83 @@ def test_whoever_is_told_of_a_bug_may_free_what_updates_wrote_to(monkeypatch: py
         assert not executor._in_flight
         with pytest.raises(offload.SessionBrokenError, match="a bug"):
             optimizer.step()
+
+
+class Ahead:
+    """A session that makes updates during backward from the second step on, all of whose state lies on one path."""
+
+    def __init__(self, path: Path) -> None:
+        self.weights = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(8)]
+        config = offload.OffloadConfig(
+            host_memory=0, paths=[path], subgroup_numel=1024, staging_memory=2 * 12 * 1024, overlap="backward"
+        )
+        self.optimizer = offload.AdamW(self.weights, offload=config)
+        self.machine = self.optimizer.engine._parts.machine
+
+    def backward(self) -> None:
+        sum((weight.float() * weight.detach()).sum() for weight in self.weights).backward()
+
+    def step(self) -> None:
+        self.backward()
+        settle(self.optimizer.engine)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        latest_s = time.monotonic() + 20
+        while not until():
+            assert time.monotonic() < latest_s
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda optimizer, folder: optimizer.step(),
+        lambda optimizer, folder: optimizer.state_dict(),
+        lambda optimizer, folder: optimizer.save_checkpoint(folder / "checkpoint"),
+    ],
+    ids=["step", "state_dict", "save"],
+)
+@pytest.mark.parametrize("kind", [FaultKind.ERROR, FaultKind.CORRUPT])
+def test_a_read_that_fails_ahead_of_a_step_aborts_it(
+    opened: list[FaultyTier], paths: list[Path], tmp_path: Path, kind: FaultKind, use: Callable[[Any, Path], None]
+) -> None:
+    """Whoever asks first is told of the step; whoever asks then, of a session that is broken."""
+    training = Ahead(paths[0])
+    optimizer, machine = training.optimizer, training.machine
+    with optimizer:
+        for _ in range(3):
+            training.step()
+        training.wait(lambda: machine.is_ahead and not machine.in_flight)  # the slots are full
+        weights = [weight.detach().clone() for weight in training.weights]
+        opened[0].plant(Fault("read", kind))
+        training.backward()
+        training.wait(lambda: optimizer.engine.broken is not None)
+        with pytest.raises(offload.StepAbortedError, match=r"step 4 was aborted: .*Nothing had been updat") as caught:
+            use(optimizer, tmp_path)
+        assert isinstance(caught.value.cause, offload.TierError)
+        assert str(paths[0]) in str(caught.value)
+        with pytest.raises(offload.SessionBrokenError, match="broke and cannot be used any more"):
+            optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(weights, training.weights, strict=True))
+    assert not list(paths[0].iterdir())
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_write_that_fails_ahead_of_a_step_costs_what_was_ahead(
+    opened: list[FaultyTier], paths: list[Path], code: int
+) -> None:
+    found = []
+    for path in paths:
+        torch.manual_seed(0)
+        training = Ahead(path)
+        with training.optimizer as optimizer:
+            for step in range(6):
+                if step == 3 and path is paths[1]:
+                    opened[1].plant(Fault("write", FaultKind.ERROR, 4, errno=code))
+                training.step()
+            states = [optimizer.state_for(weight)["exp_avg_sq"] for weight in training.weights]
+        found.append([*(weight.detach() for weight in training.weights), *states])
+    assert opened[1].fired
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

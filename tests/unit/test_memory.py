@@ -81,6 +81,26 @@ def test_the_limit_of_a_control_group_holds_for_those_below_it(
     assert available_bytes() == 400
 
 
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        ("0::/job/step\n", [("job/step", 2), ("job", 2), ("", 2)]),
+        ("0::/\n", [("", 2)]),
+        ("4:cpu,memory:/job\n0::/\n", [("memory/job", 1), ("memory", 1), ("", 2)]),
+        (None, [("", 2)]),
+    ],
+    ids=["nested", "root", "both versions", "hidden"],
+)
+def test_each_control_group_is_named_once(
+    own: str | None, found: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "OWN_GROUPS", tmp_path / "own")
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    assert [*memory.control_groups()] == [(tmp_path / name, version) for name, version in found]
+
+
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + 12345])
 def test_size_and_alignment(nbytes: int) -> None:
     arena = Arena(nbytes)

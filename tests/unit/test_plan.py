@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.dtypes import DtypeCode
+from offload.engine.index import TileIndex
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Parameter, build_layout, extend_layout
 from offload.plan import Budgets, Home, PathBudget, PathRates, Rates, make_plan, visit_order
@@ -106,6 +107,18 @@ def test_room_for_checkpoints_is_reserved_to_the_byte_and_named(dtype, tensors):
         plan(needed - 1, checkpoints_required=True)
     assert (caught.value.needed_bytes, caught.value.available_bytes) == (needed, {"/path0": needed - 1})
     assert "2 checkpoints kept" in str(caught.value)
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 2 * SECTOR_BYTES - 1, 2 * SECTOR_BYTES])
+def test_room_for_checkpoints_is_what_the_stores_have_room_for(spare: int) -> None:
+    """Each path may end a byte before a slot does."""
+    first = 21 * 2 * SECTOR_BYTES - 1
+    plan = make_plan(layout_of(4), Budgets(0, SUBGROUP_BYTES, paths(1 << 30, 1 << 30), checkpoints=2))
+    limits = first, plan.storage_bytes + plan.checkpoint_bytes - first + spare
+    plan = make_plan(layout_of(4), Budgets(0, SUBGROUP_BYTES, paths(*limits), checkpoints=2))
+    index = TileIndex([(limit, 1.0) for limit in limits], plan.slot_counts, plan.checkpoint_bytes)
+    slots = plan.checkpoint_bytes // (2 * SECTOR_BYTES)
+    assert plan.has_room_for_checkpoints == index.reserve({SECTOR_BYTES: slots}) == (spare == 2 * SECTOR_BYTES)
 
 
 def test_state_in_memory_needs_room_for_its_checkpoints_too():
