@@ -130,12 +130,13 @@ def made_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         return
     monkeypatch.setenv("AHEAD", "1")  # for checks in processes of their own
     from offload.optim.optimizer import OffloadedOptimizer
+    from offload.optim.routes import Departing, Slots
 
     plain_open = OffloadedOptimizer._open
 
     def opened(self: Any, config: Any) -> None:
         plain_open(self, config)
-        if self._route.has_slots:
+        if isinstance(self._route, Slots | Departing):
             self._speculate()
 
     monkeypatch.setattr(OffloadedOptimizer, "_open", opened)
