@@ -60,7 +60,9 @@ def choose_route(
             raise ConfigError("overlap", late.config.overlap, allowed)
     if late.device is None:
         return (Slots if is_alone else Reduced)(late, weights, scaling, overlap)
-    return (AtStep if late.config.keep_grads else Departing)(late, weights, scaling, overlap)
+    route: Route = (AtStep if late.config.keep_grads else Departing)(late, weights, scaling, overlap)
+    route.is_early = is_alone and not late.config.keep_grads
+    return route
 
 
 def check_reduced(parameters: Iterable[torch.Tensor]) -> None:
@@ -91,6 +93,8 @@ class Route:
     """Whether the engine provides memory for gradients."""
     widens: ClassVar[bool] = True
     """Whether autograd may accumulate in a wider dtype than the weight's."""
+    is_early: bool = False
+    """Whether gradients come to host memory during backward, of one process."""
 
     def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._late = late
@@ -267,7 +271,7 @@ class Reduced(Route):
 class Slots(Route):
     """In host memory: on arrival norms are gathered, while the gradient is in cache, and `.grad` becomes a slot."""
 
-    has_slots = True
+    has_slots = is_early = True
 
     def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(late, weights, scaling, overlap)

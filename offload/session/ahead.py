@@ -23,14 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.dtypes import DtypeCode
+from offload.engine.machine import may_be_ahead
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.operations import Admit, Begin, Confirm, Hold, Run, Sweep, Visit
 from offload.errors import ConfigError, OffloadError, known
 from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.table import active_rows
 from offload.layout import Subgroup
-from offload.plan import Home
 from offload.protocols import WAKE
 from offload.session.parts import Parts
 
@@ -224,10 +223,8 @@ class Ahead:
     def _may_have(self, subgroup: Subgroup) -> bool:
         """Return whether a subgroup can be updated ahead of a step."""
         parts, number = self._parts, subgroup.index
-        if parts.plan.homes[number] is not Home.STREAMED or parts.machine.is_fresh(number):
+        if not may_be_ahead(parts.plan, number) or parts.machine.is_fresh(number):
             return False
-        if parts.gpu is not None and (parts.plan.updates_on_gpu(number) or subgroup.dtype is DtypeCode.FLOAT32):
-            return False  # an fp32 weight is the master, and lies on the GPU
         return not parts.plan.layout.begins_within_block(subgroup)  # where no fingerprint can begin
 
     def serve(self, sweep: Callable[[tuple[Visit, ...], Callable[[Run], npt.NDArray[Any]]], Sweep]) -> None:

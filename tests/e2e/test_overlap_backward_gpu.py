@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from offload.engine import gpu_gradients
 from offload.errors import ConfigError
 from offload.plan import Home
 from offload.protocols import DeviceLane
-from offload.sim import SimulatedDevice
+from offload.sim import Forecast, SimulatedDevice, predict
+from offload.sim.predict import with_backward_s
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
@@ -131,7 +133,7 @@ class OnGpu(Training):
         return sum(
             subgroup.state_bytes
             for subgroup in plan.layout.subgroups
-            if plan.homes[subgroup.index] is Home.STREAMED and not plan.updates_on_gpu(subgroup.index)
+            if not (plan.is_resident(subgroup.index) or plan.updates_on_gpu(subgroup.index))
         )
 
 
@@ -401,3 +403,46 @@ def test_a_session_that_is_opened_after_backward(tmp_path: Path) -> None:
     assert_same(*found)
     assert 0 < training.optimizer.engine.plan.home_bytes[Home.GPU] < training.optimizer.engine.plan.state_bytes
     assert training.counts["confirmed"] > 0
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_auto_does_what_predictions_say(
+    place: Place, tmp_path: Path, follow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First that hiding the step wins, then that it does not, then again that it does."""
+    found = []
+    for overlap in ("off", "auto"):
+        training, speculates = OnGpu(tmp_path / overlap, place, overlap), []
+        with training.optimizer as optimizer:
+            if follow:
+                optimizer.overlap_forward(training.model)
+            for step in range(1, 21):
+                hidden_s = 1e9 if 8 <= step < 16 else 0.0
+                monkeypatch.setattr(Forecast, "with_backward_s", lambda *_, seconds=hidden_s: seconds)
+                plain(training, random.Random(0))
+                training.step()
+                optimizer.zero_grad()
+                speculates.append(optimizer.engine.speculates)
+            found.append(everything(optimizer, training.model))
+        at = [number for number, (one, two) in enumerate(pairwise(speculates), 2) if one != two]
+        assert at == ([4, 8, 16] if overlap == "auto" else [])
+    assert training.counts["confirmed"] > 0
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("placing", PLACINGS)
+def test_what_is_predicted(place: Place, tmp_path: Path, placing: str) -> None:
+    """Forward and backward by themselves at least, less than with the whole step behind them, and more with less."""
+    training = OnGpu(tmp_path / "run", place, "backward", **PLACINGS[placing])
+    with training.optimizer as optimizer:
+        plan = optimizer.engine.plan
+        made = predict(plan, optimizer.engine.rates)
+        for follows in (False, True):
+            short_s, long_s = (
+                with_backward_s(made, plan, seconds, seconds, follows=follows) for seconds in (0.0, 100 * made.step_s)
+            )
+            assert 0 < short_s < 2.5 * made.step_s  # all streamed state is moved, what staging slots hold, too
+            assert 200 * made.step_s <= long_s < 201 * made.step_s
+            left = 1 - training.able_bytes() / plan.state_bytes
+            if not follows:
+                assert long_s >= (200 + left) * made.step_s
