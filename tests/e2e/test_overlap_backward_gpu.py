@@ -164,6 +164,13 @@ def given_more(training: OnGpu, rng: random.Random) -> None:
     parameter.grad = torch.full_like(parameter, 0.125)
 
 
+def added_to(training: OnGpu, rng: random.Random) -> None:
+    """A pass that nobody announced, all of which is there when the step begins: the norm has waited for it."""
+    training.backward()
+    training.backward()
+    training.optimizer.clip_grad_norm_(LOOSE)
+
+
 def masters_read_again(training: OnGpu, rng: random.Random) -> None:
     training.backward()
     training.optimizer.refresh_masters()
@@ -187,6 +194,7 @@ REVOKING = [
     not_finite,
     stepped_not_finite,
     given_more,
+    added_to,
     masters_read_again,
     moved,
 ]
@@ -311,6 +319,14 @@ def test_passes_are_as_many_as_the_caller_says(place: Place, tmp_path: Path) -> 
                 training.step()
                 optimizer.zero_grad()
                 if overlap == "backward" and optimizer.engine.step_number > 1:
+                    assert optimizer.metrics()["ahead/confirmed_bytes"] == training.able_bytes()
+            optimizer.last_micro_step(None)  # then as many as before the last step
+            for _ in range(3):
+                training.backward()
+                training.backward()
+                training.step()
+                optimizer.zero_grad()
+                if overlap == "backward":
                     assert optimizer.metrics()["ahead/confirmed_bytes"] == training.able_bytes()
             found.append(everything(optimizer, training.model))
     assert_same(*found)
