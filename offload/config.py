@@ -208,9 +208,10 @@ class OffloadConfig:
             gradients are there, each into a version beside the live one. A step that would do the same takes it
             over; else, as when it clips, the time was lost and nothing has changed. Takes room on the paths for a
             second version of that state as far as there is some, and memory for new weights. For weights in host
-            memory, of one process, of FSDP2, of DDP with `shard`, or of DeepSpeed; elsewhere refused. "auto": in
-            one process, and where an iteration should be shorter for it by the times of forward and backward and
-            the rates seen so far; else "off".
+            memory, of one process, of FSDP2, of DDP with `shard`, or of DeepSpeed; and in one process for 16-bit
+            weights on a GPU that the CPU updates, with `keep_grads=False`; elsewhere refused. "auto": in one process,
+            and where an iteration should be shorter for it by the times of forward and backward and the rates seen so
+            far; else "off".
     """
 
     host_memory: int | str | None = None

@@ -34,6 +34,9 @@ ERROR_CHECKSUM = -2
 ERROR_SHORT = -3
 ERROR_DEVICE = -4
 
+WAKE = 0
+"""Operation id of a completion that only wakes whoever waits for one."""
+
 
 class TileId(NamedTuple):
     """Names one tile: an aligned piece of one state tensor of one subgroup."""

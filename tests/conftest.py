@@ -128,6 +128,9 @@ def made_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """With `--ahead`, updates are made during every backward pass that can have them."""
     if not request.config.getoption("--ahead"):
         return
+    marker = request.node.get_closest_marker("not_ahead")
+    if marker is not None:
+        pytest.skip(f"with --ahead: {marker.args[0]}")
     monkeypatch.setenv("AHEAD", "1")  # for checks in processes of their own
     from offload.optim.optimizer import OffloadedOptimizer
 
@@ -135,7 +138,7 @@ def made_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
     def opened(self: Any, config: Any) -> None:
         plain_open(self, config)
-        if self._route.has_slots:
+        if self._route.is_early:
             self._speculate()
 
     monkeypatch.setattr(OffloadedOptimizer, "_open", opened)

@@ -314,8 +314,10 @@ def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...
     host_memory = settings.host_memory
     if host_memory is None:
         host_memory = int(shape.numel * bytes_per_parameter / 4)
+    in_backward = settings.overlap in ("backward", "both", "auto")
     return importlib.import_module("offload").OffloadConfig(
         host_memory=host_memory,
+        keep_grads=not (in_backward and settings.device.startswith("cuda")),
         paths=list(paths),
         staging_memory=settings.staging_memory,
         subgroup_numel=settings.subgroup_numel,

@@ -212,6 +212,7 @@ class Additions:
             self._error = error
         finally:
             filling.ended.set()
+            self._lanes.wake()
 
     def _await(self, mark: Mark) -> None:
         mark.wait()

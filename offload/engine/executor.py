@@ -39,11 +39,8 @@ from offload.engine.seals import DamagedError, Seals
 from offload.engine.timeline import Interval
 from offload.errors import InternalError, OffloadError, TierError
 from offload.plan.budget import Plan
-from offload.protocols import ERROR_CHECKSUM, Completion, Queue, Tier, TileRequest, UpdateKernel
+from offload.protocols import ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
 from offload.rules import FP32
-
-WAKE = 0
-"""Operation id of a completion that only makes `wait` return."""
 
 REQUEST = (1 << 64) - 1
 """Operation id of a completion that says that somebody has a request."""

@@ -28,7 +28,7 @@ from offload.engine.touching import nodes_for
 from offload.errors import InternalError, OffloadError
 from offload.layout import Layout
 from offload.plan.budget import PIECE_BUFFERS, Plan
-from offload.protocols import LANES, Device, DeviceLane, Mark, Queue
+from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,8 @@ class GpuLanes:
         self._nodes = nodes_for(device.node, cpu_updates)
         self.timed: dict[int, deque[Timed]] = {}
         """Operations put on lanes whose times were not taken, by subgroup."""
+        self.wakes = False
+        """Whether the engine thread is to hear of gradients that have come to host memory during backward."""
         self.pinned = PinnedMemory(device)
         """Host memory that the device reaches by itself."""
         self.pieces = PieceCopies(device, self.copy)
@@ -203,6 +205,15 @@ class GpuLanes:
         for lane in LANES:
             self.device.mark(lane, timed=False).wait()
 
+    def wake(self, after: Mark | None = None) -> None:
+        """Let the engine thread look for gradients that have come, if it wants to: now, or after a timed mark."""
+        if not self.wakes:
+            return
+        if after is None:
+            self._queue.post(WAKE)
+        else:
+            self.device.report(after, self._queue, WAKE)
+
     # Operations
 
     def copy(self, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
@@ -281,13 +292,20 @@ class GpuLanes:
 
     def push(self, operation: PushWeights, due_s: float) -> None:
         """Send a subgroup's new weights to the device."""
-        copies = self._to_push.pop(operation.subgroup)
+        self.send_weights(operation.subgroup, self._to_push.pop(operation.subgroup), due_s)
+        self._post(operation.op)
+
+    def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:
+        """Send new weights of a subgroup to the device: rows of `Tables.weight_copies`."""
         began = self.device.mark(DeviceLane.H2D)
         self.pieces.to_device(copies)
         ended = self.device.mark(DeviceLane.H2D)
-        self._written[operation.subgroup] = ended, self.device.mark(DeviceLane.PIECES, timed=False)
-        self._time("h2d", operation.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
-        self._post(operation.op)
+        self._written[subgroup] = ended, self.device.mark(DeviceLane.PIECES, timed=False)
+        self._time("h2d", subgroup, int(copies[:, 2].sum()), due_s, began, ended)
+
+    def await_sent(self, subgroup: int) -> None:
+        """Make the next run of a subgroup on the CPU wait until its last weights have left host memory."""
+        self._inputs[subgroup] = self._written.get(subgroup, ())[:1]
 
     def await_push(self, operation: AwaitPush) -> None:
         """Report when a subgroup's new weights have left their slot."""

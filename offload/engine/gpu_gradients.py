@@ -76,6 +76,8 @@ class Departure:
         self._leave = leave
         self.left: Mark | None = None
         """On lane `GRADIENTS`, once the bucket has left."""
+        self.sending: Sending = []
+        """Those of further passes, once it has."""
 
     def on_lane(self) -> Mark:
         """Return a mark of the device; have the bucket leave, if it has not."""
@@ -88,6 +90,10 @@ class Departure:
     def reached(self) -> bool:
         """See `Mark.reached`."""
         return self.left is not None and self.left.reached()
+
+    def landed(self) -> bool:
+        """Return whether the gradients are where the CPU reads them, those of further passes added."""
+        return self.reached() and all(filling.ended.is_set() for filling in self.sending)
 
     def wait(self) -> None:
         """See `Mark.wait`."""
@@ -251,8 +257,10 @@ class GpuGradients:
                 self._send(bucket)
             if count:  # after the sums, so that these do not wait for their own copies
                 device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.LEAVING, timed=False))
-            bucket.departure.left = device.mark(DeviceLane.GRADIENTS, timed=False)
+            bucket.departure.sending = bucket.sending or []
+            bucket.departure.left = device.mark(DeviceLane.GRADIENTS, timed=self.lanes.wakes)
             self._bucket = None
+            self.lanes.wake(bucket.departure.left)
 
     def _sum(self, gradients: Sequence[tuple[int, int, DtypeCode]]) -> None:
         """Sum the blocks of gradients: rows of (position, address, dtype)."""

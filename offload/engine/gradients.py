@@ -21,7 +21,7 @@ from offload.engine.tables import Tables
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, norm_sq_at
 from offload.kernels.reference import TORCH_DTYPES
-from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter
+from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter, Segment
 from offload.plan import Plan
 from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
@@ -232,6 +232,20 @@ class Gradients:
         if self._like.wanted:
             return self.slots_at()
         return self._tables.gradients.copy(), self._tables.gradient_dtypes.copy()
+
+    def bound_at(self) -> npt.NDArray[np.uint64]:
+        """Return where a step on the CPU reads each parameter's gradient: of those that have left a GPU, the slot."""
+        if self.on_gpu is None:
+            return self._tables.gradients
+        has_left = [found.mark is not None for found in self.on_gpu.positions]
+        return np.where(has_left, self._slot_addresses, self._tables.gradients)
+
+    def has_landed(self, segments: Sequence[Segment]) -> bool:
+        """Return whether those gradients of some segments that have left a GPU are in their slots."""
+        if self.on_gpu is None:
+            return True
+        marks = dict.fromkeys(self.on_gpu.positions[segment.parameter].mark for segment in segments)
+        return all(mark is None or mark.landed() for mark in marks)
 
     def stays(self, position: int) -> bool:
         """Return whether the GPU updates part of a parameter, and so reads its gradient where it lies."""

@@ -193,6 +193,8 @@ class Tables:
         image_address: int,
         slots: tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]],
         sums: npt.NDArray[np.uint64],
+        *,
+        on_gpu: bool,
     ) -> npt.NDArray[Any]:
         """Return the table of a subgroup for the update that is expected.
 
@@ -204,12 +206,14 @@ class Tables:
             image_address: Where an image of its new weights goes.
             slots: Address and element type of each parameter's gradient slot: where gradients are bound may be gone.
             sums: Two for each segment, to which fingerprints of what is read are added.
+            on_gpu: Whether the weights lie on a GPU: 16-bit ones, which are not read.
         """
         table = self.fill(
             subgroup,
             address,
             fresh=False,
             update=True,
+            weights_address=image_address if on_gpu else None,
             weights=self._weights_ahead,
             gradients=slots[0],
             gradient_dtypes=slots[1],
@@ -217,18 +221,35 @@ class Tables:
         )
         table["flags"] &= ~np.uint32(SegmentFlag.LOAD_MASTER)
         layout, offset = self._layout.subgroups[subgroup], self._columns[subgroup][2]
-        new = np.uint64(image_address) + offset * ITEM_BYTES[layout.dtype]
-        table[_new_weights(layout)] = new
+        if not on_gpu:
+            table[_new_weights(layout)] = np.uint64(image_address) + offset * ITEM_BYTES[layout.dtype]
         table["read"] = sums.ctypes.data + sums.strides[0] * np.arange(len(sums))
         return table
 
-    def is_as_ahead(self, subgroup: int, address: int, ahead: npt.NDArray[Any]) -> bool:
-        """Return whether the step that was begun last would update a subgroup as a table of `fill_ahead` says."""
+    def is_as_ahead(
+        self,
+        subgroup: int,
+        address: int,
+        ahead: npt.NDArray[Any],
+        gradients: npt.NDArray[np.uint64],
+        image_address: int | None,
+    ) -> bool:
+        """Return whether the step that was begun last would update a subgroup as a table of `fill_ahead` says.
+
+        Args:
+            subgroup: Which one.
+            address: Where its state lay in memory.
+            ahead: The table.
+            gradients: Where that step reads each parameter's gradient.
+            image_address: Where an image of its weights is in their place; None for weights in host memory.
+        """
         layout = self._layout.subgroups[subgroup]
         expected = checked(ahead).copy()  # of a rule's own names, a copy would leave the fields between them out
         expected["read"] = 0
         expected[_new_weights(layout)] = 0
-        now = self.fill(subgroup, address, fresh=False, update=True)
+        now = self.fill(
+            subgroup, address, fresh=False, update=True, weights_address=image_address, gradients=gradients
+        )
         idle = ~active_rows(expected)  # of them no gradient is read, wherever there was one
         for name in ("gradient", "gradient_dtype"):
             expected[name][idle] = now[name][idle]

@@ -104,7 +104,10 @@ class StateViews:
     ) -> tuple[int, npt.NDArray[Any]]:
         """Return where a run ahead finds its state, and what its kernel is told; see `Tables.fill_ahead`."""
         address = self._address(run)
-        return address, self._tables.fill_ahead(run.visit.subgroup, address, image_address, slots, sums)
+        on_gpu = self._gpu is not None
+        return address, self._tables.fill_ahead(
+            run.visit.subgroup, address, image_address, slots, sums, on_gpu=on_gpu
+        )
 
     def _fill_for_push(self, gpu: GpuLanes, run: Run, gradients: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
         """Return the table of a run on the CPU that makes weights for the GPU."""

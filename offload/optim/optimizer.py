@@ -131,12 +131,12 @@ class OffloadedOptimizer(StatefulOptimizer):
         """Have updates made during backward, or not, by what an iteration should take; at steps 4, 8, 16, ..."""
         self._steps_seen += 1  # the engine's own number waits for a step that goes on behind
         number, pace = self._steps_seen, self._overlap.pace.typical
-        if number < 4 or number.bit_count() > 1 or pace is None or not self._route.has_slots:
+        if number < 4 or number.bit_count() > 1 or pace is None or not self._route.is_early:
             return
         (forward_s, backward_s), follows = pace, bool(self._overlap.following)
         plan, rates = self.engine.plan, self.engine.rates
         if follows:
-            waited_s = backward_s + self._forecast.with_forward_s(plan, rates, forward_s, on_cpu=True)
+            waited_s = backward_s + self._forecast.with_forward_s(plan, rates, forward_s, self._late.device is None)
         else:
             waited_s = forward_s + backward_s + self._forecast.carried_on(plan, rates).step_s
         hidden_s = self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)

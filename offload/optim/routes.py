@@ -46,13 +46,23 @@ def choose_route(
             raise
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
     arrive = is_alone or late.config.shard or all(_arrives_reduced(p) and _is_heard(p) for p in parameters)
-    if late.config.overlap == "backward" and (late.device is not None or not arrive):
-        late.close()
-        allowed = 'use "off": gradients have to be in host memory, of one process, of FSDP2 or of DDP with shard=True'
-        raise ConfigError("overlap", late.config.overlap, allowed)
+    if late.config.overlap == "backward":
+        allowed = ""
+        if late.device is not None and late.config.keep_grads:
+            allowed = "set keep_grads=False, so that gradients leave the GPU during backward"
+        elif not (arrive if late.device is None else is_alone):
+            allowed = (
+                'use "off": gradients have to come to host memory, of one process, or where weights are there, too, '
+                "of FSDP2 or of DDP with shard=True"
+            )
+        if allowed:
+            late.close()
+            raise ConfigError("overlap", late.config.overlap, allowed)
     if late.device is None:
         return (Slots if is_alone else Reduced)(late, weights, scaling, overlap)
-    return (AtStep if late.config.keep_grads else Departing)(late, weights, scaling, overlap)
+    route: Route = (AtStep if late.config.keep_grads else Departing)(late, weights, scaling, overlap)
+    route.is_early = is_alone and not late.config.keep_grads
+    return route
 
 
 def check_reduced(parameters: Iterable[torch.Tensor]) -> None:
@@ -83,6 +93,8 @@ class Route:
     """Whether the engine provides memory for gradients."""
     widens: ClassVar[bool] = True
     """Whether autograd may accumulate in a wider dtype than the weight's."""
+    is_early: bool = False
+    """Whether gradients come to host memory during backward, of one process."""
 
     def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         self._late = late
@@ -259,7 +271,7 @@ class Reduced(Route):
 class Slots(Route):
     """In host memory: on arrival norms are gathered, while the gradient is in cache, and `.grad` becomes a slot."""
 
-    has_slots = True
+    has_slots = is_early = True
 
     def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(late, weights, scaling, overlap)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -22,13 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.engine.executor import WAKE
+from offload.engine.machine import may_be_ahead
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.operations import Admit, Begin, Confirm, Hold, Run, Sweep, Visit
 from offload.errors import ConfigError, OffloadError, known
 from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.table import active_rows
-from offload.plan import Home
+from offload.layout import Subgroup
+from offload.protocols import WAKE
 from offload.session.parts import Parts
 
 log = logging.getLogger("offload")
@@ -156,6 +158,8 @@ class Ahead:
 
     def restart(self) -> bool:
         """Forget arrivals, as gradients are dropped; return whether something was made from them."""
+        if not self._arrivals.any():  # as when a step has just taken them, and goes on
+            return False
         with self._lock:
             any_arrived = bool(self._arrivals.any())
             self._forget_arrivals()
@@ -205,7 +209,23 @@ class Ahead:
         machine = self._parts.machine
         if machine.broken is not None:
             return False
-        return bool(self._final) if machine.is_ahead else self._wanted and machine.idle and machine.finished is None
+        return self._has_landed() if machine.is_ahead else self._wanted and machine.idle and machine.finished is None
+
+    def _has_landed(self) -> bool:
+        """Return whether gradients of the next subgroup are where an update reads them.
+
+        Lanes of a GPU wake this thread when more of them are.
+        """
+        if not self._final:
+            return False
+        return self._parts.gradients.has_landed(self._parts.plan.layout.subgroups[self._final[0]].segments)
+
+    def _may_have(self, subgroup: Subgroup) -> bool:
+        """Return whether a subgroup can be updated ahead of a step."""
+        parts, number = self._parts, subgroup.index
+        if not may_be_ahead(parts.plan, number) or parts.machine.is_fresh(number):
+            return False
+        return not parts.plan.layout.begins_within_block(subgroup)  # where no fingerprint can begin
 
     def serve(self, sweep: Callable[[tuple[Visit, ...], Callable[[Run], npt.NDArray[Any]]], Sweep]) -> None:
         """Do what is due.
@@ -215,10 +235,12 @@ class Ahead:
         """
         parts, machine = self._parts, self._parts.machine
         if not machine.is_ahead:
-            visits = tuple(Visit(subgroup, ahead=True) for subgroup in self._order)
+            subgroups = parts.plan.layout.subgroups
+            # Another plan may have come since they were chosen.
+            visits = tuple(Visit(number, ahead=True) for number in self._order if self._may_have(subgroups[number]))
             machine.handle(Begin(sweep(visits, self._visit)))
         final = []
-        while self._final:
+        while self._has_landed():
             final.append(self._final.popleft())
         if final:
             machine.handle(Admit(tuple(final)))
@@ -229,6 +251,8 @@ class Ahead:
         subgroup = run.visit.subgroup
         segments = len(self._parts.plan.layout.subgroups[subgroup].segments)
         sums = np.zeros((segments, SUMS), np.uint64)
+        if self._parts.gpu is not None:
+            self._parts.gpu.await_sent(subgroup)
         address, table = self._parts.views.table_ahead(run, self._image_of(subgroup), self._slots, sums)
         self._made[subgroup] = _Made(address, table, sums)
         return table
@@ -296,10 +320,17 @@ class Ahead:
 
     def _unchanged(self, subgroups: Sequence[int]) -> list[int]:
         """Return the subgroups that the step would update from the same rows and bytes."""
-        tables, made = self._parts.tables, self._made
-        alike = [
-            number for number in subgroups if tables.is_as_ahead(number, made[number].address, made[number].table)
-        ]
+        parts, tables, made = self._parts, self._parts.tables, self._made
+        layout, bound = parts.plan.layout, parts.gradients.bound_at()
+
+        def is_alike(number: int) -> bool:
+            image = None if parts.gpu is None else self._image_of(number)
+            # Of gradients that are on their way nobody can tell.
+            return parts.gradients.has_landed(layout.subgroups[number].segments) and tables.is_as_ahead(
+                number, made[number].address, made[number].table, bound, image
+            )
+
+        alike = [number for number in subgroups if is_alike(number)]
         if not alike:
             return []
         ranges = [tables.read_by(number, made[number].table) for number in alike]
@@ -314,6 +345,9 @@ class Ahead:
         """Put the weights of a version where they belong."""
         active = active_rows(self._made[subgroup].table)
         copies = self._parts.tables.weight_copies(subgroup, self._image_of(subgroup), active)
+        if self._parts.gpu is not None:
+            self._parts.gpu.send_weights(subgroup, copies, time.monotonic())
+            return
         for weight, copy, nbytes in copies.tolist():
             ctypes.memmove(weight, copy, nbytes)
 
@@ -348,19 +382,16 @@ class Ahead:
             self._lock.release()
 
     def _choose(self) -> None:
-        parts, layout = self._parts, self._parts.plan.layout
         self._grow()
         self._left.clear()
         self._waits.clear()
         self._final.clear()
         self._has_rows = False
         turns: dict[int, int] = {}
-        for subgroup in layout.subgroups:
+        for subgroup in self._parts.plan.layout.subgroups:
             number = subgroup.index
-            if parts.plan.homes[number] is not Home.STREAMED or parts.machine.is_fresh(number):
+            if not self._may_have(subgroup):
                 continue
-            if layout.begins_within_block(subgroup):
-                continue  # its ranges begin where no fingerprint can
             waits = {s.parameter for s in subgroup.segments if s.numel and self._expected[s.parameter]}
             if waits:
                 self._waits[number] = len(waits)
@@ -405,6 +436,8 @@ class Ahead:
     def _free_images(self) -> None:
         """Free the memory for new weights; no version is beside a live one."""
         old, self._images = self._images, None
+        if old is not None and self._parts.gpu is not None:
+            self._parts.gpu.wait()  # weights may still be on their way from there
         self._parts.memory.give_back(old)
         self._image_at = {}
 

@@ -287,8 +287,9 @@ class Engine:
         """Update streamed subgroups during backward from now on, as soon as all their gradients are there.
 
         What comes of it is taken over by a step that would do the same, bit for bit, and else has never been. It is
-        for gradients that arrive in host memory; elsewhere this does nothing. An engine without gradient slots reads
-        them where they are bound.
+        for gradients in host memory: with weights on a GPU, those that leave it during backward (`keep_grads=False`)
+        for 16-bit weights that the CPU updates; where they stay there this does nothing. An engine without gradient
+        slots reads them where they are bound.
 
         Args:
             hyperparameters: Returns those of all groups (see `step`) as they are now, and tensors that have the
@@ -298,7 +299,10 @@ class Engine:
             is_last_pass: Returns whether the backward pass under way is the last before a step; without it, and as
                 long as it says so of all, those before a step count as as many as before the last.
         """
-        if self._parts.gpu is None and self.plan.home_bytes[Home.STREAMED]:
+        gpu = self._parts.gpu
+        if (gpu is None or not self._parts.config.keep_grads) and self.plan.home_bytes[Home.STREAMED]:
+            if gpu is not None:
+                gpu.wakes = True
             self._thread.ahead.is_last_pass = is_last_pass
             self._thread.ahead.hyperparameters = hyperparameters
 
@@ -346,7 +350,8 @@ class Engine:
             for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
                 gpu.device.give_up(gradient)
             self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
-            if self._visits.placing.due:  # and no gradient is here; a step that goes on is waited for, a few times
+            # And no gradient is here; a step that goes on is waited for, a few times.
+            if self._thread.ahead.restart() or self._visits.placing.due:
                 with contextlib.suppress(SessionBrokenError), self._thread.turn():
                     self._thread.request(self._visits.placing.review)
 

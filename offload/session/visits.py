@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,7 +128,8 @@ class Visits:
         if not parts.machine.is_ahead:  # else it has begun when that was opened
             self._begin_timeline()
         self.ended = []
-        done = self.ahead.confirm(subgroups)
+        with self._breaking():
+            done = self.ahead.confirm(subgroups)
         subgroups = [number for number in subgroups if number not in done]
         if self.placing.is_near:
             self.learn()
@@ -135,18 +137,24 @@ class Visits:
         parts.executor.seals_homes = parts.saves.is_expected(self.step_number + 1)
         order = visit_order(subgroups, parts.machine.slots)
         visits = update_visits(parts.plan, order, lambda n: parts.machine.is_fresh(n) or parts.tables.needs_reload(n))
-        try:
+        with self._breaking():
             if parts.gradients.begin_step(parts.plan, visits):
                 parts.plan = parts.counting_gradients(parts.plan)
-        except OffloadError as error:  # the GPU has failed
-            parts.machine.handle(Stop(error))
-            raise (parts.machine.broken or error) from None
 
         def update(run: Run) -> npt.NDArray[Any] | None:
             parts.gradients.bring(run.visit.subgroup)
             return parts.views.update_table(run, parts.gradients.addresses)
 
         return self._sweep(visits, update, changes=True, coming=parts.gradients.coming, updates=True)
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Have an error break the session: the GPU has failed."""
+        try:
+            yield
+        except OffloadError as error:
+            self._parts.machine.handle(Stop(error))
+            raise (self._parts.machine.broken or error) from None
 
     def _begin_timeline(self) -> None:
         """Begin the account of another step."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Machine, update_visits
+from offload.engine.machine import Machine, may_be_ahead, update_visits
 from offload.engine.operations import Begin, Sweep
 from offload.engine.timeline import Interval, covered_s
 from offload.errors import ConfigError, invariant
-from offload.plan.budget import Home, Plan
+from offload.plan.budget import Plan
 from offload.plan.order import visit_order
 from offload.plan.rates import Rates
 from offload.sim.executor import SimExecutor
@@ -80,7 +80,8 @@ def with_backward_s(
     """Return the seconds of an iteration in which streamed state is updated during backward, and nothing is revoked.
 
     All of that state is then moved both ways; in forward staging slots are flushed and filled. Updates take their
-    time from backward, on the same cores; those of state at home in memory are the step's.
+    time from backward, on the same cores; those of state at home in memory are the step's. With weights on a GPU
+    updates are made beside backward, and only those of the CPU; new weights are sent in the step.
 
     Args:
         prediction: Of the step, with a timeline.
@@ -91,13 +92,22 @@ def with_backward_s(
         factor: By which all of the prediction is longer.
     """
     moves = [interval for interval in prediction.timeline if interval.lane.startswith(("read:", "write:"))]
-    streamed_bytes, moved_bytes = plan.home_bytes[Home.STREAMED], sum(interval.nbytes for interval in moves)
+    ahead = [s for s in plan.layout.subgroups if may_be_ahead(plan, s.index)]
+    streamed_bytes, moved_bytes = sum(s.state_bytes for s in ahead), sum(interval.nbytes for interval in moves)
     update_s = prediction.busy_s.get("cpu", 0.0) * factor
-    at_home_s = update_s * (1 - streamed_bytes / plan.state_bytes) if plan.state_bytes else 0.0
     io_s = covered_s(moves) * factor * 2 * streamed_bytes / moved_bytes if moved_bytes else 0.0
+    in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
+    if plan.weights_on_gpu:
+        update_s *= streamed_bytes / max(prediction.lane_bytes.get("cpu", 0), 1)
+        sent = sum(s.weight_bytes for s in ahead) / max(prediction.lane_bytes.get("h2d", 0), 1)
+        left_s = prediction.step_s * factor * (1 - streamed_bytes / max(plan.state_bytes, 1))
+        left_s += prediction.busy_s.get("h2d", 0.0) * factor * sent
+        if follows:
+            return max(forward_s + backward_s, max(update_s, io_s) + left_s)
+        return forward_s + max(backward_s, update_s, io_s - in_forward_s) + left_s
+    at_home_s = update_s * (1 - streamed_bytes / plan.state_bytes) if plan.state_bytes else 0.0
     if follows:
         return max(forward_s + backward_s + update_s, io_s)
-    in_forward_s = min(forward_s, io_s * plan.staging_bytes / max(streamed_bytes, 1))
     return forward_s + max(backward_s + update_s - at_home_s, io_s - in_forward_s) + at_home_s
 
 

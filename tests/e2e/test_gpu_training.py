@@ -28,10 +28,12 @@ class Place:
 
     Args:
         name: "simulated", or torch's name of a device.
+        simulated: The simulated device, if not one like any other.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, simulated: SimulatedDevice | None = None) -> None:
         self.real = name != "simulated"
+        self.simulated = simulated
         self.device = torch.device(name if self.real else "cpu")
 
     def optimizer(
@@ -41,7 +43,7 @@ class Place:
         settings = offload.OffloadConfig(**config)
         if self.real:
             return offload.AdamW(parameters, offload=settings, **SETTINGS)
-        device = SimulatedDevice(1 << 28, delay_s=1e-4, bytes_per_s=bytes_per_s)
+        device = self.simulated or SimulatedDevice(1 << 28, delay_s=1e-4, bytes_per_s=bytes_per_s)
         return OnDevice(parameters, device=device, offload=settings, **SETTINGS)
 
     def stream(self) -> contextlib.AbstractContextManager[Any]:
@@ -70,11 +72,15 @@ def _joined(stream: Any) -> Any:
     params=["simulated", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1"))], name="place"
 )
 def _place(request: pytest.FixtureRequest) -> Place:
-    if request.param != "simulated":
+    return place_of(request.param)
+
+
+def place_of(name: str) -> Place:
+    if name != "simulated":
         count = torch.cuda.device_count()
-        if count <= (request.param == "cuda:1"):
+        if count <= (name == "cuda:1"):
             pytest.skip(f"torch sees {count} CUDA devices")
-    return Place(request.param)
+    return Place(name)
 
 
 class Given(torch.nn.Module):

@@ -194,6 +194,7 @@ PLANTED: dict[str, Callable[[GpuLanes, GpuGradients], None]] = {
 }
 
 
+@pytest.mark.not_ahead("whoever waits for gradients to make updates from has a lazy device copy them")
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_forgotten_wait_is_found(bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every order that lanes need is one whose absence these tests notice."""
@@ -445,6 +446,7 @@ def test_one_engine_copies_to_the_device() -> None:
     device.close()
 
 
+@pytest.mark.not_ahead("whoever waits for gradients to make updates from waits for their sums, too")
 def test_copies_of_gradients_do_not_wait_for_their_sums(tmp_path: Path) -> None:
     """Sums wait for backward's own kernels to end, and the link would idle meanwhile."""
     parameters = weights()

@@ -353,6 +353,7 @@ BUCKET_BUGS: dict[str, Callable[[SimulatedDevice, pytest.MonkeyPatch], None]] = 
 }
 
 
+@pytest.mark.not_ahead("whoever waits for gradients to make updates from knows of copies, too")
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("bug", [None, *BUCKET_BUGS])
 def test_a_bucket_s_forgotten_waits_are_found(

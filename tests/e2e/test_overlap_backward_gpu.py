@@ -1,0 +1,478 @@
+"""Updates during the backward pass by the CPU, with weights on a GPU that gradients leave (`keep_grads=False`).
+
+On the simulated device here, on real ones with `-m gpu`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from settling import settle
+from test_gpu_training import Given, Place, drawn, place_of
+from test_overlap_backward import (
+    LOOSE,
+    Training,
+    accumulated,
+    another_rate,
+    clipped,
+    dropped,
+    dropped_behind_its_back,
+    plain,
+    run,
+    saved,
+    state_read,
+    weights_written,
+)
+from test_overlap_forward import assert_same, everything
+
+import offload
+from offload.engine import gpu_gradients
+from offload.errors import ConfigError
+from offload.plan import Home
+from offload.protocols import DeviceLane
+from offload.sim import Forecast, SimulatedDevice, predict
+from offload.sim.predict import with_backward_s
+
+pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
+
+SIZES = ((70, 80), (17,), (6000,), (128, 64), (), (100, 100), (4096,), (3, 5), (90, 90))
+EACH = 3
+"""Weights of one module."""
+
+PLACINGS: dict[str, dict[str, Any]] = {
+    "nothing resident": {"host_memory": 0, "gpu_memory": 0, "placement": "cpu"},
+    "part of the visits": {"host_memory": 0, "gpu_memory": 0, "placement": 0.4},
+    "part at home": {"host_memory": 100_000, "gpu_memory": 100_000, "placement": 0.4},
+}
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)], name="place")
+def _place(request: pytest.FixtureRequest) -> Place:
+    return place_of(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients leave while backward goes on, some alone and some together."""
+    monkeypatch.setattr(gpu_gradients, "LARGE_BYTES", 15_000)
+    monkeypatch.setattr(gpu_gradients, "BUCKET_COUNT", 3)
+
+
+class OnGpu(Training):
+    """A model on a GPU whose gradients are given, and its optimizer."""
+
+    def __init__(
+        self,
+        folder: Path,
+        place: Place,
+        overlap: str,
+        dtype: torch.dtype = torch.bfloat16,
+        kept: list[Any] | None = None,
+        **options: Any,
+    ) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.place, self.overlap = folder, place, overlap
+        weights = [torch.nn.Parameter(tensor.to(place.device, dtype)) for tensor in drawn(0, SIZES)]
+        for weight in weights if kept is not None else ():
+            weight.register_post_accumulate_grad_hook(lambda weight: kept.append(weight.grad))
+        self.model = torch.nn.ModuleList(Given(weights[at : at + EACH]) for at in range(0, len(weights), EACH))
+        defaults = {"subgroup_numel": 4096, "threads": 1, "checkpoints_kept": 1, "keep_grads": False}
+        options = {**defaults, **PLACINGS["nothing resident"], "paths": [folder], "overlap": overlap, **options}
+        self.optimizer = place.optimizer([*self.model.parameters()], **options)
+        self.counts: Counter[str] = Counter()
+        self.seed = 0
+        self.follow = False
+        self.kind = ""
+        self.spoils = False
+        self.arrivals: list[list[int]] = []
+
+    def loss(self, factor: float = 1.0) -> torch.Tensor:
+        self.seed += 1
+        given = [(factor * tensor).to(self.place.device) for tensor in drawn(1000 + self.seed, SIZES)]
+        if self.spoils:
+            given[2][7] = float("nan")
+        return sum(module(*given[EACH * n : EACH * (n + 1)]) for n, module in enumerate(self.model))
+
+    def backward(self, factor: float = 1.0) -> None:
+        self.loss(factor).backward()
+        if self.seed % 2:
+            self.settle()
+
+    def settle(self) -> None:
+        if self.optimizer._late.opened is not None:
+            settle(self.optimizer.engine)
+
+    def step(self) -> None:
+        self.settle()
+        opened = self.optimizer._late.opened
+        is_ahead = opened is not None and opened._parts.machine.is_ahead
+        self.optimizer.step()
+        self.arrivals = [*self.arrivals[-2:], [bound.arrivals for bound in self.optimizer._weights.bound.values()]]
+        before = Counter(self.counts)
+        self.count()
+        revoked_bytes = self.counts["revoked"] - before["revoked"]
+        self.counts[f"revoked by {self.kind}"] += revoked_bytes
+        if is_ahead and self.is_as_last() and not revoked_bytes:
+            self.counts["could"] += self.able_bytes()
+            self.counts["did"] += self.counts["confirmed"] - before["confirmed"]
+
+    def is_as_last(self) -> bool:
+        """Return whether as many gradients have arrived as before the last step: so many are expected."""
+        if len(self.arrivals) < 3:
+            return False
+        one, two, three = self.arrivals
+        return all(b - a == c - b > 0 for a, b, c in zip(one, two, three, strict=True))
+
+    def able_bytes(self) -> int:
+        """Return the streamed bytes that the CPU updates."""
+        plan = self.optimizer.engine.plan
+        return sum(
+            subgroup.state_bytes
+            for subgroup in plan.layout.subgroups
+            if not (plan.is_resident(subgroup.index) or plan.updates_on_gpu(subgroup.index))
+        )
+
+
+def not_finite(training: OnGpu, rng: random.Random) -> None:
+    """As after any step that is skipped, the gradients are dropped; then there is a step."""
+    training.backward(rng.choice([float("nan"), float("inf")]))
+    assert not torch.isfinite(training.optimizer.clip_grad_norm_(1.0))
+    training.optimizer.zero_grad()
+    training.backward()
+
+
+def one_not_finite(training: OnGpu, rng: random.Random) -> None:
+    """Which nobody looks at. One element only: state that is all NaN says nothing any more."""
+    training.spoils = True
+    training.backward()
+    training.spoils = False
+
+
+def some_without_gradient(training: OnGpu, rng: random.Random) -> None:
+    training.loss()
+    given = [tensor.to(training.place.device) for tensor in drawn(training.seed, SIZES)]
+    number = rng.randrange(len(training.model))
+    training.model[number](*given[EACH * number : EACH * (number + 1)]).backward()
+
+
+def given_more(training: OnGpu, rng: random.Random) -> None:
+    """A gradient that somebody puts into `.grad` when that of the pass has left is added to it."""
+    training.backward()
+    parameter = rng.choice([*training.model.parameters()])
+    parameter.grad = torch.full_like(parameter, 0.125)
+
+
+def added_to(training: OnGpu, rng: random.Random) -> None:
+    """A pass that nobody announced, all of which is there when the step begins: the norm has waited for it."""
+    training.backward()
+    training.backward()
+    training.optimizer.clip_grad_norm_(LOOSE)
+
+
+def masters_read_again(training: OnGpu, rng: random.Random) -> None:
+    training.backward()
+    training.optimizer.refresh_masters()
+
+
+def moved(training: OnGpu, rng: random.Random) -> None:
+    training.backward()
+    parameter = rng.choice([*training.model.parameters()])
+    parameter.data = parameter.data.clone()
+
+
+REVOKING = [
+    clipped,
+    accumulated,
+    another_rate,
+    weights_written,
+    dropped,
+    dropped_behind_its_back,
+    state_read,
+    saved,
+    not_finite,
+    given_more,
+    added_to,
+    masters_read_again,
+    moved,
+]
+KINDS = [*REVOKING, one_not_finite, some_without_gradient, *8 * [clipped], *3 * [not_finite]]
+
+
+def assert_says_something(found: list[torch.Tensor]) -> None:
+    """Check that state that is compared is that of a training that goes on."""
+    assert sum(int(tensor.isfinite().sum()) for tensor in found) > 0.99 * sum(tensor.numel() for tensor in found)
+
+
+def named(kind: Any) -> Any:
+    """Return a kind of step that says which it is."""
+
+    def call(training: OnGpu, rng: random.Random) -> None:
+        training.kind = kind.__name__
+        kind(training, rng)
+        training.optimizer.finish()
+
+    call.__name__ = kind.__name__
+    return call
+
+
+@pytest.mark.parametrize("form", ["exact", "compact8"])
+@pytest.mark.parametrize("placing", PLACINGS)
+def test_bits_are_those_of_steps_without(place: Place, tmp_path: Path, placing: str, form: str) -> None:
+    """A fifth of the steps clips, others are not finite, are dropped, accumulate, or change what was read."""
+    found = {}
+    for overlap in ("off", "backward", "both"):
+        overlaps = "off" if overlap == "off" else "backward"
+        training = OnGpu(tmp_path / overlap, place, overlaps, state_format=form, **PLACINGS[placing])
+        training.follow = overlap == "both"
+        found[overlap] = run(training, 60, 1, [named(kind) for kind in KINDS], share=0.5)
+        if overlap != "off":
+            assert training.counts["could"] > 0
+            assert training.counts["did"] >= 0.9 * training.counts["could"]
+            assert training.counts["revoked"] > 0
+    assert_says_something(found["off"])
+    assert_same(found["off"], found["backward"])
+    assert_same(found["off"], found["both"])
+
+
+def test_what_revokes(place: Place, tmp_path: Path) -> None:
+    """Each kind of change that can come between an update and the step."""
+    found = {}
+    for overlap in ("off", "backward"):
+        training = OnGpu(tmp_path / overlap, place, overlap)
+        with training.optimizer as optimizer:
+            for kind in REVOKING:
+                for each in (plain, plain, plain, kind):
+                    training.seed += training.seed % 2  # so that the next pass is waited for
+                    named(each)(training, random.Random(0))
+                    training.step()
+                    optimizer.zero_grad()
+            optimizer.wait_checkpoint()
+            found[overlap] = everything(optimizer, training.model)
+    assert_says_something(found["off"])
+    assert_same(found["off"], found["backward"])
+    assert training.counts["revoked by plain"] == 0
+    for kind in REVOKING:
+        assert training.counts[f"revoked by {kind.__name__}"] > 0, kind.__name__
+
+
+def test_all_is_confirmed_where_nothing_changes(place: Place, tmp_path: Path) -> None:
+    training = OnGpu(tmp_path / "run", place, "backward", **PLACINGS["part of the visits"])
+    with training.optimizer as optimizer:
+        for _ in range(8):
+            plain(training, random.Random(0))
+            training.step()
+            optimizer.zero_grad()
+        found = optimizer.metrics()
+        assert 0 < training.able_bytes() < optimizer.plan.plan.state_bytes
+        assert found["ahead/confirmed_bytes"] == training.able_bytes()
+        assert training.counts["confirmed"] == 7 * training.able_bytes()  # all but the first
+        assert training.counts["revoked"] == 0
+        assert "the step is hidden in backward" in str(optimizer.plan)
+
+
+class Barrier(torch.autograd.Function):
+    """The identity, whose backward calls something first."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, call: Any) -> torch.Tensor:
+        ctx.call = call
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.call()
+        return gradient, None
+
+
+def test_updates_are_made_while_backward_goes_on(place: Place, tmp_path: Path) -> None:
+    training, made = OnGpu(tmp_path / "run", place, "backward"), []
+    with training.optimizer as optimizer:
+        machine = optimizer.engine._parts.machine
+
+        def wait() -> None:
+            until_s = time.monotonic() + 20
+            while not machine.beside and time.monotonic() < until_s:
+                time.sleep(0.001)
+            made.append(len(machine.beside))
+
+        for _ in range(3):
+            plain(training, random.Random(0))
+            training.step()
+            optimizer.zero_grad()
+        given = [tensor.to(place.device) for tensor in drawn(0, SIZES)]
+        first, *others = training.model.parameters()
+        late = (Barrier.apply(first, wait) * given[0]).float().sum()
+        early = [(weight * gradient).float().sum() for weight, gradient in zip(others, given[1:], strict=True)]
+        torch.stack([late, *early]).sum().backward()
+        assert made[0] > 0
+        training.step()
+        assert optimizer.metrics()["ahead/confirmed_bytes"] == training.able_bytes()
+
+
+def test_passes_are_as_many_as_the_caller_says(place: Place, tmp_path: Path) -> None:
+    """However many there are; gradients of further passes are added in host memory before an update reads them."""
+    found, last = [], [False]
+    for overlap in ("off", "backward"):
+        training = OnGpu(tmp_path / overlap, place, overlap)
+        with training.optimizer as optimizer:
+            optimizer.last_micro_step(lambda: last[0])
+            for passes in (2, 3, 2, 4, 2):
+                for number in range(passes):
+                    last[0] = number == passes - 1
+                    training.backward()
+                training.step()
+                optimizer.zero_grad()
+                if overlap == "backward" and optimizer.engine.step_number > 1:
+                    assert optimizer.metrics()["ahead/confirmed_bytes"] == training.able_bytes()
+            optimizer.last_micro_step(None)  # then as many as before the last step
+            for _ in range(3):
+                training.backward()
+                training.backward()
+                training.step()
+                optimizer.zero_grad()
+                if overlap == "backward":
+                    assert optimizer.metrics()["ahead/confirmed_bytes"] == training.able_bytes()
+            found.append(everything(optimizer, training.model))
+    assert_same(*found)
+
+
+def test_scaled_losses(place: Place, tmp_path: Path) -> None:
+    """One that skips a step drops gradients that have left."""
+    found = []
+    for overlap in ("off", "backward"):
+        training = OnGpu(tmp_path / overlap, place, overlap)
+        with training.optimizer as optimizer:
+            scaler = offload.GradScaler(device=place.device.type, init_scale=2.0**10, growth_interval=4)
+            for step in range(16):
+                scaler.scale(training.loss(float("inf") if step == 9 else 1.0)).backward()
+                training.settle()
+                scaler.step(optimizer)
+                scaler.update()
+                if step % 2:
+                    optimizer.zero_grad()
+                training.count()
+            found.append(everything(optimizer, training.model))
+    assert_same(*found)
+    assert training.counts["confirmed"] > 0
+    assert training.counts["revoked"] > 0
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int, bool]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, False
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("follow", [True, False])
+def test_new_weights_come_behind_whoever_reads_the_old_ones(tmp_path: Path, follow: bool, lazy: bool) -> None:
+    """Forward and backward are work on the caller's lane, which may be done long after it was asked for."""
+    found: dict[str, list[Any]] = {"off": [], "backward": []}
+    for overlap, seen in found.items():
+        kept: list[Any] = []  # a GPU's allocator gives memory to others in the order of the caller's lane
+        device = SimulatedDevice(1 << 28, lazy=lazy, delay_s=0 if lazy else 2e-4, caller_is_host=False)
+        training = OnGpu(tmp_path / overlap, Place("simulated", device), overlap, kept=kept)
+        weights = [*training.model.parameters()]
+
+        def read(into: list[Any], weights: list[Any] = weights, device: SimulatedDevice = device) -> None:
+            for weight in weights:
+                device.caller_work("reads", lambda w=weight: into.append(w.detach().clone()), [span(weight)])
+
+        with training.optimizer as optimizer:
+            if follow:
+                optimizer.overlap_forward(training.model)
+            for step in range(8):
+                loss = training.loss()  # its hooks wait for weights
+                read(seen)
+                loss.backward()
+                read(seen)
+                training.settle()
+                if step == 6:  # which ends what is ahead
+                    optimizer.state_dict()
+                read(seen)
+                optimizer.clip_grad_norm_(1e-2 if step == 4 else LOOSE)
+                optimizer.step()
+                training.count()
+                optimizer.zero_grad()
+            optimizer.finish()
+            device.mark(DeviceLane.CALLER, timed=False).wait()
+            seen += everything(optimizer, training.model)
+    assert_same(found["off"], found["backward"])
+    assert training.counts["confirmed"] > 0
+    assert training.counts["revoked"] > 0
+
+
+def test_float32_weights_are_updated_in_the_step(place: Place, tmp_path: Path) -> None:
+    """They are masters, and lie on the GPU."""
+    found = []
+    for overlap in ("off", "backward"):
+        training = OnGpu(tmp_path / overlap, place, overlap, torch.float32)
+        found.append(run(training, 6, 0, [plain]))
+    assert_same(*found)
+    assert training.counts["confirmed"] == training.counts["revoked"] == 0
+
+
+def test_it_is_refused_where_gradients_stay(place: Place, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"overlap.*set keep_grads=False"):
+        OnGpu(tmp_path / "run", place, "backward", keep_grads=True)
+
+
+def test_a_session_that_is_opened_after_backward(tmp_path: Path) -> None:
+    """With state at home on the GPU as there is room, and none for all of it."""
+    found = []
+    for overlap in ("off", "backward"):
+        place = Place("simulated", SimulatedDevice(400_000, delay_s=1e-4))
+        training = OnGpu(tmp_path / overlap, place, overlap, gpu_memory="auto", placement=0.3)
+        found.append(run(training, 12, 1, [named(kind) for kind in REVOKING]))
+    assert_says_something(found[0])
+    assert_same(*found)
+    assert 0 < training.optimizer.engine.plan.home_bytes[Home.GPU] < training.optimizer.engine.plan.state_bytes
+    assert training.counts["confirmed"] > 0
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_auto_does_what_predictions_say(
+    place: Place, tmp_path: Path, follow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First that hiding the step wins, then that it does not, then again that it does."""
+    found = []
+    for overlap in ("off", "auto"):
+        training, speculates = OnGpu(tmp_path / overlap, place, overlap), []
+        with training.optimizer as optimizer:
+            if follow:
+                optimizer.overlap_forward(training.model)
+            for step in range(1, 21):
+                hidden_s = 1e9 if 8 <= step < 16 else 0.0
+                monkeypatch.setattr(Forecast, "with_backward_s", lambda *_, seconds=hidden_s: seconds)
+                plain(training, random.Random(0))
+                training.step()
+                optimizer.zero_grad()
+                speculates.append(optimizer.engine.speculates)
+            found.append(everything(optimizer, training.model))
+        at = [number for number, (one, two) in enumerate(pairwise(speculates), 2) if one != two]
+        assert at == ([4, 8, 16] if overlap == "auto" else [])
+    assert training.counts["confirmed"] > 0
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("placing", PLACINGS)
+def test_what_is_predicted(place: Place, tmp_path: Path, placing: str) -> None:
+    """Forward and backward by themselves at least, less than with the whole step behind them, and more with less."""
+    training = OnGpu(tmp_path / "run", place, "backward", **PLACINGS[placing])
+    with training.optimizer as optimizer:
+        plan = optimizer.engine.plan
+        made = predict(plan, optimizer.engine.rates)
+        for follows in (False, True):
+            short_s, long_s = (
+                with_backward_s(made, plan, seconds, seconds, follows=follows) for seconds in (0.0, 100 * made.step_s)
+            )
+            assert 0 < short_s < 2.5 * made.step_s  # all streamed state is moved, what staging slots hold, too
+            assert 200 * made.step_s <= long_s < 201 * made.step_s
+            left = 1 - training.able_bytes() / plan.state_bytes
+            if not follows:
+                assert long_s >= (200 + left) * made.step_s
