@@ -1,13 +1,14 @@
-"""Python programs in processes that have imported the large packages already: `python()` is used as `sys.executable` is.
+"""Python programs in processes that have imported large packages already: `python()` is used as `sys.executable` is.
 
 Importing torch takes 3 seconds of a core, Lightning or Transformers' Trainer 10, and most programs that tests start
 compute for less than one. So the first test that asks for it starts a server for the whole run, which imports these
 packages, has one thread, and forks for each program. What stands in for the interpreter sends it arguments,
-environment, folder and files 0, 1 and 2, and ends as the program ends; killing it kills the program. `sys.executable` of
-the program is that stand-in, too, so launchers start their ranks like this. The server has not imported `offload`.
+environment, folder and files 0, 1 and 2, and ends as the program ends; killing it kills the program. Programs have
+that stand-in as their `sys.executable`, so launchers start ranks with it, too. The server has not imported `offload`.
 
-What differs from a fresh interpreter: programs have the same hash seed, and what the server has imported is there even
-where a program forgets to import it. So every program is to be started by `sys.executable` in one test at least.
+What differs from a fresh interpreter: the hash seed is the same in all programs, the stand-in's process id is not the
+program's, and what the server has imported is there even where a program forgets to import it. So programs that do
+what users' do are started by `sys.executable` in one test at least, too.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ if TYPE_CHECKING:  # stand-ins import little, as many of them are started
     from typing import NoReturn
 
 FOLDER, OWNER = "PREPARED_FOLDER", "PREPARED_OWNER"
-"""Variables that pytest's first process sets: where the server's socket is, and the process that it lives as long as."""
+"""Variables of pytest's first process: where the server's socket is, and the process that it lives as long as."""
 PACKAGES = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "accelerate", "transformers.trainer")
 PACKAGES += ("transformers.models.llama.modeling_llama", "deepspeed", "lightning.pytorch")
 READ_EARLY = ("OMP_", "MKL_", "OPENBLAS_", "LD_", "TRITON_", "CUDA_", "PYTHON")
 """How variables begin that are read when packages are imported or an interpreter starts."""
+ANY = ("PYTHONPATH", "OMP_WAIT_POLICY")
+"""Those whose values may differ from the server's: the path is changed, and of one thread none waits."""
 FORCED = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 def read_early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in environment if name.startswith(READ_EARLY) and name != "PYTHONPATH"}
+    return {name: environment[name] for name in environment if name.startswith(READ_EARLY) and name not in ANY}
 
 
 def python() -> str:
@@ -74,7 +77,7 @@ def python() -> str:
 
 
 def split(arguments: list[str]) -> tuple[set[str], list[str]] | None:
-    """Return options, and the program with its arguments; None if there is something that only an interpreter does."""
+    """Return options, and the program with its arguments; None if it is for an interpreter alone."""
     options, rest = set(), [*arguments]
     while rest and (rest[0] == "-u" or rest[:2] == ["-W", "ignore"]):
         options.add(rest[0])
