@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -39,6 +42,15 @@ STDERR = pytest.StashKey[int]()
 def pytest_configure(config: pytest.Config) -> None:
     with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         config.stash[STDERR] = os.dup(2)
+    if prepared.FOLDER not in os.environ:  # no worker
+        os.environ[prepared.FOLDER] = tempfile.mkdtemp(prefix="prepared-")
+        os.environ[prepared.OWNER] = str(os.getpid())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if os.environ.get(prepared.OWNER) == str(os.getpid()):
+        shutil.rmtree(os.environ.pop(prepared.FOLDER), ignore_errors=True)
+        del os.environ[prepared.OWNER]
 
 
 @pytest.hookimpl(wrapper=True)

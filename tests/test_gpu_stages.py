@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import prepared
 import pytest
 import torch
 
@@ -222,7 +223,7 @@ def test_a_stage_runs_to_its_end(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["duplex", "behind", "update", "leaving", "pinning", "calls"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_measurements_run(name: str) -> None:
-    command = [sys.executable, str(GPU / "micro.py"), name, "--simulated"]
+    command = [prepared.python(), str(GPU / "micro.py"), name, "--simulated"]
     variables = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,9 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import prepared
 import pytest
 from _contenders import (
     EQUAL,
@@ -29,7 +29,7 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 
 
 def bench(script: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCH / script), *options]
+    command = [prepared.python(), str(BENCH / script), *options]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
 
 

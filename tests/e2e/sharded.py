@@ -79,6 +79,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+IMPORTED = ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "pytest"]
+IMPORTED += ["offload.optim.optimizer"]
+"""What all ranks import; every optimizer of torch imports its compiler."""
+
+
 def _worker(
     rank: int, ranks: int, folder: str, name: str, scenario: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
@@ -93,7 +98,7 @@ def _worker(
 def start(ranks: int, folder: Path, scenario: Callable[..., None], *arguments: Any) -> Any:
     """Start a scenario, a function of a folder and arguments, in as many processes; return torch's context."""
     name = f"{scenario.__name__}-{ranks}-{len(list(folder.iterdir()))}"
-    multiprocessing.set_forkserver_preload(["offload", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+    multiprocessing.set_forkserver_preload(IMPORTED)
     arguments = (ranks, str(folder), name, scenario, arguments)
     return mp.start_processes(_worker, args=arguments, nprocs=ranks, join=False, start_method="forkserver")
 

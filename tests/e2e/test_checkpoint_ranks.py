@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from sharded import spawn
 
 import offload
 from offload import waits
@@ -340,77 +340,73 @@ def test_ctrl_c_is_a_way_out_of_waiting_for_another_rank(
     ranks[1].engine.close()
 
 
-def worker(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    try:
-        torch.manual_seed(0)
-        weight = torch.nn.Parameter(torch.randn(5000).bfloat16())
-        config = offload.OffloadConfig(host_memory=0, paths=[folder], subgroup_numel=1024, threads=1)
+def two_ranks(folder: Path) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(5000).bfloat16())
+    config = offload.OffloadConfig(host_memory=0, paths=[folder], subgroup_numel=1024, threads=1)
+    optimizer = offload.AdamW([("weight", weight)], lr=1e-2, offload=config)
+    for step in range(4):
+        weight.grad = torch.randn(5000, generator=torch.Generator().manual_seed(step)).bfloat16()
+        optimizer.step()
+        if step == 1:
+            optimizer.save_checkpoint(Path(folder, "first"), extra={"rank": rank}, copy=True)
+            optimizer.save_checkpoint(Path(folder, "ck"), extra={"rank": rank})
+    optimizer.wait_checkpoint()
+    dist.barrier()
+    with Checkpoint(Path(folder, "ck")) as checkpoint:  # state that all ranks have is saved once
+        assert [len(manifest.tiles) > 0 for manifest in checkpoint.manifests] == [True, False]
+    after = [weight.detach().clone(), *optimizer.state_for(weight).values()]
+    assert optimizer.load_checkpoint(Path(folder, "ck")) == {"rank": rank}
+    for step in (2, 3):
+        weight.grad = torch.randn(5000, generator=torch.Generator().manual_seed(step)).bfloat16()
+        optimizer.step()
+    again = [weight.detach(), *optimizer.state_for(weight).values()]
+    assert all(torch.equal(left, right) for left, right in zip(after, again, strict=True))
+    torch.save(after, Path(folder, f"after-{rank}"))
+    optimizer.close()
+    dist.barrier()
+    for life in range(3):  # rank 0 goes on in its store, rank 1 reads there for as long as it has to
+        weight = torch.nn.Parameter(torch.zeros(5000).bfloat16())
+        frozen = life == 2
         optimizer = offload.AdamW([("weight", weight)], lr=1e-2, offload=config)
-        for step in range(4):
-            weight.grad = torch.randn(5000, generator=torch.Generator().manual_seed(step)).bfloat16()
-            optimizer.step()
-            if step == 1:
-                optimizer.save_checkpoint(Path(folder, "first"), extra={"rank": rank}, copy=True)
-                optimizer.save_checkpoint(Path(folder, "ck"), extra={"rank": rank})
-        optimizer.wait_checkpoint()
-        dist.barrier()
-        with Checkpoint(Path(folder, "ck")) as checkpoint:  # state that all ranks have is saved once
-            assert [len(manifest.tiles) > 0 for manifest in checkpoint.manifests] == [True, False]
-        after = [weight.detach().clone(), *optimizer.state_for(weight).values()]
         assert optimizer.load_checkpoint(Path(folder, "ck")) == {"rank": rank}
-        for step in (2, 3):
+        dist.barrier()
+        for step in (2, 3) if not frozen else ():
             weight.grad = torch.randn(5000, generator=torch.Generator().manual_seed(step)).bfloat16()
             optimizer.step()
-        again = [weight.detach(), *optimizer.state_for(weight).values()]
-        assert all(torch.equal(left, right) for left, right in zip(after, again, strict=True))
-        torch.save(after, Path(folder, f"after-{rank}"))
-        optimizer.close()
-        dist.barrier()
-        for life in range(3):  # rank 0 goes on in its store, rank 1 reads there for as long as it has to
-            weight = torch.nn.Parameter(torch.zeros(5000).bfloat16())
-            frozen = life == 2
-            optimizer = offload.AdamW([("weight", weight)], lr=1e-2, offload=config)
-            assert optimizer.load_checkpoint(Path(folder, "ck")) == {"rank": rank}
-            dist.barrier()
-            for step in (2, 3) if not frozen else ():
-                weight.grad = torch.randn(5000, generator=torch.Generator().manual_seed(step)).bfloat16()
-                optimizer.step()
-            if not frozen:
-                again = [weight.detach(), *optimizer.state_for(weight).values()]
-                assert all(torch.equal(left, right) for left, right in zip(after, again, strict=True))
-            optimizer.save_checkpoint(Path(folder, f"ck-{life}"), extra={"rank": rank})
-            optimizer.save_checkpoint(Path(folder, "ck"), extra={"rank": rank})
-            optimizer.wait_checkpoint()
-            dist.barrier()
-            if life == 0:
-                assert len(list(Path(folder, "rank-0").iterdir())) == 1
-            # Back to where it was, for the next life.
-            optimizer.load_checkpoint(Path(folder, "first"))
-            optimizer.save_checkpoint(Path(folder, "ck"), extra={"rank": rank})
-            optimizer.wait_checkpoint()
-            dist.barrier()
-            optimizer.close()
-            dist.barrier()
-        optimizer = offload.AdamW([(f"weight-{rank}", torch.nn.Parameter(torch.full((100,), rank + 1.0)))])
-        optimizer.save_checkpoint(Path(folder, "apart"))  # of different weights each rank saves its own
+        if not frozen:
+            again = [weight.detach(), *optimizer.state_for(weight).values()]
+            assert all(torch.equal(left, right) for left, right in zip(after, again, strict=True))
+        optimizer.save_checkpoint(Path(folder, f"ck-{life}"), extra={"rank": rank})
+        optimizer.save_checkpoint(Path(folder, "ck"), extra={"rank": rank})
         optimizer.wait_checkpoint()
         dist.barrier()
-        with Checkpoint(Path(folder, "apart")) as checkpoint:
-            assert [len(manifest.tiles) > 0 for manifest in checkpoint.manifests] == [True, True]
+        if life == 0:
+            assert len(list(Path(folder, "rank-0").iterdir())) == 1
+        # Back to where it was, for the next life.
+        optimizer.load_checkpoint(Path(folder, "first"))
+        optimizer.save_checkpoint(Path(folder, "ck"), extra={"rank": rank})
+        optimizer.wait_checkpoint()
+        dist.barrier()
         optimizer.close()
-        optimizer = offload.AdamW([("weight", torch.nn.Parameter(torch.full((100,), rank + 1.0)))])
-        with pytest.raises(offload.CheckpointError, match=r"ranks 0 and 1 have different weights .* called weight"):
-            optimizer.save_checkpoint(Path(folder, "mixed"))
-        optimizer.close()
-    finally:
-        dist.destroy_process_group()
+        dist.barrier()
+    optimizer = offload.AdamW([(f"weight-{rank}", torch.nn.Parameter(torch.full((100,), rank + 1.0)))])
+    optimizer.save_checkpoint(Path(folder, "apart"))  # of different weights each rank saves its own
+    optimizer.wait_checkpoint()
+    dist.barrier()
+    with Checkpoint(Path(folder, "apart")) as checkpoint:
+        assert [len(manifest.tiles) > 0 for manifest in checkpoint.manifests] == [True, True]
+    optimizer.close()
+    optimizer = offload.AdamW([("weight", torch.nn.Parameter(torch.full((100,), rank + 1.0)))])
+    with pytest.raises(offload.CheckpointError, match=r"ranks 0 and 1 have different weights .* called weight"):
+        optimizer.save_checkpoint(Path(folder, "mixed"))
+    optimizer.close()
 
 
 @pytest.mark.slow
 def test_two_ranks_save_and_one_resumes(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    spawn(2, tmp_path, two_ranks)
     weight = torch.nn.Parameter(torch.zeros(5000).bfloat16())
     with offload.AdamW([("weight", weight)], lr=1e-2) as optimizer:
         assert optimizer.load_checkpoint(tmp_path / "ck") == {"rank": 0}

@@ -7,58 +7,54 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from mirror import Mirror, same_bits
+from sharded import spawn
 
 import offload
 
 
-def worker(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    try:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Tanh(), torch.nn.Linear(50, 20)).bfloat16()
-        config = offload.OffloadConfig(host_memory=0, paths=[folder], subgroup_numel=1024, threads=1)
-        settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
-        mirror = Mirror([{"params": list(model.parameters()), **settings}], decoupled=True)
-        parallel = torch.nn.parallel.DistributedDataParallel(model)
-        optimizer = offload.AdamW(parallel.parameters(), **settings, offload=config)
-        assert list(Path(folder, f"rank-{rank}").iterdir())
-        for step in range(4):
-            torch.manual_seed(100 * step + rank)
-            for micro in range(2):
-                loss = parallel(torch.randn(8, 30).bfloat16()).float().square().mean()
-                if micro == 0:
-                    with parallel.no_sync():
-                        loss.backward()
-                else:
+def two_ranks(folder: Path) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Tanh(), torch.nn.Linear(50, 20)).bfloat16()
+    config = offload.OffloadConfig(host_memory=0, paths=[folder], subgroup_numel=1024, threads=1)
+    settings = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+    mirror = Mirror([{"params": list(model.parameters()), **settings}], decoupled=True)
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = offload.AdamW(parallel.parameters(), **settings, offload=config)
+    assert list(Path(folder, f"rank-{rank}").iterdir())
+    for step in range(4):
+        torch.manual_seed(100 * step + rank)
+        for micro in range(2):
+            loss = parallel(torch.randn(8, 30).bfloat16()).float().square().mean()
+            if micro == 0:
+                with parallel.no_sync():
                     loss.backward()
-            gradients = [[p.grad.clone() for p in model.parameters()]]
-            norm = float(optimizer.clip_grad_norm_(0.05))
-            assert norm == mirror.norm(gradients)
-            optimizer.step()
-            optimizer.zero_grad()
-            mirror.step(gradients, min(1.0, 0.05 / (norm + 1e-6)))
-        for parameter, weight in zip(model.parameters(), mirror.weights[0], strict=True):
-            assert same_bits(parameter.detach(), weight)
-            other = [torch.empty_like(weight) for _ in range(2)]
-            dist.all_gather(other, parameter.detach())
-            assert same_bits(other[0], other[1])
-        optimizer.close()
-    finally:
-        dist.destroy_process_group()
+            else:
+                loss.backward()
+        gradients = [[p.grad.clone() for p in model.parameters()]]
+        norm = float(optimizer.clip_grad_norm_(0.05))
+        assert norm == mirror.norm(gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+        mirror.step(gradients, min(1.0, 0.05 / (norm + 1e-6)))
+    for parameter, weight in zip(model.parameters(), mirror.weights[0], strict=True):
+        assert same_bits(parameter.detach(), weight)
+        other = [torch.empty_like(weight) for _ in range(2)]
+        dist.all_gather(other, parameter.detach())
+        assert same_bits(other[0], other[1])
+    optimizer.close()
 
 
 @pytest.mark.slow
 def test_ddp_equals_the_reference(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    spawn(2, tmp_path, two_ranks)
 
 
 VARIANTS: list[dict[str, bool]] = [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
 
 
-def trained(folder: str, variant: dict[str, bool], mode: str, rank: int) -> list[torch.Tensor]:
+def trained(folder: Path, variant: dict[str, bool], mode: str, rank: int) -> list[torch.Tensor]:
     """Train with steps that go on into the next forward pass, or not, and return weights and losses."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Tanh(), torch.nn.Linear(50, 20)).bfloat16()
@@ -80,20 +76,16 @@ def trained(folder: str, variant: dict[str, bool], mode: str, rank: int) -> list
     return [*losses, *(parameter.detach() for parameter in model.parameters())]
 
 
-def overlapping_worker(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    try:
-        for variant in VARIANTS:
-            wanted = trained(folder, variant, "off", rank)
-            for mode in ("on", "check"):
-                found = trained(folder, variant, mode, rank)
-                assert all(map(same_bits, found, wanted)), (variant, mode)
-    finally:
-        dist.destroy_process_group()
+def overlapping_ranks(folder: Path) -> None:
+    rank = dist.get_rank()
+    for variant in VARIANTS:
+        wanted = trained(folder, variant, "off", rank)
+        for mode in ("on", "check"):
+            found = trained(folder, variant, mode, rank)
+            assert all(map(same_bits, found, wanted)), (variant, mode)
 
 
 @pytest.mark.slow
 @pytest.mark.not_overlapped("steps go on where the test says so")
 def test_steps_go_on_into_the_next_forward_pass(tmp_path: Path) -> None:
-    mp.spawn(overlapping_worker, args=(str(tmp_path),), nprocs=2)
+    spawn(2, tmp_path, overlapping_ranks)

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from awkward import Model, everything, same
 from mirror import same_bits
+from sharded import spawn
 from simulated import OnDevice
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -299,29 +299,24 @@ def test_a_parameter_that_came_late(make: Callable[..., Any], tmp_path: Path) ->
         assert optimizer.state[model.late]["step"] == 1
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def two_ranks(folder: Path) -> None:
     handout.LARGE_BYTES = 0
-    try:
-        for options in ("plain", "full", "flat"):  # with the fourth torch gives rank 0 alone a state dict
-            chosen = StateDictOptions(**OPTIONS[options])
-            model, again = Model(torch.bfloat16), Model(torch.bfloat16, seed=4)
-            config = {"host_memory": 0, "paths": [folder], "subgroup_numel": 4096, "threads": 1}
-            with (
-                offload.AdamW(model.groups(), offload=config) as optimizer,
-                offload.AdamW(again.groups(), offload=config) as other,
-            ):
-                model.train_with(optimizer, 1, 2)
-                place = Path(folder, "saved", options)
-                save(model, optimizer, place, chosen)
-                dist.barrier()
-                load(again, other, place, chosen)
-                assert same(everything(again, other), everything(model, optimizer))
-    finally:
-        dist.destroy_process_group()
+    for options in ("plain", "full", "flat"):  # with the fourth torch gives rank 0 alone a state dict
+        chosen = StateDictOptions(**OPTIONS[options])
+        model, again = Model(torch.bfloat16), Model(torch.bfloat16, seed=4)
+        config = {"host_memory": 0, "paths": [folder], "subgroup_numel": 4096, "threads": 1}
+        with (
+            offload.AdamW(model.groups(), offload=config) as optimizer,
+            offload.AdamW(again.groups(), offload=config) as other,
+        ):
+            model.train_with(optimizer, 1, 2)
+            place = Path(folder, "saved", options)
+            save(model, optimizer, place, chosen)
+            dist.barrier()
+            load(again, other, place, chosen)
+            assert same(everything(again, other), everything(model, optimizer))
 
 
 @pytest.mark.slow
 def test_two_ranks_with_the_same_state(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    spawn(2, tmp_path, two_ranks)

@@ -6,13 +6,13 @@ import contextlib
 import gc
 import logging
 import subprocess
-import sys
 import threading
 import time
 import weakref
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from mirror import same_bits
@@ -408,7 +408,7 @@ def test_a_signal_handler_that_closes_in_a_request_ends_the_session_after_it(tmp
         "print('ended')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+        [prepared.python(), "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout == "ended\n", done.stdout + done.stderr
     assert not list(tmp_path.iterdir())

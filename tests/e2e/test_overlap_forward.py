@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from mirror import same_bits
+from sharded import spawn
 from simulated import OnDevice
 from test_interrupts import every
 from torch.utils.checkpoint import checkpoint
@@ -189,32 +190,28 @@ def test_bits_are_those_without_over_300_steps(
     assert_all_same(found)
 
 
-def rank_of_two(rank: int, folder: str, steps: int) -> None:
+def rank_of_two(folder: Path, steps: int) -> None:
     """Train beside another rank, and compare modes."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    try:
-        for state_format in FORMATS:
-            found = []
-            for mode in MODES:
-                model = Model()
-                parallel = torch.nn.parallel.DistributedDataParallel(model)
-                settings = offload.OffloadConfig(
-                    host_memory=0, paths=[folder], subgroup_numel=4096, threads=1, state_format=state_format
-                )
-                with offload.AdamW(model.parameters(), lr=1e-2, offload=settings) as optimizer:
-                    follow(optimizer, parallel, mode)
-                    losses = train(model, optimizer, steps, parallel, rank)
-                    found.append([torch.tensor(losses), *everything(optimizer, model)])
-            assert_all_same(found)
-    finally:
-        torch.distributed.destroy_process_group()
+    rank = torch.distributed.get_rank()
+    for state_format in FORMATS:
+        found = []
+        for mode in MODES:
+            model = Model()
+            parallel = torch.nn.parallel.DistributedDataParallel(model)
+            settings = offload.OffloadConfig(
+                host_memory=0, paths=[folder], subgroup_numel=4096, threads=1, state_format=state_format
+            )
+            with offload.AdamW(model.parameters(), lr=1e-2, offload=settings) as optimizer:
+                follow(optimizer, parallel, mode)
+                losses = train(model, optimizer, steps, parallel, rank)
+                found.append([torch.tensor(losses), *everything(optimizer, model)])
+        assert_all_same(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [12, pytest.param(300, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 def test_bits_are_those_without_on_two_ranks(tmp_path: Path, steps: int) -> None:
-    torch.multiprocessing.spawn(rank_of_two, args=(str(tmp_path), steps), nprocs=2)
+    spawn(2, tmp_path, rank_of_two, steps)
 
 
 @pytest.mark.parametrize("settings", [{}, {"host_memory": "1GiB"}, {"host_memory": 12 * 4096 * 4}])

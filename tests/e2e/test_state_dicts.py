@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from awkward import Model, everything, same
@@ -280,7 +281,7 @@ def test_a_kill_leaves_no_file(tmp_path: Path) -> None:
     for name in ("path", "tmp"):
         (tmp_path / name).mkdir()
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "path")]
+    command = [prepared.python(), "-c", KILLED, str(tmp_path / "path")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert done.stdout == "killed\n"

@@ -5,14 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import prepared
 import pytest
 
 MAIN = "import sys; from offload.cli import main; sys.exit(main())"
 
 
-def _train(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def _train(folder: Path, *options: str, python: str = "") -> subprocess.CompletedProcess[str]:
     size = ["--params", "200k", "--seq", "32", "--batch", "2", "--steps", "3", "--subgroup-numel", "32k"]
-    command = [sys.executable, "-c", MAIN, "train", *size, "--output", str(folder), *options]
+    command = [python or prepared.python(), "-c", MAIN, "train", *size, "--output", str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
@@ -37,7 +38,8 @@ def test_two_paths_share_the_traffic_and_nothing_is_left_on_them(tmp_path: Path)
         path.mkdir()
     options = ["--paths", *map(str, paths)]
     # So many subgroups that each step moves tiles of both, whatever their rates.
-    done = _train(tmp_path / "run", *options, "--accumulate", "2", "--subgroup-numel", "4k")
+    options += ["--accumulate", "2", "--subgroup-numel", "4k"]
+    done = _train(tmp_path / "run", *options, python=sys.executable)
     assert done.returncode == 0, done.stderr
     assert "path 1" in done.stdout
     files = sorted(path.name for path in (tmp_path / "run").iterdir())

@@ -10,13 +10,13 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from faulty import FaultyTier
@@ -611,7 +611,7 @@ print("whole", whole and same and interrupts > 0)
 def test_ctrl_c_during_saves_leaves_the_session_and_the_checkpoints_whole(tmp_path: Path) -> None:
     path, folder = tmp_path / "path", tmp_path / "ck"
     path.mkdir()
-    command = [sys.executable, "-c", INTERRUPTED_SAVES, str(folder), str(path)]
+    command = [prepared.python(), "-c", INTERRUPTED_SAVES, str(folder), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.stdout.strip() == "whole True", done.stderr
     (left,) = find_stores(str(path))

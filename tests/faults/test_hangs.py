@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from faulty import FaultyTier
@@ -420,7 +421,8 @@ def test_an_interpreter_exits_beside_a_hung_device(
 ) -> None:
     need(backend)
     path, send = fuse
-    command = [sys.executable, "-c", CHILD, str(path), backend, closes]
+    python = prepared.python() if closes == "closes" else sys.executable
+    command = [python, "-c", CHILD, str(path), backend, closes]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None

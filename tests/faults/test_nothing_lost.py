@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 
@@ -686,5 +687,5 @@ def test_the_histories_notice_a_loss(tmp_path: Path) -> None:
         "import histories\n"
         "sys.exit(histories.main())\n"
     )
-    done = subprocess.run([sys.executable, spoilt, "--histories", "10"], capture_output=True, text=True)
+    done = subprocess.run([prepared.python(), spoilt, "--histories", "10"], capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr

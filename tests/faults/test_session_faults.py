@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from faulty import Fault, FaultKind, FaultyTier, Operation
@@ -412,7 +413,7 @@ print("whole", len(set(counts)) == 1 and same and near and raised > 0)
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [INTERRUPTED, TWICE_INTERRUPTED])
 def test_ctrl_c_leaves_whole_state(tmp_path: Path, script: str) -> None:
-    command = [sys.executable, "-c", TRAINING + script, str(tmp_path)]
+    command = [prepared.python(), "-c", TRAINING + script, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "whole True", done.stderr
     assert not list(tmp_path.iterdir())

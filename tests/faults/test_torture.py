@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import prepared
 import pytest
 
 
 def run(kills: int, seed: int, steps: int, file: Path, *more: str, ranks: int = 1) -> dict[str, int]:
     script = Path(__file__).with_name("torture.py")
     numbers = ["--kills", str(kills), "--seed", str(seed), "--steps", str(steps), "--ranks", str(ranks)]
-    command = [sys.executable, str(script), *numbers, *more, "--json", str(file)]
+    python = prepared.python() if more else sys.executable
+    command = [python, str(script), *numbers, *more, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, int] = json.loads(file.read_text())["results"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import prepared
 import pytest
 import torch
 
@@ -27,11 +28,11 @@ from offload.integrations.accelerate import enable
 PROGRAM = Path(__file__).with_name("accelerate_runs.py")
 
 
-def run(folder: Path, steps: int, *rest: str, ranks: int = 1) -> list[dict[str, Any]] | None:
+def run(folder: Path, steps: int, *rest: str, ranks: int = 1, python: str = "") -> list[dict[str, Any]] | None:
     """Return what each rank says, None if it was killed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     done = subprocess.run(
-        [sys.executable, *launcher, str(PROGRAM), str(folder), str(steps), *rest],
+        [python or prepared.python(), *launcher, str(PROGRAM), str(folder), str(steps), *rest],
         capture_output=True,
         text=True,
         timeout=240,
@@ -77,7 +78,7 @@ def test_a_killed_loop_resumes_exactly(tmp_path: Path, rest: list[str], left: li
 @pytest.mark.slow
 def test_two_ranks_save_and_resume_together(tmp_path: Path) -> None:
     rest = ["limit=1", "kept=2"]
-    whole = run(tmp_path / "whole", 6, *rest, ranks=2)
+    whole = run(tmp_path / "whole", 6, *rest, ranks=2, python=sys.executable)
     run(tmp_path / "killed", 6, "kill=5", *rest, ranks=2)
     resumed = run(tmp_path / "killed", 6, "resume", *rest, ranks=2)
     assert whole is not None

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import prepared
 import pytest
 from deepspeed_checks import CHECKS, SKIPPED
 
@@ -41,6 +42,7 @@ def start(
     names: tuple[str, ...],
     before_exec: Callable[[], None] | None = None,
     timeout_s: float = TIMEOUT_S,
+    python: str = "",
     **variables: str,
 ) -> dict[str, str]:
     """Run checks in `world` ranks; return what became of each.
@@ -63,7 +65,7 @@ def start(
             **variables,
         }
         log = (folder / f"log-{rank}").open("w")
-        command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *names]
+        command = [python or prepared.python(), "-W", "ignore", str(SCRIPT), str(folder), *names]
         ranks.append(
             subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, preexec_fn=before_exec)
         )
@@ -98,7 +100,7 @@ def start(
 def test_checks(world: int, part: int, tmp_path: Path) -> None:
     """A start takes longer than most checks, so that several are made in one."""
     names = OTHERS[part::PARTS]
-    found = start(world, tmp_path, names)
+    found = start(world, tmp_path, names, python="" if part else sys.executable)
     assert {name: said for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)} == {}
     if set(found.values()) != {"ok"}:
         pytest.skip("; ".join(f"{name}: {said}" for name, said in found.items() if said != "ok"))
@@ -125,7 +127,7 @@ def test_older_versions(version: str, tmp_path: Path) -> None:
     for world in (1, 2):
         folder = tmp_path / str(world)
         folder.mkdir()
-        found = start(world, folder, names, timeout_s=1800, PYTHONPATH=str(tmp_path / "older"))
+        found = start(world, folder, names, timeout_s=1800, python=sys.executable, PYTHONPATH=str(tmp_path / "older"))
         assert {name: said for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)} == {}
 
 
@@ -136,7 +138,7 @@ def test_checkpoints_in_fresh_processes_and_at_another_world_size(before: int, a
     assert start(before, tmp_path, ("alone_universal_save",)) == {"alone_universal_save": "ok"}
     assert start(before, tmp_path, ("alone_resume",)) == {"alone_resume": "ok"}
     for folder in sorted(tmp_path.glob("stage-*")):
-        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+        command = [prepared.python(), "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
         command += ["--input_folder", str(folder / "native"), "--output_folder", str(folder / "universal")]
         environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -156,7 +158,7 @@ def limit_locked_memory() -> None:
 @pytest.mark.timeout(900)
 def test_little_locked_memory_is_enough(tmp_path: Path) -> None:
     name = "alone_with_little_locked_memory"
-    assert start(1, tmp_path, (name,), before_exec=limit_locked_memory) == {name: "ok"}
+    assert start(1, tmp_path, (name,), before_exec=limit_locked_memory, python=sys.executable) == {name: "ok"}
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import prepared
 import pytest
 import torch
 
@@ -29,9 +30,9 @@ from offload.integrations.lightning import OffloadCallback
 PROGRAM = Path(__file__).with_name("lightning_runs.py")
 
 
-def start(folder: Path, optim: str, steps: int, *rest: str) -> subprocess.Popen[str]:
+def start(folder: Path, optim: str, steps: int, *rest: str, python: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(PROGRAM), str(folder), optim, str(steps), *rest],
+        [python or prepared.python(), "-W", "ignore", str(PROGRAM), str(folder), optim, str(steps), *rest],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -39,9 +40,9 @@ def start(folder: Path, optim: str, steps: int, *rest: str) -> subprocess.Popen[
     )
 
 
-def run(folder: Path, optim: str, steps: int, *rest: str) -> list[dict[str, Any]]:
+def run(folder: Path, optim: str, steps: int, *rest: str, python: str = "") -> list[dict[str, Any]]:
     """Return what each rank says."""
-    process = start(folder, optim, steps, *rest)
+    process = start(folder, optim, steps, *rest, python=python)
     out, errors = process.communicate(timeout=240)
     assert process.returncode == 0, out + errors
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
@@ -73,7 +74,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_trainer_trains_as_with_torchs_optimizer(tmp_path: Path) -> None:
-    (stock,), (ours,) = run(tmp_path / "stock", "torch", 6), run(tmp_path / "ours", "offload", 6)
+    (stock,) = run(tmp_path / "stock", "torch", 6)
+    (ours,) = run(tmp_path / "ours", "offload", 6, python=sys.executable)
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4)
     assert ours["lr"] == stock["lr"]
     assert len(set(ours["losses"])) == 6

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
+import prepared
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_kernel_benchmark(tmp_path):
     path = tmp_path / "report.json"
     command = [
-        sys.executable,
+        prepared.python(),
         str(ROOT / "bench" / "kernel.py"),
         "--smoke",
         "--json",
