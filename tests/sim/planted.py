@@ -752,7 +752,8 @@ class ForgetsToPublish(Ahead):
 class ConfirmsWithChangedGradients(Ahead):
     def _unchanged(self, subgroups):
         made = self._made
-        return [n for n in subgroups if self._parts.tables.is_as_ahead(n, made[n].address, made[n].table)]
+        alike = self._parts.tables.is_as_ahead
+        return [n for n in subgroups if alike(n, made[n].address, made[n].table, None, None)]
 
 
 class ConfirmsWithOtherRows(Ahead):
