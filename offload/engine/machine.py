@@ -166,15 +166,6 @@ def update_visits(
     return tuple(visits)
 
 
-def may_be_ahead(plan: Plan, subgroup: int) -> bool:
-    """Return whether a subgroup can be updated ahead of a step: streamed, by the CPU, from what is in host memory."""
-    if plan.is_resident(subgroup):
-        return False
-    # An fp32 weight is the master: where it lies on a GPU, the step fetches it.
-    is_master = plan.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
-    return not (plan.weights_on_gpu and (plan.updates_on_gpu(subgroup) or is_master))
-
-
 @dataclass(slots=True)
 class _Flush:
     left: int

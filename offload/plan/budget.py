@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
 
-from offload.dtypes import ITEM_BYTES
+from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import InfeasiblePlanError
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
@@ -188,6 +188,18 @@ class Plan:
         """Return whether a subgroup's state is at home in memory, of the host or the GPU."""
         return self.homes[subgroup] is not Home.STREAMED
 
+    def may_be_ahead(self, subgroup: int) -> bool:
+        """Return whether a subgroup can be updated ahead of a step: streamed, by the CPU, from host memory."""
+        if self.is_resident(subgroup):
+            return False
+        # An fp32 weight is the master: where it lies on a GPU, the step fetches it.
+        is_master = self.layout.subgroups[subgroup].dtype is DtypeCode.FLOAT32
+        return not (self.weights_on_gpu and (self.updates_on_gpu(subgroup) or is_master))
+
+    @property
+    def _ahead(self) -> Iterable[Subgroup]:
+        return (subgroup for subgroup in self.layout.subgroups if self.may_be_ahead(subgroup.index))
+
     def at_home_on_gpu(self, subgroup: int) -> bool:
         """Return whether a subgroup's state is at home in GPU memory."""
         return self.homes[subgroup] is Home.GPU
@@ -239,14 +251,13 @@ class Plan:
 
     @cached_property
     def ahead_memory_bytes(self) -> int:
-        """Bytes of host memory that updates of all streamed state during backward take: new weights wait there."""
-        return sum(s.weight_bytes for s in self.layout.subgroups if not self.is_resident(s.index))
+        """Bytes of host memory that updates during backward take, if all that may be are made: for new weights."""
+        return sum(subgroup.weight_bytes for subgroup in self._ahead)
 
     @cached_property
     def ahead_storage_bytes(self) -> int:
         """Bytes that they take on the paths besides: of each tile with its header a version beside the live one."""
-        live = sum(count * nbytes for nbytes, count in self._live_slots.items())
-        return live + SECTOR_BYTES * sum(self._live_slots.values())
+        return sum((nbytes + SECTOR_BYTES) * count for s in self._ahead for nbytes, count in s.tile_sizes)
 
     @property
     def image_bytes(self) -> int:
@@ -272,28 +283,20 @@ class Plan:
         return self.staging_slots * self.slot_bytes
 
     @cached_property
-    def _live_slots(self) -> Counter[int]:
-        """For each payload size, the tiles of streamed state."""
-        live: Counter[int] = Counter()
-        streamed = (s for s in self.layout.subgroups if not self.is_resident(s.index))
-        for sizes, alike in Counter(subgroup.tile_sizes for subgroup in streamed).items():
-            for nbytes, count in sizes:
-                live[nbytes] += alike * count
-        return live
-
-    @cached_property
     def slot_counts(self) -> dict[int, int]:
         """For each payload size, the most slots the stores need at once: live versions and those in flight.
 
         A version never overwrites the one before, so each subgroup that is being flushed needs a second slot for
         each of its tiles; no more subgroups than staging slots are flushed at once.
         """
+        live: Counter[int] = Counter()
         flying: Counter[int] = Counter()
-        for sizes in {s.tile_sizes for s in self.layout.subgroups if not self.is_resident(s.index)}:
+        streamed = (s for s in self.layout.subgroups if not self.is_resident(s.index))
+        for sizes, alike in Counter(subgroup.tile_sizes for subgroup in streamed).items():
             for nbytes, count in sizes:
+                live[nbytes] += alike * count
                 flying[nbytes] = max(flying[nbytes], count)
-        live = sorted(self._live_slots.items())
-        return {n: count + min(count, self.staging_slots * flying[n]) for n, count in live}
+        return {n: count + min(count, self.staging_slots * flying[n]) for n, count in sorted(live.items())}
 
     @property
     def storage_bytes(self) -> int:

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.engine.machine import may_be_ahead
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.operations import Admit, Begin, Confirm, Hold, Run, Sweep, Visit
 from offload.errors import ConfigError, OffloadError, known
@@ -223,7 +222,7 @@ class Ahead:
     def _may_have(self, subgroup: Subgroup) -> bool:
         """Return whether a subgroup can be updated ahead of a step."""
         parts, number = self._parts, subgroup.index
-        if not may_be_ahead(parts.plan, number) or parts.machine.is_fresh(number):
+        if not parts.plan.may_be_ahead(number) or parts.machine.is_fresh(number):
             return False
         return not parts.plan.layout.begins_within_block(subgroup)  # where no fingerprint can begin
 

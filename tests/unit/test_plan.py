@@ -12,7 +12,7 @@ from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.layout import Parameter, build_layout, extend_layout
-from offload.plan import Budgets, Home, PathBudget, PathRates, Rates, make_plan, visit_order
+from offload.plan import Budgets, Home, PathBudget, PathRates, Placement, Rates, make_plan, visit_order
 from offload.plan.budget import DEFAULT_STAGING_SLOTS
 from offload.protocols import SECTOR_BYTES
 
@@ -218,3 +218,24 @@ def test_buffers_for_checkpoints_are_in_the_plan():
     assert plan.largest_tile_bytes == 8192
     assert plan.overhead_bytes == plan.table_bytes + 4 * 8192
     assert "32.0 KiB  checkpoints, while they are copied or loaded" in str(plan)
+
+
+@pytest.mark.parametrize("dtype", [DtypeCode.BFLOAT16, DtypeCode.FLOAT32])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_updates_during_backward_take(on_gpu, dtype):
+    layout = build_layout([Parameter("p", 4 * 1024, dtype, 0)], 1024)
+    budgets = Budgets(
+        layout.subgroup_bytes[0],
+        paths=paths(1 << 30),
+        ahead=True,
+        weights_on_gpu=on_gpu,
+        gpu_staging_bytes=on_gpu * layout.state_bytes,
+    )
+    plan = make_plan(layout, budgets, placements=[Placement.CPU, Placement.CPU, *on_gpu * [Placement.GPU]])
+    expected = [1, 3] if on_gpu else [1, 2, 3]  # subgroup 0 is at home in memory; the GPU updates subgroup 2
+    if on_gpu and dtype is DtypeCode.FLOAT32:
+        expected = []  # weights there are masters
+    assert [n for n in range(4) if plan.may_be_ahead(n)] == expected
+    assert plan.image_bytes == len(expected) * layout.subgroups[0].weight_bytes
+    tiles = sum(count for _, count in layout.subgroups[0].tile_sizes)
+    assert plan.ahead_storage_bytes == len(expected) * (layout.subgroup_bytes[0] + tiles * SECTOR_BYTES)
