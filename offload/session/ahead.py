@@ -99,6 +99,7 @@ class Ahead:
         self._has_rows = False
         self._images: Arena | None = None
         self._image_at: dict[int, int] = {}
+        self._imaged: frozenset[int] = frozenset()  # subgroups that there was memory for, or not
         self._made: dict[int, _Made] = {}
         self._slots = np.zeros(0, np.uint64), np.zeros(0, np.int32)
         self._elsewhere: set[int] = set()  # parameters whose gradients lie in no slot
@@ -399,6 +400,10 @@ class Ahead:
         self._order = sorted(turns, key=lambda number: turns[number])
         self._wanted = bool(self._order) and self._take_images()
         for number in self._order:
+            if number not in self._image_at:
+                del self._waits[number], self._left[number]
+        self._order = [number for number in self._order if number in self._image_at]
+        for number in self._order:
             if self._wanted and not self._left[number]:  # it has arrived while the last step went on
                 self._admit(number, (Exception,))  # no signal handler's, on this thread
 
@@ -408,29 +413,31 @@ class Ahead:
         return has_place and bool(self._finals[position])
 
     def _take_images(self) -> bool:
-        """Have memory for the new weights of all subgroups; return whether there is."""
+        """Have memory for new weights, of those first whose gradients arrive first; return whether there is any."""
         subgroups = self._parts.plan.layout.subgroups
-        missing = [number for number in self._order if number not in self._image_at]
-        if not missing:
+        if self._imaged.issuperset(self._order):
             return True
-        places, end = {}, 0
-        for number in sorted({*self._order, *self._image_at}):
-            places[number] = end
-            end += subgroups[number].weight_bytes
+        wanted = list(dict.fromkeys((*self._order, *self._imaged)))
         self._free_images()
         most = available_bytes() // (1 if self._parts.plan.image_bytes else 2)  # half, where no plan has counted them
-        if end > most:
-            self.hyperparameters = None
-            log.warning("nothing is updated during backward: new weights wait in %d bytes, which memory lacks", end)
-            return False
+        places, end, needed = {}, 0, 0
+        for number in wanted:
+            nbytes = subgroups[number].weight_bytes
+            needed += nbytes
+            if end + nbytes <= most:
+                places[number] = end
+                end += nbytes
+        if end < needed:
+            text = "updated during backward are %d of %d subgroups: new weights have %d of %d bytes of memory"
+            log.warning(text, len(places), len(wanted), end, needed)
         try:
             self._images = self._parts.memory.arena(max(end, 1))
         except OffloadError as error:
             self.hyperparameters = None
             log.warning("nothing is updated during backward: %s", error)
             return False
-        self._image_at = places
-        return True
+        self._image_at, self._imaged = places, frozenset(wanted)
+        return bool(places)
 
     def _free_images(self) -> None:
         """Free the memory for new weights; no version is beside a live one."""
@@ -438,7 +445,7 @@ class Ahead:
         if old is not None and self._parts.gpu is not None:
             self._parts.gpu.wait()  # weights may still be on their way from there
         self._parts.memory.give_back(old)
-        self._image_at = {}
+        self._image_at, self._imaged = {}, frozenset()
 
     def hold(self) -> None:
         """Start no further update: a request has come in."""

@@ -374,6 +374,26 @@ def test_memory_for_new_weights_that_is_not_there(tmp_path: Path, monkeypatch: p
     assert training.counts["confirmed"] == 0
 
 
+@pytest.mark.parametrize("follow", [False, True], ids=["waits", "follows"])
+def test_memory_for_some_new_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, follow: bool) -> None:
+    """Subgroups whose gradients arrive first are made ahead, and the others by the step."""
+    found, made = [], []
+    for overlap in ("off", "backward"):
+        training = Training(tmp_path / overlap, overlap)
+        training.follow = follow
+        plan = training.optimizer.plan.plan
+        half = plan.ahead_memory_bytes // 2
+        monkeypatch.setattr("offload.session.ahead.available_bytes", partial(int, half))
+        found.append(run(training, 30, 4, KINDS))
+        made.append(training.counts["confirmed"])
+    assert_same(*found)
+    assert made[1] > 0
+    training = Training(tmp_path / "plain", "backward")
+    run(training, 12, 0, [plain])
+    share = training.counts["confirmed"] / (11 * plan.state_bytes)
+    assert 0.3 < share <= 0.5
+
+
 def test_memory_for_new_weights_is_part_of_the_plan_where_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
