@@ -362,6 +362,11 @@ class Gradients:
 
     # In a step
 
+    def finish(self) -> None:
+        """Have all gradients leave a GPU, and wait until those of further passes have been added."""
+        if self.on_gpu is not None:
+            self.on_gpu.finish()
+
     def begin_step(self, plan: Plan, visits: Sequence[Visit]) -> bool:
         """Find out what each visit of a step needs, and fetch the gradients that the CPU will use first.
 
@@ -373,7 +378,6 @@ class Gradients:
             return False
         wide = len(self._wide)
         gpu.forget_inputs()
-        gradients.finish()
         self._to_bring.clear()
         self._ahead.clear()
         self.addresses = addresses = self._slot_addresses.copy()

@@ -335,8 +335,8 @@ class Machine:
                     self._failed(self._pop(op), error)
                 case Stop(error):
                     self._stopped = True
-                    if self.idle:
-                        self.moved = []
+                    if self.idle:  # between sweeps, perhaps after what a step has confirmed
+                        self.moved, self._confirmed = self._confirmed, []
                     self._break(error)
             self._advance()
         except InternalError as error:

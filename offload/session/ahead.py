@@ -10,6 +10,7 @@ Not known here: how a version lies beside another one (`offload.engine.machine`)
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
@@ -209,7 +210,11 @@ class Ahead:
         machine = self._parts.machine
         if machine.broken is not None:
             return False
-        return self._has_landed() if machine.is_ahead else self._wanted and machine.idle and machine.finished is None
+        if not machine.is_ahead:
+            return self._wanted and machine.idle and machine.finished is None
+        with contextlib.suppress(OffloadError):
+            return self._has_landed()
+        return True  # a GPU has failed: `serve` says so
 
     def _has_landed(self) -> bool:
         """Return whether gradients of the next subgroup are where an update reads them.
@@ -354,7 +359,8 @@ class Ahead:
     def stepped(self, scale: float, clip: float) -> None:
         """Take note of a step that has ended well, and choose what to make ahead of the next one."""
         if self.hyperparameters is None:
-            self._free_images()
+            with contextlib.suppress(OffloadError):  # a GPU that has failed, as the next step will find
+                self._free_images()
             return
         made = self.confirmed_bytes + self.revoked_bytes
         if made and self.revoked_bytes > self.confirmed_bytes:
@@ -417,20 +423,22 @@ class Ahead:
         subgroups = self._parts.plan.layout.subgroups
         if self._imaged.issuperset(self._order):
             return True
-        wanted = list(dict.fromkeys((*self._order, *self._imaged)))
-        self._free_images()
-        most = available_bytes() // (1 if self._parts.plan.image_bytes else 2)  # half, where no plan has counted them
-        places, end, needed = {}, 0, 0
-        for number in wanted:
-            nbytes = subgroups[number].weight_bytes
-            needed += nbytes
-            if end + nbytes <= most:
-                places[number] = end
-                end += nbytes
-        if end < needed:
-            text = "updated during backward are %d of %d subgroups: new weights have %d of %d bytes of memory"
-            log.warning(text, len(places), len(wanted), end, needed)
+        chosen = dict.fromkeys((*self._order, *self._imaged))
+        wanted = [number for number in chosen if self._parts.plan.may_be_ahead(number)]
+        places, end, needed = {}, 0, sum(subgroups[number].weight_bytes for number in wanted)
         try:
+            self._free_images()
+            most = available_bytes() // (
+                1 if self._parts.plan.image_bytes else 2
+            )  # half, where no plan has counted it
+            for number in wanted:
+                nbytes = subgroups[number].weight_bytes
+                if end + nbytes <= most:
+                    places[number] = end
+                    end += nbytes
+            if end < needed:
+                text = "updated during backward are %d of %d subgroups: new weights have %d of %d bytes of memory"
+                log.warning(text, len(places), len(wanted), end, needed)
             self._images = self._parts.memory.arena(max(end, 1))
         except OffloadError as error:
             self.hyperparameters = None
@@ -441,9 +449,9 @@ class Ahead:
 
     def _free_images(self) -> None:
         """Free the memory for new weights; no version is beside a live one."""
-        old, self._images = self._images, None
-        if old is not None and self._parts.gpu is not None:
+        if self._images is not None and self._parts.gpu is not None:
             self._parts.gpu.wait()  # weights may still be on their way from there
+        old, self._images = self._images, None
         self._parts.memory.give_back(old)
         self._image_at, self._imaged = {}, frozenset()
 

@@ -302,7 +302,7 @@ class Engine:
         gpu = self._parts.gpu
         if (gpu is None or not self._parts.config.keep_grads) and self.plan.home_bytes[Home.STREAMED]:
             if gpu is not None:
-                gpu.wakes = True
+                gpu.wakes = hyperparameters is not None
             self._thread.ahead.is_last_pass = is_last_pass
             self._thread.ahead.hyperparameters = hyperparameters
 

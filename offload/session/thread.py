@@ -91,6 +91,7 @@ class EngineThread:
         self._told = 0  # how many of its visits it was told of
         self._next: _Request | None = None
         self._current: _Request | None = None
+        self._ends = False  # whether the request has come in that ends the session
         self._reply = CompletionQueue()
 
     # On the caller's thread
@@ -297,7 +298,7 @@ class EngineThread:
             self._end_save(error)
             if self._current is not None:
                 self._end_request(error)
-            while True:
+            while not self._ends:
                 while not executor.requests:
                     executor.wait()
                 if self._take_request() is None:
@@ -436,6 +437,7 @@ class EngineThread:
     def _take_request(self) -> _Request | None:
         self._parts.executor.requests -= 1
         self._current = self._next
+        self._ends = self._current is None
         return self._current
 
     def _end_request(self, error: BaseException | None) -> None:

@@ -129,6 +129,7 @@ class Visits:
             self._begin_timeline()
         self.ended = []
         with self._breaking():
+            parts.gradients.finish()  # an addition that has failed ends the step before anything is confirmed
             done = self.ahead.confirm(subgroups)
         subgroups = [number for number in subgroups if number not in done]
         if self.placing.is_near:
@@ -163,10 +164,14 @@ class Visits:
         self._unlearnt, self._parts.executor.timeline = self._parts.executor.timeline, []
 
     def _serve_ahead(self) -> None:
-        if not self._parts.machine.is_ahead and not self.ended:
-            self._begin_timeline()
-            self.ended = self._unlearnt or []
-        self.ahead.serve(lambda visits, visitor: self._sweep(visits, visitor, True, updates=True, ahead=True))
+        machine = self._parts.machine
+        try:
+            if not machine.is_ahead and not self.ended:
+                self._begin_timeline()
+                self.ended = self._unlearnt or []
+            self.ahead.serve(lambda visits, visitor: self._sweep(visits, visitor, True, updates=True, ahead=True))
+        except OffloadError as error:  # a GPU has failed; nobody waits for this, so whoever asks next is told
+            machine.handle(Stop(error))
 
     def _sweep(
         self,

@@ -5,9 +5,12 @@ On the simulated device here, on real ones with `-m gpu`.
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,8 +37,9 @@ from test_overlap_forward import assert_same, everything
 
 import offload
 from offload.engine import gpu_gradients
-from offload.errors import ConfigError
-from offload.plan import Home
+from offload.engine.gpu import GpuLanes
+from offload.errors import ConfigError, OffloadError, StepAbortedError
+from offload.plan import Home, Placement
 from offload.protocols import DeviceLane
 from offload.sim import Forecast, SimulatedDevice, predict
 from offload.sim.predict import with_backward_s
@@ -476,3 +480,107 @@ def test_what_is_predicted(place: Place, tmp_path: Path, placing: str) -> None:
             left = 1 - training.able_bytes() / plan.state_bytes
             if not follows:
                 assert long_s >= (200 + left) * made.step_s
+
+
+def weights_of(training: OnGpu) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in training.model.parameters()]
+
+
+def refuse(*args: Any) -> Any:
+    raise OffloadError("the device has failed")
+
+
+def trained(tmp_path: Path, passes: int = 1, **options: Any) -> OnGpu:
+    """Return a training some steps of which have been made ahead."""
+    training = OnGpu(
+        tmp_path / "run", Place("simulated", SimulatedDevice(1 << 28, delay_s=1e-4)), "backward", **options
+    )
+    for _ in range(4):
+        for _ in range(passes):
+            training.backward()
+        training.step()
+        training.optimizer.zero_grad()
+    assert training.counts["confirmed"] > 0
+    return training
+
+
+def closed(optimizer: Any) -> None:
+    """Close in a thread, so that one that waits for good fails."""
+
+    def close() -> None:
+        with contextlib.suppress(OffloadError):
+            optimizer.close()
+
+    ends = threading.Thread(target=close, daemon=True)
+    ends.start()
+    ends.join(30)
+    assert not ends.is_alive()
+
+
+def test_an_addition_that_fails_ends_the_step_before_anything_is_confirmed(tmp_path: Path) -> None:
+    training = trained(tmp_path, passes=2)
+    before = weights_of(training)
+    training.optimizer.engine._parts.gradients.on_gpu.additions._add = refuse
+    training.backward()
+    training.backward()
+    with pytest.raises(StepAbortedError, match="Nothing had been updated"):
+        training.step()
+    assert_same(before, weights_of(training))
+    closed(training.optimizer)
+
+
+def test_a_device_that_fails_behind_a_confirmation_leaves_a_step_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = trained(tmp_path)
+    training.backward()
+    training.settle()
+    send, count = GpuLanes.send_weights, iter(range(100))
+    monkeypatch.setattr(GpuLanes, "send_weights", lambda *args: (send if next(count) < 3 else refuse)(*args))
+    with pytest.raises(StepAbortedError, match=r"subgroups had been updated") as told:
+        training.optimizer.step()
+    assert len(told.value.moved) > 3
+    closed(training.optimizer)
+
+
+def test_a_device_that_fails_ahead_of_a_step_aborts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = trained(tmp_path)
+    before = weights_of(training)
+    monkeypatch.setattr(gpu_gradients.Departure, "landed", refuse)
+    training.loss().backward()
+    with pytest.raises(StepAbortedError, match="Nothing had been updated"):
+        training.optimizer.step()
+    assert_same(before, weights_of(training))
+    closed(training.optimizer)
+
+
+def test_a_device_that_fails_where_images_are_taken_anew_does_not_keep_a_session_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = trained(tmp_path)
+    ahead = training.optimizer.engine._thread.ahead
+    training.loss().backward()
+    training.settle()
+    ahead._imaged = frozenset()
+    monkeypatch.setattr(GpuLanes, "wait", refuse)
+    closed(training.optimizer)
+    assert ahead.hyperparameters is None
+
+
+def test_memory_for_new_weights_is_that_of_the_plan_in_force(tmp_path: Path) -> None:
+    """Also after the GPU has taken over updates of subgroups that had images."""
+    training = trained(tmp_path)
+    engine = training.optimizer.engine
+    ahead, plan = engine._thread.ahead, engine.plan
+    everywhere = {*ahead._image_at}
+    assert ahead._images.nbytes == plan.image_bytes
+    kept = {number for number in everywhere if number % 2}
+    placements = tuple(Placement.CPU if number in kept else Placement.GPU for number in range(len(plan.placements)))
+    engine._parts.plan = replace(plan, placements=placements)
+    ahead._imaged = frozenset(everywhere - {min(kept)})
+    ahead._order = sorted(kept)
+    assert ahead._take_images()
+    assert {*ahead._image_at} == kept
+    assert ahead._images.nbytes == engine._parts.plan.image_bytes
+    engine._parts.plan = plan
+    training.optimizer.close()
