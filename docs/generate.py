@@ -118,7 +118,14 @@ PAGES = {DOCS / "configuration.md": configuration, DOCS / "api.md": reference.pa
 PARTS = {
     ROOT / "README.md": {"formats": figures.formats, "trainings": figures.trainings},
     DOCS / "step.md": {"hidden": figures.hidden},
-    DOCS / "benchmarks.md": {"benchmarks": figures.benchmarks, "measured": figures.measured},
+    DOCS / "benchmarks.md": {
+        "benchmarks": figures.benchmarks,
+        "measured": figures.measured,
+        "capacity": figures.capacity,
+        "large": figures.large,
+        "targets": figures.targets,
+    },
+    DOCS / "planning.md": {"nodes": figures.nodes},
     DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published, "node": figures.node},
     DOCS / "checkpoints.md": {"stalls": figures.stalled},
     DOCS / "formats.md": {"quality": figures.quality},
