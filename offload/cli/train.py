@@ -15,7 +15,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +139,33 @@ class _Run:
                     offload=config,
                 ) as optimizer,
                 (self._folder / metrics_name).open("w", encoding="utf-8") as lines,
+                contextlib.ExitStack() as ends,
             ):
                 record.plan = str(optimizer.plan)
                 _Speaker(settings)(record.plan)
                 if settings.overlap in ("forward", "both"):
                     optimizer.overlap_forward(model)
                 first = self._resume(optimizer, batches)
-                for index in range(first, settings.steps):
-                    step = _iterate(model, optimizer, batches, settings, index)
-                    record.steps.append(step)
+                noted = 0
+
+                def note() -> None:
+                    """Ask for the figures of the last step: earlier, one that is hidden in forward would be waited for."""
+                    nonlocal noted
+                    if noted == len(record.steps):
+                        return
+                    step = record.steps[-1]
+                    metrics = dict(optimizer.metrics())
+                    norm = float(metrics.get("gradient_norm", math.nan))
+                    step = record.steps[-1] = replace(step, norm=norm, metrics=metrics)
                     record.timeline = [interval[:5] for interval in optimizer.timeline()]
                     lines.write(step.as_line() + "\n")
-                    lines.flush()  # So that an interrupted run has every step that was done.
+                    lines.flush()
+                    noted = len(record.steps)
+
+                ends.callback(_unless_broken(note))  # so that an interrupted run has every step that was done
+                for index in range(first, settings.steps):
+                    step = _iterate(model, optimizer, batches, settings, index, note)
+                    record.steps.append(step)
                     progress.show(step.step, settings.steps, step.in_short())
                     if record is self.main and self._is_saved(index + 1):
                         extra = {"step": index + 1, "batches": batches.state}
@@ -229,8 +245,17 @@ class _Run:
         return summary
 
 
-def _iterate(model: Any, optimizer: Any, batches: Batches, settings: TrainSettings, index: int) -> StepRecord:
-    """Run one iteration: forward and backward of every micro-step, then the optimizer's step."""
+def _iterate(
+    model: Any, optimizer: Any, batches: Batches, settings: TrainSettings, index: int, note: Callable[[], None]
+) -> StepRecord:
+    """Run one iteration: forward and backward of every micro-step, then the optimizer's step.
+
+    Args:
+        note: Takes note of the step before, when that has surely ended.
+
+    Returns:
+        What is known of it without asking the optimizer.
+    """
     lr = settings.learning_rate(index)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -248,23 +273,32 @@ def _iterate(model: Any, optimizer: Any, batches: Batches, settings: TrainSettin
         forward_s += forward_done_s - started_s
         backward_s += backward_done_s - forward_done_s
         started_s = backward_done_s
+    note()
+    started_s = _now_s(settings.device)
     if settings.clip:
         optimizer.clip_grad_norm_(settings.clip)
     optimizer.step()
     optimizer.zero_grad()
     finished_s = _now_s(settings.device)
-    metrics = dict(optimizer.metrics())
     return StepRecord(
         step=index + 1,
         loss=loss_sum.item() / settings.accumulate,
         lr=lr,
-        norm=float(metrics.get("gradient_norm", math.nan)),
+        norm=math.nan,
         tokens_per_s=settings.batch * settings.seq * settings.accumulate / (finished_s - iteration_started_s),
         forward_s=forward_s,
         backward_s=backward_s,
         step_s=finished_s - started_s,
-        metrics=metrics,
+        metrics={},
     )
+
+
+def _unless_broken(note: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        with contextlib.suppress(OffloadError):
+            note()
+
+    return call
 
 
 def _now_s(device: str) -> float:
@@ -317,6 +351,7 @@ def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...
     in_backward = settings.overlap in ("backward", "both", "auto")
     return importlib.import_module("offload").OffloadConfig(
         host_memory=host_memory,
+        checkpoints_kept=0 if settings.save is None and settings.resume is None else 1,
         keep_grads=not (in_backward and settings.device.startswith("cuda")),
         paths=list(paths),
         staging_memory=settings.staging_memory,

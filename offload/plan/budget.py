@@ -341,8 +341,7 @@ class Plan:
     @cached_property
     def has_room_ahead(self) -> bool:
         """Whether the paths have room for `ahead_storage_bytes` besides; else part of the state is made ahead."""
-        promised = self.checkpoint_bytes if self.has_room_for_checkpoints else 0
-        return promised + self.ahead_storage_bytes <= self._spare_bytes
+        return self.checkpoint_bytes + self.ahead_storage_bytes <= self._spare_bytes
 
     def shares(self, rates: Rates) -> tuple[float, ...]:
         """Return the part of all tiles that each path should hold, by `Budgets.shares`; the sum is 1.

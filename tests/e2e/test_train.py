@@ -57,3 +57,31 @@ def test_an_unusable_path_is_one_line(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
     assert "nowhere" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+WATCHED = """
+from offload.session.thread import EngineThread
+waits, lines = EngineThread.wait_behind, []
+def wait_behind(self):
+    lines.append(self._followed is not None)
+    waits(self)
+EngineThread.wait_behind = wait_behind
+status = main()
+print("waited for", sum(lines[:-4]))  # the last step has none behind it: its figures and the end may wait
+sys.exit(status)
+"""
+
+
+@pytest.mark.slow
+def test_hidden_steps_are_not_waited_for_to_show_their_figures(tmp_path: Path) -> None:
+    hidden = MAIN.replace("sys.exit(main())", WATCHED)
+    size = ["--params", "200k", "--seq", "32", "--batch", "2", "--steps", "6", "--subgroup-numel", "32k"]
+    options = ["--overlap", "both", "--host-memory", "0", "--clip", "1000", "--output", str(tmp_path / "run")]
+    command = [prepared.python(), "-c", hidden, "train", *size, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "waited for 0" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["optimizer/step"] for line in lines] == [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line["norm"] > 0 for line in lines)
+    assert lines[-1]["optimizer/ahead/confirmed_bytes"] > 0
