@@ -149,7 +149,7 @@ class _Run:
                 noted = 0
 
                 def note() -> None:
-                    """Ask for the figures of the last step: earlier, one that is hidden in forward would be waited for."""
+                    """Ask for the figures of the last step, which waits for one that is still hidden in forward."""
                     nonlocal noted
                     if noted == len(record.steps):
                         return
