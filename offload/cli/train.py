@@ -139,37 +139,37 @@ class _Run:
                     offload=config,
                 ) as optimizer,
                 (self._folder / metrics_name).open("w", encoding="utf-8") as lines,
-                contextlib.ExitStack() as ends,
             ):
                 record.plan = str(optimizer.plan)
                 _Speaker(settings)(record.plan)
                 if settings.overlap in ("forward", "both"):
                     optimizer.overlap_forward(model)
                 first = self._resume(optimizer, batches)
-                noted = 0
 
                 def note() -> None:
                     """Ask for the figures of the last step, which waits for one that is still hidden in forward."""
-                    nonlocal noted
-                    if noted == len(record.steps):
+                    if not record.steps or record.steps[-1].metrics:
                         return
-                    step = record.steps[-1]
                     metrics = dict(optimizer.metrics())
                     norm = float(metrics.get("gradient_norm", math.nan))
-                    step = record.steps[-1] = replace(step, norm=norm, metrics=metrics)
+                    step = record.steps[-1] = replace(record.steps[-1], norm=norm, metrics=metrics)
                     record.timeline = [interval[:5] for interval in optimizer.timeline()]
                     lines.write(step.as_line() + "\n")
                     lines.flush()
-                    noted = len(record.steps)
 
-                ends.callback(_unless_broken(note))  # so that an interrupted run has every step that was done
-                for index in range(first, settings.steps):
-                    step = _iterate(model, optimizer, batches, settings, index, note)
-                    record.steps.append(step)
-                    progress.show(step.step, settings.steps, step.in_short())
-                    if record is self.main and self._is_saved(index + 1):
-                        extra = {"step": index + 1, "batches": batches.state}
-                        optimizer.save_checkpoint(settings.save, extra=extra)
+                try:
+                    for index in range(first, settings.steps):
+                        step = _iterate(model, optimizer, batches, settings, index, note)
+                        record.steps.append(step)
+                        progress.show(step.step, settings.steps, step.in_short())
+                        if record is self.main and self._is_saved(index + 1):
+                            extra = {"step": index + 1, "batches": batches.state}
+                            optimizer.save_checkpoint(settings.save, extra=extra)
+                    note()
+                except BaseException:
+                    with contextlib.suppress(OffloadError):  # an interrupted run has every step that was done
+                        note()
+                    raise
                 if record is self.main and settings.save is not None:
                     optimizer.wait_checkpoint()
         finally:
@@ -291,14 +291,6 @@ def _iterate(
         step_s=finished_s - started_s,
         metrics={},
     )
-
-
-def _unless_broken(note: Callable[[], None]) -> Callable[[], None]:
-    def call() -> None:
-        with contextlib.suppress(OffloadError):
-            note()
-
-    return call
 
 
 def _now_s(device: str) -> float:

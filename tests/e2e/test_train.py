@@ -11,9 +11,9 @@ import pytest
 MAIN = "import sys; from offload.cli import main; sys.exit(main())"
 
 
-def _train(folder: Path, *options: str, python: str = "") -> subprocess.CompletedProcess[str]:
+def _train(folder: Path, *options: str, python: str = "", main: str = MAIN) -> subprocess.CompletedProcess[str]:
     size = ["--params", "200k", "--seq", "32", "--batch", "2", "--steps", "3", "--subgroup-numel", "32k"]
-    command = [python or prepared.python(), "-c", MAIN, "train", *size, "--output", str(folder), *options]
+    command = [python or prepared.python(), "-c", main, "train", *size, "--output", str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
@@ -85,3 +85,25 @@ def test_hidden_steps_are_not_waited_for_to_show_their_figures(tmp_path: Path) -
     assert [line["optimizer/step"] for line in lines] == [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(line["norm"] > 0 for line in lines)
     assert lines[-1]["optimizer/ahead/confirmed_bytes"] > 0
+
+
+FAILING = """
+import offload
+metrics, seen = offload.AdamW.metrics, []
+def fail_in_the_end(self):
+    seen.append(1)
+    if len(seen) >= 3:
+        raise offload.OffloadError("the last step has failed")
+    return metrics(self)
+offload.AdamW.metrics = fail_in_the_end
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_last_step_that_fails_behind_the_loop_is_told(tmp_path: Path) -> None:
+    done = _train(tmp_path / "run", "--overlap", "forward", main=MAIN.replace("sys.exit(main())", FAILING))
+    assert done.returncode == 1
+    assert "the last step has failed" in done.stderr
+    lines = (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
