@@ -559,40 +559,63 @@ def test_a_first_gradient_whose_arrival_is_interrupted(tmp_path: Path, nth: int)
     assert training.counts["confirmed"] > 0
 
 
+def run_as_predicted(
+    training: Training, monkeypatch: pytest.MonkeyPatch, check: Callable[[Any, int], None] | None = None
+) -> tuple[list[torch.Tensor], list[bool]]:
+    """Train 20 steps; from 8 to 15 the prediction is that hiding them does not win.
+
+    Returns:
+        All weights and state, and after each step whether updates are made during backward.
+    """
+    speculates = []
+    with training.optimizer as optimizer:
+        if training.follow:
+            optimizer.overlap_forward(training.model)
+        for step in range(1, 21):
+            hidden_s = 1e9 if 8 <= step < 16 else 0.0
+            monkeypatch.setattr(Forecast, "with_backward_s", lambda *_, seconds=hidden_s: seconds)
+            plain(training, random.Random(0))
+            training.step()
+            optimizer.zero_grad()
+            speculates.append(optimizer.engine.speculates)
+            if check is not None:
+                check(optimizer, step)
+        return everything(optimizer, training.model), speculates
+
+
+def changes(speculates: list[bool]) -> list[int]:
+    """Return the steps after which it was another answer than before."""
+    return [number for number, (one, two) in enumerate(pairwise(speculates), 2) if one != two]
+
+
 @pytest.mark.parametrize("follows", [False, True])
 def test_auto_does_what_predictions_say(
     tmp_path: Path, follows: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """First that hiding the step wins, then that it does not, then again that it does."""
     caplog.set_level("INFO", "offload")
+
+    def check(optimizer: Any, step: int) -> None:
+        if step > 4 and step % 8:  # when it is chosen a step may still go on
+            optimizer.finish()
+            ahead, arenas = optimizer.engine._thread.ahead, optimizer.engine._parts.memory.arenas
+            # Memory for new weights is there as long as some are made, and freed by the first step without.
+            assert (ahead._images in arenas) == (ahead._images is not None) == (not 8 < step < 16)
+        if 9 <= step < 16:  # nothing is opened for nobody
+            optimizer.finish()
+            assert not optimizer.engine._parts.machine.is_ahead
+            assert not optimizer.engine._thread.ahead.is_due()
+
     found = []
     for overlap in ("off", "auto"):
-        training, speculates = Training(tmp_path / overlap, overlap), []
-        with training.optimizer as optimizer:
-            if follows:
-                optimizer.overlap_forward(training.model)
-            for step in range(1, 21):
-                hidden_s = 1e9 if 8 <= step < 16 else 0.0
-                monkeypatch.setattr(Forecast, "with_backward_s", lambda *_, seconds=hidden_s: seconds)
-                training.backward()
-                training.step()
-                optimizer.zero_grad()
-                speculates.append(optimizer.engine.speculates)
-                if overlap == "auto" and step > 4 and step % 8:  # when it is chosen a step may still go on
-                    optimizer.finish()
-                    ahead, arenas = optimizer.engine._thread.ahead, optimizer.engine._parts.memory.arenas
-                    # Memory for new weights is there as long as some are made, and freed by the first step without.
-                    assert (ahead._images in arenas) == (ahead._images is not None) == (not 8 < step < 16)
-                if overlap == "auto" and 9 <= step < 16:  # nothing is opened for nobody
-                    optimizer.finish()
-                    assert not optimizer.engine._parts.machine.is_ahead
-                    assert not optimizer.engine._thread.ahead.is_due()
-            found.append(everything(optimizer, training.model))
+        training = Training(tmp_path / overlap, overlap)
+        training.follow = follows
+        state, speculates = run_as_predicted(training, monkeypatch, check if overlap == "auto" else None)
+        found.append(state)
         if overlap == "off":
             assert not any(speculates)
         else:
-            at = [number for number, (one, two) in enumerate(pairwise(speculates), 2) if one != two]
-            assert (at, speculates[-1]) == ([4, 8, 16], True)
+            assert (changes(speculates), speculates[-1]) == ([4, 8, 16], True)
             assert training.counts["confirmed"] > 0
     assert_same(*found)
     assert "the step is not hidden in backward" in caplog.text

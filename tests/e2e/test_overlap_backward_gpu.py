@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,13 @@ from test_overlap_backward import (
     Training,
     accumulated,
     another_rate,
+    changes,
     clipped,
     dropped,
     dropped_behind_its_back,
     plain,
     run,
+    run_as_predicted,
     saved,
     state_read,
     weights_written,
@@ -41,7 +42,7 @@ from offload.engine.gpu import GpuLanes
 from offload.errors import ConfigError, OffloadError, StepAbortedError
 from offload.plan import Home, Placement
 from offload.protocols import DeviceLane
-from offload.sim import Forecast, SimulatedDevice, predict
+from offload.sim import SimulatedDevice, predict
 from offload.sim.predict import with_backward_s
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
@@ -446,20 +447,11 @@ def test_auto_does_what_predictions_say(
     """First that hiding the step wins, then that it does not, then again that it does."""
     found = []
     for overlap in ("off", "auto"):
-        training, speculates = OnGpu(tmp_path / overlap, place, overlap), []
-        with training.optimizer as optimizer:
-            if follow:
-                optimizer.overlap_forward(training.model)
-            for step in range(1, 21):
-                hidden_s = 1e9 if 8 <= step < 16 else 0.0
-                monkeypatch.setattr(Forecast, "with_backward_s", lambda *_, seconds=hidden_s: seconds)
-                plain(training, random.Random(0))
-                training.step()
-                optimizer.zero_grad()
-                speculates.append(optimizer.engine.speculates)
-            found.append(everything(optimizer, training.model))
-        at = [number for number, (one, two) in enumerate(pairwise(speculates), 2) if one != two]
-        assert at == ([4, 8, 16] if overlap == "auto" else [])
+        training = OnGpu(tmp_path / overlap, place, overlap)
+        training.follow = follow
+        state, speculates = run_as_predicted(training, monkeypatch)
+        found.append(state)
+        assert changes(speculates) == ([4, 8, 16] if overlap == "auto" else [])
     assert training.counts["confirmed"] > 0
     assert_same(*found)
 
