@@ -31,6 +31,8 @@ FEW_LAYERS = (2, 4)
 UNCLIPPED = 1000.0
 """Norms are taken; no gradient has so large a one, and what is made ahead is kept."""
 
+WAYS = ("read", "write")
+
 FLOPS_PER_WEIGHT = 6
 """Of forward and backward together, for each token."""
 
@@ -131,8 +133,6 @@ def main() -> None:
     losses = [line["loss"] for line in lines]
     report(args, described, results, hashlib.sha256(json.dumps(losses).encode()).hexdigest()[:16], targets)
 
-
-WAYS = ("read", "write")
 
 if __name__ == "__main__":
     main()

@@ -428,9 +428,8 @@ class Ahead:
         places, end, needed = {}, 0, sum(subgroups[number].weight_bytes for number in wanted)
         try:
             self._free_images()
-            most = available_bytes() // (
-                1 if self._parts.plan.image_bytes else 2
-            )  # half, where no plan has counted it
+            share = 1 if self._parts.plan.image_bytes else 2  # half of it, where no plan has counted them
+            most = available_bytes() // share
             for number in wanted:
                 nbytes = subgroups[number].weight_bytes
                 if end + nbytes <= most:
