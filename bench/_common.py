@@ -136,10 +136,16 @@ def environment() -> dict[str, Any]:
         "uncommitted_changes": bool(
             git("status", "--porcelain", "--untracked-files=no") or os.environ.get("OFFLOAD_CHANGED")
         ),
-        "command": shlex.join(["python", sys.argv[0].removeprefix(f"{ROOT}/"), *sys.argv[1:]]),
+        "command": shlex.join(["python", *map(_without_place, sys.argv)]),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _without_place(argument: str) -> str:
+    """Return an argument; a path outside of the repository by its name alone, as where it lies is this machine's."""
+    inside = argument.removeprefix(f"{ROOT}/")
+    return Path(inside).name if inside.startswith("/") else inside
 
 
 def interleaved(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
