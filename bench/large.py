@@ -59,7 +59,7 @@ def plan(folder: Path, numel: int, rates: Path, resident: str, *more: object) ->
 
 def train(folder: Path, name: str, steps: int, batch: int, *more: object) -> tuple[dict[str, Any], int]:
     common = ("--state-format", FORM, "--seq", SEQ, "--batch", batch, "--steps", steps, "--clip", UNCLIPPED)
-    return offload("train", folder, *common, "--lr", 1e-4, "--output", folder / name, "--quiet", *more)
+    return offload("train", folder, *common, "--lr", 1e-5, "--output", folder / name, "--quiet", *more)
 
 
 def small_models(folder: Path, rates: Path, hidden: int, batch: int) -> tuple[float, list[tuple[int, int]]]:
