@@ -20,7 +20,7 @@ import errno as _errno
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
-from offload.units import format_bytes
+from offload.units import format_bytes, format_count
 
 T = TypeVar("T")
 
@@ -148,7 +148,8 @@ class StepAbortedError(OffloadError):
         self.moved = tuple(moved)
         self.checkpoint = checkpoint
         happened = (
-            f"{len(self.moved)} subgroups had been updated {list(self.moved)}, so weights and state belong to no step"
+            f"{format_count(len(self.moved), 'subgroup')} had been updated {list(self.moved)}, so weights and state "
+            "belong to no step"
             if self.moved
             else "Nothing had been updated"
         )

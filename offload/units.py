@@ -12,6 +12,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def format_count(count: int, noun: str) -> str:
+    """Return how many there are: 1, "subgroup" -> "1 subgroup", 1200 -> "1,200 subgroups"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a duration in the unit that suits it: 0.0123 -> "12.3 ms", 150 -> "2 min 30 s"."""
     if seconds < 1:

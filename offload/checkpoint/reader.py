@@ -115,7 +115,7 @@ _Flight = tuple[tuple[int, TileId], int, TileRequest, Tier]
 
 
 def _say(flight: _Flight) -> str:
-    return f"{flight[3].name} path {flight[3].path} to answer a read at byte {flight[2].offset}"
+    return f"{flight[3].name} path {flight[3].path} to read at byte {flight[2].offset}"
 
 
 class StateSource(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from offload.errors import InfeasiblePlanError
-from offload.units import format_bytes
+from offload.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from offload.measure import RatesFile
@@ -106,7 +106,7 @@ def check_fits(node: Node, ranks: int, use: Use, rates: Rates) -> None:
     """
     if node.memory_bytes is not None and ranks * use.host_bytes > node.memory_bytes:
         raise InfeasiblePlanError(
-            f"the host memory of {ranks} rank{'s' if ranks > 1 else ''} (each {shares(use.host)})",
+            f"the host memory of {format_count(ranks, 'rank')} (each {shares(use.host)})",
             ranks * use.host_bytes,
             {"the node": node.memory_bytes},
             "lower --host-memory, or give --node-memory for another node",

@@ -21,7 +21,7 @@ from offload.config import EXACT_NAMES, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
 from offload.protocols import StateFormat
 from offload.rules import RULES, STATE_FORMATS, UpdateRule
-from offload.units import format_bytes, format_seconds
+from offload.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from offload.layout import Layout
@@ -759,7 +759,7 @@ def _as_dict(
 def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequence[tuple[str, float]]) -> str:
     plan, cost, ranks, nodes = answer.plan, answer.estimate, answer.question.ranks, answer.question.nodes
     by_all = "all ranks of a node" if nodes > 1 else "all ranks"
-    on_ranks = f"{ranks} rank{'s' if ranks > 1 else ''}{f' on each of {nodes:,} nodes' if nodes > 1 else ''}"
+    on_ranks = f"{format_count(ranks, 'rank')}{f' on each of {nodes:,} nodes' if nodes > 1 else ''}"
     lines = [f"{answer.question.params:,} parameters on {on_ranks}; each rank has:", str(plan)]
     lines += ["", *_node_lines(answer), *answer.question.warnings, ""]
     if answer.forward_s is None:

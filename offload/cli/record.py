@@ -41,6 +41,11 @@ class StepRecord:
     step_s: float
     metrics: Mapping[str, Any]
 
+    @property
+    def iteration_s(self) -> float:
+        """Forward, backward and step."""
+        return self.forward_s + self.backward_s + self.step_s
+
     def in_short(self) -> str:
         """Return what to watch while a run goes on."""
         return (
@@ -99,6 +104,9 @@ class RunRecord:
             "step_s": statistics.median(record.step_s for record in warm),
             "optimizer_step_s": metric("step_s"),
             "predicted_step_s": metric("predicted_step_s"),
+            "iteration_s": statistics.median(record.iteration_s for record in warm),
+            "predicted_iteration_s": metric("predicted_iteration_s"),
+            "waited_s": metric("waited_s"),
             "state_bytes": metric("state_bytes"),
             "resident_bytes": metric("resident_bytes"),
             "resident_share": metric("resident_share"),

@@ -57,12 +57,16 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("backward", f"{seconds('backward_s')} (median)"),
         ("step", f"{seconds('step_s')} (median; clipping and zero_grad included)"),
     ]
-    predicted, measured = summary["predicted_step_s"], summary["optimizer_step_s"]
+    if summary["predicted_iteration_s"]:  # the step is hidden in forward or backward
+        rows.append(("waited", f"{seconds('waited_s')} for the step, in it and after it (median)"))
+        what, predicted, measured = "an iteration", summary["predicted_iteration_s"], summary["iteration_s"]
+    else:
+        what, predicted, measured = "the step alone", summary["predicted_step_s"], summary["optimizer_step_s"]
     if predicted and measured:
         rows.append(
             (
                 "prediction",
-                f"{format_seconds(predicted)} for the step alone, measured {format_seconds(measured)} "
+                f"{format_seconds(predicted)} for {what}, measured {format_seconds(measured)} "
                 f"({measured / predicted:.2f} times as long)",
             )
         )

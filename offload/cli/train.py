@@ -41,7 +41,7 @@ from offload.cli.text import VOCABULARY, Batches, Text, load_text
 from offload.engine.memory import available_bytes
 from offload.errors import ConfigError, OffloadError
 from offload.rules import ADAMW, MASTER, STATE_FORMATS
-from offload.units import format_bytes
+from offload.units import format_bytes, format_count
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _EXTRA = ("transformers", "matplotlib", "tqdm")
@@ -86,7 +86,10 @@ def run(settings: TrainSettings) -> int:
             summary = run.write(paths)
         if status == 130:
             done = len(run.main.steps)
-            print(f"offload train: interrupted after {done} steps; results so far are in {folder}", file=sys.stderr)
+            print(
+                f"offload train: interrupted after {format_count(done, 'step')}; results so far are in {folder}",
+                file=sys.stderr,
+            )
             if settings.save is not None and is_checkpoint(settings.save):
                 print(f"offload train: go on from the last checkpoint with --resume {settings.save}", file=sys.stderr)
         elif run.comparison is not None and not run.comparison.identical:

@@ -55,6 +55,9 @@ STALL_S = 300.0
 LANE_VERBS = {ReadTile: "read", WriteTile: "write", SaveTile: "save", CopyTile: "copy"}
 """What a lane of a path is called, by its operations: a checkpoint's are told from a step's."""
 
+VERBS = {ReadTile: "read", CopyTile: "read", WriteTile: "write", SaveTile: "write", Run: "update", Sync: "sync"}
+"""What errors call operations; all others copy between memory and a GPU."""
+
 
 class SaveSource(Protocol):
     """What checkpoints are written from, and how they are committed."""
@@ -410,8 +413,7 @@ class LiveExecutor:
             detail = f"the kernel reports {completion.error}"
             return Failed(completion.op, TierError("update", tier="host", path="cpu", detail=detail))
         used = self._tier(operation.record.location.path)
-        verb = "read" if isinstance(operation, ReadTile | CopyTile) else "write"
-        return Failed(completion.op, self._tier_error(verb, completion, request, used))
+        return Failed(completion.op, self._tier_error(_verb(operation), completion, request, used))
 
     def _damaged(self, operation: ReadTile) -> TierError:
         """Return the error for a tile that was read, and has another checksum."""
@@ -426,7 +428,7 @@ class LiveExecutor:
         # Only some tiers wait for anything but their device.
         reasons = [why() for tier in self._tiers if (why := getattr(tier, "waiting_for", None)) is not None]
         return TierError(
-            type(operation).__name__,
+            _verb(operation),
             tier=tier,
             path=path,
             offset=request.offset if request else None,
@@ -455,4 +457,8 @@ class LiveExecutor:
         operation, request = self._silent()
         tier, path = self._place(operation)
         where = f" at byte {request.offset}" if request is not None else ""
-        return f"{tier} path {path} to answer a {type(operation).__name__}{where}"
+        return f"{tier} path {path} to {_verb(operation)}{where}"
+
+
+def _verb(operation: Operation) -> str:
+    return VERBS.get(type(operation), "copy")

@@ -37,7 +37,7 @@ from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import SECTOR_BYTES, StateFormat
 from offload.rules import ADAMW
 from offload.tiers import check_directories, open_tier, slot_bytes
-from offload.units import format_bytes
+from offload.units import format_bytes, format_count
 
 ROUNDS = (3, 15)
 """Fewest and most rounds; in between, as many as there is time for."""
@@ -139,7 +139,7 @@ def thread_counts(most: int) -> list[int]:
 def _update_name(state_format: StateFormat, count: int) -> str:
     """Return what the update with so many threads is called among measurements."""
     which = "" if state_format is StateFormat.EXACT else f" of {state_format.name.lower()}"
-    return f"update{which}/{count} thread{'s' if count > 1 else ''}"
+    return f"update{which}/{format_count(count, 'thread')}"
 
 
 def summarise(values: Sequence[float], unit: str) -> Measurement:

@@ -16,7 +16,7 @@ from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
 from offload.protocols import SECTOR_BYTES, StateFormat
 from offload.rules import ADAMW, UpdateRule
-from offload.units import format_bytes
+from offload.units import format_bytes, format_count
 
 DEFAULT_STAGING_SLOTS = 4
 """One fetching, one updating, one flushing, and one to spare so that none waits for another."""
@@ -411,14 +411,15 @@ class Plan:
     def __str__(self) -> str:
         subgroups = self.layout.subgroups
         state = {home: format_bytes(nbytes) for home, nbytes in self.home_bytes.items()}
+        at_home = {home: format_count(self.homes.count(home), "subgroup") for home in Home}
         largest = max((subgroup.numel for subgroup in subgroups), default=0)
         numel = sum(parameter.numel for parameter in self.layout.parameters)
         lines = [
             f"{numel:,} parameters, {format_bytes(self.state_bytes)} of optimizer state in "
-            f"{len(subgroups)} subgroups of at most {largest:,} elements",
+            f"{format_count(len(subgroups), 'subgroup')} of at most {largest:,} elements",
             *self._format_lines(),
             *self._gpu_lines(),
-            f"  host memory  {state[Home.HOST]:>10}  state of {self.homes.count(Home.HOST)} subgroups at home there",
+            f"  host memory  {state[Home.HOST]:>10}  state of {at_home[Home.HOST]} at home there",
         ]
         if self.staging_slots:
             lines.append(
@@ -445,8 +446,8 @@ class Plan:
         lines.append(f"               {format_bytes(self.host_bytes):>10}  in all")
         if self.staging_slots:
             lines.append(
-                f"  storage      {state[Home.STREAMED]:>10}  state of {self.homes.count(Home.STREAMED)} "
-                f"subgroups, {format_bytes(self.storage_bytes)} with headers and versions in flight"
+                f"  storage      {state[Home.STREAMED]:>10}  state of {at_home[Home.STREAMED]}, "
+                f"{format_bytes(self.storage_bytes)} with headers and versions in flight"
             )
             if self.staging_slots >= self.homes.count(Home.STREAMED):
                 lines.append(f"{'':27}all of it fits the staging slots: steps read and write nothing")
@@ -472,8 +473,9 @@ class Plan:
         home = self.homes.count(Home.GPU)
         copied = self.placements.count(Placement.GPU) - home
         staging = format_bytes(self.gpu_slots * self.gpu_slot_bytes)
+        here = format_count(home, "subgroup")
         return [
-            f"  GPU memory   {format_bytes(self.home_bytes[Home.GPU]):>10}  state of {home} subgroups at home there",
+            f"  GPU memory   {format_bytes(self.home_bytes[Home.GPU]):>10}  state of {here} at home there",
             f"               {staging:>10}  staging, {self.gpu_slots} slots of {format_bytes(self.gpu_slot_bytes)}; "
             f"{copied} of the other subgroups are updated on the GPU",
             *(f"{'':15}{line}" for line in small),
@@ -481,7 +483,7 @@ class Plan:
 
 
 def _checkpoints(count: int) -> str:
-    return f"{count} checkpoint{'s' if count > 1 else ''} kept and one"
+    return f"{format_count(count, 'checkpoint')} kept and one"
 
 
 def piece_buffer_bytes(subgroups: Iterable[Subgroup]) -> int:

@@ -187,9 +187,7 @@ def test_a_path_that_hangs_ahead_of_a_step(
         until_s = time.monotonic() + LONG_S
         while engine.broken is None and time.monotonic() < until_s:
             time.sleep(0.001)
-        with pytest.raises(
-            offload.StepAbortedError, match=f"{verb.capitalize()}Tile failed .*no answer for .*Nothing had been updat"
-        ):
+        with pytest.raises(offload.StepAbortedError, match=f"{verb} failed .*no answer for .*Nothing had been updat"):
             training.optimizer.step()
         with pytest.raises(offload.SessionBrokenError, match="no answer for"):
             training.optimizer.step()
@@ -238,7 +236,7 @@ def test_a_long_silence_is_explained_and_harmless(
         training.step()
         training.optimizer.finish()
     (warning, *_) = [text for text in messages(caplog, logging.WARNING) if "waiting for" in text]
-    assert f"path {tmp_path} to answer a ReadTile at byte" in warning
+    assert f"path {tmp_path} to read at byte" in warning
     monkeypatch.undo()
     training.step()
     training.optimizer.close()
@@ -277,7 +275,7 @@ def test_ctrl_c_is_a_way_out_of_a_step_that_hangs(
     stuck[0].hangs = ["read"]
     monkeypatch.setattr(waits, "SETTLE_S", 0.05)
     monkeypatch.setattr(waits, "QUIET_S", 0.05)
-    with listening("to answer a ReadTile", interrupt), pytest.raises(KeyboardInterrupt):
+    with listening("to read", interrupt), pytest.raises(KeyboardInterrupt):
         training.step()
     assert "interrupted after" in messages(caplog, logging.ERROR)[0]
     with pytest.raises(offload.SessionBrokenError):
@@ -315,7 +313,7 @@ def test_ctrl_c_is_a_way_out_of_a_forward_pass_that_waits_for_a_hung_device(
     stuck[0].hangs = ["read"]
     monkeypatch.setattr(ending, "UNWIND_S", 0.05)
     monkeypatch.setattr(waits, "QUIET_S", 0.05)
-    with listening("to answer a ReadTile", interrupt), pytest.raises(KeyboardInterrupt), training.optimizer:
+    with listening("to read", interrupt), pytest.raises(KeyboardInterrupt), training.optimizer:
         training.step(2)
     assert "does not end" in messages(caplog, logging.ERROR)[-1]
     assert list(tmp_path.iterdir())

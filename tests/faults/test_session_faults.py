@@ -124,7 +124,7 @@ def test_a_failed_write_without_another_path_breaks_the_session(
     with pytest.raises(offload.StepAbortedError) as caught:
         train(paths[:1], overlaps=overlaps)
     assert isinstance(caught.value.cause, offload.TierError)
-    assert "subgroups had been updated" in str(caught.value)
+    assert "weights and state belong to no step" in str(caught.value)
     assert not list(paths[0].iterdir())
 
 

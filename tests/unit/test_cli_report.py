@@ -70,6 +70,14 @@ def test_the_table_says_what_is_known() -> None:
     assert "resident" not in report.table(_summary(RunRecord([_record(1)])))
 
 
+def test_where_steps_are_hidden_the_table_compares_iterations() -> None:
+    known = {"step_s": 0.2, "predicted_step_s": 0.1, "predicted_iteration_s": 0.5, "waited_s": 0.03}
+    text = report.table(_summary(RunRecord([_record(step, **known) for step in (1, 2)])))
+    assert "500 ms for an iteration, measured 600 ms (1.20 times as long)" in text
+    assert "30 ms for the step" in text
+    assert "step alone" not in text
+
+
 def test_the_table_compares_lanes_and_names_the_furthest_off() -> None:
     lanes = {"cpu": (0.1, 0.11), "read:0": (0.2, 0.15), "write:0": (0.0, 0.0)}
     known: dict[str, float] = {}

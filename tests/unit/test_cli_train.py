@@ -218,7 +218,7 @@ def test_an_interrupt_closes_the_optimizer_and_keeps_what_there_is(
 
     monkeypatch.setattr(standin, "on_step", staticmethod(interrupt))
     assert train("--quiet", "--compare-in-memory") == 130
-    assert "interrupted after 1 steps" in capsys.readouterr().err
+    assert "interrupted after 1 step;" in capsys.readouterr().err
     assert standin.made[0].closed
     assert len(standin.made) == 1
     assert len(_lines(tmp_path / "run/metrics.jsonl")) == 1
