@@ -1,8 +1,9 @@
 """Host memory of an offloaded run, beside a twin that has no optimizer.
 
-Both processes run the same forward and backward passes on the same model, with gradients; one of them also steps
-`offload.AdamW`. The difference of their peak resident sizes (VmHWM) is what the optimizer costs, and it is
-compared with what the plan said before anything was allocated: resident state, staging and named overhead.
+Both processes run the same forward and backward passes on the same model, with gradients, and have loaded what every
+optimizer of torch loads; one of them also steps `offload.AdamW`. The difference of their peak resident sizes (VmHWM)
+is what the optimizer costs, and it is compared with what the plan said before anything was allocated: resident state,
+staging and named overhead.
 (Gradients are in both: ours lie in slots, the twin's where torch puts them.)
 """
 
@@ -38,6 +39,7 @@ def child(role: str, layers: int, width: int, share: float, steps: int) -> None:
     numel = sum(parameter.numel() for parameter in model.parameters())
     found: dict[str, Any] = {"parameters": numel}
     with tempfile.TemporaryDirectory() as folder:
+        torch.optim.SGD(model.parameters())  # loads what every optimizer of torch does
         optimizer = None
         if role == "offload":
             import offload

@@ -37,6 +37,9 @@ ENOUGH_BYTES = 512 << 20
 CACHES = 3
 """so many times what the last-level caches hold, if that is more."""
 
+ALIGNMENT_BYTES = 16 << 20
+"""What a trial state takes at most beyond its elements."""
+
 SHARE_OF_AVAILABLE = 8
 """The part of the memory still available that a probe may take is one in so many."""
 
@@ -97,7 +100,7 @@ def quick_probe(
     cpu: dict[StateFormat, float] = {}
     memory = 0.0
     for state_format in sorted({StateFormat.EXACT, *numels}):
-        with contextlib.closing(_HostProbe(kernel, queue, plan, state_format)) as host:
+        with contextlib.closing(_HostProbe(kernel, queue, plan, state_format, address)) as host:
             cpu[state_format], reached = host.rates()
             memory = max(memory, reached)
             if state_format is StateFormat.EXACT and lanes is not None:
@@ -114,16 +117,20 @@ class _HostProbe:
         queue: What it reports to.
         plan: What the session is about to do.
         state_format: Of the state.
+        address: Its staging memory.
 
     Attributes:
         key: What the rates depend on in this process.
     """
 
-    def __init__(self, kernel: CpuUpdateKernel, queue: Queue, plan: Plan, state_format: StateFormat) -> None:
+    def __init__(
+        self, kernel: CpuUpdateKernel, queue: Queue, plan: Plan, state_format: StateFormat, address: int
+    ) -> None:
         self._kernel = kernel
         self._queue = queue
         self._rule = ADAMW.stored_in(state_format)
         self._numel = _host_numel(plan, self._rule)
+        self._staging = address, plan.staging_bytes
         self._state: TrialState | None = None
         cpus = frozenset(os.sched_getaffinity(0))
         self.key = (kernel.threads, cpus, kernel.instruction_set, state_format, self._numel)
@@ -161,7 +168,7 @@ class _HostProbe:
     def _open(self) -> TrialState:
         if self._state is None:
             depth = max(1, min(UPDATE_DEPTH, self._numel // CHUNK_NUMEL))
-            self._state = TrialState(self._rule, self._numel, depth, prefault=True)
+            self._state = TrialState(self._rule, self._numel, depth, prefault=True, borrowed=self._staging)
         return self._state
 
     def close(self) -> None:
@@ -195,10 +202,14 @@ def _cost_beside(probe: GpuProbe, host: _HostProbe, h2d: float, d2h: float) -> f
 
 
 def _host_numel(plan: Plan, rule: UpdateRule) -> int:
-    """Return the elements to pass over: more than caches hold, if the session and the machine have room for that."""
+    """Return the elements to pass over: more than caches hold, if the session and the machine have room for that.
+
+    They lie in what the session is about to take itself: in staging memory, which has been touched, or beside it.
+    """
+    beside = plan.host_bytes - plan.overhead_bytes - plan.staging_bytes
     nbytes = min(
         max(ENOUGH_BYTES, CACHES * cache_bytes()),
-        plan.host_bytes - plan.overhead_bytes,  # what the session is about to take itself
+        max(beside, plan.staging_bytes - ALIGNMENT_BYTES),
         available_bytes() // SHARE_OF_AVAILABLE,
     )
     numel = nbytes // trial_bytes(rule)

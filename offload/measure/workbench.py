@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from offload.engine.memory import HUGE_PAGE_BYTES, Arena
 from offload.errors import OffloadError, TierError
@@ -51,6 +53,27 @@ def memory_cost(
     return min(cost, 1.0) if 1 - speed <= max(UNSEEN_SLOWDOWN, spread / 2) else cost
 
 
+class Borrowed:
+    """Memory of somebody else, as an arena.
+
+    Args:
+        address: Where it begins.
+        nbytes: Its size.
+    """
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.address = address
+        self.nbytes = nbytes
+
+    def numpy(self, offset: int, numel: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """See `Arena.numpy`."""
+        memory = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        return np.frombuffer(memoryview(memory), dtype, numel, offset)
+
+    def close(self) -> None:
+        """Leave it to its owner."""
+
+
 class TrialState:
     """State, gradient and weight of `numel` elements in huge pages, to be updated chunk by chunk.
 
@@ -59,12 +82,21 @@ class TrialState:
         numel: Elements.
         depth: Updates in flight at once.
         prefault: Touch all memory now.
+        borrowed: Where to put it, if there is room: the address of memory that nobody uses, and its size.
 
     Attributes:
         chunks: How many there are.
     """
 
-    def __init__(self, rule: UpdateRule, numel: int, depth: int = 1, *, prefault: bool = False) -> None:
+    def __init__(
+        self,
+        rule: UpdateRule,
+        numel: int,
+        depth: int = 1,
+        *,
+        prefault: bool = False,
+        borrowed: tuple[int, int] = (0, 0),
+    ) -> None:
         self.numel = numel
         self._rule = rule
         self._depth = depth
@@ -74,7 +106,8 @@ class TrialState:
             # Tensors a large power of two apart would compete for the same places in the first-level cache.
             offsets[name] = -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + index * (68 << 10)
             end = offsets[name] + stored.offset(numel)
-        self._arena = Arena(end, prefault=prefault)
+        self._arena: Arena | Borrowed
+        self._arena = Borrowed(*borrowed) if end <= borrowed[1] else Arena(end, prefault=prefault)
         self.close = self._arena.close
         self._addresses = {name: self._arena.address + offset for name, offset in offsets.items()}
         values = np.random.default_rng(0).standard_normal(min(numel, 1 << 16), np.float32)

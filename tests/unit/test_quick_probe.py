@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offload._native import CompletionQueue
 from offload.dtypes import DtypeCode
 from offload.engine.gpu import GpuLanes
+from offload.engine.memory import Arena
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.table import trial_bytes
 from offload.layout import Parameter, build_layout
-from offload.measure import probe, quick_probe
+from offload.measure import probe, quick_probe, workbench
 from offload.measure.workbench import CHUNK_NUMEL, TrialState
-from offload.plan import Budgets, Plan, make_plan
+from offload.plan import Budgets, PathBudget, Plan, make_plan
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import StateFormat
 from offload.rules import ADAMW
@@ -41,24 +43,26 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("caches", "state", "available", "expected"),
+    ("caches", "state", "staging", "available", "expected"),
     [
-        (32 << 20, 100 * GIB, 100 * GIB, 512 << 20),
-        (400 << 20, 100 * GIB, 100 * GIB, 1200 << 20),
-        (32 << 20, 96 << 20, 100 * GIB, 96 << 20),  # no more than the session takes itself
-        (32 << 20, 100 * GIB, 2 * GIB, 256 << 20),  # nor than a part of what is there
-        (32 << 20, 3 << 20, 100 * GIB, 3 << 20),
-        (32 << 20, 3 << 20, 0, 0),
+        (32 << 20, 100 * GIB, 0, 100 * GIB, 512 << 20),
+        (400 << 20, 100 * GIB, 0, 100 * GIB, 1200 << 20),
+        (32 << 20, 96 << 20, 0, 100 * GIB, 96 << 20),  # no more than the session takes itself
+        (32 << 20, 100 * GIB, 0, 2 * GIB, 256 << 20),  # nor than a part of what is there
+        (32 << 20, 3 << 20, 0, 100 * GIB, 3 << 20),
+        (32 << 20, 3 << 20, 0, 0, 0),
+        (32 << 20, 96 << 20, 64 << 20, 100 * GIB, 96 << 20),  # beside staging memory, which it has taken
+        (32 << 20, 64 << 20, 316 << 20, 100 * GIB, 300 << 20),  # or in it
     ],
 )
 def test_over_how_much_memory(
-    caches: int, state: int, available: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    caches: int, state: int, staging: int, available: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "cache_bytes", lambda: caches)
     monkeypatch.setattr(probe, "available_bytes", lambda: available)
 
     class Session:
-        host_bytes, overhead_bytes = state + 1000, 1000
+        host_bytes, overhead_bytes, staging_bytes = state + staging + 1000, 1000, staging
 
     numel = probe._host_numel(Session, ADAMW)  # type: ignore[arg-type]
     nbytes = numel * trial_bytes(ADAMW)
@@ -167,6 +171,23 @@ def test_what_copies_leave_of_the_update_is_their_cost(speed: float, expected: f
 
     link = 1e9 if speed == 0.1 else 10e9 * UPDATE_MEMORY_COST * 0.5 / 2 / 0.2
     assert probe._cost_beside(Probe(), Host(), link, link) == pytest.approx(expected)  # type: ignore[arg-type]
+
+
+def test_staging_memory_is_passed_over_where_it_is_most_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken already; what the probe took beside it, the session would take never."""
+    rule = ADAMW.stored_in(StateFormat.EXACT)
+    layout = build_layout([Parameter("p", 12 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20, rule=rule)
+    plan = make_plan(layout, Budgets(0, staging_bytes=100 << 20, paths=(PathBudget("disk", 1 << 30),)))
+    assert plan.staging_bytes > plan.host_bytes - plan.overhead_bytes - plan.staging_bytes
+    taken: list[int] = []
+    monkeypatch.setattr(workbench, "Arena", lambda nbytes, **options: taken.append(nbytes))
+    staging, queue = Arena(plan.staging_bytes), CompletionQueue()
+    with CpuUpdateKernel(queue, 1) as kernel:
+        found = quick_probe(kernel, [], queue, staging.address, plan)
+    assert found.cpu_bytes_per_s > 0
+    assert not taken
+    assert staging.tensor(0, plan.staging_bytes // 2, torch.uint8).any()
+    staging.close()
 
 
 def test_trial_state_repeats_its_values() -> None:
