@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import offload
-from offload import OffloadError
+from offload import ConfigError, OffloadError
 
 KINDS: tuple[type[torch.optim.Optimizer], ...] = (
     offload.AdamW,
@@ -39,11 +39,22 @@ def ours(optimizer: Any) -> Any:
 def clips(optimizer: Any, accelerator: Any, parameters: Iterable[torch.Tensor], norm_type: float) -> bool:
     """Return whether an optimizer of ours can clip in place of its accelerator.
 
-    It updates each of the parameters that has a gradient, by their L2 norm, and no scaler changes gradients itself.
+    It updates each of the parameters that has a gradient and no others, by their L2 norm, and no scaler changes
+    gradients itself.
+
+    Raises:
+        ConfigError: It cannot, and nobody else can: gradients of these parameters leave during backward.
     """
-    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    alone = all(p.grad is None or id(p) in updated for p in parameters)
-    return alone and float(norm_type) == 2 and accelerator.scaler is None
+    parameters = list(parameters)
+    given = {id(parameter) for parameter in parameters}
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    alone = updated <= given and all(p.grad is None or id(p) in updated for p in parameters)
+    if alone and float(norm_type) == 2 and accelerator.scaler is None:
+        return True
+    if not updated.isdisjoint(given) and not optimizer.engine.config.keep_grads:
+        allowed = "use true: gradients that leave during backward are clipped all together, by their L2 norm"
+        raise ConfigError("keep_grads", False, allowed)
+    return False
 
 
 def tell_last_pass(optimizer: Any, accelerator: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -128,6 +129,28 @@ def test_a_prepared_optimizer_has_what_ours_has(optimizer: offload.AdamW, tmp_pa
     assert prepared.state_dict().keys() == {"state", "param_groups"}
     with pytest.raises(AttributeError, match="nothing"):
         prepared.nothing()
+
+
+def test_a_part_of_the_parameters_is_clipped_alone(optimizer: offload.AdamW) -> None:
+    accelerator = Accelerator(cpu=True)
+    enable(accelerator, accelerator.prepare(optimizer))
+    parameters = set_gradients(optimizer)
+    assert accelerator.clip_grad_norm_(parameters[1:], 0.5) == pytest.approx(8**0.5)
+    assert float(parameters[1].grad.norm()) == pytest.approx(0.5)  # type: ignore[union-attr]
+    assert float(parameters[0].grad.norm()) == pytest.approx(64)  # type: ignore[union-attr]
+
+
+def test_gradients_that_leave_are_clipped_all_together(optimizer: offload.AdamW) -> None:
+    """Nobody else finds them; the config is a stand-in for one with weights on a GPU."""
+    accelerator = Accelerator(cpu=True)
+    enable(accelerator, accelerator.prepare(optimizer))
+    parameters = set_gradients(optimizer)
+    optimizer.engine.config = dataclasses.replace(optimizer.engine.config, keep_grads=False)
+    for given, norm_type in ((parameters[1:], 2), (parameters, 1)):
+        with pytest.raises(offload.ConfigError, match="keep_grads"):
+            accelerator.clip_grad_norm_(given, 0.5, norm_type)
+    accelerator.clip_grad_norm_(parameters, 0.5)
+    accelerator.clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 0.5)  # somebody else's
 
 
 def test_other_optimizers_are_left_alone(optimizer: offload.AdamW, tmp_path: Path) -> None:
