@@ -54,7 +54,7 @@ def parse_bytes(field: str, value: object) -> int:
             raise ConfigError(field, value, allowed)
         number, unit = match.group(1), _UNITS[match.group(2).lower()]
         nbytes = int(number) * unit if number.isdigit() else int(float(number) * unit)
-        if not match.group(2) and 0 < nbytes < LEAST_WITHOUT_UNIT:
+        if not match.group(2) and float(number) > 0 and nbytes < LEAST_WITHOUT_UNIT:
             raise ConfigError(field, value, f'give it a unit, such as "{number}GiB"; "{number}B" if bytes are meant')
     else:
         nbytes = value
@@ -100,7 +100,7 @@ class PathConfig:
             ConfigError: If a key is unknown or a value is not usable.
         """
         if isinstance(value, cls):
-            return value
+            value = {item.name: getattr(value, item.name) for item in dataclasses.fields(cls)}
         if isinstance(value, str | os.PathLike):
             value = {"path": os.fspath(value)}
         if not isinstance(value, Mapping) or "path" not in value:
@@ -158,21 +158,25 @@ class OffloadConfig:
 
     Attributes:
         host_memory: Bytes of host memory for state at home there. None: all of the state without `paths`,
-            otherwise up to half of the memory that is available (under torchrun, its part of that).
+            otherwise up to half of the memory that is available (its part of that, where a launcher has started
+            several ranks on the node).
         gpu_memory: Bytes of GPU memory for state at home there, where weights lie on a GPU. "auto": what is free
-            after the first backward pass; nothing if the state is asked for before that.
+            after the first backward pass; nothing if the state is asked for before that. More than 0 is refused where
+            weights lie on the CPU.
         paths: Directories or "s3://bucket/prefix" for the state that does not fit; each a string or
             `{"path": ..., "max_bytes": ..., "share": ...}`. Tiles are spread in proportion to the bandwidth that the
             paths are seen to have, step by step, unless a `share` is given.
         staging_memory: Bytes of host memory through which streamed state passes. None: four subgroups, or more where
             rates from a file say that they pay.
         subgroup_numel: Most elements of a subgroup. None: chosen from the model's size.
-        threads: CPU threads of the update. None: as many as this process may use (under torchrun, its part of
-            them), and two less with weights on a GPU.
-        gradient_dtype: "parameter" (gradients in the weight's dtype) or "float32".
+        threads: CPU threads of the update. None: as many as this process may use (its part of them, as for
+            `host_memory`), and two less with weights on a GPU.
+        gradient_dtype: "parameter" (gradients in the weight's dtype) or "float32". Those that DDP, FSDP or `shard`
+            reduce for the CPU are in the weight's dtype anyway.
         keep_grads: Whether gradients on a GPU stay in `.grad` until the step. If not, they leave during backward, and
             `optimizer.clip_grad_norm_` and `offload.GradScaler` take the place of torch's own; to drop them without a
-            step, call `optimizer.zero_grad()`, as `model.zero_grad()` does not find them.
+            step, call `optimizer.zero_grad()`, as `model.zero_grad()` does not find them. Refused where weights lie
+            on the CPU.
         checksum: Whether tiles on storage carry a checksum that is verified on every read.
         checkpoints_kept: How many checkpoints' slots stay reserved on the paths. The plan makes sure that there is
             room for them and for the next one. None: 1, or as there is room: without it, saving raises.
@@ -188,7 +192,7 @@ class OffloadConfig:
         lock_timeout_s: Seconds of waiting for a turn after which a warning names the process that has it.
         placement: The device that runs updates where weights lie on a GPU: "auto" for whatever the model finds
             fastest, chosen again by what the first steps show, "cpu", "gpu", or the GPU's share from 0 to 1. State at
-            home on the GPU is updated there anyway.
+            home on the GPU is updated there anyway. Where weights lie on the CPU, "auto" and "cpu" are all there is.
         rates: Where the first rates come from; every step refines them. "auto": this machine's file, which
             `offload probe` writes, if there is one that fits and has all paths, else a short probe (about
             half a second; it passes over as much memory as the session takes, up to 512 MiB or three times the
@@ -209,9 +213,9 @@ class OffloadConfig:
             over; else, as when it clips, the time was lost and nothing has changed. Takes room on the paths for a
             second version of that state as far as there is some, and memory for new weights. For weights in host
             memory, of one process, of FSDP2, of DDP with `shard`, or of DeepSpeed; and in one process for 16-bit
-            weights on a GPU that the CPU updates, with `keep_grads=False`; elsewhere refused. "auto": in one process,
-            and where an iteration should be shorter for it by the times of forward and backward and the rates seen so
-            far; else "off".
+            weights on a GPU that the CPU updates, with `keep_grads=False`; elsewhere refused. "auto": in one process
+            (not DeepSpeed's), and where an iteration should be shorter for it by the times of forward and backward
+            and the rates seen so far; else "off".
     """
 
     host_memory: int | str | None = None

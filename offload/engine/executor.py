@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -123,6 +124,8 @@ class LiveExecutor:
     ) -> None:
         self.timeline: list[Interval] = []
         """Operations that have ended, in that order; whoever starts a step takes it."""
+        self.written_bytes: Counter[int] = Counter()
+        """Bytes that went to each path, by its number, checkpoints included: what wears a drive."""
         self.requests = 0
         """Requests that have come in; whoever takes one counts it down."""
         self.seals_homes = False
@@ -403,6 +406,8 @@ class LiveExecutor:
         if completion.error == 0:
             times = completion.started_s, completion.finished_s
             self.timeline.append(Interval(lane, label, *times, nbytes, due_s))
+            if isinstance(operation, WriteTile | SaveTile):
+                self.written_bytes[operation.record.location.path] += nbytes
             if isinstance(operation, Run):
                 self._seals.ended(operation.op)
             return Done(completion.op, completion.checksum)

@@ -17,10 +17,7 @@ from offload.optim import shards
 from offload.optim.late import LateEngine
 from offload.optim.overlap import Turn
 from offload.optim.weights import Bound, Weights
-from offload.rules import MASTER, RULES, UpdateRule, number
-
-MOST_STEPS = 2**53
-"""Step counts beyond this are not told apart in float64, in which the factors of a step are computed."""
+from offload.rules import MASTER, RULES, UpdateRule, checked_step
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
 """What to write of one parameter's state: tensors, in row-major order that of its memory, and its step count."""
@@ -201,7 +198,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         with self._lock:
             self._weights.check()
             if name == "step":
-                step = _checked_step("state", value)
+                step = checked_step("state.step", value)
                 self._write({bound: ({}, step)})
                 return _step_tensor(step)
             if name not in names:
@@ -219,7 +216,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         others = {tensor.name for rule in RULES.values() for tensor in rule.state}.difference(self._rule.names)
         if found := sorted(name for name in others.intersection(entry) if entry[name] is not None):
             raise ConfigError(what, ", ".join(found), f"it is of another rule: here there is {self._rule.names[1]}")
-        step = _checked_step(what, entry.get("step", self._rule.missing_step))
+        step = checked_step(f"{what}.step", entry.get("step", self._rule.missing_step))
         return {
             name: _in_order(f"{what}.{name}", entry.get(name), bound)
             for name in self._rule.names
@@ -233,11 +230,11 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         with self._lock:
             self.copies.forget()
             self._weights.check()
+            self.changed()
+            self._replace(entries)
             for position in others:
                 if engine.step_count(position):
                     engine.reload_master(position)
-            self.changed()
-            self._replace(entries)
             if others:
                 engine.reset_state(others)
 
@@ -255,10 +252,10 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
 
     def _replace(self, entries: Mapping[Bound, Entry]) -> None:
         """Write whole entries; masters that are not given are taken from the weights."""
+        self._write(entries)
         for bound, (tensors, _) in entries.items():
             if "master" not in tensors:
                 self._late.engine.reload_master(bound.position)
-        self._write(entries)
         masters = {bound: tensors["master"] for bound, (tensors, _) in entries.items() if "master" in tensors}
         self._weights.expect({b: master for b, master in masters.items() if b.parameter.dtype != torch.float32})
 
@@ -354,13 +351,6 @@ def _step_tensor(step: int) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return shards.local(tensor.detach()).cpu().view(torch.int32)
-
-
-def _checked_step(what: str, value: object) -> int:
-    step = number(value)
-    if not (0 <= step <= MOST_STEPS and step == int(step)):
-        raise ConfigError(f"{what}.step", step, "give the number of updates that the parameter has had")
-    return int(step)
 
 
 def _in_order(what: str, tensor: object, bound: Bound) -> torch.Tensor:

@@ -4,7 +4,16 @@ from offload.rules.adagrad import ADAGRAD
 from offload.rules.adam import ADAM, ADAMW, GroupScalars
 from offload.rules.formats import BF16, FP32, STATE_FORMATS, Format
 from offload.rules.lion import LION
-from offload.rules.rule import MASTER, MASTER_LOW, SCALES, StateTensor, UpdateRule, number, segment_dtype
+from offload.rules.rule import (
+    MASTER,
+    MASTER_LOW,
+    SCALES,
+    StateTensor,
+    UpdateRule,
+    checked_step,
+    number,
+    segment_dtype,
+)
 from offload.rules.sgd import SGD_MOMENTUM
 
 RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (ADAMW, LION, ADAGRAD, SGD_MOMENTUM)}
@@ -27,6 +36,7 @@ __all__ = [
     "GroupScalars",
     "StateTensor",
     "UpdateRule",
+    "checked_step",
     "number",
     "segment_dtype",
 ]

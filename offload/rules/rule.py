@@ -28,6 +28,9 @@ class StateTensor(NamedTuple):
     format: Format = FP32
 
 
+MOST_STEPS = 2**53
+"""Step counts beyond this are not told apart in float64, in which the factors of a step are computed."""
+
 MASTER = StateTensor("master")
 """The fp32 copy of a 16-bit weight, which every rule has; an fp32 weight *is* its master."""
 
@@ -203,6 +206,18 @@ def number(value: Any) -> float:
         return float(value) if isinstance(value, numbers.Real) else math.nan
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def checked_step(what: str, value: Any) -> int:
+    """Return how many updates a parameter has had.
+
+    Raises:
+        ConfigError: It is no such number; names `what`.
+    """
+    step = number(value)
+    if not (0 <= step <= MOST_STEPS and step == int(step)):
+        raise ConfigError(what, step, "give the number of updates that the parameter has had")
+    return int(step)
 
 
 def flag(group: Mapping[str, Any], name: str) -> bool:

@@ -37,7 +37,7 @@ from offload.layout import Layout, Parameter, Segment
 from offload.measure import lane_totals
 from offload.plan import Home, Plan, Rates
 from offload.protocols import Device, DeviceLane, Mark, StateFormat
-from offload.rules import ADAMW, MASTER, UpdateRule
+from offload.rules import ADAMW, MASTER, UpdateRule, checked_step
 from offload.session.ahead import Foreseen
 from offload.session.behind import Behind
 from offload.session.checkpoints import Checkpoints
@@ -185,7 +185,7 @@ class Engine:
         ahead = self._thread.ahead
         if self.speculates:
             found["ahead/confirmed_bytes"], found["ahead/revoked_bytes"] = ahead.confirmed_bytes, ahead.revoked_bytes
-        totals, written = lane_totals(timeline), self._visits.all_written_bytes()
+        totals = lane_totals(timeline)
         for lane in ("cpu", "gpu", "h2d", "d2h") if parts.gpu is not None else ("cpu",):
             found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
         for path, live_bytes in enumerate(parts.machine.index.live_bytes()):
@@ -194,7 +194,7 @@ class Engine:
                 found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
                 found[f"path/{path}/{verb}_bytes"] = found[f"lane/{lane}/bytes"]
             found[f"path/{path}/live_bytes"] = live_bytes
-            found[f"path/{path}/written_bytes"] = written[str(path)]
+            found[f"path/{path}/written_bytes"] = parts.executor.written_bytes[path]
         return found
 
     def _position(self, parameter: int | str) -> int:
@@ -572,20 +572,25 @@ class Engine:
         given is written to it. A tensor that is not given keeps its value.
 
         Raises:
-            ConfigError: A tensor has another number of elements, or is negative where a compact format stores roots.
+            ConfigError: There is no such tensor, or it has another number of elements, is not dense and real, or is
+                negative where a compact format stores roots; or a count is none.
         """
         with self._thread.turn():
             tensors_of = {self._position(parameter): tensors for parameter, tensors in values.items()}
-            counts = {self._position(parameter): step for parameter, step in (steps or {}).items()}
+            counts = {self._position(n): checked_step(f"step of {n}", step) for n, step in (steps or {}).items()}
             rule = self.plan.layout.rule
             for position, tensors in tensors_of.items():
                 parameter = self.plan.layout.parameters[position]
                 for name, tensor in tensors.items():
+                    what = f"{name} of {parameter.name}"
+                    if name not in rule.names:
+                        raise ConfigError(what, name, f"use {', '.join(rule.names)}")
+                    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_complex():
+                        raise ConfigError(what, type(tensor).__name__, "give a dense tensor of real numbers")
                     if tensor.numel() != parameter.numel:
-                        allowed = f"give {parameter.numel} elements"
-                        raise ConfigError(f"{name} of {parameter.name}", tensor.numel(), allowed)
+                        raise ConfigError(what, tensor.numel(), f"give {parameter.numel} elements")
                     if name in rule.roots and rule.state_format is not StateFormat.EXACT:
-                        refuse_negative(tensor, f"{name} of {parameter.name}")
+                        refuse_negative(tensor, what)
 
             def write(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
                 for name, tensor in tensors_of.get(segment.parameter, {}).items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -49,8 +48,6 @@ class Visits:
         """The newest version of any tile; no two of a tile have the same number."""
         self.step_number = 0
         """Steps that have ended."""
-        self.written_bytes: Counter[str] = Counter()
-        """Bytes that went to each path, by its number, before the last step: what wears a drive."""
         self.placing = Placing(parts, thread)
         """Chooses again what the GPU updates."""
         self.ahead = thread.ahead
@@ -94,15 +91,6 @@ class Visits:
                         take(segment, tensors)
 
         return visit
-
-    def all_written_bytes(self) -> Counter[str]:
-        """Return bytes that went to each path, by its number, since the session began."""
-        written = self.written_bytes.copy()
-        for interval in list(self._parts.executor.timeline):
-            verb, _, path = interval.lane.partition(":")
-            if verb in ("write", "save"):
-                written[path] += interval.nbytes
-        return written
 
     # On the engine thread
 
@@ -160,7 +148,6 @@ class Visits:
     def _begin_timeline(self) -> None:
         """Begin the account of another step."""
         self._parts.executor.take_timed()
-        self.written_bytes = self.all_written_bytes()
         self._unlearnt, self._parts.executor.timeline = self._parts.executor.timeline, []
 
     def _serve_ahead(self) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import offload
+from offload.config import PathConfig
 
 
 def make(parameters: Any = None, **settings: Any) -> None:
@@ -167,6 +168,30 @@ def test_hyperparameters(settings: dict[str, Any]) -> None:
         offload.AdamW([torch.nn.Parameter(torch.zeros(3))], **settings)
 
 
+@pytest.mark.parametrize(
+    ("values", "counts", "words"),
+    [
+        ({"exp_av": torch.zeros(64)}, None, "use master, exp_avg, exp_avg_sq"),
+        ({"exp_avg": [0.0] * 64}, None, "dense tensor"),
+        ({"exp_avg": torch.zeros(64).to_sparse()}, None, "dense tensor"),
+        ({"exp_avg": torch.zeros(64).to(torch.complex64)}, None, "dense tensor"),
+        ({"exp_avg": torch.zeros(63)}, None, "64 elements"),
+        ({}, -5, "number of updates"),
+        ({}, 2.7, "number of updates"),
+        ({}, float("nan"), "number of updates"),
+    ],
+)
+def test_state_that_cannot_be_written_breaks_nothing(values: dict[str, Any], counts: Any, words: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(64))
+    with offload.AdamW([parameter]) as optimizer:
+        for _ in range(2):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            with pytest.raises(offload.ConfigError, match=words):
+                optimizer.engine.write_state({0: values}, None if counts is None else {0: counts})
+        assert optimizer.engine.step_count(0) == 2
+
+
 def test_a_bad_group_is_not_added() -> None:
     good = torch.nn.Parameter(torch.zeros(3))
     with offload.AdamW([good]) as optimizer:
@@ -236,6 +261,8 @@ def test_numbers_that_are_too_large(field: str, number: Any) -> None:
 def test_numbers_of_a_path_that_are_too_large(tmp_path: Path, field: str, number: Any) -> None:
     with pytest.raises(offload.ConfigError, match=rf"^paths\[0\]\.{field}: "):
         offload.OffloadConfig(paths=[{"path": tmp_path, field: number}])
+    with pytest.raises(offload.ConfigError, match=rf"^paths\[0\]\.{field}: "):
+        offload.OffloadConfig(paths=[PathConfig(path=str(tmp_path), **{field: number})])
 
 
 def test_shares_of_any_ratio_can_be_added_up(tmp_path: Path) -> None:
