@@ -186,7 +186,8 @@ class OffloadedOptimizer:
 
     def _any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
-        device = "cpu" if "gloo" in torch.distributed.get_backend(self.dp_process_group) else "cuda"
+        backend = torch.distributed.get_backend(self.dp_process_group)
+        device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
         flags = torch.tensor([flag], dtype=torch.uint8, device=device)
         torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group)
         return bool(flags.item())

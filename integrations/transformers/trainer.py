@@ -46,10 +46,16 @@ def enable(config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | 
     """
     global _undo
     if isinstance(config, str | os.PathLike):
-        with open(config) as file:
-            settings = OffloadConfig.from_dict(json.load(file))
+        with open(config, encoding="utf-8") as file:
+            try:
+                fields = json.load(file)
+            except ValueError as cause:
+                raise ConfigError("config", file.name, f"it is not JSON: {cause}") from cause
+        settings = OffloadConfig.from_dict(fields)
+    elif isinstance(config, OffloadConfig):
+        settings = config
     else:
-        settings = config if isinstance(config, OffloadConfig) else OffloadConfig.from_dict(config or {})
+        settings = OffloadConfig.from_dict({} if config is None else config)
     try:
         trainer = import_module("transformers.trainer").Trainer
         names = import_module("transformers.training_args").OptimizerNames

@@ -277,15 +277,20 @@ def export_distributed(checkpoint: str | os.PathLike[str], target: str | os.Path
     dcp = importlib.import_module("torch.distributed.checkpoint")
 
     folder = Path(target)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as scratch:
-        file = Path(scratch) / "state.safetensors"
-        export_safetensors(checkpoint, file)
-        source = SafetensorsSource(file)
-        # Tensors over the mapped file: pages come and go as torch writes them.
-        state = {key: torch.from_numpy(source.mapped(key)).reshape(shape) for key, shape in source.tensors.items()}
-        with _alone():
-            dcp.save(state, checkpoint_id=folder, no_dist=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".export-") as scratch:
+            file = Path(scratch) / "state.safetensors"
+            export_safetensors(checkpoint, file)
+            source = SafetensorsSource(file)
+            # Tensors over the mapped file: pages come and go as torch writes them.
+            state = {
+                key: torch.from_numpy(source.mapped(key)).reshape(shape) for key, shape in source.tensors.items()
+            }
+            with _alone():
+                dcp.save(state, checkpoint_id=folder, no_dist=True)
+    except (OSError, dcp.api.CheckpointException) as cause:
+        raise CheckpointError(f"{folder} cannot be written: {cause}") from cause
 
 
 @contextlib.contextmanager

@@ -43,7 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     from offload.checkpoint.exchange import export_distributed, export_safetensors
 
     target = arguments.target
-    is_free = not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target))
+    makes_folder = arguments.format == "distributed"
+    if os.path.lexists(target) and os.path.isdir(target) != makes_folder:
+        raise ConfigError("TARGET", target, f"it is {'no' if makes_folder else 'a'} folder; name another")
+    is_free = not os.path.lexists(target) or (makes_folder and not os.listdir(target))
     if not is_free and not arguments.replace:
         raise ConfigError("TARGET", target, "it is there already; give --replace to have it replaced")
     started_s = said_s = time.monotonic()
@@ -54,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
             said_s = time.monotonic()
             print(f"export: {done / whole:.0%}", file=sys.stderr, flush=True)
 
-    if arguments.format == "distributed":
+    if makes_folder:
         export_distributed(arguments.checkpoint, arguments.target)
     else:
         export_safetensors(arguments.checkpoint, arguments.target, progress)

@@ -39,7 +39,8 @@ HELP_HOST = 0.25
 _EPILOG = """\
 examples:
   offload plan --params 13e9 --ranks 4 --rates h100-node --host-memory 40GiB
-  offload plan --config config.json --rates node.json --host-memory 64GiB --gpu-memory 10GiB --tokens 8192
+  offload plan --config config.json --rates node.json --host-memory 64GiB --gpu-memory 10GiB --tokens 8192 \\
+      --flops 400e12
   offload plan --params 7e9 --rates node.json --host-memory 0 --sweep host_memory=0,16GiB,32GiB,64GiB --out sweep.png
 
 --rates takes a file that `offload probe` wrote, or the name of a machine that ships with the package:
@@ -544,6 +545,10 @@ def _question(arguments: argparse.Namespace) -> Question:
         raise ConfigError("--nodes", arguments.nodes, "give at least 1")
     if arguments.flops is not None and not 0 < arguments.flops < math.inf:
         raise ConfigError("--flops", arguments.flops, "give operations per second, greater than 0")
+    if arguments.steps_per_day is not None and not 0 < arguments.steps_per_day < math.inf:
+        raise ConfigError("--steps-per-day", arguments.steps_per_day, "give a number greater than 0")
+    if arguments.endurance is not None:
+        parse_bytes("--endurance", arguments.endurance)
     file = find_rates(arguments.rates)
     rates, node = file.rates, Node.of(file)
     if arguments.node_memory is not None:
@@ -555,6 +560,8 @@ def _question(arguments: argparse.Namespace) -> Question:
     if arguments.flops is not None:
         rates = replace(rates, compute_flops_per_s=arguments.flops)
     for text in arguments.shared_path:
+        if sum(other.partition("=")[0] == text.partition("=")[0] for other in arguments.shared_path) > 1:
+            raise ConfigError("--shared-path", text, "give each path once")
         rates = with_shared_path(rates, text, arguments.nodes)
     if arguments.path_count is not None:
         rates = _first_paths(rates, arguments.path_count)
@@ -689,8 +696,6 @@ def _wear(answer: Answer, arguments: argparse.Namespace) -> list[dict[str, float
     steps_per_day = arguments.steps_per_day
     if steps_per_day is None:
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
-    elif not 0 < steps_per_day < math.inf:
-        raise ConfigError("--steps-per-day", steps_per_day, "give a number greater than 0")
     found = []
     for written in answer.written_bytes:
         row: dict[str, float] = {"written_bytes_per_step": written, "steps_per_day": steps_per_day}

@@ -42,6 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     step, paths, timeline = _read(Path(arguments.run))
     out = Path(arguments.out) if arguments.out else Path(arguments.run) / "trace.json"
     picture = out.with_suffix(".png")
+    if picture == out:
+        raise ConfigError(
+            "--out", str(out), "name the trace, such as trace.json: its picture gets that name with .png"
+        )
     try:
         write_text(out, to_json(trace(timeline, paths, step=step)) + "\n")
         draw_lanes(picture, timeline, paths, step=step)

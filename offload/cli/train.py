@@ -241,9 +241,9 @@ class _Run:
         if self.main.steps:
             write_text(self._folder / "summary.json", to_json(summary, indent=2) + "\n")
             draw_losses(self._folder / "loss.png", self.main.losses, summary["text"]["byte_entropy"])
-            timeline = self.main.timeline
-            draw_lanes(self._folder / "lanes.png", timeline, paths, step=len(self.main.steps))
-            operations = {"step": len(self.main.steps), "paths": paths, "operations": timeline}
+            timeline, step = self.main.timeline, self.main.steps[-1].step
+            draw_lanes(self._folder / "lanes.png", timeline, paths, step=step)
+            operations = {"step": step, "paths": paths, "operations": timeline}
             write_text(self._folder / TIMELINE_NAME, to_json(operations) + "\n")
         return summary
 

@@ -55,6 +55,7 @@ class LateEngine:
             log.info("no state is at home on the GPU, as it is asked for before the first step")
             self._opens(dataclasses.replace(self.config, gpu_memory=0))
         if self.opened is None:
+            self.check_open()
             raise ConfigError("optimizer", "not open", "use it between its constructor and close()")
         return self.opened
 

@@ -308,6 +308,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         """
         with self._lock:
             self._late.open_after_backward()
+            if not scale:  # torch's scaler halves it at every overflow
+                return False
             finite = math.isfinite(self._norm_sq())
             self._scaling.unscale(scale, self._route.notes())
             return finite
@@ -397,7 +399,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     def _finish(self) -> None:
         """Wait until the step is over that goes on behind its caller, if one does, and tell of it."""
         self._overlap.finish()
-        if not self._is_told:
+        if not self._is_told and self.engine.broken is None:  # else it has ended badly
             self._tell()
 
     def _tell(self) -> None:
@@ -548,9 +550,9 @@ class OffloadedOptimizer(StatefulOptimizer):
             prefix: Before each name.
 
         Raises:
-            ConfigError: `writer` is none of these, or `every` is below 1.
+            ConfigError: `writer` is none of these, or `every` is no count of steps.
         """
-        if every < 1:
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ConfigError("every", every, "log every step, or less often")
         add_scalar, log = getattr(writer, "add_scalar", None), getattr(writer, "log", None)
         if not any(map(callable, (add_scalar, log, writer))):

@@ -42,7 +42,10 @@ class Pace:
         """What the caller has done since the last step returned, as far as it has ended: forward, backward, waits."""
         marks = (("forward", self._returned_s, self._arrived_s), ("backward", self._arrived_s, self._asked_s))
         done = [Interval(CALLER, label, began_s, ended_s, 0) for label, began_s, ended_s in marks]
-        return [*(interval for interval in done if not math.isnan(interval.finished_s)), *self._waits]
+        return [
+            *(interval for interval in done if not math.isnan(interval.finished_s - interval.started_s)),
+            *self._waits,
+        ]
 
     @property
     def typical(self) -> tuple[float, float] | None:

@@ -287,7 +287,7 @@ class Parts:
         layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
         gradients = self._gradient_slots.total_bytes(layout.parameters)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
-        if self.gpu is not None and self.config.placement != "cpu":
+        if self.gpu is not None and self.config.placement not in ("cpu", 0):
             staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(layout, usable_bytes(self.gpu.device, layout)))
             budgets = dataclasses.replace(budgets, gpu_staging_bytes=staging)
         if self.config.host_memory is None and not self.config.paths:

@@ -53,10 +53,15 @@ def default_threads(device: Device | None) -> int:
     return max(1, cores - (CORES_BESIDE if device is not None else 0))
 
 
+LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""What launchers say how many ranks they have started on this node: torchrun, DeepSpeed's, Open MPI's, MPICH's."""
+
+
 def _local_ranks() -> int:
-    """Return how many ranks of torch.distributed share this node, by what torchrun says."""
+    """Return how many ranks of torch.distributed share this node, by what their launcher says."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        said = [os.environ.get(name, "") for name in LOCAL_RANKS]
+        return max(1, next((int(text) for text in said if text.isdecimal()), 1))
     return 1
 
 
@@ -84,7 +89,7 @@ def first_budgets(
     gpu_bytes = gpu_slots_bytes = 0
     if device is not None:
         left = usable_bytes(device, layout)
-        if config.placement != "cpu":
+        if config.placement not in ("cpu", 0):
             gpu_slots_bytes = gpu_staging_bytes(layout, left)
         if config.gpu_memory == "auto":
             gpu_slots_bytes = _given_bytes(device, gpu_slots_bytes)

@@ -12,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 import offload
 from offload import cli
+from offload.checkpoint.exchange import export_distributed
+from offload.errors import CheckpointError
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -57,6 +59,12 @@ def test_out_and_in_again(tmp_path: Path, format: str, dtype: torch.dtype) -> No
     assert [entry.name for entry in target.parent.iterdir()] == ["state"]
     again = ["export", str(tmp_path / "ck"), str(target), "--format", format, "--quiet"]
     assert cli.main(again) == 2  # what is there is not replaced in silence
+    other_kind = tmp_path / ("folder" if format == "safetensors" else "file")
+    other_kind.mkdir() if format == "safetensors" else other_kind.touch()
+    export = ["export", str(tmp_path / "ck"), str(other_kind), "--format", format, "--quiet", "--replace"]
+    assert cli.main(export) == 2
+    with pytest.raises(CheckpointError, match="written"):
+        export_distributed(tmp_path / "ck", target / "file" if format == "safetensors" else other_kind)
     assert cli.main([*again, "--replace"]) == 0
     other = model(seed=5, dtype=dtype)
     with ours(other) as optimizer:

@@ -486,6 +486,7 @@ def test_what_is_hidden_can_be_seen(tmp_path: Path) -> None:
             plain(training, random.Random(0))
             training.step()
             found, timeline = optimizer.metrics(), optimizer.timeline()
+            assert not any(math.isnan(i.started_s) or math.isnan(i.finished_s) for i in timeline)
             optimizer.zero_grad()
         assert "the step is hidden in backward" in str(optimizer.plan)
     assert found["ahead/confirmed_bytes"] == found["lane/cpu/bytes"] == found["state_bytes"]

@@ -447,7 +447,9 @@ def test_parameters_of_no_module_are_updated_at_once(config: Callable[..., offlo
 def test_a_failure_is_raised_by_the_next_module(config: Callable[..., offload.OffloadConfig]) -> None:
     model = chain(8)
     x = torch.ones(3, 64).bfloat16()
+    told: list[int] = []
     with offload.AdamW(model.parameters(), lr=1e-2, offload=config(staging_memory=3 * 12 * 4096)) as optimizer:
+        optimizer.log_to(lambda values, step: told.append(step))
         optimizer.overlap_forward(model)
         for _ in range(2):
             model(x).sum().backward()
@@ -467,6 +469,8 @@ def test_a_failure_is_raised_by_the_next_module(config: Callable[..., offload.Of
         model(x)  # whoever was told may look at what there is
         with pytest.raises(SessionBrokenError):
             optimizer.step()
+        optimizer.finish()
+    assert told == [1, 2]  # no step that has failed
 
 
 @pytest.mark.parametrize("asks", ["step", "close", "state_dict", "save_checkpoint", "finish", "metrics"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def test_metrics_go_to_loggers_after_every_step_or_less_often(tmp_path: Path) ->
             {f"offload/{name}": pytest.approx(v, nan_ok=True) for name, v in optimizer.metrics().items()},
         )
         assert board.scalars["offload/step"][-1] == (optimizer.engine.step_number, 4)
-        for writer, every in ((object(), 1), (board, 0)):
+        for writer, every in ((object(), 1), (board, 0), (board, math.nan), (board, 1.5), (board, True)):
             with pytest.raises(offload.ConfigError):
                 optimizer.log_to(writer, every=every)
 

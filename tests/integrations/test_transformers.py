@@ -222,6 +222,11 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         offload_transformers.enable(file)
     with pytest.raises(offload.ConfigError, match="host_mem"):
         offload_transformers.enable({"host_mem": 1})
+    with pytest.raises(offload.ConfigError, match="OffloadConfig's fields"):
+        offload_transformers.enable([])  # type: ignore[arg-type]
+    file.write_text("{")
+    with pytest.raises(offload.ConfigError, match="not JSON"):
+        offload_transformers.enable(file)
     with pytest.raises(ValueError, match="is not a valid"):
         OptimizerNames("offload_adamw")
 

@@ -42,6 +42,13 @@ def test_a_run_is_turned_into_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert Path(said["picture"]).read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_picture_does_not_take_the_place_of_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "timeline.json").write_text(json.dumps({"step": 3, "paths": ["/disk"], "operations": TIMELINE}))
+    assert cli.main(["trace", str(tmp_path), "--out", str(tmp_path / "x.png")]) == 2
+    assert "trace.json" in capsys.readouterr().err
+    assert not (tmp_path / "x.png").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "words"), [(None, "offload train"), ("{", "damaged"), ('{"step": 1, "paths": []}', "operations")]
 )

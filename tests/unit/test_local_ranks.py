@@ -10,16 +10,23 @@ from offload.layout import build_layout
 from offload.session import setup
 
 
+@pytest.mark.parametrize("launcher", setup.LOCAL_RANKS)
 @pytest.mark.parametrize(("is_initialized", "said", "sharing"), [(True, "4", 4), (True, None, 1), (False, "4", 1)])
 def test_ranks_of_a_node_divide_cores_and_memory(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch, is_initialized: bool, said: str | None, sharing: int
+    tmp_path: object,
+    monkeypatch: pytest.MonkeyPatch,
+    is_initialized: bool,
+    said: str | None,
+    sharing: int,
+    launcher: str,
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: is_initialized)
     monkeypatch.setattr(setup, "available_bytes", lambda: 800)
     monkeypatch.setattr(setup.os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name in setup.LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
     if said is not None:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", said)
+        monkeypatch.setenv(launcher, said)
     layout = build_layout([], 1024)
     assert setup.default_threads(None) == 8 // sharing
     assert setup.first_budgets(OffloadConfig(paths=[str(tmp_path)]), layout, None, 0, 0).host_bytes == 400 // sharing
