@@ -121,8 +121,11 @@ PARTS = {
     DOCS / "benchmarks.md": {
         "benchmarks": figures.benchmarks,
         "measured": figures.measured,
+        "capacity": figures.capacity,
+        "large": figures.large,
         "targets": figures.targets,
     },
+    DOCS / "planning.md": {"nodes": figures.nodes},
     DOCS / "published.md": {"published": figures.published, "ours": figures.ours_published, "node": figures.node},
     DOCS / "checkpoints.md": {"stalls": figures.stalled},
     DOCS / "formats.md": {"quality": figures.quality},
