@@ -698,10 +698,10 @@ BENCHMARKS = (
     ("`python bench/published.py`", "does the simulator predict what others measured, on machines we do not have?", "2 min", ("published",)),
     ("`python bench/gpu.py`", "on a GPU: rates, kernels bit by bit, updates at every GPU share, iterations beside other offloaders, memory", "", ("gpu",)),
     ("`python bench/checkpoint.py`", "how long does training stall for a checkpoint, and what does it write?", "5 min", ("checkpoint",)),
-    ("`python tests/faults/torture.py --kills 200`", "is a checkpoint ever lost or half there, whenever the process is killed?", "30 min", ("torture",)),
-    ("`python tests/faults/torture.py --kills 200 --overlap`", "the same with steps that go on behind", "10 min", ("torture-overlap",)),
-    ("`python tests/faults/torture.py --kills 200 --overlap both`", "the same with steps that also are made during backward", "10 min", ("torture-ahead",)),
-    ("`python tests/faults/torture.py --ranks 2 --kills 200`", "and with two ranks, of which one is killed: does the other one end, or say what it waits for?", "15 min", ("torture-ranks",)),
+    ("`python tests/faults/torture.py --kills 200`", "is a checkpoint ever lost or half there, whenever the process is killed?", "5 min", ("torture",)),
+    ("`python tests/faults/torture.py --kills 200 --overlap`", "the same with steps that go on behind", "5 min", ("torture-overlap",)),
+    ("`python tests/faults/torture.py --kills 200 --overlap both`", "the same with steps that also are made during backward", "5 min", ("torture-ahead",)),
+    ("`python tests/faults/torture.py --ranks 2 --kills 200`", "and with two ranks, of which one is killed: does the other one end, or say what it waits for?", "5 to 15 min", ("torture-ranks",)),
     ("`python tests/faults/histories.py --histories 2000`", "is a checkpoint lost, or does it hold what was not saved, when folders are moved, copied, linked, mounted, released and sessions killed?", "1 h", ()),
 )  # fmt: skip
 
