@@ -41,20 +41,23 @@ def clips(optimizer: Any, accelerator: Any, parameters: Iterable[torch.Tensor], 
 
     It updates each of the parameters that has a gradient and no others, by their L2 norm, and no scaler changes
     gradients itself.
-
-    Raises:
-        ConfigError: It cannot, and nobody else can: gradients of these parameters leave during backward.
     """
     parameters = list(parameters)
-    given = {id(parameter) for parameter in parameters}
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    alone = updated <= given and all(p.grad is None or id(p) in updated for p in parameters)
-    if alone and float(norm_type) == 2 and accelerator.scaler is None:
-        return True
-    if not updated.isdisjoint(given) and not optimizer.engine.config.keep_grads:
+    updated = trained(optimizer)
+    alone = updated <= {id(p) for p in parameters} and all(p.grad is None or id(p) in updated for p in parameters)
+    return alone and float(norm_type) == 2 and accelerator.scaler is None
+
+
+def trained(optimizer: Any) -> set[int]:
+    """Return the identities of the parameters that an optimizer updates, but for those that are frozen."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+
+
+def check_kept(optimizer: Any) -> None:
+    """Raise `ConfigError` if gradients of an optimizer of ours leave during backward: nobody else can clip them."""
+    if not optimizer.config.keep_grads:
         allowed = "use true: gradients that leave during backward are clipped all together, by their L2 norm"
         raise ConfigError("keep_grads", False, allowed)
-    return False
 
 
 def tell_last_pass(optimizer: Any, accelerator: Any) -> None:

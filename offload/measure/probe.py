@@ -37,6 +37,9 @@ ENOUGH_BYTES = 512 << 20
 CACHES = 3
 """so many times what the last-level caches hold, if that is more."""
 
+SPARE_BYTES = 32 << 20
+"""What a probe may take beyond the plan, where sessions are small."""
+
 ALIGNMENT_BYTES = 16 << 20
 """What a trial state takes at most beyond its elements."""
 
@@ -209,7 +212,7 @@ def _host_numel(plan: Plan, rule: UpdateRule) -> int:
     beside = plan.host_bytes - plan.overhead_bytes - plan.staging_bytes
     nbytes = min(
         max(ENOUGH_BYTES, CACHES * cache_bytes()),
-        max(beside, plan.staging_bytes - ALIGNMENT_BYTES),
+        max(beside, plan.staging_bytes - ALIGNMENT_BYTES, min(beside + plan.staging_bytes, SPARE_BYTES)),
         available_bytes() // SHARE_OF_AVAILABLE,
     )
     numel = nbytes // trial_bytes(rule)

@@ -107,7 +107,11 @@ class TrialState:
             offsets[name] = -(-end // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + index * (68 << 10)
             end = offsets[name] + stored.offset(numel)
         self._arena: Arena | Borrowed
-        self._arena = Borrowed(*borrowed) if end <= borrowed[1] else Arena(end, prefault=prefault)
+        if end <= borrowed[1]:
+            self._arena = Borrowed(*borrowed)
+            ctypes.memset(self._arena.address, 0, end)  # some bits, as moments, take the kernel several times as long
+        else:
+            self._arena = Arena(end, prefault=prefault)
         self.close = self._arena.close
         self._addresses = {name: self._arena.address + offset for name, offset in offsets.items()}
         values = np.random.default_rng(0).standard_normal(min(numel, 1 << 16), np.float32)

@@ -473,6 +473,11 @@ class OffloadedOptimizer(StatefulOptimizer):
     # Figures and the end
 
     @property
+    def config(self) -> OffloadConfig:
+        """Tiers and budgets, as they were given."""
+        return self._late.config
+
+    @property
     def plan(self) -> PlanReport:
         """What lives where, how long a step should take, what bounds it, and how long the last one took."""
         explanation, iteration = self.explain(), None

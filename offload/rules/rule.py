@@ -200,12 +200,14 @@ def rounded(values: Iterable[float]) -> Iterator[float]:
 
 def number(value: Any) -> float:
     """Return a number, or a tensor or an array of one, as a float; NaN for anything else."""
-    if hasattr(value, "shape") and hasattr(value, "item"):
-        value = value.item() if math.prod(value.shape) == 1 else None
     try:
+        if hasattr(value, "shape") and hasattr(value, "item"):
+            value = value.item() if math.prod(value.shape) == 1 else None
         return float(value) if isinstance(value, numbers.Real) else math.nan
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+    except RuntimeError:  # a tensor without values
+        return math.nan
 
 
 def checked_step(what: str, value: Any) -> int:

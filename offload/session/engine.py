@@ -587,6 +587,12 @@ class Engine:
                         raise ConfigError(what, name, f"use {', '.join(rule.names)}")
                     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_complex():
                         raise ConfigError(what, type(tensor).__name__, "give a dense tensor of real numbers")
+                    try:  # what cannot be copied is found before anything is
+                        if tensor.numel():
+                            torch.empty((), device="cpu").copy_(tensor.detach()[(0,) * tensor.dim()])
+                    except (RuntimeError, TypeError, NotImplementedError) as cause:
+                        found = f"{tensor.dtype} on {tensor.device}"
+                        raise ConfigError(what, found, f"give a dense tensor of numbers ({cause})") from cause
                     if tensor.numel() != parameter.numel:
                         raise ConfigError(what, tensor.numel(), f"give {parameter.numel} elements")
                     if name in rule.roots and rule.state_format is not StateFormat.EXACT:

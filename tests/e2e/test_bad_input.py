@@ -176,6 +176,8 @@ def test_hyperparameters(settings: dict[str, Any]) -> None:
         ({"exp_avg": torch.zeros(64).to_sparse()}, None, "dense tensor"),
         ({"exp_avg": torch.zeros(64).to(torch.complex64)}, None, "dense tensor"),
         ({"exp_avg": torch.zeros(63)}, None, "64 elements"),
+        ({"exp_avg": torch.empty(64, device="meta")}, None, "dense tensor"),
+        ({}, torch.empty((), device="meta"), "number of updates"),
         ({}, -5, "number of updates"),
         ({}, 2.7, "number of updates"),
         ({}, float("nan"), "number of updates"),

@@ -140,17 +140,31 @@ def test_a_part_of_the_parameters_is_clipped_alone(optimizer: offload.AdamW) -> 
     assert float(parameters[0].grad.norm()) == pytest.approx(64)  # type: ignore[union-attr]
 
 
-def test_gradients_that_leave_are_clipped_all_together(optimizer: offload.AdamW) -> None:
+def test_gradients_that_leave_are_clipped_all_together(
+    optimizer: offload.AdamW, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody else finds them; the config is a stand-in for one with weights on a GPU."""
     accelerator = Accelerator(cpu=True)
     enable(accelerator, accelerator.prepare(optimizer))
     parameters = set_gradients(optimizer)
-    optimizer.engine.config = dataclasses.replace(optimizer.engine.config, keep_grads=False)
+    monkeypatch.setattr(optimizer._late, "config", dataclasses.replace(optimizer.config, keep_grads=False))
     for given, norm_type in ((parameters[1:], 2), (parameters, 1)):
         with pytest.raises(offload.ConfigError, match="keep_grads"):
             accelerator.clip_grad_norm_(given, 0.5, norm_type)
     accelerator.clip_grad_norm_(parameters, 0.5)
     accelerator.clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 0.5)  # somebody else's
+
+
+def test_one_of_two_optimizers_clips(optimizer: offload.AdamW) -> None:
+    accelerator = Accelerator(cpu=True)
+    enable(accelerator, accelerator.prepare(optimizer))
+    with offload.AdamW([torch.nn.Parameter(torch.ones(5000))]) as other:
+        enable(accelerator, accelerator.prepare(other))
+        for frozen in optimizer.param_groups[0]["params"]:  # as in a step of the other one
+            frozen.requires_grad_(False)
+        norm = accelerator.clip_grad_norm_(set_gradients(other), 0.5)
+        other.step()
+        assert other.metrics()["gradient_norm"] == norm == pytest.approx(5000**0.5)
 
 
 def test_other_optimizers_are_left_alone(optimizer: offload.AdamW, tmp_path: Path) -> None:

@@ -190,6 +190,23 @@ def test_staging_memory_is_passed_over_where_it_is_most_of_what_there_is(monkeyp
     staging.close()
 
 
+def test_what_lay_in_borrowed_memory_makes_no_difference() -> None:
+    """As moments, some bits take the kernel several times as long."""
+    rule, numel = ADAMW.stored_in(StateFormat.COMPACT8), 1 << 16
+    staging = Arena(32 << 20)
+    everything = staging.tensor(0, staging.nbytes, torch.uint8)
+    everything.fill_(0xFF)
+    borrowed = TrialState(rule, numel, borrowed=(staging.address, staging.nbytes))
+    own = TrialState(rule, numel)
+    assert isinstance(borrowed._arena, workbench.Borrowed)
+    assert isinstance(own._arena, Arena)
+    size = own._arena.nbytes
+    assert torch.equal(everything[:size], own._arena.tensor(0, size, torch.uint8))
+    del everything
+    own.close()
+    staging.close()
+
+
 def test_trial_state_repeats_its_values() -> None:
     numel = (1 << 16) * 2 + 1000
     state = TrialState(ADAMW, numel)
