@@ -589,7 +589,9 @@ class Engine:
                         raise ConfigError(what, type(tensor).__name__, "give a dense tensor of real numbers")
                     try:  # what cannot be copied is found before anything is
                         if tensor.numel():
-                            torch.empty((), device="cpu").copy_(tensor.detach()[(0,) * tensor.dim()])
+                            torch.empty((), dtype=torch.float32, device="cpu").copy_(
+                                tensor.detach()[(0,) * tensor.dim()]
+                            )
                     except (RuntimeError, TypeError, NotImplementedError) as cause:
                         found = f"{tensor.dtype} on {tensor.device}"
                         raise ConfigError(what, found, f"give a dense tensor of numbers ({cause})") from cause
