@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,28 +36,29 @@ def ours(optimizer: Any) -> Any:
     return optimizer if isinstance(optimizer, KINDS) else None
 
 
-def clips(optimizer: Any, accelerator: Any, parameters: Iterable[torch.Tensor], norm_type: float) -> bool:
-    """Return whether an optimizer of ours can clip in place of its accelerator.
+def clipper(optimizers: Iterable[Any], accelerator: Any, parameters: Sequence[torch.Tensor], norm_type: float) -> Any:
+    """Return which optimizer of ours clips in place of its accelerator; None where the accelerator has to.
 
     It updates each of the parameters that has a gradient and no others, by their L2 norm, and no scaler changes
     gradients itself.
+
+    Raises:
+        ConfigError: None does, and nobody else can: gradients of these parameters leave during backward.
     """
-    parameters = list(parameters)
-    updated = trained(optimizer)
-    alone = updated <= {id(p) for p in parameters} and all(p.grad is None or id(p) in updated for p in parameters)
-    return alone and float(norm_type) == 2 and accelerator.scaler is None
-
-
-def trained(optimizer: Any) -> set[int]:
-    """Return the identities of the parameters that an optimizer updates, but for those that are frozen."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-
-
-def check_kept(optimizer: Any) -> None:
-    """Raise `ConfigError` if gradients of an optimizer of ours leave during backward: nobody else can clip them."""
-    if not optimizer.config.keep_grads:
+    given = {id(parameter) for parameter in parameters}
+    updated = {
+        optimizer: {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        for optimizer in optimizers
+    }
+    meant = [optimizer for optimizer, ids in updated.items() if not ids.isdisjoint(given)]
+    if len(meant) == 1 and float(norm_type) == 2 and accelerator.scaler is None:
+        ids = updated[meant[0]]
+        if ids <= given and all(p.grad is None or id(p) in ids for p in parameters):
+            return meant[0]
+    if not all(optimizer.config.keep_grads for optimizer in meant):
         allowed = "use true: gradients that leave during backward are clipped all together, by their L2 norm"
         raise ConfigError("keep_grads", False, allowed)
+    return None
 
 
 def tell_last_pass(optimizer: Any, accelerator: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload import ConfigError
-from offload.integrations.shared import POINTER, check_kept, clips, ours, release, save, tell_last_pass, trained
+from offload.integrations.shared import POINTER, clipper, ours, release, save, tell_last_pass
 
 try:
     AcceleratedOptimizer: Any = import_module("accelerate.optimizer").AcceleratedOptimizer
@@ -88,13 +88,10 @@ def _clip(
 ) -> torch.Tensor:
     """Stand in for `Accelerator.clip_grad_norm_`: the norm is the same, and the update clips."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    given = {id(parameter) for parameter in parameters}
-    meant = [known for known in prepared if not trained(known).isdisjoint(given)]
-    if len(meant) == 1 and clips(meant[0], accelerator, parameters, norm_type):
-        return meant[0].clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
-    for known in meant:
-        check_kept(ours(known))
-    return type(accelerator).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)  # type: ignore[no-any-return]
+    found = clipper(map(ours, prepared), accelerator, parameters, norm_type)
+    if found is None:
+        return type(accelerator).clip_grad_norm_(accelerator, parameters, max_norm, norm_type)  # type: ignore[no-any-return]
+    return found.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
 
 
 def _save_state(accelerator: Any, prepared: list[Prepared], *arguments: Any, **options: Any) -> Any:

@@ -169,11 +169,9 @@ def _create(trainer: Any, original: Callable[..., Any], *arguments: Any, **optio
             if ours is None:
                 return clip(parameters, max_norm, norm_type)
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            if shared.clips(ours, accelerator, parameters, norm_type):
-                return ours.clip_grad_norm_(max_norm)
-            if not shared.trained(ours).isdisjoint(map(id, parameters)):
-                shared.check_kept(ours)
-            return clip(parameters, max_norm, norm_type)
+            if shared.clipper([ours], accelerator, parameters, norm_type) is None:
+                return clip(parameters, max_norm, norm_type)
+            return ours.clip_grad_norm_(max_norm)
 
         accelerator.clip_grad_norm_ = clip_grad_norm_
     if _ours(trainer) is not None:
