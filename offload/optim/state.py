@@ -18,6 +18,7 @@ from offload.optim.late import LateEngine
 from offload.optim.overlap import Turn
 from offload.optim.weights import Bound, Weights
 from offload.rules import MASTER, RULES, UpdateRule, checked_step
+from offload.session.handout import refuse_uncopied
 
 Entry = tuple[dict[str, torch.Tensor], int | None]
 """What to write of one parameter's state: tensors, in row-major order that of its memory, and its step count."""
@@ -360,15 +361,5 @@ def _in_order(what: str, tensor: object, bound: Bound) -> torch.Tensor:
         found = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(what, found, f"it must be a tensor of {tuple(parameter.shape)}")
     strides, mine = bound.local.stride(), shards.own_part(what, tensor.detach(), bound.cut)
-    try:
-        if mine.layout != torch.strided:
-            raise TypeError("it is not dense")
-        if mine.is_complex():
-            raise TypeError("it is complex")
-        view = mine.permute(sorted(range(mine.dim()), key=lambda axis: -strides[axis]))
-        if mine.numel():  # what cannot be copied is found before anything is; and a GPU's streams have come so far
-            torch.empty((), dtype=torch.float32, device="cpu").copy_(view[(0,) * view.dim()])
-    except (RuntimeError, TypeError, NotImplementedError) as cause:
-        found = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout}, {tensor.device})"
-        raise ConfigError(what, found, f"it must be a dense tensor of numbers ({cause})") from cause
-    return view
+    refuse_uncopied(mine, what)
+    return mine.permute(sorted(range(mine.dim()), key=lambda axis: -strides[axis]))

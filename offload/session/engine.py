@@ -42,7 +42,7 @@ from offload.session.ahead import Foreseen
 from offload.session.behind import Behind
 from offload.session.checkpoints import Checkpoints
 from offload.session.ending import Ending
-from offload.session.handout import Handout, copy_run, refuse_negative, rooms_beside
+from offload.session.handout import Handout, copy_run, refuse_negative, refuse_uncopied, rooms_beside
 from offload.session.parts import Parts
 from offload.session.setup import named_shortage
 from offload.session.thread import EngineThread, nothing
@@ -585,16 +585,7 @@ class Engine:
                     what = f"{name} of {parameter.name}"
                     if name not in rule.names:
                         raise ConfigError(what, name, f"use {', '.join(rule.names)}")
-                    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.is_complex():
-                        raise ConfigError(what, type(tensor).__name__, "give a dense tensor of real numbers")
-                    try:  # what cannot be copied is found before anything is
-                        if tensor.numel():
-                            torch.empty((), dtype=torch.float32, device="cpu").copy_(
-                                tensor.detach()[(0,) * tensor.dim()]
-                            )
-                    except (RuntimeError, TypeError, NotImplementedError) as cause:
-                        found = f"{tensor.dtype} on {tensor.device}"
-                        raise ConfigError(what, found, f"give a dense tensor of numbers ({cause})") from cause
+                    refuse_uncopied(tensor, what)
                     if tensor.numel() != parameter.numel:
                         raise ConfigError(what, tensor.numel(), f"give {parameter.numel} elements")
                     if name in rule.roots and rule.state_format is not StateFormat.EXACT:

@@ -180,6 +180,26 @@ def copy_run(source: torch.Tensor, start: int, out: torch.Tensor) -> None:
         done += target.numel()
 
 
+def refuse_uncopied(tensor: object, what: str) -> None:
+    """Raise `ConfigError` unless it is a dense tensor whose elements can be copied as real numbers.
+
+    Tells before anything is copied. Where the tensor is on a GPU, its streams have come so far.
+    """
+    try:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError("it is no tensor")
+        if tensor.layout != torch.strided:
+            raise TypeError("it is not dense")
+        if tensor.is_complex():
+            raise TypeError("it is complex")
+        if tensor.numel():
+            torch.empty((), dtype=torch.float32, device="cpu").copy_(tensor.detach()[(0,) * tensor.dim()])
+    except (RuntimeError, TypeError, NotImplementedError) as cause:
+        kind = f" ({tensor.dtype}, {tensor.layout}, {tensor.device})" if isinstance(tensor, torch.Tensor) else ""
+        found = f"{type(tensor).__name__}{kind}"
+        raise ConfigError(what, found, f"it must be a dense tensor of numbers ({cause})") from cause
+
+
 def refuse_negative(tensor: torch.Tensor, what: str) -> None:
     """Raise `ConfigError` if an element is negative; NaN is not."""
     piece = torch.empty(min(PIECE_NUMEL, tensor.numel()), dtype=torch.float32, device="cpu")
