@@ -492,7 +492,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         OffloadError: A value cannot be used, or the state does not fit.
     """
-    question = _question(arguments)
+    question, endurance = _question(arguments), None
+    if arguments.endurance is not None:
+        endurance = parse_bytes("--endurance", arguments.endurance)
     if arguments.sweep is not None:
         name, values = _parse_sweep(arguments.sweep)
         rows = sweep(question, name, values)
@@ -512,7 +514,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise PlanError(f"{error}; {_say_least(question)}") from error
     else:
-        wear = _wear(answer, arguments)
+        wear = _wear(answer, endurance, arguments.steps_per_day)
         found = advice(answer)
         if arguments.json:
             print(to_json(_as_dict(answer, wear, found), indent=2))
@@ -547,8 +549,6 @@ def _question(arguments: argparse.Namespace) -> Question:
         raise ConfigError("--flops", arguments.flops, "give operations per second, greater than 0")
     if arguments.steps_per_day is not None and not 0 < arguments.steps_per_day < math.inf:
         raise ConfigError("--steps-per-day", arguments.steps_per_day, "give a number greater than 0")
-    if arguments.endurance is not None:
-        parse_bytes("--endurance", arguments.endurance)
     file = find_rates(arguments.rates)
     rates, node = file.rates, Node.of(file)
     if arguments.node_memory is not None:
@@ -559,9 +559,10 @@ def _question(arguments: argparse.Namespace) -> Question:
         node = replace(node, gpus=arguments.gpus)
     if arguments.flops is not None:
         rates = replace(rates, compute_flops_per_s=arguments.flops)
+    named = [text.partition("=")[0].strip() for text in arguments.shared_path]
+    if len(set(named)) < len(named):
+        raise ConfigError("--shared-path", ", ".join(named), "give each path once")
     for text in arguments.shared_path:
-        if sum(other.partition("=")[0] == text.partition("=")[0] for other in arguments.shared_path) > 1:
-            raise ConfigError("--shared-path", text, "give each path once")
         rates = with_shared_path(rates, text, arguments.nodes)
     if arguments.path_count is not None:
         rates = _first_paths(rates, arguments.path_count)
@@ -690,10 +691,8 @@ def _params_of(file: str) -> tuple[int, int]:
     return sum(p.numel for p in parameters), sum(p.numel for p in parameters if p.exact)
 
 
-def _wear(answer: Answer, arguments: argparse.Namespace) -> list[dict[str, float]]:
+def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
     """Return what each path is written per step and, where its endurance is known, the days until it is used up."""
-    endurance = None if arguments.endurance is None else parse_bytes("--endurance", arguments.endurance)
-    steps_per_day = arguments.steps_per_day
     if steps_per_day is None:
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
     found = []
