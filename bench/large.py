@@ -33,6 +33,10 @@ UNCLIPPED = 1000.0
 
 WAYS = ("read", "write")
 
+PLANNED = ("forward_s", "backward_s", "step_s", "iteration_s", "hidden_iteration_s", "bound_s", "lanes", "ahead")
+SUMMED_UP = ("steps", "seconds", "tokens_per_s", "forward_s", "backward_s", "step_s", "optimizer_step_s", "lanes")
+"""What the report has of a plan and of a summary: neither their folders nor this machine's."""
+
 FLOPS_PER_WEIGHT = 6
 """Of forward and backward together, for each token."""
 
@@ -120,10 +124,10 @@ def main() -> None:
         "model": found["model"],
         "tokens": args.batch * SEQ,
         "rates_of": {"flops_per_s": flops_per_s, "beyond_plan_bytes": beyond},
-        "plan": said,
+        "plan": {name: said[name] for name in PLANNED},
         "predicted": predicted,
         "happened": happened,
-        "summary": found,
+        "summary": {name: found[name] for name in SUMMED_UP},
         "steps": lines,
     }
     targets = [
