@@ -7,6 +7,9 @@ what is left of a buffer is cut. All is added in the order in which it was sent.
 An interrupt may end any method of the sender's at any line: a `Sending` knows how far it came, and whoever sends it
 again goes on there.
 
+An addition that fails is told by `finish`, in the step, however soon it fails: backward does not end at whichever
+parameter comes next.
+
 Not done here: buckets, order with other lanes, and knowing what gradients are.
 """
 
@@ -106,7 +109,7 @@ class Additions:
         size = buffer_bytes(slots_bytes)
         if self.arena is None or self._size < size:
             if self.arena is not None:
-                self.finish()
+                self._wait_for_all()
                 # What has been forgotten may still be copied, if an interrupt came before its mark.
                 self._lanes.device.mark(DeviceLane.LEAVING, timed=False).wait()
                 self._close_buffers()
@@ -142,7 +145,7 @@ class Additions:
         """Put copies on lane `LEAVING`, which follows what they read, and have them added; again after an interrupt.
 
         Raises:
-            OffloadError: The device has failed, or an addition.
+            OffloadError: The device has failed.
         """
         if not self._serving.locked():  # a second thread returns at once
             threading.Thread(target=self._serve, name="offload-add", daemon=True).start()
@@ -153,7 +156,6 @@ class Additions:
                 before = self._ring[filling.buffer]
                 if before is not None and before is not filling and not before.ended.is_set():
                     self._wait(before)
-                    self._check()
                 self._ring[filling.buffer] = filling
                 self._lanes.pieces.to_host(filling.copies, PIECE_ALIGNMENT, DeviceLane.LEAVING)
                 filling.mark = self._lanes.device.mark(DeviceLane.LEAVING, timed=False)
@@ -167,9 +169,6 @@ class Additions:
             OffloadError: Something has not been.
         """
         self._wait_for_all()
-        self._check()
-
-    def _check(self) -> None:
         if self._error is not None:
             raise self._error
 

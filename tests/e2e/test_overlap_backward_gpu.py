@@ -509,10 +509,15 @@ def closed(optimizer: Any) -> None:
     assert not ends.is_alive()
 
 
-def test_an_addition_that_fails_ends_the_step_before_anything_is_confirmed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("awaited", [False, True])
+def test_an_addition_that_fails_ends_the_step_before_anything_is_confirmed(tmp_path: Path, awaited: bool) -> None:
+    """Backward goes on, also where it waits for that addition's buffer."""
     training = trained(tmp_path, passes=2)
     before = weights_of(training)
-    training.optimizer.engine._parts.gradients.on_gpu.additions._add = refuse
+    additions = training.optimizer.engine._parts.gradients.on_gpu.additions
+    wait, waits = additions._wait, threading.Event()
+    additions._wait = lambda filling: (waits.set(), wait(filling))
+    additions._add = lambda rows: (waits.wait(30 if awaited else 0), refuse())
     training.backward()
     training.backward()
     with pytest.raises(StepAbortedError, match="Nothing had been updated"):
