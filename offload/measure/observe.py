@@ -209,13 +209,17 @@ def _shown(
 
 
 def _reaction_s(timeline: Sequence[Interval], known_s: float) -> float:
-    """Return the mean time from when an operation was due until an idle lane took it up."""
+    """Return the mean time from when an operation was due until an idle lane took it up.
+
+    A path's two directions count as one lane: where they share a device, one waits for the other's turn.
+    """
     idle_from_s: dict[str, float] = {}
     found: list[float] = []
     for interval in sorted(timeline, key=lambda item: item.started_s):
-        if interval.due_s is not None and interval.due_s > idle_from_s.get(interval.lane, -math.inf):
+        device = interval.lane.rpartition(":")[2]
+        if interval.due_s is not None and interval.due_s > idle_from_s.get(device, -math.inf):
             found.append(max(0.0, interval.started_s - interval.due_s))
-        idle_from_s[interval.lane] = max(idle_from_s.get(interval.lane, -math.inf), interval.finished_s)
+        idle_from_s[device] = max(idle_from_s.get(device, -math.inf), interval.finished_s)
     return fmean(found) if found else known_s
 
 

@@ -46,6 +46,19 @@ def test_what_waits_keeps_a_lane_busy_and_what_finds_it_idle_was_waited_for() ->
     assert typical([rates_of(), found, found]).reaction_s == found.reaction_s
 
 
+def test_a_turn_of_the_other_direction_was_not_waited_for_the_engine() -> None:
+    """A write that was due while a read had the device is no reaction, wherever that read was due."""
+    timeline = [
+        Interval("read:0", "", 0.0, 2.0, 100 * MB, due_s=0.0),
+        Interval("write:0", "", 2.0, 4.0, 100 * MB, due_s=1.0),
+        Interval("write:1", "", 1.2, 2.0, 100 * MB, due_s=1.0),
+        Interval("read:0", "", 4.4, 5.0, 100 * MB, due_s=4.1),
+    ]
+    assert observe(rates_of(), timeline[:2]).reaction_s == 0.0
+    known = dataclasses.replace(rates_of(), paths=rates_of().paths * 2)
+    assert observe(known, timeline).reaction_s == pytest.approx((0.0 + 0.2 + 0.3) / 3, abs=1e-9)
+
+
 def test_a_lane_that_did_little_keeps_its_rate() -> None:
     known = rates_of()
     assert observe(known, []) == known
