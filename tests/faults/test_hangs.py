@@ -465,9 +465,10 @@ def frozen(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], None]]]:
 
     def freeze(how: str) -> None:
         subprocess.run(["fsfreeze", how, point], check=how == "-f", capture_output=True)
+        if how == "-f":
+            watchdog.start()  # not before: what is slow until then must not have it thawed
 
     watchdog = threading.Timer(LONG_S, freeze, ["-u"])
-    watchdog.start()
     yield point, freeze
     watchdog.cancel()
     freeze("-u")
