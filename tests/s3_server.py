@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.client
 import http.server
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 BUCKET = "bucket"
 
@@ -119,6 +120,7 @@ class FaultProxy:
         self.before: Callable[[str, str], None] = lambda method, target: None
         self.released = threading.Event()
         self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
         proxy = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -135,8 +137,11 @@ class FaultProxy:
                 proxy._forward(self)
 
         class Server(http.server.ThreadingHTTPServer):
-            daemon_threads = True
-            block_on_close = False
+            daemon_threads = False  # its end waits for them
+
+            def process_request(self, request: Any, address: Any) -> None:
+                proxy._connections.append(request)
+                super().process_request(request, address)
 
             def handle_error(self, *arguments: object) -> None:
                 pass  # clients hang up on stalled answers
@@ -154,8 +159,12 @@ class FaultProxy:
         return made
 
     def close(self) -> None:
+        """End all threads, those of clients that keep their connections included: nothing is left to end later."""
         self.released.set()
         self._server.shutdown()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it has been closed
+                connection.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
         self._thread.join()
 

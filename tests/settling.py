@@ -6,14 +6,19 @@ import time
 
 import offload
 
+LONG_S = 120.0
+
 
 def settle(engine: offload.Engine) -> None:
     """Wait until what can be made ahead has been made: else it is a matter of luck how much of it there is."""
     machine, ahead = engine._parts.machine, engine._thread.ahead
-    until_s = time.monotonic() + 20
-    while time.monotonic() < until_s and ahead._wanted:
-        able = [number for number in ahead._left if number in machine._places]  # what there is room for
+    until_s = time.monotonic() + LONG_S
+    while ahead._wanted:
+        able = [number for number in [*ahead._left] if number in machine._places]  # what there is room for
         final = [number for number in able if ahead._left[number] <= 0]
+        if machine.broken is not None or (machine._held and machine.is_ahead and not machine.in_flight):
+            return  # no more is made
         if machine.is_ahead and not ahead._final and all(machine._beside.get(number) for number in final):
             return
+        assert time.monotonic() < until_s, "what can be made ahead is not made"
         time.sleep(0.001)

@@ -1030,7 +1030,7 @@ def run(folder: Path, names: list[str]) -> None:
     rank = int(os.environ["RANK"])
     deepspeed.init_distributed(
         "gloo" if get_accelerator().device_name() == "cpu" else get_accelerator().communication_backend_name(),
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=240),
         init_method=f"file://{os.environ['RENDEZVOUS']}",
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),

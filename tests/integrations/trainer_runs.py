@@ -80,17 +80,16 @@ def main(folder: str, optim: str, steps: int, *rest: str) -> None:
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in trained.parameters())).hexdigest()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    print(
-        json.dumps(
-            {
-                "losses": [entry["loss"] for entry in history],
-                "norms": [entry["grad_norm"] for entry in history],
-                "weights": digest,
-                "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-                "rank": trainer.args.process_index,
-            }
-        )
+    line = json.dumps(
+        {
+            "losses": [entry["loss"] for entry in history],
+            "norms": [entry["grad_norm"] for entry in history],
+            "weights": digest,
+            "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__name__}",
+            "rank": trainer.args.process_index,
+        }
     )
+    os.write(1, f"\n{line}\n".encode())  # at once: ranks share what they write to
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from leftovers import clear, open_files
 from tier_harness import ARENA_BYTES, Build, Harness, need_io_uring
 
 from offload._native import CompletionQueue, IoThreads, IoUring, StoreFile
@@ -128,15 +129,6 @@ def test_where_nothing_may_be_registered_rings_go_on_without(tmp_path: Path) -> 
     ]
 
 
-def open_files() -> dict[str, str]:
-    """Return what each descriptor of this process stands for."""
-    found = {}
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own descriptor has gone
-            found[descriptor] = os.readlink(f"/proc/self/fd/{descriptor}")
-    return found
-
-
 def registered(name: str) -> int:
     """Return how many "UserFiles" or "UserBufs" the rings of this process have, as the kernel tells."""
     rings = [number for number, what in open_files().items() if what == "anon_inode:[io_uring]"]
@@ -148,6 +140,7 @@ def registered(name: str) -> int:
 
 def test_file_and_memory_are_registered_with_the_ring(build: Build) -> None:
     need_io_uring()
+    clear()
     harness = build("file-direct/io_uring")
     assert (registered("UserFiles"), registered("UserBufs")) == (1, 1)
     plain = build("file-direct/io_uring-plain", register_file=False)

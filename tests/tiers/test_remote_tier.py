@@ -412,10 +412,11 @@ def test_paths_are_looked_at_before_anything_is_opened(aws: pytest.MonkeyPatch) 
 
 def test_an_endpoint_nobody_listens_at(aws: pytest.MonkeyPatch) -> None:
     aws.setattr(objects_module, "HASTY", QUICK)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    aws.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    said = refused(f"s3://{BUCKET}/run")
+    with socket.socket() as bound:  # and not listening: nobody else has this port meanwhile
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        aws.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        said = refused(f"s3://{BUCKET}/run")
     assert f"http://127.0.0.1:{port} cannot be reached" in said
     assert "AWS_ENDPOINT_URL" in said
 
