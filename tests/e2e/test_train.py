@@ -59,13 +59,21 @@ def test_an_unusable_path_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-WATCHED = """
+WATCHED = f"""
+sys.path.append({str(Path(__file__).parents[1])!r})
+from settling import settle
+import offload
 from offload.session.thread import EngineThread
-waits, lines = EngineThread.wait_behind, []
+waits, lines, clip, clipped = EngineThread.wait_behind, [], offload.AdamW.clip_grad_norm_, []
 def wait_behind(self):
-    lines.append(self._followed is not None)
+    lines.append(self.behind is not None and not all(visit.is_set() for visit in self.behind._visits.values()))
     waits(self)
-EngineThread.wait_behind = wait_behind
+def settled(self, limit):
+    clipped.append(True)
+    if len(clipped) == 6:
+        settle(self.engine)
+    return clip(self, limit)
+EngineThread.wait_behind, offload.AdamW.clip_grad_norm_ = wait_behind, settled
 status = main()
 print("waited for", sum(lines[:-4]))  # the last step has none behind it: its figures and the end may wait
 sys.exit(status)

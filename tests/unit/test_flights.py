@@ -97,7 +97,7 @@ def test_what_never_ends_is_given_up_and_remembered(stop: Callable[[object], Non
 
 
 def test_what_arrives_with_an_interrupt_is_not_waited_for_again() -> None:
-    lane, main = Lane(stall_s=10.0), threading.get_ident()
+    lane, main = Lane(stall_s=120.0), threading.get_ident()
 
     def interrupt() -> None:
         while sys._current_frames()[main].f_code.co_name != "arrived":

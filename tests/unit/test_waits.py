@@ -57,10 +57,11 @@ def test_completions_come_in_time_or_not_at_all() -> None:
 
 
 def test_what_is_done_aside_is_done_once() -> None:
-    go_on, runs = threading.Event(), []
+    begun, go_on, runs = threading.Event(), threading.Event(), []
 
     def work() -> None:
         runs.append(threading.current_thread())
+        begun.set()
         assert go_on.wait(LONG_S)
         raise KeyError("as if")
 
@@ -68,6 +69,7 @@ def test_what_is_done_aside_is_done_once() -> None:
     aside.start()
     aside.start()
     assert not aside.wait(0.0)
+    assert begun.wait(LONG_S)
     assert aside.forestall()
     go_on.set()
     assert aside.wait(LONG_S)
