@@ -264,12 +264,12 @@ class CommitJob:
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
         for kept in self.doubtful:
             folder = open_folder(kept.folder)
-            known = standing(Pin(kept.id, kept.folder), "")
-            if kept.id in abandoned or known is Standing.RELEASED:  # given up, or committed and released since
+            # First whether it is there: rank 0 may release it now, and says so before `COMMIT` goes.
+            if kept.id not in abandoned and _is_there(folder, kept.id):
+                self.confirmed.append(kept)
+            elif kept.id in abandoned or standing(Pin(kept.id, kept.folder), "") is Standing.RELEASED:
                 self._undo(folder, kept.id, [store_folder(path, store) for path, store in kept.stores])
                 self.released.append(kept)
-            elif _is_there(folder, kept.id):
-                self.confirmed.append(kept)
 
     def _undo(self, folder: Folder, id: str, stores: Sequence[Folder]) -> None:
         """Take back what an uncommitted checkpoint has left, as far as that can be done."""
