@@ -11,6 +11,7 @@ LONG_S = 120.0
 
 def settle(engine: offload.Engine) -> None:
     """Wait until what can be made ahead has been made: else it is a matter of luck how much of it there is."""
+    engine._thread.wait_behind()  # only a step that is over says what can be made ahead of the next one
     machine, ahead = engine._parts.machine, engine._thread.ahead
     until_s = time.monotonic() + LONG_S
     while ahead._wanted:

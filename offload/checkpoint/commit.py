@@ -264,11 +264,12 @@ class CommitJob:
         abandoned = read_commit(self.folder).replaced if self.doubtful else ()
         for kept in self.doubtful:
             folder = open_folder(kept.folder)
+            is_there = _is_there(folder, kept.id)  # first: rank 0 may release it now, and says so before that
             known = standing(Pin(kept.id, kept.folder), "")
             if kept.id in abandoned or known is Standing.RELEASED:  # given up, or committed and released since
                 self._undo(folder, kept.id, [store_folder(path, store) for path, store in kept.stores])
                 self.released.append(kept)
-            elif _is_there(folder, kept.id):
+            elif is_there:
                 self.confirmed.append(kept)
 
     def _undo(self, folder: Folder, id: str, stores: Sequence[Folder]) -> None:

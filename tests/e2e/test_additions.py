@@ -14,6 +14,7 @@ import torch
 from mirror import same, states
 from simulated import OnDevice
 from test_interrupts import Interrupted
+from test_lifetime import threads_end
 from test_small_tensors import Counting, vectors
 
 import offload
@@ -235,8 +236,8 @@ def test_an_addition_that_fails_is_told_until_gradients_are_forgotten(
 @pytest.mark.parametrize("lazy", [True, False])
 def test_a_device_that_fails_hangs_nothing(tmp_path: Path, lazy: bool, fail_at: int) -> None:
     parameters = weights()
-    device = SimulatedDevice(lazy=lazy)
     before = threading.active_count()
+    device = SimulatedDevice(lazy=lazy)
     optimizer = OnDevice(parameters, device=device, offload=config(tmp_path))
     device._fail_at = device.done + fail_at
 
@@ -247,7 +248,7 @@ def test_a_device_that_fails_hangs_nothing(tmp_path: Path, lazy: bool, fail_at: 
     with pytest.raises(offload.OffloadError, match="has failed"):
         train()
     optimizer.close()
-    assert threading.active_count() <= before
+    assert threads_end(before)
 
 
 class InterruptedHere(Interrupted):

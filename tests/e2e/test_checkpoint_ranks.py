@@ -257,6 +257,52 @@ def test_a_rank_that_goes_on_keeps_what_is_in_doubt(
     assert_holds(tmp_path / "next", expected)
 
 
+def test_a_doubt_is_settled_while_rank_0_releases_that_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its `COMMIT` goes as soon as rank 1 has read it."""
+    ranks = two(tmp_path)
+    for rank in ranks:
+        rank.step()
+    save(1, ranks, tmp_path / "ck", "a" * 32)
+    saves = ranks[1].engine._parts.saves
+    saves.pending.wait_for_ranks(0.05)  # type: ignore[union-attr]
+    with pytest.raises(offload.CheckpointError, match="in vain"):
+        ranks[1].engine.wait_checkpoint(60)
+    save(0, ranks, tmp_path / "ck", "a" * 32)
+    ranks[0].engine.wait_checkpoint(60)
+    looked, released = threading.Event(), threading.Event()
+    plain_read, plain_release = DirectoryFolder.read, commit.release
+
+    def read(folder: DirectoryFolder, name: str) -> bytes | None:
+        content = plain_read(folder, name)
+        if folder.path == str(tmp_path / "ck") and name == "COMMIT" and not looked.is_set():
+            looked.set()
+            assert released.wait(60)
+        return content
+
+    def release(kept: commit.Kept, note: str) -> bool:
+        assert looked.wait(60)
+        done = plain_release(kept, note)
+        released.set()
+        return done
+
+    monkeypatch.setattr(DirectoryFolder, "read", read)
+    monkeypatch.setattr(commit, "release", release)
+    expected = joined(ranks)
+    for rank in (0, 1):
+        save(rank, ranks, tmp_path / "next", "b" * 32)
+    for rank in ranks:
+        rank.engine.wait_checkpoint(60)
+    assert released.is_set()
+    assert not is_checkpoint(tmp_path / "ck")
+    assert not saves._doubtful
+    assert [kept.id[0] for kept in saves.kept] == ["b"]
+    for rank in ranks:
+        rank.engine.close()
+    assert_holds(tmp_path / "next", expected)
+
+
 def test_a_commit_that_failed_with_its_name_in_place_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
