@@ -766,7 +766,6 @@ WHY_MISSED = (
         "reads and writes took longer than by the rates that the disk had just before (`lanes` of plan and summary)",
     ),
     ("planner: largest error", TWO_SLOTS),
-    ("planner: the same, predicted before", TWO_SLOTS),
-    ("planner: the same, by the rates", TWO_SLOTS),
+    ("planner: the same, ", TWO_SLOTS),
 )
 """Why a target was missed, by how the report and the target begin."""

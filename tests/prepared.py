@@ -39,6 +39,14 @@ def read_early(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in environment if name.startswith(READ_EARLY) and name not in ANY}
 
 
+def torchrun(ranks: int) -> tuple[str, ...]:
+    """Return what an interpreter is given before a program that so many ranks run.
+
+    The launcher holds the port at which they meet: one that a test finds free may be taken when they use it.
+    """
+    return "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)
+
+
 def python() -> str:
     """Return the path of what runs Python programs in prepared processes.
 

@@ -31,7 +31,7 @@ COMMITTED = {
 
 def run(example: Path, folder: Path, python: str = sys.executable) -> str:
     ranks = RANKS.get(example.name, 0)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
+    launcher = prepared.torchrun(ranks) if ranks else ()
     program = [str(example), str(folder)]
     if "deepspeed" in example.name:
         (folder / "uncompiled.py").write_text(UNCOMPILED.format(example=str(example)))

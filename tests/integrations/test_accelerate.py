@@ -31,7 +31,7 @@ PROGRAM = Path(__file__).with_name("accelerate_runs.py")
 
 def run(folder: Path, steps: int, *rest: str, ranks: int = 1, python: str = "") -> list[dict[str, Any]] | None:
     """Return what each rank says, None if it was killed."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    launcher = prepared.torchrun(ranks) if ranks > 1 else ()
     done = subprocess.run(
         [python or prepared.python(), *launcher, str(PROGRAM), str(folder), str(steps), *rest],
         capture_output=True,

@@ -96,13 +96,14 @@ def trained(folder: Path, name: str, *arguments: str, ranks: int = 2, status: in
     """Run the training script in ranks; return what each of them wrote."""
     offload = {"host_memory": 0, "paths": [str(folder)], "subgroup_numel": 1024, "threads": 1}
     (folder / "config.json").write_text(json.dumps({**CONFIG, "multi_tier_offload": offload}))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks))
     script = [argument.format(script=SCRIPT) for argument in arguments]
     extra = [str(folder / "config.json"), str(folder / name)]
     place = script.index(str(SCRIPT) if str(SCRIPT) in script else SCRIPT.stem) + 1
     command = [*script[:place], *extra, *script[place:]]
     interpreter = sys.executable if name == "launched" else prepared.python()
-    done = python(*torchrun, *command, cwd=folder, interpreter=interpreter, PYTHONPATH=str(SCRIPT.parent))
+    done = python(
+        *prepared.torchrun(ranks), *command, cwd=folder, interpreter=interpreter, PYTHONPATH=str(SCRIPT.parent)
+    )
     assert bool(done.returncode) == bool(status), done.stderr[-3000:]
     assert not status or f"exitcode  : {status}" in done.stderr, done.stderr[-3000:]
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]

@@ -28,12 +28,10 @@ import offload
 from offload.integrations.lightning import OffloadCallback
 
 PROGRAM = Path(__file__).with_name("lightning_runs.py")
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-"""It holds the port at which ranks meet: Lightning would find one that is free, and use it seconds later."""
 
 
 def start(folder: Path, optim: str, steps: int, *rest: str, python: str = "") -> subprocess.Popen[str]:
-    program = [*(LAUNCHER if "ranks=2" in rest else ()), str(PROGRAM)]
+    program = [*(prepared.torchrun(2) if "ranks=2" in rest else ()), str(PROGRAM)]
     return subprocess.Popen(
         [python or prepared.python(), "-W", "ignore", *program, str(folder), optim, str(steps), *rest],
         stdout=subprocess.PIPE,

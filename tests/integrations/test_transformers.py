@@ -26,14 +26,13 @@ import offload
 import offload.integrations.transformers as offload_transformers
 
 PROGRAM = Path(__file__).with_name("trainer_runs.py")
-LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-"""Two ranks, at a port that the launcher holds: one that is free now may not be when it is used."""
 
 
 def start(
-    folder: Path, optim: str, steps: int, *rest: str, python: str = "", launcher: tuple[str, ...] = ()
+    folder: Path, optim: str, steps: int, *rest: str, python: str = "", ranks: int = 0
 ) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
+    launcher = prepared.torchrun(ranks) if ranks else ()
     return subprocess.Popen(
         [python or prepared.python(), *launcher, str(PROGRAM), str(folder), optim, str(steps), *rest],
         stdout=subprocess.PIPE,
@@ -106,7 +105,7 @@ def test_a_checkpoint_of_torchs_is_gone_on_from(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_save_and_resume_together(tmp_path: Path) -> None:
     def ranks(folder: str, *rest: str) -> subprocess.Popen[str]:
-        return start(tmp_path / folder, "offload_adamw", 6, "save_total_limit=1", *rest, launcher=LAUNCHER)
+        return start(tmp_path / folder, "offload_adamw", 6, "save_total_limit=1", *rest, ranks=2)
 
     whole = outcomes(ranks("whole"))
     assert [rank["rank"] for rank in whole] == [0, 1]
