@@ -36,13 +36,22 @@ def stages() -> ModuleType:
 
 
 @pytest.fixture
-def made(stages: ModuleType, tmp_path: Path) -> Any:
+def made(stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns a stage from its limit, and lets signals do again what they did."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 
+    monkeypatch.setenv("OFFLOAD_SITE", str(tmp_path / "sites"))
+
     def make(limit_s: float = 540.0) -> Any:
         args = argparse.Namespace(
-            stage="check", folder=tmp_path, limit=limit_s, scratch=tmp_path, simulated=True, smoke=True, params=None
+            stage="check",
+            folder=tmp_path,
+            limit=limit_s,
+            scratch=tmp_path,
+            simulated=True,
+            smoke=True,
+            params=None,
+            kept=None,
         )
         return stages.Stage(args)
 
@@ -200,6 +209,71 @@ def test_a_copy_knows_what_it_was_copied_from(
     assert pack == tmp_path
     changed = ["since it was packed: changed", "since it was packed: gone"]
     assert stages.provenance(pack) == ("0123abcd", changed)
+
+
+def built(folder: Path, name: str = "offload-site-0-0123") -> Path:
+    """Returns a folder as a build leaves it, with what Triton keeps."""
+    site = folder / name
+    (site / ".triton" / "kernel").mkdir(parents=True)
+    (site / ".triton" / "kernel" / "update.cubin").write_bytes(os.urandom(5000))
+    (site / "offload" / "__pycache__").mkdir(parents=True)
+    (site / "offload" / "__init__.py").write_text("kept = True\n")
+    (site / "offload" / "__pycache__" / "of.pyc").write_bytes(b"another time")
+    return site
+
+
+def test_what_a_stage_has_built_is_there_for_the_next(stages: ModuleType, tmp_path: Path) -> None:
+    """The machine between them is bare again; a build of other sources is not taken, nor is half an archive."""
+    site, archive = built(tmp_path / "there"), tmp_path / "kept.tar.gz"
+    assert stages.keep(site, archive) == f"{archive.stat().st_size} bytes"
+    again = tmp_path / "here" / site.name
+    assert stages.take(again, archive).endswith("taken")
+    assert (again / "offload" / "__init__.py").read_text() == "kept = True\n"
+    kernel = Path(".triton/kernel/update.cubin")
+    assert (again / kernel).read_bytes() == (site / kernel).read_bytes()
+    assert not list(again.rglob("__pycache__"))
+
+    other = tmp_path / "here" / "offload-site-0-4567"
+    assert "other sources" in stages.take(other, archive)
+    archive.write_bytes(archive.read_bytes()[:-500])
+    assert "Error" in stages.take(other, archive)
+    assert "Error" in stages.take(other, tmp_path / "none")
+    assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [site.name]
+
+
+def test_a_build_that_is_too_large_to_bring_back_is_not_left(
+    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "MOST_KEPT_BYTES", 1000)
+    assert stages.keep(built(tmp_path), tmp_path / "kept.tar.gz").startswith("left out")
+    assert stages.keep(tmp_path / "none", tmp_path / "kept.tar.gz") == "nothing was built"
+    assert not list(tmp_path.glob("*kept*"))
+
+
+def test_a_stage_takes_what_was_kept_in_the_place_of_building(stages: ModuleType, made: Any, tmp_path: Path) -> None:
+    stage = made()
+    stages.keep(built(tmp_path / "there", stage.site.name), stage.folder / stages.KEPT)
+    assert [part.name for part in stages.common(stage)] == ["environment"]
+    assert stage.report["taken"].endswith("taken")
+    shutil.rmtree(stage.site)
+    (stage.folder / stages.KEPT).write_bytes(b"no archive")
+    assert [part.name for part in stages.common(stage)] == ["build", "environment"]
+    assert "Error" in stage.report["taken"]
+
+
+def test_parts_are_asked_for_by_the_beginnings_of_their_names(stages: ModuleType) -> None:
+    parts = [stages.Part(name, None, 1.0) for name in ("device", "kernels", "deepspeed-zero3, 3e+09 parameters")]
+    assert all(stages.asked(part, None) for part in parts)
+    assert [stages.asked(part, ["kern", "deepspeed-zero3"]) for part in parts] == [False, True, True]
+
+
+@pytest.mark.slow
+def test_memory_is_looked_at_before_and_after_it_is_touched(stages: ModuleType) -> None:
+    found = stages.touched((1 << 30) + 5)
+    assert found["bytes"] == 1 << 30
+    assert found["seconds"] > 0
+    assert found["total_before_bytes"] > 1 << 30
+    assert stages.touched(0)["bytes"] == 0
 
 
 @pytest.mark.full

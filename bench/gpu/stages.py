@@ -12,6 +12,8 @@ part: a stage that is killed leaves what it had found. All stages may be repeate
 `rates` left in the same FOLDER, or another.
 
 The package is built into a folder outside of the sources, named after their content, so that the next stage finds it.
+A machine that is bare at each call is handed that folder back: each stage leaves it, with the kernels that Triton has
+compiled, as `kept.tar.gz` in FOLDER, and takes what `--kept` names in the place of building.
 This script itself imports neither torch nor the package: what is broken there is reported, too.
 """
 
@@ -22,6 +24,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import mmap
 import os
 import platform
 import re
@@ -30,6 +33,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +47,13 @@ SIMULATED = "SIMULATED DEVICE: NO GPU WAS USED, NO FIGURE MEANS ANYTHING"
 LIMIT_S = 540.0
 LEAST_S = 10.0
 """A part with less time than that is not begun."""
+
+KEPT = "kept.tar.gz"
+MOST_KEPT_BYTES = 16 << 20
+"""A larger archive of the build is not left: what brings files back from such machines has limits of this kind."""
+
+TOUCHED_BYTES = 32 << 30
+"""Host memory that `facts` touches: a virtual machine may be given its memory only as it is used."""
 
 Found = dict[str, Any]
 
@@ -99,6 +110,7 @@ class Stage:
             "PYTHONPATH": os.pathsep.join(filter(None, (str(self.site), os.environ.get("PYTHONPATH")))),
             "PYTHONUNBUFFERED": "1",
             "HF_HUB_OFFLINE": "1",
+            "TRITON_CACHE_DIR": str(self.site / ".triton"),
             "OFFLOAD_COMMIT": commit or "",
             "OFFLOAD_CHANGED": "\n".join(changed),
         }
@@ -150,6 +162,8 @@ class Stage:
                 signal.signal(number, signal.SIG_IGN)
             self.save()
             shutil.rmtree(self.scratch, ignore_errors=True)
+            self.report["kept"] = keep(self.site, self.folder / KEPT)
+            self.save()
         self.tell()
         statuses = {entry["status"] for entry in self.report["parts"]}
         return 0 if self.report["state"] == "complete" and statuses <= {"ok", "not run"} else 1
@@ -315,7 +329,59 @@ def build(pack: Path | None, site: Path) -> None:
     print(json.dumps({"wheels": len(wheels) - len(left_out), "left_out": left_out}))
 
 
-def facts(scratch: Path) -> Found:
+def keep(site: Path, archive: Path) -> str:
+    """Leave the build as an archive; return what became of it. Nothing is left where nothing has been built."""
+    if not site.exists():
+        return "nothing was built"
+    draft = archive.with_name(f".{archive.name}.draft")
+    try:
+        with tarfile.open(draft, "w:gz", compresslevel=6) as packed:
+            packed.add(site, site.name, filter=lambda member: None if "__pycache__" in member.name else member)
+        nbytes = draft.stat().st_size
+        if nbytes > MOST_KEPT_BYTES:
+            return f"left out: {nbytes} bytes, of {MOST_KEPT_BYTES} at most"
+        draft.replace(archive)
+        return f"{nbytes} bytes"
+    except OSError as error:
+        return f"left out: {error}"
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def take(site: Path, archive: Path) -> str:
+    """Unpack the build of an earlier stage; return what became of it. One of other sources is not taken."""
+    draft = Path(f"{site}.{os.getpid()}.draft")
+    try:
+        with tarfile.open(archive, "r:gz") as packed:
+            packed.extractall(draft, filter="data")
+        if not (draft / site.name).is_dir():
+            return f"{archive}: made from other sources, or by another Python"
+        (draft / site.name).rename(site)
+        return f"{archive}: taken"
+    except (OSError, tarfile.TarError, EOFError) as error:
+        return f"{archive}: {type(error).__name__}: {error}"
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def touched(nbytes: int) -> Found:
+    """Return what memory the machine has before and after a part of it has been touched, and how long that took."""
+
+    def total() -> int:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    before, began_s = total(), time.monotonic()
+    nbytes = min(nbytes, before // 2)
+    held = []
+    for _ in range(nbytes >> 30):
+        held.append(mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE))
+    seconds, after = time.monotonic() - began_s, total()
+    for piece in held:
+        piece.close()
+    return {"bytes": len(held) << 30, "seconds": seconds, "total_before_bytes": before, "total_after_bytes": after}
+
+
+def facts(scratch: Path, touch_bytes: int) -> Found:
     """Return what the machine says of itself."""
     commands = {
         "gpus": "nvidia-smi",
@@ -337,7 +403,7 @@ def facts(scratch: Path) -> Found:
         "packages": f"{sys.executable} -m pip list --disable-pip-version-check --format=freeze",
         "variables": "env | grep -E '^(CUDA|NVIDIA|NCCL|TORCH|PYTORCH|OMP|TRITON|DS)_' | sort",
     }
-    found = {}
+    found: Found = {}
     for name, command in commands.items():
         try:
             done = subprocess.run(
@@ -352,7 +418,7 @@ def facts(scratch: Path) -> Found:
             found[name] = done.stdout.rstrip()
         except (OSError, subprocess.TimeoutExpired) as error:
             found[name] = f"{error}"
-    return found
+    return {**found, "memory touched": touched(touch_bytes)}
 
 
 def last_json(output: str) -> Found:
@@ -390,11 +456,19 @@ def common(stage: Stage) -> Iterator[Part]:
     """The build, and what it is built with."""
     own = str(Path(__file__))
     packed = ["--pack", str(stage.pack)] if stage.pack else []
+    archive = stage.args.kept or stage.folder / KEPT
+    if not stage.site.exists() and archive.exists():
+        stage.report["taken"] = take(stage.site, archive)
     if not stage.site.exists():
         command = [sys.executable, "-P", own, "build", str(stage.site), *packed]
         yield Part("build", command, 200.0, last_json, needed=True)
     simulated = ["--simulated"] if stage.args.simulated else []
     yield Part("environment", [sys.executable, "-P", own, "describe", ".", *simulated], 60.0, last_json)
+
+
+def asked(part: Part, names: Sequence[str] | None) -> bool:
+    """Return whether a part is to be run: all are, or those whose names begin with one of these."""
+    return names is None or part.name.startswith(tuple(names))
 
 
 def pytest(stage: Stage, *arguments: str, workers: int = 1) -> list[str]:
@@ -417,7 +491,8 @@ def pytest(stage: Stage, *arguments: str, workers: int = 1) -> list[str]:
 def check(stage: Stage) -> Iterator[Part]:
     """Is everything right?"""
     smoke, tests = stage.args.smoke, ROOT / "tests"
-    yield Part("facts", [sys.executable, "-P", __file__, "facts", str(stage.scratch)], 90.0, last_json)
+    touch = ["--smoke"] if smoke else []
+    yield Part("facts", [sys.executable, "-P", __file__, "facts", str(stage.scratch), *touch], 90.0, last_json)
     device = pytest(stage, str(tests / "tiers" / "test_device.py"), *(["-k", "bytes or pinned"] if smoke else []))
     yield Part("device", device, 90.0, tests_of)
     kernels = [str(tests / "kernels" / f"test_{name}.py") for name in ("gpu", "compact16", "compact8_gpu")]
@@ -519,7 +594,8 @@ def train(stage: Stage) -> Iterator[Part]:
     """What does an iteration take, beside no offload and beside the others?"""
     described = stage.report["environment"]
     tokens = 2 * 2048
-    memory = int(described.get("gpu_memory_bytes", 0)), int(described.get("memory_bytes", 0))
+    host_bytes = stage.args.host_bytes or int(described.get("memory_bytes", 0))
+    memory = int(described.get("gpu_memory_bytes", 0)), host_bytes
     params = SMOKE_PARAMS if stage.args.smoke else stage.args.params or largest(*memory, tokens)
     stage.report["params"] = params
     sizes = ["--batch", "2", "--seq", "2048", "--iterations", "5", "--limit", "{limit}"]
@@ -539,10 +615,7 @@ def train(stage: Stage) -> Iterator[Part]:
         ("memory", "deepspeed-superoffload", params, 150.0),
         ("memory", "deepspeed-zenflow", params, 150.0),
     ]
-    asked = stage.args.contenders
     for file, name, numel, limit_s in plan:
-        if asked and name not in asked:
-            continue
         command = gpu_bench(stage, file, "--section", "d", "--contenders", name, "--params", f"{numel:g}", *sizes)
         label = f"{name}, {numel:.2g} parameters"
         missing = "needs a GPU" if name in ON_A_GPU and stage.args.simulated else ""
@@ -626,9 +699,19 @@ def main() -> int:
     )
     parser.add_argument("--params", type=float, help="parameters of the model in train (default: what fits)")
     parser.add_argument(
-        "--contenders",
+        "--host-bytes",
+        type=lambda text: int(float(text)),
+        help="host memory that `train` chooses a model for (default: what the machine says it has; a "
+        "virtual one may be given more as it uses it)",
+    )
+    parser.add_argument(
+        "--parts",
         type=lambda text: text.split(","),
-        help="only these in train (default: all, as long as there is time)",
+        help="only the parts whose names begin so, such as device,kernels or deepspeed-zero3 "
+        "(default: all, as long as there is time)",
+    )
+    parser.add_argument(
+        "--kept", type=Path, metavar="FILE", help=f"an earlier stage's build (default: FOLDER/{KEPT}, if there)"
     )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it still run?")
     parser.add_argument(
@@ -641,14 +724,14 @@ def main() -> int:
     elif args.stage == "describe":
         describe(args.simulated)
     elif args.stage == "facts":
-        print(json.dumps(facts(args.folder)))
+        print(json.dumps(facts(args.folder, 0 if args.smoke else TOUCHED_BYTES)))
     else:
         args.smoke = args.smoke or args.simulated
         stage = Stage(args)
 
         def parts(stage: Stage) -> Iterator[Part]:
             yield from common(stage)
-            yield from STAGES[args.stage](stage)
+            yield from (part for part in STAGES[args.stage](stage) if asked(part, args.parts))
 
         return stage.run(parts)
     return 0
