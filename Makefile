@@ -11,6 +11,9 @@ TORCH := torch==2.13.0
 # DeepSpeed comes as sources that need torch to be there, and builds none of its native parts now.
 DEEPSPEED := deepspeed==0.19.8
 
+# The oldest Triton that pyproject.toml admits: tests read what it compiles kernels to, beside the one installed.
+OLDEST_TRITON := triton==3.6.0
+
 # Tests wait more than they compute: one worker more than there are cores.
 WORKERS := $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
@@ -27,10 +30,10 @@ check test test-full: export OMP_NUM_THREADS := 1
 check: $(VENV)/.core lint
 	$(PYTEST) -q -m "not slow and not full and not gpu" tests/unit tests/sim tests/kernels $(ARGS)
 
-test: $(VENV)/.ready lint
+test: $(VENV)/.ready $(VENV)/.oldest-triton lint
 	$(PYTEST) -m "not full and not gpu" $(ARGS)
 
-test-full: $(VENV)/.ready lint
+test-full: $(VENV)/.ready $(VENV)/.oldest-triton lint
 	$(BIN)/python -m pytest --hypothesis-profile new $(ARGS)
 	$(MAKE) wheels ARGS=
 
@@ -80,6 +83,10 @@ $(VENV)/.core: $(VENV)/bin/python pyproject.toml $(NATIVE)
 $(VENV)/.ready: $(VENV)/.core
 	$(BIN)/python -m pip install --quiet setuptools wheel
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation '$(DEEPSPEED)'
+	@touch $@
+
+$(VENV)/.oldest-triton: | $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/oldest-triton '$(OLDEST_TRITON)'
 	@touch $@
 
 clean:

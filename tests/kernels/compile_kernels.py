@@ -1,4 +1,4 @@
-"""Compiles the GPU's kernels, for which no GPU is needed, and prints what each came to: one line of JSON for each."""
+"""Compiles the GPU's kernels, for which no GPU is needed: prints Triton's version, then a line of JSON for each."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ def compiled(kernel: str, capability: int, types: dict[str, str], constants: dic
 
 def main() -> None:
     capability = int(sys.argv[1])
+    print(triton.__version__, flush=True)
     tables = {"table": "*i64", "pieces": "*i32", "first": "i32"}
     none, bfloat16, float16, float32 = (int(code) for code in DtypeCode)
     combinations = [*itertools.product((none, bfloat16, float16, float32), (none, bfloat16, float16), (True,))]
