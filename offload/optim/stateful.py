@@ -17,6 +17,7 @@ import torch
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.errors import CheckpointError, ConfigError
+from offload.layout import bare_names, matching_names
 from offload.optim import ranks
 from offload.optim.groups import (
     NOT_LOADED,
@@ -254,7 +255,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 rank=agreed.rank,
                 ranks=agreed.ranks,
                 replica=agreed.replica,
-                prefix=agreed.prefix,
+                names=agreed.names,
                 ended=agreed.ended,
             )
 
@@ -363,7 +364,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _load(self, source: StateSource, groups: list[dict[str, Any]] | None, prefix: str = "") -> None:
         self._late.open()
         bounds = self._weights.bound.values()
-        names = {bound.name: prefix + bound.name for bound in bounds}
+        names = {name: prefix + bare for name, bare in bare_names(bound.name for bound in bounds).items()}
+        there = matching_names(names.values(), source.names)
+        names = {name: there.get(bare, bare) for name, bare in names.items()}
         _check_forms(source, bounds, names)
         self._weights.check()
         world, rank = ranks.world()
