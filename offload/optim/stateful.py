@@ -245,9 +245,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._late.open()
             bounds = self._weights.bound.values()
             agreed = ranks.agree_on_save(bounds)
+            positions = {bound.parameter: bound.position for bound in bounds}
+            metadata = {
+                "optimizer": self.kind,
+                "groups": to_json(self.param_groups),
+                "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
+                "prefix": agreed.prefix,
+            }
             self.engine.save(
                 path,
-                metadata={"optimizer": self.kind, "groups": to_json(self.param_groups), "prefix": agreed.prefix},
+                metadata=metadata,
                 extra=content,
                 copy=copy,
                 on_done=on_done,
