@@ -26,6 +26,7 @@ from offload.errors import CheckpointError, ConfigError
 from offload.integrations.shared import KINDS, POINTER
 from offload.optim.groups import torch_defaults
 from offload.tiers.places import replacing, sync_directory
+from offload.units import format_bytes
 
 FILES = {"transformers": "optimizer.pt", "accelerate": "optimizer.bin"}
 """In a folder of a framework, the file of its (first) optimizer."""
@@ -173,6 +174,7 @@ def _state(checkpoint: str, scratch: Path, progress: Progress) -> Iterator[tuple
         with Checkpoint(checkpoint) as opened:
             groups, members = _groups(opened)
             names = opened.rule.names[1:]
+            _check_room(scratch, 2 * 4 * len(names) * sum(map(opened.full_numel, opened.names)))
             write_safetensors(opened, file, lambda done, whole: progress("reading", done, whole), names)
             rule, step = opened.rule, opened.step
             parameters = [p for manifest in opened.manifests for p in manifest.layout.parameters]
@@ -186,18 +188,26 @@ def _state(checkpoint: str, scratch: Path, progress: Progress) -> Iterator[tuple
             for name in named:
                 number = next(following)  # a parameter that is given twice has its first number, as in torch
                 group["params"].append(number if name is None else numbers.setdefault(name, number))
-                if name is not None and source.step_of(name):
+                has_state = name is not None and source.step_of(name) and group.get("momentum") != 0  # as torch's SGD
+                if name is not None and has_state:
                     entry = {tensor: _tensor(source, name, tensor) for tensor in names}
                     if rule.missing_step is None:  # torch's keep a count
                         entry = {"step": torch.tensor(float(source.step_of(name)), dtype=torch.float32), **entry}
-                    elif group.get("momentum") == 0:  # torch's SGD has no momentum then
-                        entry = dict.fromkeys(entry)
                     state[numbers[name]] = entry
         kind = str(opened.metadata["optimizer"])
         outcome = Outcome(kind, [len(group["params"]) for group in groups], step, has_masters)
         yield {"state": state, "param_groups": groups}, outcome
     finally:
         file.unlink(missing_ok=True)
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder.parent} has {format_bytes(free)} free, and the state takes {format_bytes(needed)} there, half "
+            "of them for the time being: name a target on a disk with more room"
+        )
 
 
 def _tensor(source: SafetensorsSource, name: str, tensor: str) -> Any:
@@ -269,16 +279,16 @@ def _write_folder(
             _sync(here)
 
     made.mkdir()
-    for name in names:
-        if (folder / name).is_dir():
-            shutil.copytree(folder / name, made / name, copy_function=copy)
-        else:
-            copy(str(folder / name), str(made / name))
     outcomes = []
     for file, state_folder in states.items():
         with _state(state_folder, scratch, progress) as (state, outcome):
             _save(state, made / file, progress)
         outcomes.append(outcome)
+    for name in names:
+        if (folder / name).is_dir():
+            shutil.copytree(folder / name, made / name, copy_function=copy)
+        else:
+            copy(str(folder / name), str(made / name))
     for directory, _, _ in os.walk(made):
         sync_directory(Path(directory))
     os.rename(made, out)  # refused where another has made it meanwhile
