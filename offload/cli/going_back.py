@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,13 +104,17 @@ def export_for(framework: str, checkpoint: str, target: str, progress: Progress)
 
 def _state_folder(checkpoint: str) -> str:
     """Return the folder of the state that a path means: itself, or what a framework's checkpoint names."""
-    if os.path.isfile(checkpoint):
-        return next(iter(_pointers("lightning", checkpoint).values()))
-    if not os.path.lexists(os.path.join(checkpoint, COMMIT_NAME)):
-        for framework, file in FILES.items():
-            if os.path.isfile(os.path.join(checkpoint, file)):
-                return next(iter(_pointers(framework, checkpoint).values()))
-    return checkpoint
+    if os.path.lexists(os.path.join(checkpoint, COMMIT_NAME)):
+        return checkpoint
+    kinds = [framework for framework, file in FILES.items() if os.path.isfile(os.path.join(checkpoint, file))]
+    kinds += ["lightning"] if os.path.isfile(checkpoint) else []
+    if not kinds:
+        return checkpoint
+    folders = [*_pointers(kinds[0], checkpoint).values()]
+    if len(folders) > 1:
+        allowed = f"it has several optimizers; give the folder of one: {', '.join(folders)}"
+        raise ConfigError("CHECKPOINT", checkpoint, allowed)
+    return folders[0]
 
 
 def _pointers(framework: str, checkpoint: str) -> dict[str, str]:
@@ -124,18 +128,17 @@ def _pointers(framework: str, checkpoint: str) -> dict[str, str]:
         if not isinstance(states, list) or len(states) != 1:
             raise ConfigError("CHECKPOINT", checkpoint, f"it has no state of one optimizer; {wanted}")
         return {"": _named(framework, states[0], checkpoint, os.path.dirname(path))}
-    first = FILES[framework]
-    stem, ending = os.path.splitext(first)
+    stem, ending = os.path.splitext(FILES[framework])
     further = (f"{stem}_{number}{ending}" for number in count(1)) if framework == "accelerate" else ()
-    names = [first]
-    for name in further:
-        if not os.path.isfile(os.path.join(checkpoint, name)):
-            break
-        names.append(name)
-    if not os.path.isfile(os.path.join(checkpoint, first)):
-        raise ConfigError("CHECKPOINT", checkpoint, f"there is no {first} in it; {wanted}")
-    files = {name: os.path.join(checkpoint, name) for name in names}
-    return {name: _named(framework, _read(file, framework), file, checkpoint) for name, file in files.items()}
+    there = takewhile(lambda name: os.path.isfile(os.path.join(checkpoint, name)), chain([FILES[framework]], further))
+    files = {name: os.path.join(checkpoint, name) for name in there}
+    if not files:
+        raise ConfigError("CHECKPOINT", checkpoint, f"there is no {FILES[framework]} in it; {wanted}")
+    contents = {name: _read(file, framework) for name, file in files.items()}
+    pointers = {name: content for name, content in contents.items() if POINTER in content}  # others may be torch's
+    return {
+        name: _named(framework, content, files[name], checkpoint) for name, content in (pointers or contents).items()
+    }
 
 
 def _read(path: str, framework: str) -> dict[str, Any]:

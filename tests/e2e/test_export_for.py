@@ -176,20 +176,25 @@ def folder_of(framework: str, checkpoint: Path) -> Path:
 
 
 @pytest.mark.parametrize("framework", going_back.FILES)
-def test_all_else_in_a_folder_is_copied(checkpoint: Path, framework: str, tmp_path: Path) -> None:
+def test_all_else_in_a_folder_is_copied(
+    checkpoint: Path, framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = folder_of(framework, checkpoint)
     if framework == "accelerate":
         shutil.copytree(checkpoint, folder / "state_1")
         torch.save({POINTER: "state_1"}, folder / "optimizer_1.bin")
+        torch.save(torch.optim.AdamW(weights(1)).state_dict(), folder / "optimizer_2.bin")  # torch's own already
     assert quietly(folder, "--for", framework, tmp_path / "out") == 0
     names = {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*")}
     ours = {"optimizer.bin", "optimizer_1.bin"} if framework == "accelerate" else {"optimizer.pt"}
-    assert names == {"deeper", "deeper/weights"} | ours
+    assert names == {"deeper", "deeper/weights"} | ours | ({"optimizer_2.bin"} if len(ours) == 2 else set())
     assert (tmp_path / "out" / "deeper" / "weights").read_bytes() == b"w" * 1000
     for name in ours:
         assert load(tmp_path / "out" / name)["state"].keys() == {0, 1}
     assert load(folder / going_back.FILES[framework]) == {POINTER: "state"}
-    assert quietly(folder, "--for", "torch", tmp_path / "out.pt") == 0
+    assert quietly(folder, "--for", "torch", tmp_path / "out.pt") == (0 if len(ours) == 1 else 2)
+    said = capsys.readouterr().err
+    assert said == "" or f"give the folder of one: {folder / 'state'}, {folder / 'state_1'}" in said
 
 
 def change(checkpoint: Path, edit: Callable[[dict[str, Any]], object]) -> None:
