@@ -77,9 +77,11 @@ def export_for(framework: str, checkpoint: str, target: str, progress: Progress)
         ConfigError: The target is there, or the checkpoint is not of this framework.
         CheckpointError: The checkpoint cannot be read, or the target not written.
     """
-    if os.path.lexists(target):
-        raise ConfigError("OUT", target, "it is there already; name another")
+    if os.path.lexists(target) or not target:
+        raise ConfigError("OUT", target, "it is there already; name another" if target else "name what to write")
     out = Path(os.path.abspath(target))
+    if framework in FILES and out.resolve().is_relative_to(Path(checkpoint).resolve()):
+        raise ConfigError("OUT", target, "it is in CHECKPOINT, which is copied; name one beside it")
     if not out.parent.is_dir():
         raise ConfigError("OUT", target, f"there is no folder {out.parent}; make it")
     states = {"": _state_folder(checkpoint)} if framework == "torch" else _pointers(framework, checkpoint)
@@ -96,7 +98,8 @@ def export_for(framework: str, checkpoint: str, target: str, progress: Progress)
                 _save(content, out, progress)
             return [outcome]
     except OSError as cause:
-        raise CheckpointError(f"cannot write {out}: {cause.strerror or cause}") from cause
+        why = cause.args[0][0][2] if isinstance(cause, shutil.Error) else cause.strerror or cause
+        raise CheckpointError(f"cannot write {out}: {why}") from cause
 
 
 # What a framework's checkpoint says of the state
@@ -267,7 +270,7 @@ def _write_folder(
     """Copy a folder without those of state, and with what torch's optimizers load in place of what named these."""
     made, left_out = scratch / "made", {os.path.basename(state) for state in states.values()} | states.keys()
     names = [name for name in sorted(os.listdir(folder)) if name not in left_out]
-    whole = sum(file.stat().st_size for name in names for file in (folder / name, *(folder / name).rglob("*")))
+    whole = sum(file.lstat().st_size for name in names for file in (folder / name, *(folder / name).rglob("*")))
     done = 0
 
     def copy(source: str, destination: str) -> None:
@@ -278,7 +281,7 @@ def _write_folder(
             while piece := there.read(PIECE_BYTES):
                 here.write(piece)
                 done += len(piece)
-                progress("copying", done, whole)
+                progress("copying", min(done, whole), whole)
             _sync(here)
 
     made.mkdir()
