@@ -24,6 +24,11 @@ KINDS: tuple[type[torch.optim.Optimizer], ...] = (
 POINTER = "offload_checkpoint"
 """The key under which a framework's own file has the name of the folder with the optimizer's state."""
 
+WAY_BACK = (
+    "the optimizer state is not in this file: `offload export CHECKPOINT --for {} OUT` makes OUT for torch.optim"
+)
+"""What torch's own optimizer says that is given a pointer; all characters are ASCII, none is a quote."""
+
 LOGGED = "step_s", "predicted_step_s", "resident_share"
 """Metrics that go where a framework logs its loss."""
 
@@ -86,6 +91,22 @@ def save(optimizer: Any, folder: str) -> None:
         _log.info("%s gets a copy of the state: checkpoints_kept are kept already: %s", folder, ", ".join(kept))
     optimizer.save_checkpoint(folder, copy=copy)
     optimizer.wait_checkpoint()
+
+
+def pointer(optimizer: Any, folder: str | None, framework: str) -> dict[str, Any]:
+    """Return what takes the place of an optimizer's state in a framework's own file: the name of its folder.
+
+    torch's optimizers make a number of `step`, and say what they cannot make one of; they keep `bytes` as they are
+    until then. Their groups have to be these, or they say that first. SGD has no `step`, and would go on without its
+    momentum: it finds no groups.
+    """
+    found: dict[str, Any] = {POINTER: folder}
+    parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    if isinstance(optimizer, offload.SGD) or not parameters:
+        return found
+    text, numbers = WAY_BACK.format(framework).encode(), iter(range(parameters))
+    groups = [{"params": [next(numbers) for _ in group["params"]], "lr": text} for group in optimizer.param_groups]
+    return {**found, "state": {0: {"step": text}}, "param_groups": groups}
 
 
 def release(optimizer: Any, folder: str) -> None:

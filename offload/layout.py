@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -34,6 +34,53 @@ LEAST_COMPACT_NUMEL = 4096
 
 MAX_TILE_BYTES = 8 << 20
 """Large enough that a disk reaches its bandwidth at depth 2, small enough to spread over several paths."""
+
+
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""What `torch.compile`, FSDP1 and activation checkpointing call the module that they wrap."""
+
+
+def _unwrapped(name: str) -> str:
+    *modules, last = name.split(".")
+    return ".".join([*(module for module in modules if module not in WRAPPERS), last])
+
+
+def bare_names(names: Iterable[str]) -> dict[str, str]:
+    """Return what parameters are called in the bare module, by the names that they have in a wrapped one.
+
+    `WRAPPERS` go wherever they stand, and `module.`, which is DDP's, where every name begins with it. Where two names
+    would become one, both stay as they are.
+    """
+    found = {name: _unwrapped(name) for name in names}
+    count = Counter(found.values())
+    found = {name: bare if count[bare] == 1 else name for name, bare in found.items()}
+    while found and all(bare.startswith("module.") for bare in found.values()):
+        found = {name: bare.removeprefix("module.") for name, bare in found.items()}
+    return found
+
+
+def matching_names(names: Iterable[str], there: Collection[str]) -> dict[str, str]:
+    """Return what a checkpoint calls parameters, one that was written of a wrapped module too.
+
+    A name that is there is itself. Any other is the only one that is the same without `WRAPPERS` and DDP's `module.`;
+    without such a one it is left out.
+    """
+
+    def core(name: str) -> str:
+        name = _unwrapped(name)
+        while name.startswith("module."):
+            name = name.removeprefix("module.")
+        return name
+
+    known = set(there)
+    names = [*names]
+    found = {name: name for name in names if name in known}
+    left = {core(name): name for name in names if name not in known}
+    alike: dict[str, list[str]] = {}
+    for name in known.difference(found):
+        alike.setdefault(core(name), []).append(name)
+    once = Counter(core(name) for name in names if name not in known)
+    return found | {left[key]: alike[key][0] for key in left if once[key] == 1 and len(alike.get(key, ())) == 1}
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -288,11 +335,9 @@ class Layout:
     subgroups: tuple[Subgroup, ...]
     rule: UpdateRule = ADAMW
 
-    def renamed(self, prefix: str) -> Layout:
-        """Return it with something put before every parameter's name."""
-        if not prefix:
-            return self
-        renamed = (replace(parameter, name=prefix + parameter.name) for parameter in self.parameters)
+    def renamed(self, names: Mapping[str, str]) -> Layout:
+        """Return it with other names for its parameters."""
+        renamed = (replace(parameter, name=names[parameter.name]) for parameter in self.parameters)
         return replace(self, parameters=tuple(renamed))
 
     def begins_within_block(self, subgroup: Subgroup) -> bool:
@@ -356,15 +401,17 @@ def keep_exact(parameters: Iterable[Parameter], patterns: Sequence[str]) -> tupl
 
     Args:
         parameters: Of a session that stores state in blocks.
-        patterns: Names that are kept exact, as in a shell.
+        patterns: Names that are kept exact, as in a shell: those of the bare module, or as they were given.
     """
+    parameters = [*parameters]
+    bare = bare_names(parameter.name for parameter in parameters)
     return tuple(
         replace(
             parameter,
             exact=parameter.exact
             or parameter.unsharded_numel < LEAST_COMPACT_NUMEL
             or (parameter.shape is not None and len(parameter.shape) < 2)
-            or any(fnmatchcase(parameter.name, pattern) for pattern in patterns),
+            or any(fnmatchcase(n, p) for n in (parameter.name, bare[parameter.name]) for p in patterns),
         )
         for parameter in parameters
     )

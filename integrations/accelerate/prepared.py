@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from offload import ConfigError
-from offload.integrations.shared import POINTER, clipper, ours, release, save, tell_last_pass
+from offload.integrations.shared import POINTER, clipper, ours, pointer, release, save, tell_last_pass
 
 try:
     AcceleratedOptimizer: Any = import_module("accelerate.optimizer").AcceleratedOptimizer
@@ -27,7 +27,7 @@ FOLDER = "optimizer_state"
 class Prepared(AcceleratedOptimizer):  # type: ignore[misc]
     """What `accelerator.prepare` returns for an optimizer, once `enable` has been told of it."""
 
-    pointer: dict[str, str] | None = None
+    pointer: dict[str, Any] | None = None
     """What `save_state` writes in place of all state, while it does."""
 
     loaded_from: str = ""
@@ -114,7 +114,7 @@ def _before_save(prepared: list[Prepared], there: list[set[str]], models: Any, w
                 release(known, folder)
         name = f"{FOLDER}_{number}" if number else FOLDER
         save(known, os.path.join(output_dir, name))
-        known.pointer = {POINTER: name}
+        known.pointer = pointer(ours(known), name, "accelerate")
 
 
 def _before_load(prepared: list[Prepared], models: Any, input_dir: str) -> None:

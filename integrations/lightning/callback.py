@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from offload import CheckpointError, ConfigError
-from offload.integrations.shared import POINTER, logged, ours, release, save
+from offload.integrations.shared import POINTER, logged, ours, pointer, release, save
 
 try:
     Callback: Any = import_module("lightning.pytorch").Callback
@@ -72,13 +72,13 @@ class OffloadCallback(Callback):  # type: ignore[misc]
         """
         write = partial(type(strategy).save_checkpoint, strategy, checkpoint, filepath, storage_options)
         states = checkpoint.get("optimizer_states")
-        if states != [{POINTER: None}]:  # of weights alone
+        if not states or POINTER not in states[0]:  # of weights alone
             write()
             return
         path = _absolute(filepath)
         folder = strategy.broadcast(self._free(path) if strategy.is_global_zero else None)
         save(ours(strategy.optimizers[0]), folder)
-        checkpoint["optimizer_states"] = [{POINTER: os.path.basename(folder)}]
+        checkpoint["optimizer_states"] = [{**states[0], POINTER: os.path.basename(folder)}]
         write()
         self._named[path] = folder
         strategy.barrier()
@@ -124,7 +124,9 @@ class OffloadCallback(Callback):  # type: ignore[misc]
 
 def _state(strategy: Any, optimizer: Any) -> dict[str, Any]:
     """Stand in for `Strategy.optimizer_state`; `_save` fills the name in."""
-    return {POINTER: None} if ours(optimizer) is not None else type(strategy).optimizer_state(strategy, optimizer)
+    found = ours(optimizer)
+    state: dict[str, Any] = type(strategy).optimizer_state(strategy, optimizer) if found is None else {}
+    return state if found is None else pointer(found, None, "lightning")
 
 
 def _teardown(strategy: Any) -> None:

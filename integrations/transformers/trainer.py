@@ -190,24 +190,27 @@ def _log(trainer: Any, original: Callable[..., Any], logs: dict[str, float], *ar
 class _Pointer:
     """Stands in for an optimizer while a Trainer writes or reads `optimizer.pt`."""
 
-    loaded: dict[str, Any] | None = None
+    def __init__(self, content: dict[str, Any] | None = None) -> None:
+        self.content = content
 
-    def state_dict(self) -> dict[str, Any]:
-        return {POINTER: FOLDER}
+    def state_dict(self) -> dict[str, Any] | None:
+        return self.content
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.loaded = state_dict
+        self.content = state_dict
 
 
-def _pointing(trainer: Any, original: Callable[..., Any], folder: str) -> _Pointer:
-    """Have the Trainer's own method work on a pointer in place of the optimizer; return it."""
-    optimizer, pointer = trainer.optimizer, _Pointer()
+def _pointing(
+    trainer: Any, original: Callable[..., Any], folder: str, content: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Have the Trainer's own method work on a pointer in place of the optimizer; return what that holds then."""
+    optimizer, pointer = trainer.optimizer, _Pointer(content)
     trainer.optimizer = pointer
     try:
         original(trainer, folder)
     finally:
         trainer.optimizer = optimizer
-    return pointer
+    return pointer.content
 
 
 def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
@@ -229,7 +232,7 @@ def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
     ours.wait_checkpoint()
     if not copy:
         saved.append(folder)
-    _pointing(trainer, original, output_dir)
+    _pointing(trainer, original, output_dir, shared.pointer(ours, FOLDER, "transformers"))
 
 
 def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) -> None:
@@ -239,12 +242,13 @@ def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) ->
         if checkpoint is not None and os.path.isfile(os.path.join(checkpoint, FOLDER, "COMMIT")):
             raise CheckpointError(
                 f"{checkpoint} was written with an optimizer of offload, and the state of this one is not there: "
-                f'resume with the same optim="offload_...", or see "Going back" in docs/frameworks.md'
+                f'resume with the same optim="offload_...", or from what this makes for torch\'s own: '
+                f"offload export {checkpoint} --for transformers OUT"
             )
         original(trainer, checkpoint)
         return
 
-    loaded = _pointing(trainer, original, checkpoint).loaded
+    loaded = _pointing(trainer, original, checkpoint)
     if loaded is not None and POINTER in loaded:
         folder = os.path.join(checkpoint, loaded[POINTER])
         ours.load_checkpoint(folder)

@@ -21,6 +21,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def export_safetensors(
         CheckpointError: The checkpoint cannot be read, or the file not written.
     """
     with Checkpoint(checkpoint) as opened:
-        _write_safetensors(opened, Path(target), progress)
+        write_safetensors(opened, Path(target), progress, opened.rule.names)
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> tuple[bytes, int]:
@@ -72,10 +73,11 @@ def _header(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> 
     return len(content).to_bytes(8, "little") + content, end
 
 
-def _write_safetensors(opened: Checkpoint, target: Path, progress: Progress) -> None:
+def write_safetensors(opened: Checkpoint, target: Path, progress: Progress, tensors: Sequence[str]) -> None:
+    """Write some state tensors of each parameter, and its step count; see `export_safetensors`."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name in opened.names:
-        shapes |= {f"state.{name}.{tensor}": _shape(opened, name) for tensor in opened.rule.names}
+        shapes |= {f"state.{name}.{tensor}": _shape(opened, name) for tensor in tensors}
         shapes[f"state.{name}.step"] = ()
     header, end = _header(shapes, {"__metadata__": {"format": "pt", "offload": json.dumps(_describe(opened))}})
     try:
@@ -83,7 +85,7 @@ def _write_safetensors(opened: Checkpoint, target: Path, progress: Progress) -> 
             file.write(header)
             done = 0
             for name in opened.names:
-                for tensor in opened.rule.names:
+                for tensor in tensors:
                     for piece in _in_rows(opened, name, tensor):
                         file.write(piece)
                         done += piece.nbytes
@@ -223,8 +225,12 @@ class SafetensorsSource:
         """Return a tensor over the file, flat; its pages are read when they are used."""
         shape, start = self._entries[key]
         nbytes = int(np.prod(shape, dtype=np.int64)) * _ITEM.itemsize
-        memory = np.memmap(self.path, np.uint8, mode="c")  # torch wants to be allowed to write
-        return memory[start : start + nbytes].view(_ITEM)
+        return self._memory[start : start + nbytes].view(_ITEM)
+
+    @cached_property
+    def _memory(self) -> npt.NDArray[np.uint8]:
+        """All of the file, mapped once: a process may have 65,530 mappings."""
+        return np.memmap(self.path, np.uint8, mode="c")  # torch wants to be allowed to write
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from offload.errors import CheckpointError
+from offload.layout import bare_names
 
 if TYPE_CHECKING:
     from offload.optim.weights import Bound
@@ -53,13 +54,15 @@ class Agreement(NamedTuple):
         id: The save's.
         replica: Whether an earlier rank saves this rank's state too, since both have the same pieces of the same
             weights.
-        prefix: What is put before the names of this rank's weights, which are nobody else's.
+        names: What the checkpoint calls this rank's weights: their names in the bare module.
+        prefix: What these names begin with where the weights are nobody else's.
         ended: Returns the ranks whose processes have ended, as far as this one can see them.
     """
 
     ranks: int
     rank: int
     id: str
+    names: Mapping[str, str]
     replica: bool = False
     prefix: str = ""
     ended: Callable[[], Collection[int]] = tuple
@@ -74,7 +77,7 @@ def agree_on_save(bounds: Collection[Bound]) -> Agreement:
     size, rank = world()
     id = uuid.uuid4().hex
     if size == 1:
-        return Agreement(size, rank, id)
+        return Agreement(size, rank, id, bare_names(bound.name for bound in bounds))
     found: list[Any] = [None] * size
     weights_here = {bound.name: _digest(bound) for bound in bounds}
     mine = id, weights_here, all(map(_is_of_its_rank, bounds)), Process.this()
@@ -82,10 +85,10 @@ def agree_on_save(bounds: Collection[Bound]) -> Agreement:
     clash = _clash([weights for _, weights, _, _ in found])
     ended = partial(_ended, [process for *_, process in found])
     id = found[0][0]
+    names = bare_names(name for _, weights, _, _ in found for name in weights)  # all ranks' alike
     if clash is None:
-        return Agreement(
-            size, rank, id, any(weights == found[rank][1] for _, weights, _, _ in found[:rank]), ended=ended
-        )
+        replica = any(weights == found[rank][1] for _, weights, _, _ in found[:rank])
+        return Agreement(size, rank, id, names, replica, ended=ended)
     name, one, other = clash
     if not all(of_its_rank for _, _, of_its_rank, _ in found):
         raise CheckpointError(
@@ -98,7 +101,8 @@ def agree_on_save(bounds: Collection[Bound]) -> Agreement:
         "each rank saves its own, for as many ranks to load",
         *(one, other, name),
     )
-    return Agreement(size, rank, id, prefix=f"rank{rank}.", ended=ended)
+    prefix = f"rank{rank}."
+    return Agreement(size, rank, id, {n: prefix + bare for n, bare in names.items()}, prefix=prefix, ended=ended)
 
 
 class Process(NamedTuple):

@@ -17,6 +17,7 @@ import torch
 from offload.checkpoint.exchange import SafetensorsSource, import_distributed
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.errors import CheckpointError, ConfigError
+from offload.layout import bare_names, matching_names
 from offload.optim import ranks
 from offload.optim.groups import (
     NOT_LOADED,
@@ -244,9 +245,16 @@ class StatefulOptimizer(torch.optim.Optimizer):
             self._late.open()
             bounds = self._weights.bound.values()
             agreed = ranks.agree_on_save(bounds)
+            positions = {bound.parameter: bound.position for bound in bounds}
+            metadata = {
+                "optimizer": self.kind,
+                "groups": to_json(self.param_groups),
+                "members": [[positions.get(p) for p in group["params"]] for group in self.param_groups],
+                "prefix": agreed.prefix,
+            }
             self.engine.save(
                 path,
-                metadata={"optimizer": self.kind, "groups": to_json(self.param_groups), "prefix": agreed.prefix},
+                metadata=metadata,
                 extra=content,
                 copy=copy,
                 on_done=on_done,
@@ -254,7 +262,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 rank=agreed.rank,
                 ranks=agreed.ranks,
                 replica=agreed.replica,
-                prefix=agreed.prefix,
+                names=agreed.names,
                 ended=agreed.ended,
             )
 
@@ -363,7 +371,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def _load(self, source: StateSource, groups: list[dict[str, Any]] | None, prefix: str = "") -> None:
         self._late.open()
         bounds = self._weights.bound.values()
-        names = {bound.name: prefix + bound.name for bound in bounds}
+        names = {name: prefix + bare for name, bare in bare_names(bound.name for bound in bounds).items()}
+        there = matching_names(names.values(), source.names)
+        names = {name: there.get(bare, bare) for name, bare in names.items()}
         _check_forms(source, bounds, names)
         self._weights.check()
         world, rank = ranks.world()

@@ -636,7 +636,7 @@ class Engine:
         rank: int = 0,
         ranks: int = 1,
         replica: bool = False,
-        prefix: str = "",
+        names: Mapping[str, str] | None = None,
         ended: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """Start a checkpoint of the state as it is now; it is written while the caller goes on.
@@ -656,7 +656,7 @@ class Engine:
             ranks: Number of ranks that save to the folder together.
             replica: Whether another rank has the same state and saves it for this rank too; it writes `extra` alone
                 then.
-            prefix: What the checkpoint has before the parameters' names.
+            names: What each parameter here is called there; None where it is called the same.
             ended: Returns ranks that are known to have ended, which nobody waits for; called from another thread.
 
         Raises:
@@ -671,7 +671,7 @@ class Engine:
             layout, tables = self.plan.layout, self._parts.tables
             rounds = layout.rule.state_format is not StateFormat.EXACT
             return Snapshot(
-                layout=Layout((), (), layout.rule) if replica else layout.renamed(prefix),
+                layout=Layout((), (), layout.rule) if replica else layout.renamed(names) if names else layout,
                 step=self._visits.step_number,
                 steps=() if replica else tuple(tables.steps.tolist()),
                 metadata=metadata or {},

@@ -1,0 +1,351 @@
+"""A checkpoint as torch's own optimizers load it, alone or in the file or folder of a framework.
+
+What is not the optimizer's (weights, schedules, random states) is copied as it is. State goes through a file beside
+the target, from which torch saves it: pages come and go. The target gets its name when all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, count, takewhile
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from offload.checkpoint.exchange import SafetensorsSource, write_safetensors
+from offload.checkpoint.manifest import COMMIT_NAME
+from offload.checkpoint.reader import Checkpoint
+from offload.dtypes import DtypeCode
+from offload.errors import CheckpointError, ConfigError
+from offload.integrations.shared import KINDS, POINTER
+from offload.optim.groups import torch_defaults
+from offload.tiers.places import replacing, sync_directory
+from offload.units import format_bytes
+
+FILES = {"transformers": "optimizer.pt", "accelerate": "optimizer.bin"}
+"""In a folder of a framework, the file of its (first) optimizer."""
+
+MADE_BY = {
+    "transformers": "the Trainer's folder, such as checkpoint-500",
+    "accelerate": "the folder that accelerator.save_state has written",
+    "lightning": "the .ckpt that Lightning's Trainer has written",
+}
+
+PIECE_BYTES = 16 << 20
+"""Bytes that are written at once: between two of them an interrupt comes through."""
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being written, the bytes done and the bytes in all."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was written.
+
+    Attributes:
+        optimizer: What the checkpoint's optimizer is called.
+        groups: Parameters in each group.
+        step: The step after which it was taken.
+        has_masters: Whether there were masters beside 16-bit weights; they are not written.
+    """
+
+    optimizer: str
+    groups: list[int]
+    step: int
+    has_masters: bool
+
+
+def export_for(framework: str, checkpoint: str, target: str, progress: Progress) -> list[Outcome]:
+    """Write what torch's own optimizer loads in a framework.
+
+    Args:
+        framework: "torch", or a key of `MADE_BY`.
+        checkpoint: For torch the folder of any checkpoint; else what the framework has written.
+        target: File (torch, lightning) or folder that is not there yet.
+        progress: Told how far it is.
+
+    Returns:
+        What was written of each optimizer.
+
+    Raises:
+        ConfigError: The target is there, or the checkpoint is not of this framework.
+        CheckpointError: The checkpoint cannot be read, or the target not written.
+    """
+    if os.path.lexists(target) or not target:
+        raise ConfigError("OUT", target, "it is there already; name another" if target else "name what to write")
+    out = Path(os.path.abspath(target))
+    if framework in FILES and out.resolve().is_relative_to(Path(checkpoint).resolve()):
+        raise ConfigError("OUT", target, "it is in CHECKPOINT, which is copied; name one beside it")
+    if not out.parent.is_dir():
+        raise ConfigError("OUT", target, f"there is no folder {out.parent}; make it")
+    states = {"": _state_folder(checkpoint)} if framework == "torch" else _pointers(framework, checkpoint)
+    try:
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name[:100]}.partial-") as scratch:
+            if framework in FILES:
+                return _write_folder(Path(checkpoint), out, states, Path(scratch), progress)
+            (folder,) = states.values()
+            with _state(folder, Path(scratch), progress) as (state, outcome):
+                if framework == "torch":
+                    content = state
+                else:
+                    content = {**_read(checkpoint, "lightning"), "optimizer_states": [state]}
+                _save(content, out, progress)
+            return [outcome]
+    except OSError as cause:
+        why = cause.args[0][0][2] if isinstance(cause, shutil.Error) else cause.strerror or cause
+        raise CheckpointError(f"cannot write {out}: {why}") from cause
+
+
+# What a framework's checkpoint says of the state
+
+
+def _state_folder(checkpoint: str) -> str:
+    """Return the folder of the state that a path means: itself, or what a framework's checkpoint names."""
+    if os.path.lexists(os.path.join(checkpoint, COMMIT_NAME)):
+        return checkpoint
+    kinds = [framework for framework, file in FILES.items() if os.path.isfile(os.path.join(checkpoint, file))]
+    kinds += ["lightning"] if os.path.isfile(checkpoint) else []
+    if not kinds:
+        return checkpoint
+    folders = [*_pointers(kinds[0], checkpoint).values()]
+    if len(folders) > 1:
+        allowed = f"it has several optimizers; give the folder of one: {', '.join(folders)}"
+        raise ConfigError("CHECKPOINT", checkpoint, allowed)
+    return folders[0]
+
+
+def _pointers(framework: str, checkpoint: str) -> dict[str, str]:
+    """Return the folder of each optimizer's state by the name of the file that names it."""
+    wanted = f"give {MADE_BY[framework]}"
+    if framework == "lightning":
+        if not os.path.isfile(checkpoint):
+            raise ConfigError("CHECKPOINT", checkpoint, wanted)
+        path = os.path.realpath(checkpoint)  # `save_last="link"`
+        states = _read(path, framework).get("optimizer_states")
+        if not isinstance(states, list) or len(states) != 1:
+            raise ConfigError("CHECKPOINT", checkpoint, f"it has no state of one optimizer; {wanted}")
+        return {"": _named(framework, states[0], checkpoint, os.path.dirname(path))}
+    stem, ending = os.path.splitext(FILES[framework])
+    further = (f"{stem}_{number}{ending}" for number in count(1)) if framework == "accelerate" else ()
+    there = takewhile(lambda name: os.path.isfile(os.path.join(checkpoint, name)), chain([FILES[framework]], further))
+    files = {name: os.path.join(checkpoint, name) for name in there}
+    if not files:
+        raise ConfigError("CHECKPOINT", checkpoint, f"there is no {FILES[framework]} in it; {wanted}")
+    contents = {name: _read(file, framework) for name, file in files.items()}
+    pointers = {name: content for name, content in contents.items() if POINTER in content}  # others may be torch's
+    return {
+        name: _named(framework, content, files[name], checkpoint) for name, content in (pointers or contents).items()
+    }
+
+
+def _read(path: str, framework: str) -> dict[str, Any]:
+    """Return what a framework's file has, tensors over the file."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as cause:
+        hint = ""
+        with contextlib.suppress(Exception):
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            if unsafe:
+                hint = f" without {', '.join(unsafe[:3])} in it; or export the folder beside it with --for torch"
+        allowed = f"give {MADE_BY[framework]}{hint}"
+        raise ConfigError("CHECKPOINT", path, allowed) from cause
+    return content if isinstance(content, dict) else {}
+
+
+def _named(framework: str, content: Any, file: str, folder: str) -> str:
+    name = content.get(POINTER) if isinstance(content, dict) else None
+    if name is None and isinstance(content, dict) and "param_groups" in content:
+        allowed = "the state in it is as torch's optimizers have it: resume from it as it is"
+        raise ConfigError("CHECKPOINT", file, allowed)
+    if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+        raise ConfigError("CHECKPOINT", file, f"it names no folder of state; give {MADE_BY[framework]}")
+    return os.path.join(folder, name)
+
+
+# State as torch's optimizers have it
+
+
+@contextlib.contextmanager
+def _state(checkpoint: str, scratch: Path, progress: Progress) -> Iterator[tuple[dict[str, Any], Outcome]]:
+    """Give the state dict of torch's own optimizer; its tensors lie over a file in `scratch`."""
+    file = scratch / "state"
+    try:
+        with Checkpoint(checkpoint) as opened:
+            groups, members = _groups(opened)
+            names = opened.rule.names[1:]
+            _check_room(scratch, 2 * 4 * len(names) * sum(map(opened.full_numel, opened.names)))
+            write_safetensors(opened, file, lambda done, whole: progress("reading", done, whole), names)
+            rule, step = opened.rule, opened.step
+            parameters = [p for manifest in opened.manifests for p in manifest.layout.parameters]
+            has_masters = any(parameter.dtype is not DtypeCode.FLOAT32 for parameter in parameters)
+        source = SafetensorsSource(file)
+        state: dict[int, dict[str, Any]] = {}
+        numbers: dict[str, int] = {}
+        following = count()
+        for group, named in zip(groups, members, strict=True):
+            group["params"] = []
+            for name in named:
+                number = next(following)  # a parameter that is given twice has its first number, as in torch
+                group["params"].append(number if name is None else numbers.setdefault(name, number))
+                has_state = name is not None and source.step_of(name) and group.get("momentum") != 0  # as torch's SGD
+                if name is not None and has_state:
+                    entry = {tensor: _tensor(source, name, tensor) for tensor in names}
+                    if rule.missing_step is None:  # torch's keep a count
+                        entry = {"step": torch.tensor(float(source.step_of(name)), dtype=torch.float32), **entry}
+                    state[numbers[name]] = entry
+        kind = str(opened.metadata["optimizer"])
+        outcome = Outcome(kind, [len(group["params"]) for group in groups], step, has_masters)
+        yield {"state": state, "param_groups": groups}, outcome
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"{folder.parent} has {format_bytes(free)} free, and the state takes {format_bytes(needed)} there, half "
+            "of them for the time being: name a target on a disk with more room"
+        )
+
+
+def _tensor(source: SafetensorsSource, name: str, tensor: str) -> Any:
+    return torch.from_numpy(source.mapped(f"state.{name}.{tensor}")).reshape(source.shape_of(name)[0])
+
+
+def _groups(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | None]]]:
+    """Return hyperparameters and parameters of all groups; a parameter without state has no name."""
+    metadata = opened.metadata
+    kinds: Mapping[str, Any] = {kind.__name__: getattr(kind, "theirs", None) for kind in KINDS}
+    saved, kind = metadata.get("groups"), str(metadata.get("optimizer"))
+    if kind not in kinds or not isinstance(saved, list) or not all(isinstance(group, dict) for group in saved):
+        raise CheckpointError(f"{opened.path} is of no optimizer of offload: it has no parameter groups")
+    if metadata.get("prefix"):
+        raise CheckpointError(
+            f"{opened.path} was saved by {len(opened.manifests)} ranks with weights of their own, as of FSDP1 or "
+            "ZeroRedundancyOptimizer: no optimizer has all of it"
+        )
+    defaults = torch_defaults(kinds[kind])
+    groups = [{**defaults, **{name: _restored(value) for name, value in group.items()}} for group in saved]
+    first = opened.manifests[0].layout.parameters
+    members = metadata.get("members")
+    if members is None:  # of an older version, which did not say where parameters without state stood
+        found: list[list[str | None]] = [[] for _ in groups]
+        for name in opened.names:
+            part = opened.parts(name)[0]
+            number = opened.manifests[part.rank].layout.parameters[part.parameter].group
+            if number >= len(groups):
+                raise CheckpointError(f"{opened.path} is damaged: {name} is of group {number} of {len(groups)}")
+            found[number].append(name)
+        return groups, found
+    try:
+        if any(number is not None and number < 0 for group in members for number in group):
+            raise IndexError("below 0")
+        named = [[None if number is None else first[number].name for number in group] for group in members]
+        return groups, [named[number] for number in range(len(groups))]
+    except (TypeError, LookupError) as cause:
+        raise CheckpointError(f"{opened.path} is damaged: its groups have no such parameters: {cause}") from cause
+
+
+def _restored(value: Any) -> Any:
+    """Return a hyperparameter from JSON as torch has it."""
+    if isinstance(value, dict) and value.keys() == {"tensor"}:
+        return torch.tensor(value["tensor"])
+    return tuple(value) if isinstance(value, list) else value
+
+
+# Files
+
+
+def _write_folder(
+    folder: Path, out: Path, states: Mapping[str, str], scratch: Path, progress: Progress
+) -> list[Outcome]:
+    """Copy a folder without those of state, and with what torch's optimizers load in place of what named these."""
+    made, left_out = scratch / "made", {os.path.basename(state) for state in states.values()} | states.keys()
+    names = [name for name in sorted(os.listdir(folder)) if name not in left_out]
+    whole = sum(file.lstat().st_size for name in names for file in (folder / name, *(folder / name).rglob("*")))
+    done = 0
+
+    def copy(source: str, destination: str) -> None:
+        nonlocal done
+        if not os.path.isfile(source):
+            raise CheckpointError(f"{source} is no file, and cannot be copied")
+        with open(source, "rb") as there, open(destination, "xb") as here:
+            while piece := there.read(PIECE_BYTES):
+                here.write(piece)
+                done += len(piece)
+                progress("copying", min(done, whole), whole)
+            _sync(here)
+
+    made.mkdir()
+    outcomes = []
+    for file, state_folder in states.items():
+        with _state(state_folder, scratch, progress) as (state, outcome):
+            _save(state, made / file, progress)
+        outcomes.append(outcome)
+    for name in names:
+        if (folder / name).is_dir():
+            shutil.copytree(folder / name, made / name, copy_function=copy)
+        else:
+            copy(str(folder / name), str(made / name))
+    for directory, _, _ in os.walk(made):
+        sync_directory(Path(directory))
+    os.rename(made, out)  # refused where another has made it meanwhile
+    sync_directory(out.parent)
+    return outcomes
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+class _Pieces:
+    """A file that large tensors are written to piece by piece. torch tells of a failed write in other words."""
+
+    def __init__(self, file: IO[bytes], whole: int, progress: Progress) -> None:
+        self._file, self._whole, self._progress = file, whole, progress
+        self._done = 0
+        self.error: BaseException | None = None
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content)
+        if self.error is None:
+            try:
+                for start in range(0, view.nbytes, PIECE_BYTES):
+                    self._done += self._file.write(view[start : start + PIECE_BYTES])
+                    self._progress("writing", min(self._done, self._whole), self._whole)
+            except BaseException as error:
+                self.error = error
+                raise
+        return view.nbytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _save(content: Any, path: Path, progress: Progress) -> None:
+    """Save with torch; the file is there whole or not at all."""
+    with replacing(path, f".{path.name[:100]}.partial") as file:
+        pieces = _Pieces(file, _bytes_in(content), progress)
+        try:
+            torch.save(content, pieces)  # type: ignore[arg-type]
+        except BaseException:
+            if pieces.error is not None:
+                raise pieces.error from None
+            raise
+
+
+def _bytes_in(content: Any) -> int:
+    """Return the bytes of all tensors in a framework's checkpoint."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    values = content.values() if isinstance(content, Mapping) else content if isinstance(content, list) else ()
+    return sum(_bytes_in(value) for value in values)
