@@ -167,8 +167,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             if torch.is_inference_mode_enabled():
                 allowed = "make optimizers and add groups outside of it: tensors made in it have no version counter"
                 raise ConfigError("params", "torch.inference_mode()", allowed)
-            self._check_group(group)
             self.rule.check(group)
+            self._check_group(group)
             if len(set(group["params"])) != len(group["params"]):
                 raise ConfigError(
                     "params", "a parameter twice in one group", "give each parameter once: it has one update a step"
