@@ -161,7 +161,6 @@ class StateView(MutableMapping[Any, Any]):
         self.copies = Copies()
         self.changes = 0
         self.others: dict[Any, Any] = {}
-        self._begun: set[torch.Tensor] = set()
         self._beginnings = beginnings
         self._shown: set[torch.Tensor] = set()
         self._late = late
@@ -190,15 +189,16 @@ class StateView(MutableMapping[Any, Any]):
         self.changes += 1
         self._shown.clear()
 
+    def _starts(self) -> Mapping[torch.Tensor, Mapping[str, float]]:
+        """Return what the state of some parameters starts from: those of which it is not 0, which are shown."""
+        beginnings = self._beginnings()
+        return {} if beginnings is None else beginnings()
+
     def begin(self, bounds: Iterable[Bound]) -> None:
         """Write what state starts from, where that is not 0."""
-        beginnings = self._beginnings()
-        starts = {} if beginnings is None else beginnings()
-        numbers = {bound: starts.get(bound.parameter, {}) for bound in bounds}
-        self._begun.difference_update(bound.parameter for bound in numbers)
-        found = {bound: values for bound, values in numbers.items() if values}
+        starts = self._starts()
+        found = {bound: starts[bound.parameter] for bound in bounds if bound.parameter in starts}
         if found:
-            self._begun.update(bound.parameter for bound in found)
             self._late.engine.write_state(
                 {
                     bound.position: {
@@ -271,7 +271,6 @@ class StateView(MutableMapping[Any, Any]):
                     engine.reload_master(position)
             if others:
                 engine.reset_state(others)
-            self.begin(bound for bound in self._weights.bound.values() if bound not in entries)
 
     def reset(self, parameters: Iterable[torch.Tensor] | None) -> None:
         """See `OffloadedOptimizer.reset_state`."""
@@ -309,16 +308,19 @@ class StateView(MutableMapping[Any, Any]):
     def __contains__(self, parameter: object) -> bool:
         if not isinstance(parameter, torch.Tensor):
             return parameter in self.others
-        bound = self._weights.bound.get(parameter)
-        if bound is None:
-            return False
+        return parameter in self._weights.bound and self._has_state(parameter, self._starts())
+
+    def _has_state(self, parameter: torch.Tensor, starts: Mapping[torch.Tensor, Any]) -> bool:
         return (
-            parameter in self._shown or parameter in self._begun or self._late.engine.step_count(bound.position) > 0
+            parameter in self._shown
+            or parameter in starts
+            or self._late.engine.step_count(self._weights.bound[parameter].position) > 0
         )
 
     def updated(self) -> Iterator[torch.Tensor]:
         """Yield the parameters that have state."""
-        return (parameter for parameter in [*self._weights.bound] if parameter in self)
+        starts = self._starts()
+        return (parameter for parameter in [*self._weights.bound] if self._has_state(parameter, starts))
 
     def is_of_parameter(self, entry: object) -> bool:
         """Return whether something looks like the state of a parameter."""

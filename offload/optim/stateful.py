@@ -82,8 +82,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
 
     def _beginnings(self) -> dict[torch.Tensor, Mapping[str, float]]:
         """Return what each parameter's state starts from."""
-        groups = ((self._begins_with(group), group) for group in self.param_groups)
-        return {p: {n: v for n, v in start.items() if v} for start, group in groups for p in group["params"]}
+        starts = ((self._begins_with(group), group["params"]) for group in self.param_groups)
+        return {parameter: start for start, params in starts if any(start.values()) for parameter in params}
 
     # State
 
@@ -215,6 +215,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                 for name, value in loaded.items():  # torch.distributed.checkpoint makes lists of tuples
                     was_tuple = isinstance(value, list) and isinstance(group.get(name), tuple)
                     group[name] = tuple(value) if was_tuple else value
+            self._state.begin(bound for bound in self._weights.bound.values() if bound not in entries)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -251,6 +251,21 @@ def test_a_start_that_is_none_is_refused(value: Any) -> None:
         offload.Adagrad(params_of(), initial_accumulator_value=value)
 
 
+def test_a_start_comes_with_a_state_dict() -> None:
+    """Before the first update, too, of all parameters and of those that it says nothing of."""
+    theirs = torch.optim.Adagrad(params_of(), initial_accumulator_value=2.0)
+    for forgotten in (None, 1):
+        params = params_of()
+        with offload.Adagrad(params) as optimizer:
+            saved = theirs.state_dict()
+            saved["state"] = {key: value for key, value in saved["state"].items() if key != forgotten}
+            optimizer.load_state_dict(saved)
+            assert optimizer.state.keys() == {*params}
+            for entry in optimizer.state_dict()["state"].values():
+                assert bool((entry["sum"] == 2).all())
+            assert len(optimizer.state_dict()["state"]) == len(params)
+
+
 def test_a_start_of_zero_writes_nothing() -> None:
     with offload.Adagrad(params_of()) as optimizer:
         assert not optimizer.state
