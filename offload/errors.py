@@ -1,6 +1,6 @@
 """Every error that this package raises on purpose.
 
-OffloadError
+OffloadError                 each can be pickled, copied, and raised in another process
 ├── ConfigError              your input: names the field, the value and what is allowed
 ├── PlanError
 │   └── InfeasiblePlanError  does not fit: needed and available bytes, per tier
@@ -16,9 +16,11 @@ OffloadError
 
 from __future__ import annotations
 
+import copy
 import errno as _errno
-from collections.abc import Sequence
-from typing import TypeVar, cast
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from offload.units import format_bytes, format_count
 
@@ -28,7 +30,68 @@ MAX_SHOWN = 300
 """Most characters of a value that an error repeats."""
 
 
-class OffloadError(Exception):
+class TravellingError(Exception):
+    """An error that can be copied, pickled, and raised in another process, whatever its constructor takes.
+
+    Its message, attributes, notes and `__cause__` go with it; what cannot be pickled goes as text.
+    """
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        carried: dict[int, _Carried] = {}
+
+        def carry(value: object) -> object:
+            if isinstance(value, TravellingError):
+                return value  # by itself, so that errors may name each other
+            return carried.setdefault(id(value), _Carried(value))  # one object stays one
+
+        values = {**vars(self), "args": self.args, "__cause__": self.__cause__}
+        values["__suppress_context__"] = self.__suppress_context__  # which setting `__cause__` sets
+        return _blank, (type(self),), {name: carry(value) for name, value in values.items()}
+
+    def __setstate__(self, state: Mapping[str, Any] | None) -> None:
+        for name, value in (state or {}).items():
+            setattr(self, name, value.value if isinstance(value, _Carried) else value)
+
+
+def _blank(kind: type[TravellingError]) -> TravellingError:
+    return kind.__new__(kind)
+
+
+class _Carried:
+    """What an error carries: pickled apart, so that whatever fails fails alone and is replaced by its text."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Carried:
+        try:
+            return _Carried(copy.deepcopy(self.value, memo))
+        except Exception:
+            return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        try:
+            packed = pickle.dumps(self.value)
+            pickle.loads(packed)  # an exception of others may be pickled, and fail where it arrives
+        except Exception:
+            packed = pickle.dumps(_text(self.value))
+        return _arrived, (packed,)
+
+
+def _text(value: object) -> object:
+    """Return what stands for a value that cannot be pickled, or not be unpickled."""
+    if isinstance(value, BaseException):
+        return OffloadError(_shown(value))
+    if type(value) is tuple:  # an error's `args`
+        return tuple(item if isinstance(item, str) else _text(item) for item in value)
+    return _shown(value)
+
+
+def _arrived(packed: bytes) -> _Carried:
+    return _Carried(pickle.loads(packed))
+
+
+class OffloadError(TravellingError):
     """Base of all errors raised on purpose by this package."""
 
 

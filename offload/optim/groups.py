@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from offload.errors import CheckpointError, ConfigError
-from offload.rules import number
+from offload.rules import items, number
 
 NOT_SAVED = (
     "param_names",
@@ -20,7 +20,6 @@ NOT_SAVED = (
     "capturable",
     "differentiable",
     "decoupled_weight_decay",
-    "initial_accumulator_value",
 )
 NOT_LOADED = ("params", *NOT_SAVED)
 """Entries of a saved group that say nothing about this optimizer."""
@@ -88,9 +87,19 @@ def checked_groups(
     if sizes != saved_sizes:
         raise ConfigError("state_dict", saved_sizes, f"its groups must have {sizes} parameters")
     keys = [key for group in saved for key in group.get("params", ())]
-    if not all(isinstance(key, Hashable) for key in keys) or len(set(keys)) < len(keys):
+    known = [id(parameter) for group in groups for parameter in group["params"]]  # one may be in two groups
+    if not all(isinstance(key, Hashable) for key in keys) or not (
+        len(set(keys)) == len(set(known)) == len(set(zip(keys, known, strict=True)))
+    ):
         raise ConfigError("state_dict params", keys, "give each parameter a number or a name of its own")
     for group in saved:
+        called = group.get("param_names")
+        if called is not None and not (
+            isinstance(called, list | tuple)
+            and len(called) == len(group["params"])
+            and all(isinstance(name, str) for name in called)
+        ):
+            raise ConfigError("state_dict param_names", called, "give each parameter of the group a name, or none")
         check(group)
     return saved
 
@@ -99,7 +108,9 @@ def to_json(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return the groups' hyperparameters as JSON takes them."""
     return [
         {
-            name: {"tensor": float(value)} if isinstance(value, torch.Tensor) else _plain(value)
+            name: {"tensor": float(value)}
+            if isinstance(value, torch.Tensor) and value.numel() == 1
+            else _plain(value)
             for name, value in group.items()
             if name not in NOT_LOADED and _is_plain(value)
         }
@@ -143,18 +154,21 @@ def set_restored(groups: Sequence[dict[str, Any]], restored: Sequence[Group]) ->
 
 def _is_plain(value: object, depth: int = HYPERPARAMETER_DEPTH) -> bool:
     """Return whether JSON (with a mark for tensors of one element) keeps a value."""
-    if isinstance(value, tuple | list):
-        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
-    if isinstance(value, torch.Tensor | np.ndarray | np.number):
-        return not math.isnan(number(value))
-    return value is None or isinstance(value, bool | int | float | str | np.bool_)
+    if value is None or isinstance(value, bool | int | float | str | np.bool_):
+        return True
+    if not isinstance(value, tuple | list) and not math.isnan(number(value)):
+        return isinstance(value, torch.Tensor | np.ndarray | np.number)
+    found = None if isinstance(value, Mapping | bytes) else items(value)
+    return depth > 0 and found is not None and all(_is_plain(item, depth - 1) for item in found)
 
 
 def _plain(value: Any) -> Any:
     """Return a value of which `_is_plain` is true as JSON takes it."""
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value.item() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
+        return value.item()
+    return (
+        value if value is None or isinstance(value, bool | int | float | str) else [*map(_plain, items(value) or ())]
+    )
 
 
 def _restored(name: str, saved: Any, now: Any) -> Any:
@@ -163,11 +177,19 @@ def _restored(name: str, saved: Any, now: Any) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if name == "params" or not _is_plain(value) or (value is not saved and not is_number):
         raise ConfigError(name, saved, "no checkpoint has such a hyperparameter")
+    if isinstance(value, list) and isinstance(now, tuple | np.ndarray):
+        return tuple(value) if isinstance(now, tuple) else np.array(value)
     if not isinstance(now, torch.Tensor):
-        return tuple(value) if isinstance(now, tuple) and isinstance(value, list) else value
-    if not is_number or now.numel() != 1:
-        raise ConfigError(name, saved, f"it is a tensor of shape {tuple(now.shape)} here")
+        return value
+    allowed = f"it is a tensor of shape {tuple(now.shape)} here"
+    if now.numel() == 1 and not is_number:
+        raise ConfigError(name, saved, allowed)
     try:
-        return torch.full_like(now, value, requires_grad=False)
-    except (RuntimeError, OverflowError) as cause:
+        if now.numel() == 1:
+            return torch.full_like(now, value, requires_grad=False)
+        made = torch.tensor(value, dtype=now.dtype, device=now.device)
+        if made.shape != now.shape:
+            raise ConfigError(name, saved, allowed)
+        return made
+    except (RuntimeError, OverflowError, TypeError) as cause:
         raise ConfigError(name, saved, str(cause)) from cause

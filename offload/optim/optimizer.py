@@ -167,9 +167,12 @@ class OffloadedOptimizer(StatefulOptimizer):
             if torch.is_inference_mode_enabled():
                 allowed = "make optimizers and add groups outside of it: tensors made in it have no version counter"
                 raise ConfigError("params", "torch.inference_mode()", allowed)
+            self.rule.check(group)
             self._check_group(group)
             if len(set(group["params"])) != len(group["params"]):
-                raise ConfigError("params", "a parameter twice in one group", "give each parameter once")
+                raise ConfigError(
+                    "params", "a parameter twice in one group", "give each parameter once: it has one update a step"
+                )
             for parameter, name, at in names(self.param_groups):
                 if at == len(self.param_groups) - 1:
                     check_parameter(parameter, name, self._weights.place)
@@ -207,6 +210,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             record = self._weights.bind(parameter, known.name)
             self._route.attach(record)
             bound[parameter] = record  # last: whatever is interrupted before is done anew
+        self._state.begin(bound[parameter] for parameter in wanted)
 
     # Gradients
 

@@ -8,10 +8,9 @@ from typing import Any, Unpack
 import torch
 
 from offload.config import OffloadConfig
-from offload.errors import ConfigError
-from offload.optim.groups import TorchOptions
+from offload.optim.groups import Group, TorchOptions
 from offload.optim.optimizer import OffloadedOptimizer
-from offload.rules import ADAGRAD, LION, SGD_MOMENTUM, number
+from offload.rules import ADAGRAD, LION, SGD_MOMENTUM, not_negative
 
 Offload = OffloadConfig | Mapping[str, Any] | None
 Rate = float | torch.Tensor
@@ -60,7 +59,8 @@ class Adagrad(OffloadedOptimizer):
         lr: Learning rate.
         lr_decay: The rate of a parameter's update `n` is `lr / (1 + (n - 1) * lr_decay)`.
         weight_decay: Coefficient of the L2 term.
-        initial_accumulator_value: Not supported; only 0.
+        initial_accumulator_value: What the sums of squares start from. As torch has it, such a start is written, and
+            seen in `state`, before the first update; 0 is not.
         eps: Added to the root of the sum of squares.
         maximize: Maximize instead of minimize.
         offload: Where state may live; None for host memory.
@@ -86,12 +86,17 @@ class Adagrad(OffloadedOptimizer):
         offload: Offload = None,
         **options: Unpack[TorchOptions],
     ) -> None:
-        if number(initial_accumulator_value) != 0:
-            raise ConfigError(
-                "initial_accumulator_value", initial_accumulator_value, "use 0: state starts from zeros"
-            )
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps, "maximize": maximize}
+        defaults["initial_accumulator_value"] = initial_accumulator_value
         super().__init__(params, defaults, offload, options)
+
+    def _begins_with(self, group: Group) -> dict[str, float]:
+        start = not_negative({"initial_accumulator_value": 0.0, **group}, "initial_accumulator_value")
+        return dict(zip(("sum",), start, strict=True))
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        self._begins_with(group)
 
 
 class SGD(OffloadedOptimizer):

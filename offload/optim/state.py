@@ -7,7 +7,8 @@ it is found by the copy's version counter, and refused when the optimizer is nex
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -131,7 +132,7 @@ class StateEntry(dict[str, torch.Tensor]):
         return dict, (dict(self),)
 
 
-class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
+class StateView(MutableMapping[Any, Any]):
     """State of all parameters that have been updated, read from wherever it lives when it is asked for.
 
     Args:
@@ -140,15 +141,27 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         rule: Of the optimizer.
         lock: Held while the engine is used.
         owner: Name of the optimizer's class.
+        beginnings: Refers to what says what the state of each parameter starts from, where that is not 0.
 
     Attributes:
         copies: Copies that were handed out, and are not the caller's to change.
         changes: Counts the changes of any state.
+        others: What users have put beside the state of parameters, by their keys.
     """
 
-    def __init__(self, late: LateEngine, weights: Weights, rule: UpdateRule, lock: Turn, owner: str) -> None:
+    def __init__(
+        self,
+        late: LateEngine,
+        weights: Weights,
+        rule: UpdateRule,
+        lock: Turn,
+        owner: str,
+        beginnings: Callable[[], Callable[[], Mapping[torch.Tensor, Mapping[str, float]]] | None],
+    ) -> None:
         self.copies = Copies()
         self.changes = 0
+        self.others: dict[Any, Any] = {}
+        self._beginnings = beginnings
         self._shown: set[torch.Tensor] = set()
         self._late = late
         self._weights = weights
@@ -175,6 +188,26 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
         """Take note of a step, or of other state in place of all that there was."""
         self.changes += 1
         self._shown.clear()
+
+    def _starts(self) -> Mapping[torch.Tensor, Mapping[str, float]]:
+        """Return what the state of some parameters starts from: those of which it is not 0, which are shown."""
+        beginnings = self._beginnings()
+        return {} if beginnings is None else beginnings()
+
+    def begin(self, bounds: Iterable[Bound]) -> None:
+        """Write what state starts from, where that is not 0."""
+        starts = self._starts()
+        found = {bound: starts[bound.parameter] for bound in bounds if bound.parameter in starts}
+        if found:
+            self._late.engine.write_state(
+                {
+                    bound.position: {
+                        name: torch.tensor(value, dtype=torch.float32, device="cpu").expand(bound.local.numel())
+                        for name, value in values.items()
+                    }
+                    for bound, values in found.items()
+                }
+            )
 
     def read(self, parameters: Iterable[torch.Tensor], *, own_masters: bool = False) -> list[dict[str, torch.Tensor]]:
         """Return copies of the state of some bound parameters; see `Engine.read_state`."""
@@ -250,6 +283,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             self._weights.check()
             self.changed()
             self._late.engine.reset_state(positions)
+            self.begin(self._weights.of(parameter) for parameter in wanted)
 
     def _replace(self, entries: Mapping[Bound, Entry]) -> None:
         """Write whole entries; masters that are not given are taken from the weights."""
@@ -272,22 +306,39 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             self._weights.gather()
 
     def __contains__(self, parameter: object) -> bool:
-        bound = self._weights.bound.get(parameter) if isinstance(parameter, torch.Tensor) else None
-        if bound is None:
-            return False
-        return parameter in self._shown or self._late.engine.step_count(bound.position) > 0
+        if not isinstance(parameter, torch.Tensor):
+            return parameter in self.others
+        return parameter in self._weights.bound and self._has_state(parameter, self._starts())
+
+    def _has_state(self, parameter: torch.Tensor, starts: Mapping[torch.Tensor, Any]) -> bool:
+        return (
+            parameter in self._shown
+            or parameter in starts
+            or self._late.engine.step_count(self._weights.bound[parameter].position) > 0
+        )
+
+    def updated(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters that have state."""
+        starts = self._starts()
+        return (parameter for parameter in [*self._weights.bound] if self._has_state(parameter, starts))
+
+    def is_of_parameter(self, entry: object) -> bool:
+        """Return whether something looks like the state of a parameter."""
+        return isinstance(entry, Mapping) and not {"step", *self._rule.names}.isdisjoint(entry)
 
     def _entries(self, parameters: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         read = zip(parameters, self.read(parameters), strict=True)
         return [StateEntry(self, parameter, entry) for parameter, entry in read]
 
-    def __getitem__(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def __getitem__(self, parameter: Any) -> Any:
+        if not isinstance(parameter, torch.Tensor):
+            return self.others.setdefault(parameter, {})  # torch's is a defaultdict
         if parameter not in self:
             raise KeyError(parameter)
         return self._entries([parameter])[0]
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (parameter for parameter in [*self._weights.bound] if parameter in self)
+    def __iter__(self) -> Iterator[Any]:
+        return chain(self.updated(), [*self.others])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -297,15 +348,18 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
 
     def items(self) -> Any:
         """Return all (parameter, state) pairs, read in one sweep over all tiers."""
-        updated = [*self]
-        return dict(zip(updated, self._entries(updated), strict=True)).items()
+        updated = [*self.updated()]
+        return {**dict(zip(updated, self._entries(updated), strict=True)), **self.others}.items()
 
-    def __setitem__(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
-        """Replace a parameter's state, as `load_state_dict` does; an empty mapping resets it.
+    def __setitem__(self, parameter: Any, entry: Any) -> None:
+        """Replace a parameter's state, as `load_state_dict` does; an empty mapping resets it. Keep other keys.
 
         Raises:
             ConfigError: It is not a parameter's whole state.
         """
+        if not isinstance(parameter, torch.Tensor):
+            self.others[parameter] = entry
+            return
         *names, last = "step", *self._rule.names[1:]
         if not isinstance(entry, Mapping):
             raise ConfigError("state", type(entry).__name__, f"assign a mapping of {', '.join(names)} and {last}")
@@ -318,22 +372,42 @@ class StateView(MutableMapping[torch.Tensor, dict[str, torch.Tensor]]):
             self._weights.check()
             self._replace({bound: checked})
 
-    def __delitem__(self, parameter: torch.Tensor) -> None:
+    def __delitem__(self, parameter: Any) -> None:
         if parameter not in self:
             raise KeyError(parameter)
+        if not isinstance(parameter, torch.Tensor):
+            del self.others[parameter]
+            return
         self.reset([parameter])
 
     def clear(self) -> None:
-        """See `OffloadedOptimizer.reset_state`."""
+        """See `OffloadedOptimizer.reset_state`; other keys go, too."""
         self.reset(None)
+        self.others.clear()
 
-    def setdefault(self, parameter: torch.Tensor, default: Any = None) -> Any:
-        """Return a parameter's state; there is nothing to be made for one that has none.
+    def get(self, parameter: Any, default: Any = None) -> Any:
+        """Return what there is, or `default`; nothing is made."""
+        if parameter not in self:
+            return default
+        return self[parameter]
+
+    def pop(self, parameter: Any, *default: Any) -> Any:
+        """Return and forget what there is of a key, or `default`; a parameter's state is reset."""
+        if parameter not in self and default:
+            return default[0]
+        if parameter not in self:
+            raise KeyError(parameter)
+        found = self[parameter]
+        del self[parameter]
+        return found
+
+    def setdefault(self, parameter: Any, default: Any = None) -> Any:
+        """Return what there is; nothing can be made for a parameter that has no state.
 
         Raises:
             KeyError: It has not been updated.
         """
-        return self[parameter]
+        return self[parameter] if isinstance(parameter, torch.Tensor) else self.others.setdefault(parameter, default)
 
 
 def says_nothing(entry: object) -> bool:

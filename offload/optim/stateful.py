@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from copy import deepcopy
 from itertools import chain
@@ -55,7 +56,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
         self._lock = Turn()
         self._late = late
         self._weights = Weights(late)
-        self._state = StateView(late, self._weights, self.rule, self._lock, type(self).__name__)
+        self._state = StateView(
+            late, self._weights, self.rule, self._lock, type(self).__name__, weakref.WeakMethod(self._beginnings)
+        )
         super().__init__(params, defaults)
 
     @property
@@ -74,6 +77,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
         """Refuse a group of a state dict that is of another rule, or cannot be used."""
         self._check_group(group)
 
+    def _begins_with(self, group: Group) -> Mapping[str, float]:
+        """Return what a group's state starts from where that is not 0, by name."""
+        return {}
+
+    def _beginnings(self) -> dict[torch.Tensor, Mapping[str, float]]:
+        """Return what each parameter's state starts from."""
+        starts = ((self._begins_with(group), group["params"]) for group in self.param_groups)
+        return {parameter: start for start, params in starts if any(start.values()) for parameter in params}
+
     # State
 
     @property  # type: ignore[override]
@@ -84,7 +96,8 @@ class StatefulOptimizer(torch.optim.Optimizer):
         state lives. `state = {}`, `state.clear()`, `state[p] = {}` and `del state[p]` are `reset_state`. After a
         change of a copy in place (`state[p]["exp_avg"].zero_()`) the next step, save, or look at the state raises
         `ConfigError`; writes that torch's version counter does not see (through `.data` or numpy) are not noticed.
-        `state_for` and `state_dict` give copies that are the caller's.
+        `state_for` and `state_dict` give copies that are the caller's. Keys that are no tensors are kept as they are,
+        and are part of state dicts, not of checkpoints.
         """
         return self._state
 
@@ -92,7 +105,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def state(self, value: Any) -> None:
         if isinstance(value, StateView) or value or not isinstance(value, Mapping):
             raise ConfigError("state", type(value).__name__, "use load_state_dict to replace state")
-        self.reset_state()
+        self._state.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state and all hyperparameters in torch's own layout, all state in fp32.
@@ -108,15 +121,18 @@ class StatefulOptimizer(torch.optim.Optimizer):
             hook(self)
         with self._lock:
             defaults = torch_defaults(self.theirs)
-            numbers = {parameter: number for number, (parameter, _, _) in enumerate(names(self.param_groups))}
+            numbers: dict[torch.Tensor, int] = {}
+            for number, (parameter, _, _) in enumerate(names(self.param_groups)):
+                numbers.setdefault(parameter, number)  # one that is in two groups has its first number in both
             groups = [
                 {**defaults, **{name: value for name, value in group.items() if name != "params"}}
                 | {"params": [numbers[parameter] for parameter in group["params"]]}
                 for group in self.param_groups
             ]
-            updated = [*self._state]
+            updated = [*self._state.updated()]
             entries = zip(updated, self._state.read(updated), strict=True)
-            packed = {"state": {numbers[p]: entry for p, entry in entries}, "param_groups": groups}
+            state: dict[Any, Any] = {**self._state.others, **{numbers[p]: entry for p, entry in entries}}
+            packed = {"state": state, "param_groups": groups}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, packed)
             if changed is not None:
@@ -177,8 +193,11 @@ class StatefulOptimizer(torch.optim.Optimizer):
         )
         if state_dict["state"]:  # else the GPU's part is still left until backward has shown what it leaves free
             self._late.open()
-        entries = {}
+        entries, others = {}, {}
         for key, entry in state_dict["state"].items():
+            if key not in by_id and not self._state.is_of_parameter(entry):
+                others[key] = entry
+                continue
             bound = self._weights.bound.get(by_id[key]) if key in by_id else None
             if bound is None:
                 raise ConfigError(
@@ -189,11 +208,15 @@ class StatefulOptimizer(torch.optim.Optimizer):
         with self._lock:
             if self._late.opened is not None:
                 self._state.replace_all(entries)
+            self._state.others = others
             for group, values in zip(self.param_groups, saved, strict=True):
+                if values.get("param_names") is not None:
+                    group.setdefault("param_names", [*values["param_names"]])
                 loaded = {name: deepcopy(values[name]) for name in values if name not in NOT_LOADED}
                 for name, value in loaded.items():  # torch.distributed.checkpoint makes lists of tuples
                     was_tuple = isinstance(value, list) and isinstance(group.get(name), tuple)
                     group[name] = tuple(value) if was_tuple else value
+            self._state.begin(bound for bound in self._weights.bound.values() if bound not in entries)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

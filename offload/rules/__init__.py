@@ -11,6 +11,8 @@ from offload.rules.rule import (
     StateTensor,
     UpdateRule,
     checked_step,
+    items,
+    not_negative,
     number,
     segment_dtype,
 )
@@ -37,6 +39,8 @@ __all__ = [
     "StateTensor",
     "UpdateRule",
     "checked_step",
+    "items",
+    "not_negative",
     "number",
     "segment_dtype",
 ]

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from offload.rules.rule import StateTensor, UpdateRule, decay_rates, flag, not_negative, rounded
+from offload.errors import ConfigError
+from offload.rules.rule import StateTensor, UpdateRule, check_decay_rates, decay_rates, flag, not_negative, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class GroupScalars:
 
     Attributes:
         lr: Learning rate.
-        beta1: Decay rate of exp_avg, in [0, 1).
+        beta1: Decay rate of exp_avg, in [0, 1) but where a schedule has driven it further.
         beta2: Decay rate of exp_avg_sq, in [0, 1).
         eps: Added to the root of the second moment after bias correction.
         weight_decay: Coefficient of the decay.
@@ -62,7 +63,7 @@ def scalars(
     Args:
         step: Number of this update of the parameter, counted from 1.
         lr: See `GroupScalars`, as for the other hyperparameters.
-        betas: Both in [0, 1).
+        betas: The second in [0, 1), the first anything but where the bias correction divides by 0, as for 1.
         eps: The same.
         weight_decay: The same.
         decoupled: The same.
@@ -70,13 +71,17 @@ def scalars(
         maximize: The same.
 
     Raises:
-        ValueError: `step` is below 1 or a beta is outside [0, 1).
+        ValueError: `step` is below 1, or a beta has no bias correction.
     """
     beta1, beta2 = betas
     if step < 1:
         raise ValueError(f"step: {step} cannot be used; updates are counted from 1")
-    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-        raise ValueError(f"betas: {betas} cannot be used; both must be in [0, 1)")
+    try:
+        bias1 = 1.0 - beta1**step
+    except OverflowError:
+        bias1 = 0.0
+    if bias1 == 0.0 or not 0.0 <= beta2 < 1.0:
+        raise ConfigError("betas", betas, f"at update {step} they have no bias correction; both belong in [0, 1)")
     exact = Scalars(
         grad_scale=-grad_scale if maximize else grad_scale,
         decay=1.0 - lr * weight_decay if decoupled else weight_decay,
@@ -86,7 +91,7 @@ def scalars(
         one_minus_beta2=1.0 - beta2,
         inv_bias2_sqrt=1.0 / (1.0 - beta2**step) ** 0.5,
         eps=eps,
-        step_size=lr / (1.0 - beta1**step),
+        step_size=lr / bias1,
     )
     return Scalars(*rounded(exact))
 
@@ -102,6 +107,9 @@ class _Adam(UpdateRule):
         self._decoupled = decoupled
         numbers = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": weight_decay}
         self.defaults = {**numbers, "maximize": False}  # type: ignore[misc]
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        check_decay_rates(group)
 
     def values(self, group: Mapping[str, Any]) -> GroupScalars:
         lr, eps, weight_decay = not_negative(group, "lr", "eps", "weight_decay")

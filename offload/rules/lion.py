@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from offload.rules.rule import StateTensor, UpdateRule, decay_rates, flag, not_negative, rounded
+from offload.rules.rule import StateTensor, UpdateRule, check_decay_rates, decay_rates, flag, not_negative, rounded
 
 
 class Scalars(NamedTuple):
@@ -27,6 +27,9 @@ class _Lion(UpdateRule):
     scalars = Scalars
     missing_step = 1
     defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        check_decay_rates(group)
 
     def values(self, group: Mapping[str, Any]) -> Mapping[str, Any]:
         lr, weight_decay = not_negative(group, "lr", "weight_decay")

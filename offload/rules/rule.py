@@ -31,6 +31,11 @@ class StateTensor(NamedTuple):
 MOST_STEPS = 2**53
 """Step counts beyond this are not told apart in float64, in which the factors of a step are computed."""
 
+MOST_ITEMS = 64
+"""Items of a hyperparameter that is neither a list nor a tuple; what has more is no hyperparameter."""
+
+BETAS = "give a sequence of two numbers from 0 (included) to 1 (not included)"
+
 MASTER = StateTensor("master")
 """The fp32 copy of a 16-bit weight, which every rule has; an fp32 weight *is* its master."""
 
@@ -92,6 +97,16 @@ class UpdateRule(ABC):
             values: What `values` returned.
             grad_scale: Clipping factor over loss scale.
         """
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Refuse hyperparameters that no training begins with.
+
+        A schedule may go beyond them later: `values` and `row` refuse what cannot be computed.
+
+        Raises:
+            ConfigError: As said.
+        """
+        self.values(group)
 
     def decoupled(self, values: Any) -> bool:
         """Return whether `decay` multiplies the master; else it is the factor of an L2 term of the gradient."""
@@ -247,14 +262,30 @@ def not_negative(group: Mapping[str, Any], *names: str) -> list[float]:
     return found
 
 
+def items(value: Any) -> list[Any] | None:
+    """Return the items of what can be counted and indexed; None for anything else, and for more than a few items."""
+    if isinstance(value, tuple | list):
+        return [*value]
+    try:
+        return [value[n] for n in range(len(value))] if len(value) <= MOST_ITEMS else None
+    except (TypeError, LookupError):  # a number, a mapping of names, a tensor without dimensions
+        return None
+
+
 def decay_rates(group: Mapping[str, Any]) -> tuple[float, float]:
-    """Return a group's `betas`.
+    """Return a group's `betas`: any sequence of two numbers; the first may have been driven beyond 1 by a schedule.
 
     Raises:
-        ConfigError: If they are not two numbers in [0, 1).
+        ConfigError: If they are something else.
     """
     betas = group.get("betas")
-    pair = [number(beta) for beta in betas] if isinstance(betas, tuple | list) else []
-    if len(pair) != 2 or not all(0 <= beta < 1 for beta in pair):
-        raise ConfigError("betas", betas, "give two numbers from 0 (included) to 1 (not included)")
+    pair = [number(beta) for beta in items(betas) or ()]
+    if len(pair) != 2 or not math.isfinite(pair[0]) or not 0 <= pair[1] < 1:
+        raise ConfigError("betas", betas, BETAS)
     return pair[0], pair[1]
+
+
+def check_decay_rates(group: Mapping[str, Any]) -> None:
+    """Refuse `betas` outside of [0, 1)."""
+    if not all(0 <= beta < 1 for beta in decay_rates(group)):
+        raise ConfigError("betas", group["betas"], BETAS)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, TravellingError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -94,7 +94,7 @@ HASTY = RetryPolicy(attempts=3, stall_timeout_s=10.0)
 """While a configuration is looked at: somebody is waiting for the answer."""
 
 
-class ObjectError(Exception):
+class ObjectError(TravellingError):
     """A request to an object store failed for good, or (within this module) for now.
 
     Attributes:

@@ -354,7 +354,7 @@ def test_state_takes_the_bytes_that_the_rule_says() -> None:
         (offload.Lion, {"maximize": "yes"}, "maximize"),
         (offload.Adagrad, {"lr_decay": float("nan")}, "lr_decay"),
         (offload.Adagrad, {"eps": float("inf")}, "eps"),
-        (offload.Adagrad, {"initial_accumulator_value": 0.1}, "initial_accumulator_value"),
+        (offload.Adagrad, {"initial_accumulator_value": -0.1}, "initial_accumulator_value"),
         (offload.SGD, {"momentum": -0.1}, "momentum"),
         (offload.SGD, {"dampening": float("nan")}, "dampening"),
         (offload.SGD, {"nesterov": True}, "nesterov"),
