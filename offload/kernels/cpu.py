@@ -29,8 +29,8 @@ invariant(SEGMENT_DTYPE.itemsize == _native.SEGMENT_BYTES, "SEGMENT_DTYPE is not
 
 
 PREFETCH_SETTING = "OFFLOAD_PREFETCH_BYTES"
-"""Environment variable: how many bytes ahead updates ask for memory, in the place of the table's row for this processor
-(csrc/kernels/prefetch.cpp). One number, or two: the second is for compact8. `bench/kernel.py --tune` measures them."""
+"""Environment variable: how many bytes ahead updates ask for memory, in the place of what csrc/kernels/prefetch.cpp
+has for this processor. One number, or two: the second is for compact8. `bench/kernel.py --tune` measures them."""
 
 
 def prefetch_setting(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
