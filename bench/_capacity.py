@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _common import computing
 from _worker import SEED, SETTINGS, DeepSpeed, batch, loss_of
 from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
@@ -222,10 +223,11 @@ def trial(request: dict[str, Any]) -> dict[str, Any]:
     losses, seconds = [], []
     for step in range(STEPS):
         began_s = time.perf_counter()
-        loss = contender.forward(batch(step, TOKENS, "cpu"))
-        if step == 0:
-            marks["forward"] = memory()
-        contender.backward(loss)
+        with computing():
+            loss = contender.forward(batch(step, TOKENS, "cpu"))
+            if step == 0:
+                marks["forward"] = memory()
+            contender.backward(loss)
         marks["backward"] = memory()
         contender.step()
         marks["step"] = memory()

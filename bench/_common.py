@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import psutil
 import torch
 
 import offload
+from offload.measure.products import SETTING, choose_compute, computing_in
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -105,8 +107,19 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def environment() -> dict[str, Any]:
-    """Return where this runs: hardware, versions, commit, command, and how busy the machine already is."""
+def environment(*, device: str | None = None) -> dict[str, Any]:
+    """Return where this runs: hardware, versions, commit, command, and how busy the machine already is.
+
+    Args:
+        device: Where a model is trained, if one is: the dtype that its products are computed in is chosen, said, and
+            the same in all processes that are started from now on (see `computing`).
+    """
+    compute = None
+    if device is not None:
+        chosen = choose_compute(device=device)
+        print(chosen, flush=True)
+        compute = chosen.name
+        os.environ[SETTING] = compute
 
     def git(*arguments: str) -> str:
         if not (ROOT / ".git").exists():  # a copy, perhaps inside another repository
@@ -129,6 +142,7 @@ def environment() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **({"compute": compute} if compute else {}),
         "numpy": np.__version__,
         "offload": getattr(offload, "__version__", None),
         # `bench/gpu/run.sh` knows of a copy what it was copied from.
@@ -140,6 +154,11 @@ def environment() -> dict[str, Any]:
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def computing(device: str = "cpu") -> AbstractContextManager[Any]:
+    """Return the context that every contender's forward and backward run in."""
+    return computing_in(choose_compute(device=device).dtype)
 
 
 def _without_place(argument: str) -> str:

@@ -251,7 +251,7 @@ def main(question: str | None, defaults: Defaults) -> None:
         sizes = [int(size) for size in args.tokens.split(",")]
     except ValueError:
         parser.error(f"--tokens: {args.tokens!r} cannot be used; give numbers such as 16,128")
-    described = environment()
+    described = environment(device=args.device)
     if args.smoke:
         sizes = [8, 16][-len(sizes) :]
     shape = choose_shape(parse_count("--params", SMOKE_PARAMS if args.smoke else args.params))
@@ -277,7 +277,10 @@ def main(question: str | None, defaults: Defaults) -> None:
     targets: list[Target] = []
     tables: dict[str, dict[str, Any]] = {}
     digest = hashlib.sha256()
-    print(f"model: {shape.numel:,} parameters, {shape.layers} layers of {shape.hidden}, bf16 weights, fp32 state")
+    print(
+        f"model: {shape.numel:,} parameters, {shape.layers} layers of {shape.hidden}, bf16 weights, fp32 state, "
+        f"computed in {described['compute']}"
+    )
     with work_folder(args.path) as folder:
         if "disk" in chosen and not args.smoke and STOCK_NVME not in missing:
             aio = aio_settings(common, folder)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import cores
+from _common import computing, cores
 from torch.nn.functional import cross_entropy
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -309,12 +309,13 @@ def kernel_io() -> dict[str, int]:
 def iterate(contender: Any, window: torch.Tensor, synchronize: Callable[[], object]) -> dict[str, float]:
     before = kernel_io()
     times = [time.perf_counter()]
-    loss = contender.forward(window)
-    synchronize()
-    times.append(time.perf_counter())
-    contender.backward(loss)
-    synchronize()
-    times.append(time.perf_counter())
+    with computing(str(window.device)):
+        loss = contender.forward(window)
+        synchronize()
+        times.append(time.perf_counter())
+        contender.backward(loss)
+        synchronize()
+        times.append(time.perf_counter())
     contender.step()
     synchronize()
     times.append(time.perf_counter())

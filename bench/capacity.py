@@ -489,7 +489,7 @@ def main() -> None:
     memory_bytes = parse_bytes("--memory", args.memory)
     stat = os.statvfs(args.path or tempfile.gettempdir())
     disk_bytes = parse_bytes("--disk", args.disk) if args.disk else 9 * stat.f_bavail * stat.f_frsize // 10
-    described = environment()
+    described = environment(device="cpu")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the group and the folders go
     chosen = [contender for contender in CONTENDERS if contender.name in asked]
     if args.smoke:

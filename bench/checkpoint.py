@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Target, arguments, environment, progress, report
+from _common import Target, arguments, computing, environment, progress, report
 
 import offload
 from offload.plan import Home
@@ -105,7 +105,8 @@ class Training:
             found.handover_s = time.perf_counter() - began_s
         for _ in range(ROUND):
             started_s = time.perf_counter()
-            self.model(self.batch).float().square().mean().backward()
+            with computing():
+                self.model(self.batch).float().square().mean().backward()
             updated_s = time.perf_counter()
             found.lanes += self.optimizer.timeline()  # of the update before, and since
             found.first_update_s = found.first_update_s or updated_s
@@ -207,7 +208,7 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     args = arguments(__doc__, path=True).parse_args()
-    described = environment()
+    described = environment(device="cpu")
     size = Size(512, 3, 8, 2) if args.smoke else Size(2048, 12, 1536, 15)
     results: dict[str, Any] = {}
     targets = []

@@ -12,6 +12,9 @@ next to no arithmetic, in the same run with the same number of threads.
 `offload/compact16` is the whole job with moments in bf16, 20 bytes a parameter; `offload/compact8` with moments of
 one byte and a master of three, 14 bytes. Each is compared with the fastest stream over those bytes and with
 `cached/...`, the same update of state in the first-level cache, on one core.
+
+With `--tune` it measures instead how far ahead of its use memory is best asked for, on this processor, for each
+instruction set; and prints the row for the table in `csrc/kernels/prefetch.cpp`, and the setting that has its effect.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +30,8 @@ import torch
 from _common import Target, arguments, cores, environment, huge_tensors, interleaved, report, speedup
 from _needs import NATIVE, require
 
-from offload.kernels import CpuUpdateKernel, StreamVariant, reference, rounding_keys, scalars
+from offload import _native
+from offload.kernels import CpuUpdateKernel, StreamVariant, instruction_sets, reference, rounding_keys, scalars
 from offload.kernels.reference import SegmentTensors, minifloat, segment_table
 from offload.protocols import BLOCK_NUMEL, SegmentFlag, StateFormat
 from offload.rules import SCALES
@@ -37,6 +42,7 @@ CHUNK_NUMEL = 1 << 20
 CACHED_NUMEL = 1024  # 28 bytes of each are 28 KiB: a first-level cache has 32 or more
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 GRAD_SCALE = 0.37
+AHEAD_BYTES = (0, 256, 512, 1024, 2048, 4096, 8192)
 FLAGS = SegmentFlag.ACTIVE | SegmentFlag.DECOUPLED_DECAY
 
 
@@ -179,11 +185,70 @@ def deepspeed_contender(b: Buffers) -> dict[str, Any] | str:
     return optimizer_steps(optimizer, parameter, b)
 
 
+def tune(threads: int, numel: int, rounds: int) -> dict[str, Any]:
+    """Measure updates at every distance of `AHEAD_BYTES`; return, for each instruction set, shares of stream.
+
+    A share is the median over rounds, the fastest of three streams in the same round being 1.
+    """
+    buffers = Buffers(numel)
+    tables = {kind: segment_table([buffers.segment(4, whole=True, state_format=kind)]) for kind in StateFormat}
+    found: dict[str, Any] = {}
+    before = _native.prefetch_bytes()
+    for name in instruction_sets()[1:]:
+        kernel = CpuUpdateKernel(threads=threads, instruction_set=name)
+
+        def updated(kind: StateFormat, ahead: int, kernel: CpuUpdateKernel = kernel) -> None:
+            _native.set_prefetch_bytes(ahead, ahead)
+            kernel.run(tables[kind])
+
+        def streamed(kind: StateFormat, variant: StreamVariant, kernel: CpuUpdateKernel = kernel) -> None:
+            kernel.stream(tables[kind], variant)
+
+        weight, asking = StreamVariant.WEIGHT_NONTEMPORAL, StreamVariant.PREFETCH
+        functions: dict[Any, Callable[[], None]] = {}
+        for kind in StateFormat:
+            for variant in (StreamVariant.PLAIN, weight, weight | asking):
+                functions[kind, variant] = partial(streamed, kind, variant)
+            for ahead in AHEAD_BYTES:
+                functions[kind, f"{ahead}"] = partial(updated, kind, ahead)
+        times = interleaved(functions, rounds)
+        kernel.close()
+        found[name] = {}
+        for kind in StateFormat:
+            streams = [times[key] for key in times if key[0] == kind and isinstance(key[1], StreamVariant)]
+            stream = [min(seconds) for seconds in zip(*streams, strict=True)]
+            found[name][kind.name.lower()] = {
+                ahead: statistics.median(s / t for s, t in zip(stream, times[kind, f"{ahead}"], strict=True))
+                for ahead in AHEAD_BYTES
+            }
+    _native.set_prefetch_bytes(*before)
+    return found
+
+
+def print_row(found: dict[str, Any]) -> None:
+    """Print what `tune` found, and what follows from it."""
+    vendor, family = _native.processor()
+    for name, formats in found.items():
+        for kind, shares in formats.items():
+            row = "  ".join(f"{ahead or 'none'}: {share:.3f}" for ahead, share in shares.items())
+            print(f"{name}, {kind}, share of stream by bytes ahead: {row}")
+        together = max(AHEAD_BYTES, key=lambda ahead: formats["exact"][ahead] + formats["compact16"][ahead])
+        blocks = max(AHEAD_BYTES, key=lambda ahead: formats["compact8"][ahead])
+        print(
+            f'{name}: {{"{vendor}", {family}, {family}, {{{together}, {blocks}}}}},  or '
+            f"OFFLOAD_PREFETCH_BYTES={together},{blocks}"
+        )
+
+
 def main() -> None:
     """Measure and report."""
     parser = arguments(__doc__)
     parser.add_argument("--threads", type=int, default=cores(), help="worker threads, for every contender")
+    parser.add_argument("--tune", action="store_true", help="measure how far ahead memory is best asked for")
     args = parser.parse_args()
+    if args.tune:
+        print_row(tune(args.threads, *((1 << 16, 2) if args.smoke else (16_000_000, 21))))
+        return
     missing = require(args, {"deepspeed": NATIVE})
     described = environment()
     numel, rounds = (1 << 16, 2) if args.smoke else (48_000_000, 21)

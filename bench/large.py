@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help=f"sequences of {SEQ} bytes (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20, help="(default: %(default)s)")
     args = parser.parse_args()
-    described = environment()
+    described = environment(device="cpu")
     if args.smoke:
         args.params, args.batch, args.steps = "2M", 1, 3
     shape = choose_shape(parse_count("--params", args.params))

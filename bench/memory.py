@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Target, arguments, environment, progress, report
+from _common import Target, arguments, computing, environment, progress, report
 
 TOLERANCE_BYTES = 64 << 20
 TOLERANCE_SHARE = 0.05
@@ -55,7 +55,8 @@ def child(role: str, layers: int, width: int, share: float, steps: int) -> None:
             }
         for step in range(steps):
             torch.manual_seed(step)
-            model(torch.randn(8, width).bfloat16()).float().square().mean().backward()
+            with computing():
+                model(torch.randn(8, width).bfloat16()).float().square().mean().backward()
             if optimizer is not None:
                 optimizer.clip_grad_norm_(1.0)
                 optimizer.step()
@@ -86,7 +87,7 @@ def main() -> None:
         child(role, int(layers), int(width), float(share), int(steps))
         return
     args = arguments(__doc__, path=True).parse_args()
-    described = environment()
+    described = environment(device="cpu")
     layers, width = (3, 512) if args.smoke else (26, 2048)
     steps = 2 if args.smoke else 4
     twin = run("twin", layers, width, 0.0, steps, args.path)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Target, arguments, cores, environment, progress, report
+from _common import Target, arguments, computing, cores, environment, progress, report
 
 import offload
 from offload.cli.model import VOCABULARY, build_model, choose_shape
@@ -71,9 +71,10 @@ class Training:
         """Train once; return the seconds of each part."""
         batch = torch.randint(0, VOCABULARY, (1, tokens), generator=self._generator)
         began_s = time.monotonic()
-        loss = self.model(input_ids=batch, labels=batch).loss
-        forward_s = time.monotonic()
-        loss.backward()
+        with computing():
+            loss = self.model(input_ids=batch, labels=batch).loss
+            forward_s = time.monotonic()
+            loss.backward()
         backward_s = time.monotonic()
         used_s = time.process_time()
         self.optimizer.clip_grad_norm_(UNCLIPPED)
@@ -174,7 +175,7 @@ def main() -> None:
     parser.add_argument("--format", default="exact", help="of state")
     args = parser.parse_args()
     numel, pairs, tokens = (300_000, 2, [16]) if args.smoke else (args.numel, args.pairs, args.tokens)
-    described = environment()
+    described = environment(device="cpu")
     results: dict[str, Any] = {}
     longest = 64 if args.smoke else 8192
     with tempfile.TemporaryDirectory(dir=args.path) as folder:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _common import ROOT, Target, arguments, environment, interleaved, report, run_sections
+from _common import ROOT, Target, arguments, computing, environment, interleaved, report, run_sections
 from _needs import FIO, MOTO, require
 from _throttled import ThrottledTier
 
@@ -557,7 +557,8 @@ def interference(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, 
     def passes() -> float:
         started_s = time.perf_counter()
         for _ in range(2 if smoke else 20):
-            model(inputs).float().square().mean().backward()
+            with computing():
+                model(inputs).float().square().mean().backward()
         return time.perf_counter() - started_s
 
     passes()
@@ -659,7 +660,7 @@ def main() -> None:
     args = arguments(__doc__, path=True, picture=True, sections=SECTIONS).parse_args()
     needs = {"single": [FIO], "remote": [MOTO]}
     require(args, {section: needs.get(section, []) for section in args.sections})
-    described = environment()
+    described = environment(device="cpu")
     results, targets = run_sections(args, SECTIONS, args.smoke)
     checksum = results.get("sum", {}).get("1", {}).get("checksum", "none of the chosen sections computes")
     if args.picture:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import Target, arguments, environment, progress, report
+from _common import Target, arguments, computing, environment, progress, report
 
 import offload
 from offload.cli.model import Shape, build_model
@@ -131,8 +131,9 @@ def train(contender: str, sizes: dict[str, Any], beta2: float, seed: int) -> tup
             else:
                 group["lr"] = lr
         tokens = next(batches)
-        logits = model(tokens[:, :-1]).logits.float()
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        with computing():
+            logits = model(tokens[:, :-1]).logits.float()
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         if contender == "control":
             for parameter in model.parameters():
                 bit = torch.randint(2, parameter.grad.shape, generator=flips, dtype=torch.int16)
@@ -143,7 +144,7 @@ def train(contender: str, sizes: dict[str, Any], beta2: float, seed: int) -> tup
         0, sizes["seq"] + 1, max(1, (len(held_out) - sizes["seq"]) // sizes["evaluated"])
     )
     losses = []
-    with torch.no_grad():
+    with torch.no_grad(), computing():
         for tokens in windows[: sizes["evaluated"]].split(32):
             logits = model(tokens[:, :-1]).logits.float()
             losses += torch.nn.functional.cross_entropy(
@@ -235,11 +236,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="runs at once")
     args = parser.parse_args()
-    described = environment()
+    described = environment(device="cpu")
     sizes: dict[str, Any] = {
         "data": args.data, "layers": args.layers, "hidden": args.hidden, "steps": args.steps,
         "seq": 64, "batch": 8, "lr": 2e-3, "evaluated": 512,
     }  # fmt: skip
+    if described["compute"] != "bf16":  # which runs that were kept earlier do not say
+        sizes["compute"] = described["compute"]
     pairs, betas = args.pairs, BETAS
     if args.smoke:
         sizes |= {"layers": 1, "hidden": 64, "steps": 3, "evaluated": 4}

@@ -12,6 +12,7 @@
 #include "../kernels/dispatch.h"
 #include "../kernels/float_environment.h"
 #include "../kernels/jobs.h"
+#include "../kernels/prefetch.h"
 #include "../kernels/seal.h"
 #include "bindings.h"
 
@@ -52,6 +53,8 @@ GradientBlocks checked(const GradientBlocks& work) {
   if (!problem.empty()) throw std::invalid_argument(problem);
   return work;
 }
+
+std::tuple<std::uint32_t, std::uint32_t> pair_of(PrefetchBytes bytes) { return {bytes.together, bytes.blocks}; }
 
 // A `SealedTensor`, as Python says it.
 using SealedRow = std::tuple<std::uintptr_t, std::uint32_t, std::uint32_t, std::uint64_t>;
@@ -155,6 +158,29 @@ void bind_kernels(nb::module_& module) {
   module.attr("SEGMENT_BYTES") = sizeof(Segment);
   module.def("instruction_sets", &instruction_sets,
              "Return the names of the instruction sets that this CPU runs, fastest last.");
+  module.def(
+      "processor",
+      [] {
+        const Processor found = this_processor();
+        return std::make_tuple(std::string(found.vendor), found.family);
+      },
+      "Return vendor and family of this CPU as CPUID says them; (\"\", 0) where there is none.");
+  module.def(
+      "prefetch_of",
+      [](const std::string& vendor, std::uint32_t family) { return pair_of(prefetch_of(vendor.c_str(), family)); },
+      nb::arg("vendor"), nb::arg("family"), "Return the distances that csrc/kernels/prefetch.cpp has for a processor.");
+  module.def(
+      "prefetch_bytes", [] { return pair_of(prefetch_bytes()); },
+      "Return how many bytes ahead updates ask for memory: side by side, and block by block (compact8).");
+  module.def(
+      "set_prefetch_bytes",
+      [](std::uint32_t together, std::uint32_t blocks) {
+        if (together > kMostPrefetchBytes || blocks > kMostPrefetchBytes)
+          throw std::invalid_argument("at most " + std::to_string(kMostPrefetchBytes) + " bytes ahead");
+        set_prefetch_bytes({together, blocks});
+      },
+      nb::arg("together"), nb::arg("blocks"), "Set what `prefetch_bytes` returns, for the whole process.");
+  module.attr("MOST_PREFETCH_BYTES") = kMostPrefetchBytes;
   module.def(
       "sum_in_order",
       [](std::uintptr_t address, std::size_t count) {

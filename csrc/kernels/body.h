@@ -20,6 +20,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "prefetch.h"
 #include "rules.h"
 
 namespace offload {
@@ -479,22 +480,19 @@ void update_apart(const Segment& segment, std::uint64_t begin, std::uint64_t end
 
 // Ask for what will be needed in a while. Division and square root keep the window of instructions in flight short,
 // and the processor's own prefetcher stops at pages. Past the end of a tensor it does nothing.
-inline void prefetch(const Byte* address, std::size_t ahead = 512) { __builtin_prefetch(address + ahead); }
+inline void prefetch(const Byte* address, std::size_t ahead) { __builtin_prefetch(address + ahead); }
 
-// How far the update side by side asks ahead. Of 256 to 8192 bytes 2048 are best on a Xeon with AMX: with AVX-512 5%
-// faster than with 512, and 8% in bf16; on Zen 4, where asking gains 2% (AVX2: 6%), 512 were. Where state is verified
-// block by block, the next block's is needed when this one has been updated: its fp32 state is that far ahead.
-constexpr std::size_t kAhead = 2048;
-
-// The update side by side: every tensor is at the same element at the same time.
+// The update side by side: every tensor is at the same element at the same time. Where state is verified block by
+// block, the next block's is needed when this one has been updated: its fp32 state is that far ahead.
 template <int gradient_dtype, int weight_dtype, class V, class Rule, class Format>
 void update_together(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   const Constants<V, Rule, Format> c(segment, begin);
-  const std::size_t ahead = segment.flags & kInBlocks ? 4 * kBlockNumel : kAhead;
-  for_each_vector<weight_dtype>(c, begin, end, [c, ahead](std::uint64_t i) {
+  const std::size_t gradient_ahead = prefetch_bytes().together;
+  const std::size_t ahead = segment.flags & kInBlocks ? 4 * kBlockNumel : gradient_ahead;
+  for_each_vector<weight_dtype>(c, begin, end, [c, ahead, gradient_ahead](std::uint64_t i) {
     prefetch(c.master + 4 * i, ahead);
     for (int k = 0; k < Rule::kStates; ++k) prefetch(c.state[k] + Format::kStateBytes * i, ahead);
-    prefetch(c.gradient + size_of<gradient_dtype>() * i, kAhead);
+    prefetch(c.gradient + size_of<gradient_dtype>() * i, gradient_ahead);
     return update_vector<gradient_dtype, weight_dtype>(c, i);
   });
 }
@@ -881,8 +879,8 @@ void stream_range(const Segment& segment, std::uint64_t begin, std::uint64_t end
     if (ahead) {
       for (int k = 0; k < count; ++k)
         for (std::uint64_t at = tensors[k].item * i; at < tensors[k].item * (i + step); at += vector)
-          prefetch(tensors[k].first + at);
-      for (std::uint64_t at = i; at < i + step; at += pair) prefetch(gradient + 2 * at);
+          prefetch(tensors[k].first + at, kStreamAhead);
+      for (std::uint64_t at = i; at < i + step; at += pair) prefetch(gradient + 2 * at, kStreamAhead);
     }
     for (int k = 0; k < count; ++k)
       for (std::uint64_t at = tensors[k].item * i; at < tensors[k].item * (i + step); at += vector)

@@ -415,13 +415,15 @@ inline bool update_block(const BlockConstants<V, Rule>& c, std::uint64_t i) {
 template <class Rule, int gradient_dtype, int weight_dtype, class V>
 void update_blocks(const Segment& segment, std::uint64_t begin, std::uint64_t end) {
   const BlockConstants<V, Rule> c(segment, begin);
+  const std::size_t ahead = prefetch_bytes().blocks;
   for (std::uint64_t i = begin; i < end; i += kBlockNumel) {
     constexpr std::uint64_t master_bytes = weight_dtype == kNone ? 4 : 2;
-    for (std::uint64_t at = 0; at < master_bytes * kBlockNumel; at += 64) prefetch(c.master + master_bytes * i + at);
-    if constexpr (weight_dtype != kNone) prefetch(c.master_low + i);
-    for (int k = 0; k < Rule::kStates; ++k) prefetch(c.state[k] + i);
+    for (std::uint64_t at = 0; at < master_bytes * kBlockNumel; at += 64)
+      prefetch(c.master + master_bytes * i + at, ahead);
+    if constexpr (weight_dtype != kNone) prefetch(c.master_low + i, ahead);
+    for (int k = 0; k < Rule::kStates; ++k) prefetch(c.state[k] + i, ahead);
     for (std::uint64_t at = 0; at < size_of<gradient_dtype>() * kBlockNumel; at += 64)
-      prefetch(c.gradient + size_of<gradient_dtype>() * i + at);
+      prefetch(c.gradient + size_of<gradient_dtype>() * i + at, ahead);
     if (!update_block<Rule, gradient_dtype, weight_dtype>(c, i))
       update_one_by_one<Rule, gradient_dtype, weight_dtype>(segment, i, i + kBlockNumel);
   }

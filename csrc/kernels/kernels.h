@@ -21,8 +21,10 @@ enum : std::uint32_t {
   kStreamWeightNontemporal = 1,
   kStreamStateNontemporal = 2,
   kStreamTensorByTensor = 4,  // 4096 elements of one tensor, then of the next, instead of all side by side
-  kStreamPrefetch = 8,  // side by side only: as far ahead as the update does
+  kStreamPrefetch = 8,        // side by side only: ask for what is kStreamAhead bytes ahead
 };
+
+constexpr std::size_t kStreamAhead = 512;
 
 // How a state tensor is stored, beside the element types of segment.h; the formats of offload/rules/formats.py.
 enum : std::int32_t { kPlanes = 4, kSigned = 5, kRoot = 6 };

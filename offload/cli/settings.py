@@ -96,6 +96,9 @@ examples:
   offload train --save ck --save-every 20       keep a checkpoint; after a crash go on with --resume ck --save ck
   offload train --steps 20 --compare-in-memory  check that offloading does not change a single bit
 
+Where the processor is slow at 16-bit matrix products, they are computed in fp32 from 16-bit weights;
+OFFLOAD_COMPUTE=bf16 or =fp32 in the environment decides otherwise.
+
 The run's folder holds metrics.jsonl (a line a step), summary.json, timeline.json (of the last step; see `offload
 trace`), loss.png and lanes.png.
 """

@@ -40,10 +40,10 @@ from offload.cli.settings import TrainSettings
 from offload.cli.text import VOCABULARY, Batches, Text, load_text
 from offload.engine.memory import available_bytes
 from offload.errors import ConfigError, OffloadError
+from offload.measure.products import DTYPES, Compute, choose_compute, computing_in
 from offload.rules import ADAMW, MASTER, STATE_FORMATS
 from offload.units import format_bytes, format_count
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _EXTRA = ("transformers", "matplotlib", "tqdm")
 
 
@@ -70,7 +70,9 @@ def run(settings: TrainSettings) -> int:
             f"model: {shape.numel:,} parameters, {shape.layers} layers, hidden width {shape.hidden}, {settings.dtype}"
         )
         say(f"text: {text.source}, {len(text.values):,} bytes in {text.files} files")
-        run = _Run(settings, shape, text, folder)
+        compute = choose_compute(settings.dtype, settings.device)
+        say(str(compute))
+        run = _Run(settings, shape, text, folder, compute)
         status = 0
         try:
             run.train(config, run.main, "metrics.jsonl", "offloaded")
@@ -105,7 +107,7 @@ def run(settings: TrainSettings) -> int:
 class _Run:
     """What one invocation computes and leaves behind."""
 
-    def __init__(self, settings: TrainSettings, shape: Shape, text: Text, folder: Path) -> None:
+    def __init__(self, settings: TrainSettings, shape: Shape, text: Text, folder: Path, compute: Compute) -> None:
         self.settings = settings
         self.main = RunRecord()
         self.in_memory = RunRecord()
@@ -115,6 +117,7 @@ class _Run:
         self._shape = shape
         self._text = text
         self._folder = folder
+        self._compute = compute
         self._weights: dict[str, torch.Tensor] = {}
 
     def train(self, config: Any, record: RunRecord, metrics_name: str, title: str) -> None:
@@ -125,7 +128,7 @@ class _Run:
         model = build_model(
             self._shape,
             seq=settings.seq,
-            dtype=_DTYPES[settings.dtype],
+            dtype=DTYPES[settings.dtype],
             device=settings.device,
             seed=settings.seed,
         )
@@ -162,7 +165,7 @@ class _Run:
 
                 try:
                     for index in range(first, settings.steps):
-                        step = _iterate(model, optimizer, batches, settings, index, note)
+                        step = _iterate(model, optimizer, batches, settings, index, self._compute, note)
                         record.steps.append(step)
                         progress.show(step.step, settings.steps, step.in_short())
                         if record is self.main and self._is_saved(index + 1):
@@ -222,6 +225,7 @@ class _Run:
                 "hidden": self._shape.hidden,
                 "intermediate": self._shape.intermediate,
                 "heads": self._shape.heads,
+                "compute": self._compute.name,
             },
             "text": {
                 "source": self._text.source,
@@ -249,7 +253,13 @@ class _Run:
 
 
 def _iterate(
-    model: Any, optimizer: Any, batches: Batches, settings: TrainSettings, index: int, note: Callable[[], None]
+    model: Any,
+    optimizer: Any,
+    batches: Batches,
+    settings: TrainSettings,
+    index: int,
+    compute: Compute,
+    note: Callable[[], None],
 ) -> StepRecord:
     """Run one iteration: forward and backward of every micro-step, then the optimizer's step.
 
@@ -267,10 +277,11 @@ def _iterate(
     iteration_started_s = started_s = _now_s(settings.device)
     for _ in range(settings.accumulate):
         windows = next(batches).to(settings.device)
-        logits = model(input_ids=windows[:, :-1]).logits
-        loss = cross_entropy(logits.float().reshape(-1, VOCABULARY), windows[:, 1:].reshape(-1))
-        forward_done_s = _now_s(settings.device)
-        torch.autograd.backward(loss / settings.accumulate)
+        with computing_in(compute.dtype):
+            logits = model(input_ids=windows[:, :-1]).logits
+            loss = cross_entropy(logits.float().reshape(-1, VOCABULARY), windows[:, 1:].reshape(-1))
+            forward_done_s = _now_s(settings.device)
+            torch.autograd.backward(loss / settings.accumulate)
         loss_sum += loss.detach()
         backward_done_s = _now_s(settings.device)
         forward_s += forward_done_s - started_s

@@ -8,7 +8,7 @@ Not done here: owning the memory that tables and addresses point at; ordering of
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import IntFlag
 from importlib import import_module
 from types import TracebackType
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from offload.dtypes import DtypeCode
-from offload.errors import InternalError, SessionBrokenError, invariant
+from offload.errors import ConfigError, InternalError, SessionBrokenError, invariant
 from offload.kernels.table import checked
 from offload.protocols import NORM_BLOCK_NUMEL, SEGMENT_DTYPE, Queue, Seal, SealedState
 
@@ -26,6 +26,31 @@ if TYPE_CHECKING:
 
 _native: Any = import_module("offload._native")
 invariant(SEGMENT_DTYPE.itemsize == _native.SEGMENT_BYTES, "SEGMENT_DTYPE is not the native Segment")
+
+
+PREFETCH_SETTING = "OFFLOAD_PREFETCH_BYTES"
+"""Environment variable: how many bytes ahead updates ask for memory, in the place of what csrc/kernels/prefetch.cpp
+has for this processor. One number, or two: the second is for compact8. `bench/kernel.py --tune` measures them."""
+
+
+def prefetch_setting(environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Return the distances that `PREFETCH_SETTING` asks for; None if it does not.
+
+    Raises:
+        ConfigError: They cannot be used.
+    """
+    asked = environ.get(PREFETCH_SETTING, "")
+    if not asked:
+        return None
+    try:
+        numbers = [int(each) for each in asked.split(",")]
+    except ValueError:
+        numbers = []
+    most = _native.MOST_PREFETCH_BYTES
+    if len(numbers) not in (1, 2) or not all(0 <= number <= most for number in numbers):
+        allowed = f"give one number of bytes or two, such as 512 or 2048,512, each from 0 to {most}"
+        raise ConfigError(PREFETCH_SETTING, asked, allowed)
+    return numbers[0], numbers[-1]
 
 
 class StreamVariant(IntFlag):
@@ -89,6 +114,7 @@ class CpuUpdateKernel:
 
     Raises:
         ValueError: `threads` is below 1, or the CPU lacks the instruction set.
+        ConfigError: `PREFETCH_SETTING` cannot be used.
     """
 
     def __init__(
@@ -102,6 +128,9 @@ class CpuUpdateKernel:
             raise ValueError(
                 f"instruction_set: {instruction_set!r} cannot be used; this CPU has {instruction_sets()}"
             )
+        asked = prefetch_setting()
+        if asked is not None:
+            _native.set_prefetch_bytes(*asked)
         self._can_submit = queue is not None
         self._closed = False
         self._native = _native.CpuKernels(

@@ -24,6 +24,7 @@ from offload.config import OffloadConfig
 from offload.engine.timeline import Interval, covered_s, trace
 from offload.errors import ConfigError, invariant
 from offload.layout import Parameter
+from offload.measure.products import tell_once
 from offload.optim import ranks, shards
 from offload.optim.groups import TorchOptions, check_options, names
 from offload.optim.late import LateEngine
@@ -484,7 +485,7 @@ class OffloadedOptimizer(StatefulOptimizer):
     @property
     def plan(self) -> PlanReport:
         """What lives where, how long a step should take, what bounds it, and how long the last one took."""
-        explanation, iteration = self.explain(), None
+        explanation, iteration = self._explanation(), None
         if self._overlap.pace.typical is not None and self._hides:
             iteration = (*self._overlap.pace.typical, self._iteration_s(*self._overlap.pace.typical))
         hidden_in = ["forward"] * bool(self._overlap.following) + ["backward"] * self.engine.speculates
@@ -504,7 +505,15 @@ class OffloadedOptimizer(StatefulOptimizer):
         return backward_s + self._forecast.with_forward_s(plan, rates, forward_s, self._late.device is None)
 
     def explain(self) -> Explanation:
-        """Return predicted and measured seconds of the last step, lane by lane; print it."""
+        """Return predicted and measured seconds of the last step, lane by lane; print it.
+
+        Warns, once a process, where weights on the CPU make forward and backward slow by their dtype.
+        """
+        if self._late.device is None:
+            tell_once(parameter.dtype for group in self.param_groups for parameter in group["params"])
+        return self._explanation()
+
+    def _explanation(self) -> Explanation:
         return compare(self._forecast.simulated(self.engine.plan, self.engine.rates), self.engine.metrics())
 
     def metrics(self) -> dict[str, float]:

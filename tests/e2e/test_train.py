@@ -31,6 +31,29 @@ def test_offloading_changes_no_bit(tmp_path: Path, dtype: str) -> None:
     assert json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8")) == summary
 
 
+SLOW = """import sys
+from offload.measure import products
+products.product_rates = lambda dtype: products.ProductRates(dtype, 0.5e9, 115e9)
+from offload.cli import main
+sys.exit(main())"""
+
+
+@pytest.mark.slow
+def test_a_processor_that_is_slow_in_16_bits_computes_in_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OFFLOAD_COMPUTE", raising=False)
+    done = _train(tmp_path / "run", "--compare-in-memory", main=SLOW)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("compute: ")]
+    assert lines == ["compute: fp32 (matrix products here: bfloat16 0.5 GFLOP/s, float32 115)"]
+    summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
+    assert summary["model"]["compute"] == "fp32"
+    assert summary["settings"]["dtype"] == "bf16"
+    assert summary["comparison"]["identical"] is True
+    assert summary["comparison"]["finite"] is True
+
+
 @pytest.mark.slow
 def test_two_paths_share_the_traffic_and_nothing_is_left_on_them(tmp_path: Path) -> None:
     paths = [tmp_path / "disk0", tmp_path / "disk1"]

@@ -1,0 +1,199 @@
+"""How fast this processor multiplies matrices in 16 bits, and how to compute in fp32 where it is slow at that.
+
+torch has 16-bit products for every CPU. Without instructions for them (AVX-512 BF16, AMX) some are 100 times slower
+than in fp32, and an iteration in bf16 takes minutes instead of seconds. There `computing_in(torch.float32)` makes
+each product in fp32 from 16-bit operands and rounds what comes out. Weights, activations and gradients stay in 16
+bits; fp32 copies live as long as one product.
+
+Not done here: convolutions; products on a GPU, where 16 bits are fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from offload.errors import ConfigError
+
+log = logging.getLogger("offload")
+
+SETTING = "OFFLOAD_COMPUTE"
+"""Environment variable: "bf16" or "fp32" for products of bf16 weights, "auto" (or nothing) to ask the processor."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+SLOW = 1 / 8
+"""16-bit products below this part of the fp32 ones' rate are slow. Processors are at 0.005 to 0.05, or near 1 and
+above: a busy machine tips neither."""
+
+SIZE = 160
+"""Rows and columns of the matrices that are multiplied, in fp32 and in 16 bits; 16 ms at 0.5 GFLOP/s."""
+
+ENOUGH_S = 0.01
+"""Seconds after which no further product of a dtype begins."""
+
+MOST_ROUNDS = 10
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
+_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass(frozen=True, slots=True)
+class ProductRates:
+    """FLOP/s of matrix products on the CPU.
+
+    Attributes:
+        dtype: The 16-bit type.
+        low: In that type.
+        fp32: In fp32.
+    """
+
+    dtype: torch.dtype
+    low: float
+    fp32: float
+
+    @property
+    def slow(self) -> bool:
+        """Whether fp32 is so much faster that casts to it and back do not matter."""
+        return self.low < SLOW * self.fp32
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"matrix products here: {name} {self.low / 1e9:.3g} GFLOP/s, float32 {self.fp32 / 1e9:.3g}"
+
+
+@functools.cache
+def product_rates(dtype: torch.dtype) -> ProductRates:
+    """Measure two small products, at most some 50 ms in all, once a process."""
+    return ProductRates(dtype, _measured(dtype), _measured(torch.float32))
+
+
+def _measured(dtype: torch.dtype) -> float:
+    # As backward multiplies gradients by weights: the order in which slow processors are slowest.
+    a = torch.ones(SIZE, SIZE, dtype=dtype, device="cpu")
+    seconds: list[float] = []
+    with torch.no_grad():
+        while len(seconds) < 2 or (len(seconds) < MOST_ROUNDS and sum(seconds) < ENOUGH_S):  # the first compiles
+            began_s = time.perf_counter()
+            torch.mm(a, a)
+            seconds.append(time.perf_counter() - began_s)
+    return 2 * SIZE**3 / min(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The dtype that products of a model are computed in.
+
+    Attributes:
+        name: "bf16" or "fp32".
+        why: In words.
+    """
+
+    name: str
+    why: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As torch calls it."""
+        return DTYPES[self.name]
+
+    def __str__(self) -> str:
+        return f"compute: {self.name} ({self.why})"
+
+
+def choose_compute(weights: str = "bf16", device: str = "cpu", environ: Mapping[str, str] = os.environ) -> Compute:
+    """Return what the products of a model should be computed in.
+
+    Args:
+        weights: Of its weights, "bf16" or "fp32".
+        device: Where they lie.
+        environ: Where `SETTING` is looked for.
+
+    Raises:
+        ConfigError: `SETTING` has another value than it may have.
+    """
+    asked = environ.get(SETTING) or "auto"
+    if asked not in ("auto", *DTYPES):
+        raise ConfigError(SETTING, asked, "give bf16, fp32 or auto")
+    if weights == "fp32" or not device.startswith("cpu"):
+        return Compute(weights, "as the weights")
+    if asked != "auto":
+        return Compute(asked, f"{SETTING}={asked}")
+    rates = product_rates(torch.bfloat16)
+    return Compute("fp32" if rates.slow else "bf16", str(rates))
+
+
+def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Return a context for forward and backward whose products on the CPU are computed in `dtype`.
+
+    In it torch's products of 16-bit matrices, those of attention too, are computed in fp32 if that is `dtype`, and
+    rounded to what they would have returned; any other dtype changes nothing. Of the thread that enters it, which is
+    the one that runs backward on a CPU.
+    """
+    return _Widening() if dtype is torch.float32 else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+
+
+class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives products fp32 copies of 16-bit operands. Below autograd: what is kept for backward stays in 16 bits."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS and func is not _ATTENTION and func is not _ATTENTION_BACKWARD:
+            return func(*args, **kwargs)
+        low = next((each.dtype for each in args if _is_low(each)), None)
+        if low is None:
+            return func(*args, **kwargs)
+        wide = {name: each.float() if _is_low(each) else each for name, each in kwargs.items()}
+        found = func(*(each.float() if _is_low(each) else each for each in args), **wide)
+        if func is _ATTENTION:  # the sums of exponentials are in fp32 anyway
+            return found[0].to(low), *found[1:]
+        if func is _ATTENTION_BACKWARD:
+            return tuple(each.to(low) for each in found)
+        return found.to(low)
+
+
+def _is_low(value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype in (torch.bfloat16, torch.float16)
+        and value.device.type == "cpu"
+    )
+
+
+_told = False
+
+
+def tell_once(dtypes: Iterable[torch.dtype]) -> None:
+    """Warn, once a process, if a model's weights on the CPU are of a 16-bit type whose products are slow here.
+
+    Args:
+        dtypes: Of those weights.
+    """
+    global _told
+    if _told:
+        return
+    for dtype in sorted({*dtypes} & {torch.bfloat16, torch.float16}, key=str):
+        rates = product_rates(dtype)
+        if rates.slow:
+            _told = True
+            log.warning(
+                "%s: forward and backward of these weights are slow on this processor. With fp32 weights "
+                "(`model.float()`, and no autocast) they are not; weights, gradients and exact state take as many "
+                "bytes in all, as an fp32 weight is its own master",
+                rates,
+            )
+            return
