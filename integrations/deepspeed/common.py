@@ -277,7 +277,7 @@ class OffloadedOptimizer:
             states = self._borrowed()
             if steps is None:
                 steps = dict(self._saved_steps or {})
-            self.shard.load(states, steps)
+            self.shard.load(states, steps, masters=not self._masters_reloaded)
         self._saved_steps = None
         if self._masters_reloaded:
             self.shard.reload_masters()

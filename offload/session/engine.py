@@ -569,7 +569,8 @@ class Engine:
 
         Tensors may be of any shape, strides, dtype and device: their elements are taken in row-major order, piece by
         piece, and no second copy is made of them. Where the weight is fp32 it *is* the master, and a master that is
-        given is written to it. A tensor that is not given keeps its value.
+        given is written to it; a 16-bit weight becomes the rounding of a master that is given. A tensor that is not
+        given keeps its value.
 
         Raises:
             ConfigError: There is no such tensor, or it has another number of elements, is not dense and real, or is
@@ -595,7 +596,8 @@ class Engine:
                 for name, tensor in tensors_of.get(segment.parameter, {}).items():
                     copy_run(tensor, segment.start, views[name])
 
-            self._change_state(self._visits.subgroups_of(tensors_of), write, counts)
+            masters = {position for position, tensors in tensors_of.items() if MASTER.name in tensors}
+            self._change_state(self._visits.subgroups_of(tensors_of), write, counts, masters)
 
     def reset_state(self, parameters: Iterable[int | str]) -> None:
         """Make moments and step counts 0; masters and weights stay."""
@@ -612,7 +614,9 @@ class Engine:
             subgroups = [number for number in self._visits.subgroups_of(chosen) if not machine.is_fresh(number)]
             self._change_state(subgroups, reset, dict.fromkeys(chosen, 0))
 
-    def _change_state(self, subgroups: Sequence[int], change: Take, steps: Mapping[int, int]) -> None:
+    def _change_state(
+        self, subgroups: Sequence[int], change: Take, steps: Mapping[int, int], masters: Collection[int] = ()
+    ) -> None:
         """Let `change` write to the state of every segment of some subgroups, and set step counts."""
         counts = self._parts.tables.steps
 
@@ -620,7 +624,7 @@ class Engine:
             for position, step in steps.items():
                 counts[position] = step
 
-        self._visits.visit(subgroups, change, changes=True, applied=applied)
+        self._visits.visit(subgroups, change, changes=True, masters=masters, applied=applied)
 
     # Checkpoints
 
