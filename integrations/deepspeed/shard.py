@@ -225,9 +225,8 @@ class Shard:
 
     def write(self, number: int, name: str, value: torch.Tensor) -> None:
         """Replace a state tensor of one piece; what `value` has beyond it is padding."""
-        self._bind_weights()  # a master's weight follows it
         flat = value.detach().reshape(-1)[: self.pieces[number].numel].to("cpu", torch.float32)
-        self.engine.write_state({number: {name: flat}})
+        self.engine.write_state({number: {name: flat}}, weights=False)  # as DeepSpeed: with the next step
 
     def steps(self) -> dict[str, int]:
         """Return the number of updates of each piece by name."""
@@ -280,25 +279,22 @@ class Shard:
         self.engine.visit_state(take)
         return states
 
-    def load(self, states: Sequence[FlatState], steps: Mapping[str, int], *, masters: bool = True) -> None:
+    def load(self, states: Sequence[FlatState], steps: Mapping[str, int]) -> None:
         """Replace all state by that of flat tensors.
 
         Args:
             states: One for each flat tensor.
             steps: Number of updates by name; for others, that of the flat tensor counts.
-            masters: Whether masters are replaced, and weights follow them.
         """
-        self._bind_weights()
-        names = STATE if masters else STATE[1:]
         for batch in self._batches():
             values: dict[int | str, dict[str, torch.Tensor]] = {}
             counts: dict[int | str, int] = {}
             for number in batch:
                 piece = self.pieces[number]
                 state = states[piece.flat]
-                values[number] = {n: getattr(state, n).narrow(0, piece.offset, piece.numel) for n in names}
+                values[number] = {n: getattr(state, n).narrow(0, piece.offset, piece.numel) for n in STATE}
                 counts[number] = steps.get(piece.name, state.step)
-            self.engine.write_state(values, counts)
+            self.engine.write_state(values, counts, weights=False)  # DeepSpeed makes them
 
     def close(self) -> None:
         """Free memory and files; idempotent."""

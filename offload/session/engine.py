@@ -563,7 +563,11 @@ class Engine:
             raise failed[0]
 
     def write_state(
-        self, values: Mapping[int | str, Mapping[str, torch.Tensor]], steps: Mapping[int | str, int] | None = None
+        self,
+        values: Mapping[int | str, Mapping[str, torch.Tensor]],
+        steps: Mapping[int | str, int] | None = None,
+        *,
+        weights: bool = True,
     ) -> None:
         """Replace state: any tensor that `read_state` returns, and step counts.
 
@@ -571,6 +575,11 @@ class Engine:
         piece, and no second copy is made of them. Where the weight is fp32 it *is* the master, and a master that is
         given is written to it; a 16-bit weight becomes the rounding of a master that is given. A tensor that is not
         given keeps its value.
+
+        Args:
+            values: By parameter and name of a tensor.
+            steps: Step counts by parameter.
+            weights: Whether 16-bit weights follow masters that are given; else they do with their next update.
 
         Raises:
             ConfigError: There is no such tensor, or it has another number of elements, is not dense and real, or is
@@ -596,7 +605,7 @@ class Engine:
                 for name, tensor in tensors_of.get(segment.parameter, {}).items():
                     copy_run(tensor, segment.start, views[name])
 
-            masters = {position for position, tensors in tensors_of.items() if MASTER.name in tensors}
+            masters = {position for position, tensors in tensors_of.items() if weights and MASTER.name in tensors}
             self._change_state(self._visits.subgroups_of(tensors_of), write, counts, masters)
 
     def reset_state(self, parameters: Iterable[int | str]) -> None:
