@@ -397,8 +397,8 @@ def _ranks_of(folder: str) -> int:
 def _other_ranks(folder: str, there: int, here: int) -> CheckpointError:
     universal = f"{folder.rstrip(os.sep)}_universal"
     return CheckpointError(
-        f"{folder} was saved by {there} ranks, and DeepSpeed cannot give its state to {here}; nothing was loaded. Make "
-        "a universal checkpoint of it, `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
+        f"{folder} was saved by {there} ranks, and DeepSpeed cannot give its state to {here}; nothing was loaded. "
+        "Make a universal checkpoint of it, `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
         f"--input_folder {shlex.quote(folder)} --output_folder {shlex.quote(universal)}`, and load the tag "
         f'"{os.path.basename(universal)}" with "checkpoint": {{"load_universal": true}} in the config'
     )
