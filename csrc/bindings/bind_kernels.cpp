@@ -246,7 +246,7 @@ void bind_kernels(nb::module_& module) {
       },
       nb::arg("form"), nb::arg("first"), nb::arg("beside"), nb::arg("stride"), nb::arg("first_index"), nb::arg("numel"),
       nb::arg("values"), nb::arg("roots"), nb::arg("instruction_set") = "",
-      "Store fp32 values, rounded to nearest; codes are zeros where those at `roots` are.");
+      "Store fp32 values, rounded to nearest, in planes to odd; codes are zeros where those at `roots` are.");
   using release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<SharedSeal>(module, "Seal", "Checksums of a subgroup's state that an update has made; see csrc/kernels/seal.h.")
       .def(

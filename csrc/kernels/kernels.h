@@ -63,7 +63,7 @@ struct KernelSet {
   // Write what is stored to `values`, rounded to a dtype.
   void (*decode)(const Stored& stored, void* values, std::int32_t dtype);
 
-  // Store fp32 values, rounded to nearest. Codes are zeros where those at `roots`, unless it is null, are.
+  // Store fp32 values, rounded to nearest, in planes to odd. Codes are zeros where those at `roots`, unless it is null, are.
   void (*encode)(const Stored& stored, const void* values, const unsigned char* roots);
 
   // Touch the bytes that an update of [begin, end) touches (negated state, gradient copied to the

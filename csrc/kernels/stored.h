@@ -1,4 +1,5 @@
-// State as fp32, from what it is stored in and back, rounded to nearest: for everybody who looks at it between updates.
+// State as fp32, from what it is stored in and back, rounded to nearest, masters of 24 bits to odd: for everybody who
+// looks at it between updates.
 // offload/kernels/reference/ defines the numbers. Included by body.h, in its unnamed namespace, after compact8.h.
 
 // Return the elements of a run from the `begin`-th on, which is the first of its block unless it is the run's.
@@ -130,8 +131,11 @@ void decode_planes(const Byte* __restrict__ upper, const Byte* __restrict__ lowe
 
 void encode_planes(Byte* __restrict__ upper, Byte* __restrict__ lower, std::uint64_t numel,
                    const Byte* __restrict__ values) {
-  for (std::uint64_t i = 0; i < numel; ++i)
-    store_planes(upper + 2 * i, lower + i, widen_one<kFloat32>(values + 4 * i), 0x80);
+  for (std::uint64_t i = 0; i < numel; ++i) {
+    const std::uint32_t bits = float_to_bits(widen_one<kFloat32>(values + 4 * i));
+    const std::uint32_t odd = (bits & ~0xffu) | (bits & 0xffu ? 0x100u : 0u);
+    store_planes(upper + 2 * i, lower + i, bits_to_float(odd), 0);
+  }
 }
 
 template <int dtype>

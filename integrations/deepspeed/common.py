@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import logging
 import os
+import re
+import shlex
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from offload import ConfigError, Engine, GroupScalars, OffloadConfig, SessionBrokenError
+from offload import CheckpointError, ConfigError, Engine, GroupScalars, OffloadConfig, SessionBrokenError
 from offload.integrations.deepspeed import stream
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import STATE, FlatState, Shard, group_scalars
@@ -186,11 +188,15 @@ class OffloadedOptimizer:
 
     def _any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
+        return bool(self._greatest(flag))
+
+    def _greatest(self, number: int) -> int:
+        """Return the greatest of all ranks' numbers."""
         backend = torch.distributed.get_backend(self.dp_process_group)
         device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
-        flags = torch.tensor([flag], dtype=torch.uint8, device=device)
-        torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group)
-        return bool(flags.item())
+        numbers = torch.tensor([number], dtype=torch.int64, device=device)
+        torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group)
+        return int(numbers.item())
 
     def _update_all(self) -> None:
         groups, self._stepped_scale = group_scalars(self.optimizer), float(self.loss_scale)
@@ -299,6 +305,22 @@ class OffloadedOptimizer:
 
         engine._save_checkpoint, engine._save_zero_checkpoint = save_checkpoint, save_zero_checkpoint
 
+    def refuse_other_ranks(self, engine: Any) -> None:
+        """Have a DeepSpeed engine say what to do with state that another number of ranks has saved."""
+        load = engine._load_checkpoint
+
+        def load_checkpoint(load_dir: str, tag: str, *arguments: Any, **keywords: Any) -> Any:
+            with_state = keywords.get("load_optimizer_states", True) and not keywords.get("load_module_only", False)
+            if with_state and not engine.load_universal_checkpoint():
+                # Of all ranks: each node may have the files of its own.
+                there = self._greatest(_ranks_of(os.path.join(load_dir, tag)))
+                here = engine.seq_dp_world_size
+                if there not in (0, here):
+                    raise _other_ranks(os.path.join(load_dir, tag), there, here)
+            return load(load_dir, tag, *arguments, **keywords)
+
+        engine._load_checkpoint = load_checkpoint
+
     def _save(self, save: Callable[[str, str], None], engine: Any, save_path: str, tag: str) -> None:
         if not stream.can_stream(engine.checkpoint_engine):
             save(save_path, tag)
@@ -360,6 +382,26 @@ def _foreseen(
     """Return what the next step of an optimizer would be told now, if it is still there."""
     found = optimizer()
     return None if found is None else found.foreseen()
+
+
+def _ranks_of(folder: str) -> int:
+    """Return how many ranks have saved state in a folder of DeepSpeed's, by the names of its files; 0 if none has."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # DeepSpeed says that it is not there
+        return 0
+    found = [re.fullmatch(r"(?:.*_)?zero_pp_rank_(\d+)_mp_rank_\d+_?optim_states\.pt", name) for name in names]
+    return max((int(name[1]) + 1 for name in found if name), default=0)
+
+
+def _other_ranks(folder: str, there: int, here: int) -> CheckpointError:
+    universal = f"{folder.rstrip(os.sep)}_universal"
+    return CheckpointError(
+        f"{folder} was saved by {there} ranks, and DeepSpeed cannot give its state to {here}; nothing was loaded. "
+        "Make a universal checkpoint of it, `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state "
+        f"--input_folder {shlex.quote(folder)} --output_folder {shlex.quote(universal)}`, and load the tag "
+        f'"{os.path.basename(universal)}" with "checkpoint": {{"load_universal": true}} in the config'
+    )
 
 
 def _fitting(found: Any, numel: int) -> torch.Tensor:

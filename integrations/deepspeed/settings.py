@@ -15,16 +15,16 @@ KEY = "multi_tier_offload"
 """The top-level object of the DeepSpeed config; its fields are `OffloadConfig`'s."""
 
 # Keys of DeepSpeed's that ask for another way of doing what this backend does: (where, key, harmless value, advice).
-_OFFLOAD = "zero_optimization.offload_optimizer"
+OFFLOAD = "zero_optimization.offload_optimizer"
 _CONTRADICTIONS: tuple[tuple[str, str, Any, str], ...] = (
-    (_OFFLOAD, "nvme_path", None, f'leave it out and give the directories as {KEY}.paths: ["/mnt/nvme0/offload"]'),
-    (_OFFLOAD, "pipeline", False, "leave it out: transfers and updates always overlap"),
-    (_OFFLOAD, "pipeline_read", False, "leave it out: reads always overlap with updates"),
-    (_OFFLOAD, "pipeline_write", False, "leave it out: writes always overlap with updates"),
-    (_OFFLOAD, "buffer_count", None, f"leave it out and give bytes as {KEY}.staging_memory"),
-    (_OFFLOAD, "ratio", 1.0, f"leave it out and say how much state stays in memory: {KEY}.host_memory"),
-    (_OFFLOAD, "super_offload", False, f"leave it out: {KEY} is a backend of its own"),
-    (_OFFLOAD, "cpuadam_cores_perc", None, f"leave it out and give {KEY}.threads"),
+    (OFFLOAD, "nvme_path", None, f'leave it out and give the directories as {KEY}.paths: ["/mnt/nvme0/offload"]'),
+    (OFFLOAD, "pipeline", False, "leave it out: transfers and updates always overlap"),
+    (OFFLOAD, "pipeline_read", False, "leave it out: reads always overlap with updates"),
+    (OFFLOAD, "pipeline_write", False, "leave it out: writes always overlap with updates"),
+    (OFFLOAD, "buffer_count", None, f"leave it out and give bytes as {KEY}.staging_memory"),
+    (OFFLOAD, "ratio", 1.0, f"leave it out and say how much state stays in memory: {KEY}.host_memory"),
+    (OFFLOAD, "super_offload", False, f"leave it out: {KEY} is a backend of its own"),
+    (OFFLOAD, "cpuadam_cores_perc", None, f"leave it out and give {KEY}.threads"),
     ("zero_optimization", "zenflow", None, f"leave it out: {KEY} is a backend of its own"),
     ("zero_optimization", "elastic_checkpoint", False, "leave it out and use universal checkpoints"),
     ("zero_optimization", "mics_shard_size", -1, "leave it out: MiCS is not supported"),
@@ -90,10 +90,10 @@ def read(config: Mapping[str, Any]) -> OffloadConfig:
     if settings.overlap == "backward" and stage == 1 and not overlaps:
         allowed = 'use "off", or zero_optimization.overlap_comm true: else ZeRO-1 reduces when backward has ended'
         raise ConfigError(f"{KEY}.overlap", settings.overlap, allowed)
-    device = _section(config, _OFFLOAD).get("device", "none")
-    if device != "cpu":
-        allowed = 'write "cpu"; where state lives is then said by ' + KEY
-        raise ConfigError(f"{_OFFLOAD}.device", device, allowed)
+    device = _section(config, OFFLOAD).get("device") or "none"
+    if device not in ("cpu", "none"):
+        allowed = f'write "cpu", or leave it out; where state lives is then said by {KEY}'
+        raise ConfigError(f"{OFFLOAD}.device", device, allowed)
     parameters = _section(config, "zero_optimization.offload_param").get("device", "none")
     if parameters not in ("none", "cpu"):
         raise ConfigError(

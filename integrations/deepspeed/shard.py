@@ -226,7 +226,7 @@ class Shard:
     def write(self, number: int, name: str, value: torch.Tensor) -> None:
         """Replace a state tensor of one piece; what `value` has beyond it is padding."""
         flat = value.detach().reshape(-1)[: self.pieces[number].numel].to("cpu", torch.float32)
-        self.engine.write_state({number: {name: flat}})
+        self.engine.write_state({number: {name: flat}}, weights=False)  # as DeepSpeed: with the next step
 
     def steps(self) -> dict[str, int]:
         """Return the number of updates of each piece by name."""
@@ -294,7 +294,7 @@ class Shard:
                 state = states[piece.flat]
                 values[number] = {n: getattr(state, n).narrow(0, piece.offset, piece.numel) for n in STATE}
                 counts[number] = steps.get(piece.name, state.step)
-            self.engine.write_state(values, counts)
+            self.engine.write_state(values, counts, weights=False)  # DeepSpeed makes them
 
     def close(self) -> None:
         """Free memory and files; idempotent."""

@@ -30,6 +30,7 @@ RELIED_ON: dict[tuple[str, str], dict[str, str]] = {
         "_configure_optimizer": "client_optimizer model_parameters",
         "_save_zero_checkpoint": "save_path tag",
         "_get_zero_ckpt_name": "checkpoints_path tag",
+        "_load_checkpoint": "load_dir tag",
     },
     _STAGE3: {
         "_create_fp32_partitions": "",
@@ -128,6 +129,7 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
 
     config = settings.read(engine.config)
     _check_engine(engine)
+    _offload_to_cpu(engine)
     _check_overlap(config, import_module("deepspeed.accelerator").get_accelerator().device_name())
     optimizer = client_optimizer
     if optimizer is None:
@@ -156,6 +158,19 @@ def _configure(engine: Any, original: Callable[..., Any], client_optimizer: Any,
         raise InternalError(f"DeepSpeed made a {type(engine.optimizer).__name__} in spite of {KEY}")
     engine.optimizer.report_to(engine)
     engine.optimizer.stream_checkpoints(engine)
+    engine.optimizer.refuse_other_ranks(engine)
+
+
+def _offload_to_cpu(engine: Any) -> None:
+    """Have an optimizer that is offloaded to no device, DeepSpeed's default, count as offloaded to the CPU."""
+    zero, found = engine._config.zero_config, import_module("deepspeed.runtime.zero.offload_config")
+    given, device = zero.offload_optimizer, found.OffloadDeviceEnum
+    if given is not None and given.device != device.none:
+        return
+    given = found.DeepSpeedZeroOffloadOptimizerConfig() if given is None else given
+    zero.offload_optimizer = given.model_copy(update={"device": device.cpu})
+    if engine.global_rank == 0:
+        log.warning('%s.device counts as "cpu" beside %s; write it, and this is not said', settings.OFFLOAD, KEY)
 
 
 def _check_overlap(config: OffloadConfig, accelerator: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -69,6 +70,7 @@ def enable(config: OffloadConfig | Mapping[str, Any] | str | os.PathLike[str] | 
         # These have no public name, and no callback stands in their place.
         "_save_optimizer_and_scheduler": lambda original: functools.partialmethod(_save, original),
         "_load_optimizer_and_scheduler": lambda original: functools.partialmethod(_load, original),
+        "_load_from_checkpoint": lambda original: functools.partialmethod(_load_model, original),
     }
     gone = [name for name in wrappers if not hasattr(trainer, name)]
     if gone:
@@ -233,6 +235,35 @@ def _save(trainer: Any, original: Callable[..., Any], output_dir: str) -> None:
     if not copy:
         saved.append(folder)
     _pointing(trainer, original, output_dir, shared.pointer(ours, FOLDER, "transformers"))
+
+
+def _load_model(trainer: Any, original: Callable[..., Any], checkpoint: str, *arguments: Any, **options: Any) -> Any:
+    """Stand in for `Trainer._load_from_checkpoint`, with which going on begins."""
+    if str(getattr(trainer.args.optim, "value", trainer.args.optim)) in OPTIMIZERS:
+        _check_whole(checkpoint)
+    return original(trainer, checkpoint, *arguments, **options)
+
+
+def _check_whole(checkpoint: str) -> None:
+    """Refuse what an interrupted save has left, which the Trainer takes for its last checkpoint."""
+    missing = _missing(checkpoint)
+    if not missing:
+        return
+    folder = os.path.normpath(checkpoint)
+    numbered = {path: path.rpartition("-")[2] for path in glob.glob(f"{glob.escape(folder.rpartition('-')[0])}-*")}
+    others = sorted((int(n), path) for path, n in numbered.items() if n.isdecimal() and not _missing(path))
+    advice = "no other one beside it is: delete it, and begin anew"
+    if others:
+        whole = others[-1][1]
+        advice = f"{whole} is: delete {folder}, or go on with trainer.train(resume_from_checkpoint={whole!r})"
+    raise CheckpointError(f"{folder} is not whole, as its save was interrupted ({missing} is missing); {advice}")
+
+
+def _missing(checkpoint: str) -> str:
+    """Return what a Trainer's checkpoint lacks of that which is written last; "" if nothing."""
+    wanted = [os.path.join(FOLDER, "COMMIT")] if os.path.isdir(os.path.join(checkpoint, FOLDER)) else []
+    wanted.append("trainer_state.json")
+    return next((name for name in wanted if not os.path.isfile(os.path.join(checkpoint, name))), "")
 
 
 def _load(trainer: Any, original: Callable[..., Any], checkpoint: str | None) -> None:

@@ -8,13 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from offload.checkpoint.reader import Range, StateSource
-from offload.dtypes import DtypeCode
 from offload.engine.gpu import GpuLanes
 from offload.engine.operations import Run
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
 from offload.errors import CheckpointError
-from offload.kernels.stored import store_weight
 from offload.layout import Parameter, Segment, Subgroup
 
 
@@ -83,10 +81,11 @@ class Restorer:
             self._tables.numbers[:] = [numbers[name] for name in self.names]
 
     def restore(self, run: Run) -> None:
-        """Take a subgroup's state, and make the weights that follow from it."""
+        """Take a subgroup's state, and the weights that follow from it."""
         subgroup = self._views.plan.layout.subgroups[run.visit.subgroup]
         with self._views.on_host(run) as view, contextlib.ExitStack() as pieces:
-            parts = [(s, pieces.enter_context(self._views.piece(run, view, s))) for s in subgroup.segments]
+            lent = (self._views.piece(run, view, segment, sets_master=True) for segment in subgroup.segments)
+            parts = [(s, pieces.enter_context(views)) for s, views in zip(subgroup.segments, lent, strict=True)]
             self._restore(subgroup.index, parts, view)
 
     def _restore(
@@ -105,10 +104,6 @@ class Restorer:
             if not self._source.has(self.names[segment.parameter], "master"):
                 views["master"].copy_(self._views.weight(subgroup, segment, view))
         self._tables.changed(subgroup)
-        layout = self._views.plan.layout.subgroups[subgroup]
-        if layout.dtype is not DtypeCode.FLOAT32:
-            for segment, views in parts:
-                store_weight(views["master"], layout.state_format, self._views.weight(subgroup, segment, view))
 
     def _ranges(self, segment: Segment, name: str, out: torch.Tensor) -> Iterator[Range]:
         """Yield what to read of a tensor for a segment."""

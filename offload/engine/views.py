@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.dtypes import DtypeCode
 from offload.engine.gpu import GpuLanes
 from offload.engine.host import HostMemory
 from offload.engine.operations import Run
@@ -20,7 +21,7 @@ from offload.engine.tables import Tables
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
 from offload.kernels.reference.minifloat import blocks_numel
-from offload.kernels.stored import as_fp32, stored_dtype
+from offload.kernels.stored import as_fp32, store_rounded, stored_dtype
 from offload.kernels.table import active_rows
 from offload.layout import Segment
 from offload.plan import Plan
@@ -164,8 +165,19 @@ class StateViews:
         return tensor_at(address, segment.numel, TORCH_DTYPES[dtype])
 
     @contextlib.contextmanager
-    def piece(self, run: Run, view: View, segment: Segment) -> Iterator[dict[str, torch.Tensor]]:
-        """Lend a segment's state in fp32: where it lies, or copies, which go back if the visit changes it."""
+    def piece(
+        self, run: Run, view: View, segment: Segment, *, sets_master: bool = False
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Lend a segment's state in fp32: where it lies, or copies, which go back if the visit changes it.
+
+        A 16-bit weight whose master is set becomes its rounding, which is that of what is stored of it, too.
+
+        Args:
+            run: Of a visit.
+            view: Where its state lies.
+            segment: Which one.
+            sets_master: Whether its master is set.
+        """
         layout = self.plan.layout
         subgroup = layout.subgroups[run.visit.subgroup]
         first_index = layout.parameters[segment.parameter].start + segment.start
@@ -181,6 +193,8 @@ class StateViews:
         visit, rule = run.visit, layout.rule.stored_in(subgroup.state_format)
         with as_fp32(rule, stored, first_index, read=not visit.overwrites, keep=visit.changes) as views:
             yield views
+        if sets_master and subgroup.dtype is not DtypeCode.FLOAT32:
+            store_rounded(views[MASTER.name], self.weight(subgroup.index, segment, view))
 
     def gather_tile(self, tile: TileId, address: int) -> None:
         """Copy a tile of state on the GPU to `address`, or the masters that a weight tile is; padding is zero."""

@@ -20,9 +20,6 @@ from offload.protocols import StateFormat
 from offload.rules import BF16, FP32, MASTER, MASTER_LOW, SCALES, Format, UpdateRule
 from offload.rules.formats import FP24_UPPER, ROOT, SIGNED
 
-RUN_NUMEL = 1 << 16
-"""Elements that `store_weight` rounds at once, so that memory is bounded whatever the size."""
-
 _DTYPES = {FP32: torch.float32, BF16: torch.bfloat16, FP24_UPPER: torch.int16}
 
 # As csrc/kernels/kernels.h counts them.
@@ -68,7 +65,7 @@ class Stored(NamedTuple):
         decode(*self.place(), out.data_ptr(), DTYPE_CODES[out.dtype], instruction_set)
 
     def write(self, values: torch.Tensor, roots: torch.Tensor | None = None, instruction_set: str = "") -> None:
-        """Store flat fp32 values, rounded to nearest.
+        """Store flat fp32 values, rounded to nearest; in planes to odd.
 
         Args:
             values: As many as there are.
@@ -120,7 +117,7 @@ def as_fp32(
         tensors: What state is stored in, by name; flat.
         first_index: Index of its first element in the unsharded parameter.
         read: Whether copies hold what is stored; else anything.
-        keep: Whether copies are stored afterwards, rounded to nearest.
+        keep: Whether copies are stored afterwards; see `Stored.write`.
     """
     stored = {name: stored_in(rule, name, tensors, first_index) for name in rule.names}
     views = {
@@ -150,17 +147,3 @@ def store_rounded(values: torch.Tensor, out: torch.Tensor) -> None:
     _check("values", values, torch.float32, out.numel())
     _check("out", out, out.dtype, out.numel())
     encode(DTYPE_CODES[out.dtype], out.data_ptr(), 0, 0, 0, out.numel(), values.data_ptr(), 0)
-
-
-def store_weight(master: torch.Tensor, state_format: StateFormat, weight: torch.Tensor) -> None:
-    """Put into a 16-bit weight what its fp32 master is once that has been stored in a format, rounded."""
-    if state_format is not StateFormat.COMPACT8:
-        store_rounded(master, weight)
-        return
-    upper = torch.empty(RUN_NUMEL, dtype=torch.int16, device="cpu")
-    lower = torch.empty(RUN_NUMEL, dtype=torch.uint8, device="cpu")
-    for start in range(0, weight.numel(), RUN_NUMEL):
-        out = weight[start : start + RUN_NUMEL]
-        planes = Stored(FP24_UPPER, upper[: out.numel()], lower[: out.numel()])
-        planes.write(master[start : start + RUN_NUMEL])
-        planes.read(out)

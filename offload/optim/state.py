@@ -17,7 +17,7 @@ from offload.errors import ConfigError
 from offload.optim import shards
 from offload.optim.late import LateEngine
 from offload.optim.overlap import Turn
-from offload.optim.weights import Bound, Weights
+from offload.optim.weights import Bound, Weights, followers
 from offload.rules import MASTER, RULES, UpdateRule, checked_step
 from offload.session.handout import refuse_uncopied
 
@@ -289,19 +289,19 @@ class StateView(MutableMapping[Any, Any]):
         """Write whole entries; masters that are not given are taken from the weights."""
         self._write(entries)
         for bound, (tensors, _) in entries.items():
-            if "master" not in tensors:
+            if MASTER.name not in tensors:
                 self._late.engine.reload_master(bound.position)
-        masters = {bound: tensors["master"] for bound, (tensors, _) in entries.items() if "master" in tensors}
-        self._weights.expect({b: master for b, master in masters.items() if b.parameter.dtype != torch.float32})
 
     def _write(self, entries: Mapping[Bound, Entry]) -> None:
         self.changes += 1
+        masters = {bound: tensors[MASTER.name] for bound, (tensors, _) in entries.items() if MASTER.name in tensors}
+        following = followers(masters)
         self._late.engine.write_state(
             {bound.position: tensors for bound, (tensors, _) in entries.items() if tensors},
             {bound.position: step for bound, (_, step) in entries.items() if step is not None},
         )
-        masters = [bound for bound, (tensors, _) in entries.items() if "master" in tensors]
-        self._weights.written(bound for bound in masters if bound.parameter.dtype == torch.float32)
+        self._weights.written(masters)
+        self._weights.expect(following)
         if masters:
             self._weights.gather()
 

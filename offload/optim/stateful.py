@@ -171,9 +171,9 @@ class StatefulOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, of this class or of torch's own of that rule.
 
-        State is never cast down, and copied piece by piece to where it lives. A missing master is taken from the
-        weight. Load the model's weights, too, before or after: those that are fp32 are left as they are, unless there
-        is a master for them.
+        State is never cast down, and copied piece by piece to where it lives. A weight becomes what its master says,
+        as in `load_checkpoint`; a missing master is taken from the weight. Load the model's weights, too, before or
+        after: those that are fp32 are left as they are, unless there is a master for them.
 
         Raises:
             ConfigError: If groups, parameters or shapes do not match; nothing has changed then.

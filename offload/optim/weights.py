@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
+from offload.kernels.stored import store_rounded
 from offload.layout import Parameter
 from offload.optim import shards
 from offload.optim.groups import Group, names
@@ -40,7 +41,8 @@ class Bound:
         arrivals: Gradients that autograd has accumulated.
         slot: Memory for the gradient; only where gradients have slots.
         gathered: Version of the gradient in the slot when its norm was gathered.
-        expected: Digest of the 16-bit weight that a master is of that was loaded, until the next update.
+        expected: Digest of the 16-bit weight that follows from a master that was set, until the next update.
+        was_other: Whether the weight was another one before, and nobody has loaded it since.
     """
 
     parameter: torch.Tensor
@@ -53,6 +55,7 @@ class Bound:
     slot: GradientSlot = field(init=False)
     gathered: int = -1
     expected: bytes | None = None
+    was_other: bool = False
 
     @property
     def local(self) -> torch.Tensor:
@@ -138,7 +141,8 @@ class Weights:
             self._late.engine.bind_weight(bound.position, now[0])
             bound.left = now
             # Frameworks load the optimizer first, or the weights once more: what is there has not changed then.
-            if bound.expected is not None and _is_expected(bound):
+            if bound.expected is not None and digest(_flat(bound), parameter.dtype) == bound.expected:
+                bound.was_other = False
                 continue
             bound.expected = None
             self._late.engine.reload_master(bound.position)
@@ -159,23 +163,23 @@ class Weights:
         """Return whether all weights lie where the engine knows them."""
         return all(bound.local.data_ptr() == bound.left[0] for bound in self.bound.values())
 
-    def expect(self, loaded: Mapping[Bound, torch.Tensor]) -> None:
-        """Take note of masters that were loaded for 16-bit weights."""
-        for bound, master in loaded.items():
-            bound.expected = digest(master, bound.parameter.dtype)
-        self._told_others = self._told_others and not loaded
+    def expect(self, following: Mapping[Bound, tuple[bytes, bool]]) -> None:
+        """Take note of 16-bit weights that follow from masters which were set; see `followers`."""
+        for bound, (expected, was_other) in following.items():
+            bound.expected, bound.was_other = expected, was_other
+            self._told_others = self._told_others and not was_other
 
     def tell_others(self) -> None:
-        """Warn, before the first update after a load, of weights that will change to what the masters say."""
+        """Warn, before the first update after a load, of weights that were others, and were not loaded since."""
         if self._told_others:
             return
         self._told_others = True
         bounds = self.bound.values()
-        others = [bound.name for bound in bounds if bound.expected is not None and not _is_expected(bound)]
+        others = [bound.name for bound in bounds if bound.expected is not None and bound.was_other]
         if others:
             log.warning(
                 "%d weights (%s, ...) "
-                "are not those that the loaded masters belong to, and become what the masters say with this update; "
+                "were not those that the loaded masters belong to, and have become what the masters say; "
                 "load the model's weights, too, or leave `master` out of what is loaded",
                 len(others),
                 others[0],
@@ -200,19 +204,40 @@ class Weights:
 
 
 def digest(values: torch.Tensor, dtype: torch.dtype) -> bytes:
-    """Return a digest of what a weight of a dtype has in memory, from values that are in that order."""
+    """Return a digest of what a 16-bit weight of a dtype has in memory, from values that are in that order.
+
+    Others than of that dtype are rounded as updates round masters: NaN, too, becomes the bits that it has there.
+    """
     found = hashlib.blake2b(digest_size=16)
-    piece = torch.empty(min(PIECE_NUMEL, values.numel()), dtype=dtype, device="cpu")
+    numel = min(PIECE_NUMEL, values.numel())
+    piece = torch.empty(numel, dtype=dtype, device="cpu")
+    master = None if values.dtype is dtype else torch.empty(numel, dtype=torch.float32, device="cpu")
     for start in range(0, values.numel(), PIECE_NUMEL):
         part = piece[: values.numel() - start]
-        copy_run(values, start, part)
+        if master is None:
+            copy_run(values, start, part)
+        else:
+            copy_run(values, start, master[: part.numel()])
+            store_rounded(master[: part.numel()], part)
         found.update(part.view(torch.uint8).numpy().data)
     return found.digest()
 
 
-def _is_expected(bound: Bound) -> bool:
+def followers(masters: Mapping[Bound, torch.Tensor]) -> dict[Bound, tuple[bytes, bool]]:
+    """Return digests of the 16-bit weights that masters make when they are set, and whether they are others now."""
+    found = {}
+    for bound, master in masters.items():
+        dtype = bound.parameter.dtype
+        if dtype is not torch.float32:
+            follower = digest(master, dtype)
+            found[bound] = follower, digest(_flat(bound), dtype) != follower
+    return found
+
+
+def _flat(bound: Bound) -> torch.Tensor:
+    """Return this rank's part of a weight in the order of its memory."""
     weight = bound.local.detach()
-    return digest(weight.as_strided((weight.numel(),), (1,)), weight.dtype) == bound.expected
+    return weight.as_strided((weight.numel(),), (1,))
 
 
 def _form(parameter: torch.Tensor) -> Form:

@@ -563,13 +563,23 @@ class Engine:
             raise failed[0]
 
     def write_state(
-        self, values: Mapping[int | str, Mapping[str, torch.Tensor]], steps: Mapping[int | str, int] | None = None
+        self,
+        values: Mapping[int | str, Mapping[str, torch.Tensor]],
+        steps: Mapping[int | str, int] | None = None,
+        *,
+        weights: bool = True,
     ) -> None:
         """Replace state: any tensor that `read_state` returns, and step counts.
 
         Tensors may be of any shape, strides, dtype and device: their elements are taken in row-major order, piece by
         piece, and no second copy is made of them. Where the weight is fp32 it *is* the master, and a master that is
-        given is written to it. A tensor that is not given keeps its value.
+        given is written to it; a 16-bit weight becomes the rounding of a master that is given. A tensor that is not
+        given keeps its value.
+
+        Args:
+            values: By parameter and name of a tensor.
+            steps: Step counts by parameter.
+            weights: Whether 16-bit weights follow masters that are given; else they do with their next update.
 
         Raises:
             ConfigError: There is no such tensor, or it has another number of elements, is not dense and real, or is
@@ -595,7 +605,8 @@ class Engine:
                 for name, tensor in tensors_of.get(segment.parameter, {}).items():
                     copy_run(tensor, segment.start, views[name])
 
-            self._change_state(self._visits.subgroups_of(tensors_of), write, counts)
+            masters = {position for position, tensors in tensors_of.items() if weights and MASTER.name in tensors}
+            self._change_state(self._visits.subgroups_of(tensors_of), write, counts, masters)
 
     def reset_state(self, parameters: Iterable[int | str]) -> None:
         """Make moments and step counts 0; masters and weights stay."""
@@ -612,7 +623,9 @@ class Engine:
             subgroups = [number for number in self._visits.subgroups_of(chosen) if not machine.is_fresh(number)]
             self._change_state(subgroups, reset, dict.fromkeys(chosen, 0))
 
-    def _change_state(self, subgroups: Sequence[int], change: Take, steps: Mapping[int, int]) -> None:
+    def _change_state(
+        self, subgroups: Sequence[int], change: Take, steps: Mapping[int, int], masters: Collection[int] = ()
+    ) -> None:
         """Let `change` write to the state of every segment of some subgroups, and set step counts."""
         counts = self._parts.tables.steps
 
@@ -620,7 +633,7 @@ class Engine:
             for position, step in steps.items():
                 counts[position] = step
 
-        self._visits.visit(subgroups, change, changes=True, applied=applied)
+        self._visits.visit(subgroups, change, changes=True, masters=masters, applied=applied)
 
     # Checkpoints
 

@@ -2,6 +2,7 @@
 
 The pages of such a file are the kernel's to write and to drop, so a state dict of any size takes hardly any memory.
 State is written to it by system calls and not through the mapping: a disk that fails gives an error then, no SIGBUS.
+What somebody writes to the tensors is not: the pages are private to the process, and forked children have their own.
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ NO_DISKS = frozenset({"tmpfs", "ramfs", *NETWORK_FILE_SYSTEMS})
 """Types of file systems that are memory, or on which a file without a name has one."""
 
 
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Linux's flag for mappings of more pages than there is memory, of which few are written to."""
+
+
 class Handout:
     """New fp32 tensors that are filled piece by piece.
 
@@ -67,8 +72,9 @@ class Handout:
         if self._file is None:
             self.tensors = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in numels]
             return
-        # Shared, so that what is written to the tensors later goes to the file, too.
-        memory = np.frombuffer(mmap.mmap(self._file.fileno(), needed), np.uint8)
+        # Private, so that a forked child's copy is its own: pages that somebody writes to are memory from then on.
+        flags = mmap.MAP_PRIVATE | NO_RESERVE
+        memory = np.frombuffer(mmap.mmap(self._file.fileno(), needed, flags=flags), np.uint8)
         self.tensors = [
             torch.from_numpy(memory[start : start + size]).view(torch.float32)
             for start, size in zip(self._ends, sizes, strict=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,13 @@ class Visits:
         return tuple(sorted({subgroup for position in positions for subgroup, _ in places[position]}))
 
     def visit(
-        self, subgroups: Sequence[int], take: Take, *, changes: bool, applied: Callable[[], None] = lambda: None
+        self,
+        subgroups: Sequence[int],
+        take: Take,
+        *,
+        changes: bool,
+        masters: Collection[int] = (),
+        applied: Callable[[], None] = lambda: None,
     ) -> None:
         """Have `take` work on every segment of some subgroups, and wait until it has.
 
@@ -73,11 +79,13 @@ class Visits:
             subgroups: Which.
             take: What to do; on the engine thread.
             changes: Whether it writes to the state.
+            masters: Parameters whose masters it sets; their weights follow.
             applied: Called on the engine thread when all has been done.
         """
-        self._thread.request(partial(self.begin, subgroups, self.visitor(take, changes), changes=changes), applied)
+        visitor = self.visitor(take, changes, masters)
+        self._thread.request(partial(self.begin, subgroups, visitor, changes=changes), applied)
 
-    def visitor(self, take: Take, changes: bool) -> Callable[[Run], None]:
+    def visitor(self, take: Take, changes: bool, masters: Collection[int] = ()) -> Callable[[Run], None]:
         """Return a visitor for which every segment of a run is taken; see `visit`."""
         parts, views, tables = self._parts, self._parts.views, self._parts.tables
 
@@ -87,7 +95,7 @@ class Visits:
                 if changes:
                     tables.changed(run.visit.subgroup)
                 for segment in parts.plan.layout.subgroups[run.visit.subgroup].segments:
-                    with views.piece(run, view, segment) as tensors:
+                    with views.piece(run, view, segment, sets_master=segment.parameter in masters) as tensors:
                         take(segment, tensors)
 
         return visit

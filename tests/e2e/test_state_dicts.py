@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -435,6 +436,35 @@ def test_masters_of_other_weights_are_told(streaming: Any, caplog: pytest.LogCap
         again.train_with(optimizer, 2)
         again.train_with(optimizer, 3)
     assert caplog.text.count("not those that the loaded masters belong to") == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_childs_copy_is_its_own(streaming: Any, all_large: None, tmp_path: Path) -> None:
+    """It may save, and write to, what its parent goes on with."""
+    model = Model(torch.bfloat16)
+    with offload.AdamW(model.groups(), offload=streaming()) as optimizer:
+        model.train_with(optimizer, 1)
+        moments = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
+    before, context = [moment.clone() for moment in moments], multiprocessing.get_context("fork")
+    changed = context.Event()
+
+    def child() -> None:
+        changed.wait(60)
+        torch.save(moments, tmp_path / "seen")
+        for moment in moments:
+            moment.fill_(8)
+        torch.save(moments, tmp_path / "written")
+
+    process = context.Process(target=child)
+    process.start()
+    for moment in moments:
+        moment.fill_(7)
+    changed.set()
+    process.join(60)
+    assert process.exitcode == 0
+    assert all(map(same_bits, torch.load(tmp_path / "seen"), before))
+    assert all(bool((moment == 8).all()) for moment in torch.load(tmp_path / "written"))
+    assert all(bool((moment == 7).all()) for moment in moments)
 
 
 @pytest.mark.slow

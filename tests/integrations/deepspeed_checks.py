@@ -876,6 +876,86 @@ def alone_resume(folder: Path) -> None:
 
 
 @check
+def alone_refused(folder: Path) -> None:
+    """Of another number of ranks: the error says what to do, and training goes on."""
+    import torch
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    import offload
+
+    for stage in (2, 3):
+        case, saved = Case(stage, groups=two_groups, offload=paths(folder)), folder.parent / f"stage-{stage}"
+        with training(case, ours=True) as engine:
+            before = state_of(engine)
+            try:
+                engine.load_checkpoint(str(saved), tag="native")
+            except offload.CheckpointError as error:
+                said = str(error)
+            else:
+                raise AssertionError("it was loaded")
+            assert "universal" in said, said
+            assert_same(state_of(engine), before)
+            if torch.distributed.get_rank() == 0:
+                (saved / "refused").write_text(said)
+            train(engine, case, 0, 1)
+
+
+@check
+def state_of_another_format_makes_the_same_weights(folder: Path) -> None:
+    """And a step at rate 0 leaves them as they are."""
+    import torch
+    from deepspeed_runs import Case, state_of, train, training
+
+    for stage, dtype in ((1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")):
+        tag = f"{stage}-{dtype}"
+        case = Case(stage, dtype, offload=paths(folder))
+        with training(case, ours=True) as engine:
+            train(engine, case, 0, 4)
+            engine.save_checkpoint(str(folder), tag=tag)
+            expected = state_of(engine)
+        compact = {**paths(folder), "state_format": "compact8", "exact_names": [], "subgroup_numel": 4096}
+        with training(dataclasses.replace(case, offload=compact), ours=True) as engine:
+            engine.load_checkpoint(str(folder), tag=tag)
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 0.0
+            before = state_of(engine)
+            train(engine, case, 4, 1)
+            after = state_of(engine)
+        weights = [name for name in expected if name.endswith(" weight")]
+        assert not [name for name in weights if not torch.equal(before[name], expected[name])], tag
+        kept = [name for name in before if name.endswith((" weight", " master"))]
+        assert not [name for name in kept if not torch.equal(after[name], before[name])], tag
+
+
+@check
+def a_device_of_none_counts_as_the_cpu(folder: Path) -> None:
+    """And is said once; the bits are those of "cpu", which are stock's."""
+    import logging
+
+    from deepspeed_runs import Case, assert_same, state_of, train, training
+
+    for stage in (1, 2, 3):
+        seen = []
+        for given in ({"device": "cpu"}, {"device": "none"}, {}, None):
+            said: list[logging.LogRecord] = []
+            handler = logging.Handler()
+            handler.emit = said.append  # type: ignore[method-assign]
+            logging.getLogger("offload").addHandler(handler)
+            try:
+                case = Case(stage, offload=paths(folder), zero={"offload_optimizer": given})
+                with training(case, ours=True) as engine:
+                    seen.append((train(engine, case, 0, 2), state_of(engine)))
+                    rank = engine.global_rank
+            finally:
+                logging.getLogger("offload").removeHandler(handler)
+            lines = [record.getMessage() for record in said if "counts as" in record.getMessage()]
+            assert len(lines) == (rank == 0 and given != {"device": "cpu"}), lines
+        for losses, state in seen[1:]:
+            assert losses == seen[0][0]
+            assert_same(state, seen[0][1])
+
+
+@check
 def alone_universal_load(folder: Path) -> None:
     import torch
     from deepspeed_runs import Case, assert_same, state_of, train, training
@@ -884,7 +964,7 @@ def alone_universal_load(folder: Path) -> None:
         config = {"checkpoint": {"load_universal": True}}
         case = Case(stage, groups=two_groups, offload=paths(folder), config=config)
         with training(case, ours=True) as engine:
-            engine.load_checkpoint(str(folder.parent / f"stage-{stage}"), tag="universal")
+            engine.load_checkpoint(str(folder.parent / f"stage-{stage}"), tag="native_universal")
             assert_same(state_of(engine), torch.load(folder.parent / f"state-{stage}-0.pt")[0])
             groups = engine.optimizer.param_groups
             assert [group["betas"] for group in groups] == [(0.9, 0.999), (0.8, 0.99)], f"{groups}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,23 @@ def test_a_killed_trainer_resumes_exactly(tmp_path: Path, limit: str) -> None:
     if limit != "null":
         there = sorted(path.name for path in (tmp_path / "killed").glob("checkpoint-*"))
         assert there == ["checkpoint-6", "checkpoint-8"][-int(limit) :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["trainer_state.json", "optimizer/COMMIT"])
+def test_what_an_interrupted_save_leaves_is_told(tmp_path: Path, missing: str) -> None:
+    """The Trainer takes it for its last checkpoint: we say which one is whole, and going on from that is exact."""
+    whole = run(tmp_path, "offload_adamw", 4)
+    newest, before = tmp_path / "checkpoint-4", tmp_path / "checkpoint-2"
+    (newest / "trainer_state.json").unlink()  # which is written last
+    (newest / missing).unlink(missing_ok=True)
+    process = start(tmp_path, "offload_adamw", 4, "resume")
+    said = process.communicate(timeout=240)[1].splitlines()[-1]
+    assert process.returncode
+    for each in (f"{newest} is not whole", missing, f"{before} is: delete {newest}"):
+        assert each in said
+    shutil.rmtree(newest)
+    assert run(tmp_path, "offload_adamw", 4, "resume")["weights"] == whole["weights"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from kernel_cases import Placed, mostly_finite, same_bits, values
 from offload.errors import InternalError
 from offload.kernels import instruction_sets, reference
 from offload.kernels.reference import SegmentTensors, minifloat
-from offload.kernels.stored import RUN_NUMEL, Stored, as_fp32, store_rounded, store_weight, stored_in
+from offload.kernels.stored import Stored, as_fp32, store_rounded, stored_in
 from offload.protocols import BLOCK_NUMEL, SegmentFlag, StateFormat
 from offload.rules import ADAMW, BF16, FP32, MASTER_LOW, RULES, SCALES, UpdateRule
 from offload.rules.formats import FP24_UPPER, ROOT, SIGNED, Format
@@ -251,15 +251,23 @@ def test_a_segment_is_stored_as_the_reference_stores_it(
     assert all(same_bits(ours[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("state_format", StateFormat)
+@SETS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_weight_is_the_rounding_of_its_master_as_stored(state_format: StateFormat, dtype: torch.dtype) -> None:
-    numel = 2 * RUN_NUMEL + 77
-    master = values(0, numel, torch.float32, "wild")
-    weight = torch.zeros(numel, dtype=dtype)
-    store_weight(master, state_format, weight)
-    kept = minifloat.join_master(*minifloat.split_master(master)) if state_format is StateFormat.COMPACT8 else master
-    assert same_bits(weight, reference.round_weight(kept, dtype))
+def test_a_weight_is_the_rounding_of_its_master_and_of_what_is_stored_of_it(
+    instruction_set: str, dtype: torch.dtype
+) -> None:
+    """Beside every tie of both types; subnormals, overflows, infinities and NaN are among them."""
+    upper = torch.arange(2**16, dtype=torch.int64) << 16
+    for tie in (0, 0x1000, 0x3000, 0x8000, 0x9000):
+        beside = tie + torch.tensor([-0x81, -0x80, -0x7F, -1, 0, 1, 0x7F, 0x80, 0x81]) & 0xFFFF
+        master = (upper[:, None] + beside).flatten().to(torch.int32).view(torch.float32)
+        numel = master.numel()
+        stored = Stored(FP24_UPPER, torch.empty(numel, dtype=torch.int16), torch.empty(numel, dtype=torch.uint8))
+        weight, again = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype)
+        store_rounded(master, weight)
+        stored.write(master, None, instruction_set)
+        stored.read(again, instruction_set)
+        assert same_bits(again, weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

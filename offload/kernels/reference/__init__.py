@@ -160,7 +160,7 @@ def store_master(segment: SegmentTensors, values: torch.Tensor, random: torch.Te
     Args:
         segment: Whose.
         values: fp32, shape [numel].
-        random: From `random_bits`; None to round to nearest.
+        random: From `random_bits`; None to round to odd.
     """
     if segment.master_low is None:
         if values is not segment.master:

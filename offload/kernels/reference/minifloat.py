@@ -137,18 +137,23 @@ def decode_root(codes: torch.Tensor, scales: torch.Tensor, first_index: int) -> 
 def split_master(values: torch.Tensor, random: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the upper 24 bits of fp32 values, rounded, in two planes: int16 and uint8.
 
-    Stochastically, away from zero with the probability that makes the mean of the result the value, or to nearest,
-    away from zero where two are as near. Infinity and NaN stay what they are (NaN the one NaN 0x7FC000), and a finite
-    value beyond the greatest with 24 bits becomes that one.
+    Stochastically, away from zero with the probability that makes the mean of the result the value. Or to odd: a
+    value between two becomes the one whose last bit is 1. What is rounded so can be rounded once more, to the 8 or 11
+    bits of a weight, as if it had not been (S. Boldo, G. Melquiond, "Emulation of a FMA and correctly rounded sums:
+    proved algorithms using rounding to odd", IEEE Transactions on Computers 57(4), 2008); rounding to nearest would
+    make ties. Infinity and NaN stay what they are (NaN the one NaN 0x7FC000), and a finite value beyond the greatest
+    with 24 bits becomes that one.
 
     Args:
         values: fp32, shape [numel].
-        random: The 32 bits of each element, of which 8 are made; None to round to nearest.
+        random: The 32 bits of each element, of which 8 are made; None to round to odd.
     """
     bits = values.contiguous().view(torch.int32).to(torch.int64)
-    inside = (bits & 0x7FFFFFFF) < 0x7F7FFF00
-    added = 0x80 if random is None else (random * MASTER_RANDOM & 0xFFFFFFFF) >> 24
-    rounded = bits + torch.where(inside, added, 0) >> 8
+    if random is None:
+        rounded = (bits >> 8) | ((bits & 0xFF) != 0).to(torch.int64)
+    else:
+        inside = (bits & 0x7FFFFFFF) < 0x7F7FFF00
+        rounded = bits + torch.where(inside, (random * MASTER_RANDOM & 0xFFFFFFFF) >> 24, 0) >> 8
     rounded = torch.where(torch.isnan(values), 0x7FC000, rounded)
     return (rounded >> 8).to(torch.int16), (rounded & 0xFF).to(torch.uint8)
 
