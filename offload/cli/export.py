@@ -9,7 +9,9 @@ import sys
 import time
 from typing import Any
 
+from offload.cli.values import parse_path
 from offload.errors import ConfigError
+from offload.units import format_seconds
 
 FORMATS = ("safetensors", "distributed")
 
@@ -42,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from offload.checkpoint.exchange import export_distributed, export_safetensors
 
-    target = arguments.target
+    checkpoint, target = parse_path("CHECKPOINT", arguments.checkpoint), parse_path("TARGET", arguments.target)
     makes_folder = arguments.format == "distributed"
     if os.path.lexists(target) and os.path.isdir(target) != makes_folder:
         raise ConfigError("TARGET", target, f"it is {'no' if makes_folder else 'a'} folder; name another")
@@ -58,12 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"export: {done / whole:.0%}", file=sys.stderr, flush=True)
 
     if makes_folder:
-        export_distributed(arguments.checkpoint, arguments.target)
+        export_distributed(checkpoint, target)
     else:
-        export_safetensors(arguments.checkpoint, arguments.target, progress)
+        export_safetensors(checkpoint, target, progress)
     seconds = time.monotonic() - started_s
     if arguments.json:
-        print(json.dumps({"target": arguments.target, "format": arguments.format, "seconds": seconds}))
+        print(json.dumps({"target": target, "format": arguments.format, "seconds": seconds}))
     elif not arguments.quiet:
-        print(f"wrote {arguments.target} in {seconds:.1f} s")
+        print(f"wrote {target} in {format_seconds(seconds)}")
     return 0
