@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from offload.cli.values import parse_path
+from offload.cli.values import parse_output, parse_path
 from offload.errors import ConfigError
 from offload.units import format_seconds
 
@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     makes_folder = arguments.format == "distributed"
     if os.path.lexists(target) and os.path.isdir(target) != makes_folder:
         raise ConfigError("TARGET", target, f"it is {'no' if makes_folder else 'a'} folder; name another")
+    if not makes_folder:
+        parse_output("TARGET", target)
     is_free = not os.path.lexists(target) or (makes_folder and not os.listdir(target))
     if not is_free and not arguments.replace:
         raise ConfigError("TARGET", target, "it is there already; give --replace to have it replaced")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from offload.cli.node import GPU, GRADIENT_BYTES, UNKNOWN, Node, Use, check_fits, shares, use_of
 from offload.cli.progress import Progress
 from offload.cli.record import to_json
-from offload.cli.values import MAX_RANKS, parse_count, parse_number, parse_path, read_values
+from offload.cli.values import MAX_RANKS, parse_count, parse_number, parse_output, parse_path, read_values
 from offload.config import EXACT_NAMES, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
 from offload.protocols import StateFormat
@@ -530,7 +530,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps_per_day is not None:
         steps_per_day = parse_number("--steps-per-day", arguments.steps_per_day, least=1e-3, most=1e9)
     if arguments.out is not None:
-        out = parse_path("--out", arguments.out)
+        out = parse_output("--out", arguments.out)
         if arguments.sweep is None:
             raise ConfigError("--out", out, "a picture is drawn of a --sweep")
     question = _question(arguments)

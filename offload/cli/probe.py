@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.cli.progress import Progress
 from offload.cli.record import to_json
-from offload.cli.values import parse_number, parse_path
+from offload.cli.values import parse_number, parse_output, parse_path
 from offload.errors import ConfigError
 from offload.units import DAY_S, format_bytes, format_seconds
 
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     seconds = parse_number("--seconds", arguments.seconds, least=0.01, most=DAY_S, what="seconds,")
     paths = [parse_path("--paths", path) for path in arguments.paths]
-    out = None if arguments.out is None else parse_path("--out", arguments.out)
+    out = None if arguments.out is None else parse_output("--out", arguments.out)
     # Loads native code and numpy: bad values should not wait for it.
     from offload.measure import default_rates_file, full_probe, save_rates
 

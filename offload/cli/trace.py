@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from offload.cli.record import TIMELINE_NAME, Interval, to_json, write_text
-from offload.cli.values import parse_path, read_values
+from offload.cli.values import parse_output, parse_path, read_values
 from offload.config import MAX_INTEGER
 from offload.engine.timeline import trace
 from offload.errors import ConfigError
@@ -63,9 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     from offload.cli.report import draw_lanes
 
     folder = Path(parse_path("RUN", arguments.run))
-    out = folder / "trace.json" if arguments.out is None else Path(parse_path("--out", arguments.out))
+    out = Path(parse_output("--out", str(folder / "trace.json") if arguments.out is None else arguments.out))
     step, paths, timeline = _read(folder)
-    picture = out.with_suffix(".png") if out.name else out
+    picture = Path(parse_output("--out", str(out.with_suffix(".png"))))
     if picture == out:
         raise ConfigError(
             "--out", str(out), "name the trace, such as trace.json: its picture gets that name with .png"

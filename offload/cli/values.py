@@ -77,6 +77,18 @@ def parse_path(field: str, value: str) -> str:
     return name
 
 
+def parse_output(field: str, value: str) -> str:
+    """Return the name of a file that is to be written; see `parse_path`.
+
+    Raises:
+        ConfigError: Also if something else than a file has that name: a device may take what is written, or wait.
+    """
+    name = parse_path(field, value)
+    if os.path.lexists(name) and not os.path.isfile(name):
+        raise ConfigError(field, value, "name a file that is new, or may be replaced")
+    return name
+
+
 def read_values(field: str, file: str) -> Any:
     """Return what a file of JSON says.
 
