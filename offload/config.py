@@ -75,8 +75,8 @@ class PathConfig:
     """One place in a storage tier.
 
     Attributes:
-        path: A directory that exists and can be written, or "s3://bucket/prefix": endpoint, region and credentials
-            from the AWS_* variables (AWS_ENDPOINT_URL for a server that is not AWS) or a profile.
+        path: A directory that exists and can be written (`~`: your home), or "s3://bucket/prefix": endpoint, region
+            and credentials from the AWS_* variables (AWS_ENDPOINT_URL for a server that is not AWS) or a profile.
         max_bytes: Most bytes the session may occupy there; None for all that is free.
         share: Weight of this path when tiles are spread over several; only the ratio to the others matters (1 where
             others have one and this has not). None for all: in proportion to measured bandwidth.
@@ -111,6 +111,7 @@ class PathConfig:
         if not isinstance(path, str) or not path:
             raise ConfigError(f"{field}.path", path, "give a directory")
         check_text(f"{field}.path", path)
+        path = path if "://" in path else os.path.expanduser(path)
         max_bytes = value.get("max_bytes")
         if max_bytes is not None:
             max_bytes = parse_bytes(f"{field}.max_bytes", max_bytes)
@@ -280,7 +281,7 @@ class OffloadConfig:
         _check_int("seed", self.seed, 0)
         if not isinstance(self.rates, str | os.PathLike) or not os.fspath(self.rates):
             raise ConfigError("rates", self.rates, 'use "auto" or name a file that `offload probe` wrote')
-        self._set("rates", os.fspath(self.rates))
+        self._set("rates", os.path.expanduser(os.fspath(self.rates)))
 
     def _check_placement(self) -> None:
         value = self.placement

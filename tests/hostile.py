@@ -252,7 +252,7 @@ def options(random_: random.Random, places: list[str]) -> dict[str, Callable[[],
 
     def plan() -> list[str]:
         rates = random_.choice(MACHINES) if random_.random() < 0.7 else place()
-        model = ["--config", place()] if random_.random() < 0.25 else ["--params", random_.choice(("1e9", number()))]
+        model = ["--config", place()] if random_.random() < 0.25 else ["--params", random_.choice(("1e6", number()))]
         words = [*model, "--rates", rates, *some(plan_numbers, number)]
         if random_.random() < 0.2:
             name = random_.choice(

@@ -40,8 +40,8 @@ MOST_TILES = 1 << 17
 """Of a rank, if a step is to be simulated: some ten seconds' work."""
 MOST_SWEPT = 100
 """Values of a sweep."""
-MOST_MODULES = 100_000
-"""Modules and parameters of a model that a configuration describes; mixtures of experts have tens of thousands."""
+MOST_LAYERS, MOST_MODULES = 1_000, 70_000
+"""Of a model that a configuration describes, modules and parameters together; each takes a tenth of a millisecond."""
 
 HELP_HOST = 0.25
 """Part by which host memory is raised to see what that would bring."""
@@ -702,6 +702,8 @@ def _params_of(file: str) -> tuple[int, int]:
     try:
         # Code that a configuration names is not asked for, nor whether it may run.
         config = transformers.AutoConfig.for_model(**{name: values[name] for name in values if name != "auto_map"})
+        if not 0 <= (layers := getattr(config, "num_hidden_layers", 0)) <= MOST_LAYERS:
+            raise ValueError(f"it has {layers} layers, and {MOST_LAYERS:,} are the most")
         with torch.device("meta"), _at_most(MOST_MODULES):
             from_config: Any = transformers.AutoModelForCausalLM.from_config
             model = from_config(config)
