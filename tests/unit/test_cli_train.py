@@ -13,7 +13,7 @@ import torch
 
 import offload
 from offload import cli
-from offload.errors import InternalError, TierFullError
+from offload.errors import ConfigError, InternalError, TierFullError
 
 
 class _AdamW(torch.optim.AdamW):
@@ -297,6 +297,22 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert printed.err.startswith("offload train: " + says)
     assert printed.err.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_fails_leaves_no_folder(
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its own nor those above it that it has made; one that was there stays, empty or not."""
+
+    def fail(*arguments: object) -> None:
+        raise ConfigError("rates", "x", "name another")
+
+    monkeypatch.setattr("offload.cli.train._offload_config", fail)
+    (tmp_path / "mine").mkdir()
+    for made in ("new/runs/one", "mine/one"):
+        assert train("--output", str(tmp_path / made)) == 2
+    assert not (tmp_path / "new").exists()
+    assert [*(tmp_path / "mine").iterdir()] == []
 
 
 @pytest.mark.parametrize("options", [["--dtype", "int4"], ["--what"]])
