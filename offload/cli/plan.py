@@ -34,8 +34,10 @@ FLOPS_PER_WEIGHT = {"forward": 2, "backward": 4}
 """For each token; backward also repeats the forward pass where activations are recomputed. Attention's own products
 are left out; equation 3 of Narayanan et al. (SC '21, arXiv 2104.04473) gives their share."""
 
-MOST_SUBGROUPS = 1 << 14
+MOST_SUBGROUPS = 1 << 13
 """Of a rank: each is placed several times. Where their size is left to us, they are larger instead."""
+MOST_NUMEL = 5 * 10**11
+"""Parameters of a rank that are planned for: 5.5 TiB of Adam's state."""
 MOST_TILES = 1 << 17
 """Of a rank, if a step is to be simulated: some ten seconds' work."""
 MOST_SWEPT = 100
@@ -265,6 +267,9 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
     from offload.plan import Budgets, PathBudget, choose_subgroup_numel
 
     numel = math.ceil(question.params / question.all_ranks)
+    if numel > MOST_NUMEL:
+        allowed = f"each rank has {numel:,} of them, and {MOST_NUMEL:,} are the most; give more --ranks or --nodes"
+        raise ConfigError("--params", question.params, allowed)
     rule = RULES[question.rule].stored_in(STATE_FORMATS[question.state_format])
     subgroup_numel = question.subgroup_numel
     if subgroup_numel is None:
