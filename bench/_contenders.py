@@ -38,7 +38,8 @@ from _contest import (
 from _needs import DEEPSPEED, LIBAIO, NATIVE, TORCHAO, Need, require
 
 from offload.cli.model import choose_shape
-from offload.cli.values import parse_count
+from offload.cli.values import parse_count, parse_number
+from offload.errors import ConfigError
 
 SUBGROUP_NUMEL = 10_000_000
 BUFFERS = {False: 4, True: 12}
@@ -242,19 +243,22 @@ def main(question: str | None, defaults: Defaults) -> None:
         "--params", default=PARAMS, help="parameters of the model, such as 25M (default: %(default)s)"
     )
     parser.add_argument("--tokens", default=",".join(map(str, defaults.tokens)), help="tokens of a batch, each size")
-    parser.add_argument("--rounds", type=int, default=15, help="most rounds of a section")
-    parser.add_argument("--minutes", type=float, default=defaults.minutes, help="in which all is through")
+    parser.add_argument("--rounds", default="15", help="most rounds of a section")
+    parser.add_argument("--minutes", default=str(defaults.minutes), help="in which all is through")
     parser.add_argument("--device", default="cpu", help="where the model lies (default: cpu)")
     args = parser.parse_args()
     chosen = [name for name in args.sections if not args.smoke or name in defaults.smoke]
     try:
-        sizes = [int(size) for size in args.tokens.split(",")]
-    except ValueError:
-        parser.error(f"--tokens: {args.tokens!r} cannot be used; give numbers such as 16,128")
+        sizes = [parse_count("--tokens", size, most=1 << 20) for size in args.tokens.split(",")]
+        rounds = parse_count("--rounds", args.rounds, most=10_000)
+        minutes = parse_number("--minutes", args.minutes, least=0.01, most=10_000)
+        numel = parse_count("--params", SMOKE_PARAMS if args.smoke else args.params, most=10**12)
+        shape = choose_shape(numel)
+    except ConfigError as error:
+        parser.error(str(error))
     described = environment(device=args.device)
     if args.smoke:
         sizes = [8, 16][-len(sizes) :]
-    shape = choose_shape(parse_count("--params", SMOKE_PARAMS if args.smoke else args.params))
     common: dict[str, Any] = {
         "shape": {"layers": shape.layers, "hidden": shape.hidden},
         "numel": shape.numel,
@@ -272,7 +276,7 @@ def main(question: str | None, defaults: Defaults) -> None:
 
     aio: dict[str, Any] = {"best": {}}
     missing = require(args, {c.name: needs(c) for group in chosen for c in field_of(group)})
-    ends_s = time.monotonic() + 60 * args.minutes
+    ends_s = time.monotonic() + 60 * minutes
     results: dict[str, Any] = {"model": {**common["shape"], "numel": shape.numel}, "tokens": sizes}
     targets: list[Target] = []
     tables: dict[str, dict[str, Any]] = {}
@@ -289,7 +293,7 @@ def main(question: str | None, defaults: Defaults) -> None:
             left = chosen[number:]
             schedule = Schedule(
                 parts=tuple((size, 2 if args.smoke else 3 if size == min(sizes) else 2) for size in sizes),
-                rounds=1 if args.smoke else args.rounds,
+                rounds=1 if args.smoke else rounds,
                 least=1 if args.smoke else 3,
                 seconds=(ends_s - time.monotonic()) * WEIGHTS[group] / sum(WEIGHTS[name] for name in left),
             )

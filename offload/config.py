@@ -7,14 +7,15 @@ import difflib
 import functools
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, TypeVar
 
 from offload.errors import ConfigError
 from offload.protocols import MAX_DEPTH
 from offload.rules import STATE_FORMATS
+from offload.units import read_number
 
 T = TypeVar("T")
 
@@ -28,15 +29,12 @@ LEAST_WITHOUT_UNIT = 1 << 20
 
 MAX_BYTES = (1 << 63) - 1
 MAX_INTEGER = (1 << 62) - 1
-MAX_DIGITS = 30
 MAX_SHARE = 1e100
 EXACT_NAMES = ("*embed*", "*lm_head*", "*wte*", "*wpe*")
 """What embeddings and output layers are called: few rows have a gradient in a step, and each row is a token's own."""
 
 MAX_THREADS = 1024
 MAX_HOLDERS = 1 << 16
-
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(field: str, value: object) -> int:
@@ -49,18 +47,19 @@ def parse_bytes(field: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(field, value, allowed)
     if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        if match is None or match.group(2).lower() not in _UNITS or len(match.group(1)) > MAX_DIGITS:
+        found = read_number(value)
+        if found is None or found[1] not in _UNITS:
             raise ConfigError(field, value, allowed)
-        number, unit = match.group(1), _UNITS[match.group(2).lower()]
-        nbytes = int(number) * unit if number.isdigit() else int(float(number) * unit)
-        if not match.group(2) and float(number) > 0 and nbytes < LEAST_WITHOUT_UNIT:
-            raise ConfigError(field, value, f'give it a unit, such as "{number}GiB"; "{number}B" if bytes are meant')
+        number, unit = found
+        size: Decimal | int = number * _UNITS[unit]
+        if not unit and 0 < size < LEAST_WITHOUT_UNIT:
+            said = value.strip()
+            raise ConfigError(field, value, f'give it a unit, such as "{said}GiB"; "{said}B" if bytes are meant')
     else:
-        nbytes = value
-    if not 0 <= nbytes <= MAX_BYTES:
+        size = value
+    if not 0 <= size <= MAX_BYTES:  # before it is made an integer, which may have very many digits
         raise ConfigError(field, value, allowed)
-    return nbytes
+    return int(size)
 
 
 def _check_keys(field: str, values: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -76,8 +75,8 @@ class PathConfig:
     """One place in a storage tier.
 
     Attributes:
-        path: A directory that exists and can be written, or "s3://bucket/prefix": endpoint, region and credentials
-            from the AWS_* variables (AWS_ENDPOINT_URL for a server that is not AWS) or a profile.
+        path: A directory that exists and can be written (`~`: your home), or "s3://bucket/prefix": endpoint, region
+            and credentials from the AWS_* variables (AWS_ENDPOINT_URL for a server that is not AWS) or a profile.
         max_bytes: Most bytes the session may occupy there; None for all that is free.
         share: Weight of this path when tiles are spread over several; only the ratio to the others matters (1 where
             others have one and this has not). None for all: in proportion to measured bandwidth.
@@ -111,7 +110,8 @@ class PathConfig:
         path = os.fspath(value["path"]) if isinstance(value["path"], str | os.PathLike) else value["path"]
         if not isinstance(path, str) or not path:
             raise ConfigError(f"{field}.path", path, "give a directory")
-        _check_text(f"{field}.path", path)
+        check_text(f"{field}.path", path)
+        path = path if "://" in path else os.path.expanduser(path)
         max_bytes = value.get("max_bytes")
         if max_bytes is not None:
             max_bytes = parse_bytes(f"{field}.max_bytes", max_bytes)
@@ -128,7 +128,7 @@ class PathConfig:
         if lock_path is not None and (not isinstance(lock_path, str) or not os.path.isdir(lock_path)):
             raise ConfigError(f"{field}.lock_path", lock_path, "name a directory that exists, or none for `path`")
         if lock_path is not None:
-            _check_text(f"{field}.lock_path", lock_path)
+            check_text(f"{field}.lock_path", lock_path)
         depth = value.get("depth")
         if depth is not None:
             _check_int(f"{field}.depth", depth, 1, MAX_DEPTH)
@@ -281,7 +281,7 @@ class OffloadConfig:
         _check_int("seed", self.seed, 0)
         if not isinstance(self.rates, str | os.PathLike) or not os.fspath(self.rates):
             raise ConfigError("rates", self.rates, 'use "auto" or name a file that `offload probe` wrote')
-        self._set("rates", os.fspath(self.rates))
+        self._set("rates", os.path.expanduser(os.fspath(self.rates)))
 
     def _check_placement(self) -> None:
         value = self.placement
@@ -353,7 +353,7 @@ def _check_int(field: str, value: object, least: int, most: int = MAX_INTEGER) -
         raise ConfigError(field, value, f"give an integer {allowed}")
 
 
-def _check_text(field: str, value: str) -> None:
+def check_text(field: str, value: str) -> None:
     """Check that a path's name can be written down: native code and checkpoints have it in UTF-8."""
     try:
         bad = b"\0" in value.encode()

@@ -19,6 +19,10 @@ TEMPORARY = ".tmp-"
 
 MAX_FILE_BYTES = 64 << 30
 """Largest file of a checkpoint: the `extra` of its caller may be large."""
+LARGE = ("manifest-", "extra-")
+"""How the names of such files begin."""
+MAX_RECORD_BYTES = 16 << 20
+"""Largest of the others, each of which says a few things."""
 
 
 class Folder(Protocol):
@@ -74,7 +78,8 @@ class DirectoryFolder:
         what = os.path.join(self.path, name)
         try:
             with _saying("read", what), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                return read_regular(self._root / name, MAX_FILE_BYTES, follow=self._follow)
+                limit_bytes = MAX_FILE_BYTES if name.startswith(LARGE) else MAX_RECORD_BYTES
+                return read_regular(self._root / name, limit_bytes, follow=self._follow)
         except MemoryError as cause:
             raise CheckpointError(f"cannot read {what}: it is larger than memory") from cause
         return None
@@ -126,6 +131,8 @@ class BucketFolder:
             nbytes = self._client.head(key)
             if nbytes is None:
                 return None
+            if nbytes > (MAX_FILE_BYTES if name.startswith(LARGE) else MAX_RECORD_BYTES):
+                raise CheckpointError(f"cannot read {self.path}/{name}: it has {nbytes} bytes")
             content = bytearray(nbytes)
             if nbytes and self._client.get_into(key, [memoryview(content)]) != nbytes:
                 raise CheckpointError(f"{self.path}/{name} changed while it was read; try again")

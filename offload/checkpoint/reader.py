@@ -35,6 +35,7 @@ from offload.layout import Parameter, Subgroup
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
 from offload.rules import FP32, Format, UpdateRule
 from offload.tiers import open_existing, tier_error
+from offload.units import format_seconds
 
 log = logging.getLogger("offload")
 
@@ -559,7 +560,7 @@ class Checkpoint:
                 yield key, buffer
         if self._flights.out:
             what = self._flights.oldest()
-            raise CheckpointError(f"{self.path} cannot be read: no answer for {STALL_S:.0f} s from {what}")
+            raise CheckpointError(f"{self.path} cannot be read: no answer for {format_seconds(STALL_S)} from {what}")
 
     def _request(self, key: tuple[int, TileId], buffer: int) -> TileRequest:
         rank, tile = key

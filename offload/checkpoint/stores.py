@@ -36,7 +36,7 @@ from offload.tiers.places import (
     hold_lock,
     is_being_read,
     lock_holder,
-    read_regular,
+    read_json,
     release_lock,
 )
 from offload.tiers.store import RECORD_NAME, StoreDirectory
@@ -376,11 +376,11 @@ def _check_owner(store: Path) -> None:
 def _check_record(store: Path) -> None:
     """Make sure that a store's record, if it has one, is its own: it may be a copy that somebody made by hand."""
     try:
-        record = json.loads(read_regular(store / RECORD_NAME, _RECORD_BYTES))
+        record = read_json(store / RECORD_NAME, _RECORD_BYTES)
         name = f"offload-{record['uuid']}"
     except FileNotFoundError:
         return  # its session was killed while it was made, or deleted
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError):
         name = ""
     if name != store.name:
         raise CheckpointError(f"{store / RECORD_NAME} is not the record of this store")

@@ -15,12 +15,15 @@ from typing import NoReturn
 from offload.cli import bench, export, gc, plan, probe, settings, trace, verify
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
 
+MAX_SHOWN = 2000
+"""Most characters of an error's line."""
+
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, like every other error of the command."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
+        self.exit(2, f"{self.prog}: {_one_line(message)} (see `{self.prog} --help`)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,6 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     gc.add_parser(commands)
     trace.add_parser(commands)
     bench.add_parser(commands)
+    for command in commands.choices.values():
+        command.set_defaults(refuse=command.error)
     return parser
 
 
@@ -51,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:  # a subcommand's parser leaves them to the one above, whose help says nothing of its options
+        getattr(arguments, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
     if arguments.command is None:
         parser.print_help()
         return 2
@@ -69,6 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except InternalError:
         raise  # Our bug: the traceback is what a report needs.
+    except OSError as error:  # of a path that the system does not let us look at
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)!r}: "
+        print(f"offload {arguments.command}: {_one_line(where + (error.strerror or str(error)))}", file=sys.stderr)
+        return 1
     except OffloadError as error:
         print(f"offload {arguments.command}: {_one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | PlanError) else 1
@@ -94,5 +105,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _one_line(error: object) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

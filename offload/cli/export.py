@@ -11,7 +11,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from offload.cli.values import parse_output, parse_path
 from offload.errors import ConfigError
+from offload.units import format_seconds
 
 if TYPE_CHECKING:
     from offload.cli.going_back import Outcome
@@ -68,23 +70,25 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_for(arguments)
     from offload.checkpoint.exchange import export_distributed, export_safetensors
 
-    target = arguments.target
+    checkpoint, target = parse_path("CHECKPOINT", arguments.checkpoint), parse_path("OUT", arguments.target)
     makes_folder = arguments.format == "distributed"
     if os.path.lexists(target) and os.path.isdir(target) != makes_folder:
         raise ConfigError("OUT", target, f"it is {'no' if makes_folder else 'a'} folder; name another")
+    if not makes_folder:
+        parse_output("OUT", target)
     is_free = not os.path.lexists(target) or (makes_folder and not os.listdir(target))
     if not is_free and not arguments.replace:
         raise ConfigError("OUT", target, "it is there already; give --replace to have it replaced")
     started_s, progress = time.monotonic(), _Progress(arguments.quiet)
     if makes_folder:
-        export_distributed(arguments.checkpoint, arguments.target)
+        export_distributed(checkpoint, target)
     else:
-        export_safetensors(arguments.checkpoint, arguments.target, partial(progress, "writing"))
+        export_safetensors(checkpoint, target, partial(progress, "writing"))
     seconds = time.monotonic() - started_s
     if arguments.json:
-        print(json.dumps({"target": arguments.target, "format": arguments.format, "seconds": seconds}))
+        print(json.dumps({"target": target, "format": arguments.format, "seconds": seconds}))
     elif not arguments.quiet:
-        print(f"wrote {arguments.target} in {seconds:.1f} s")
+        print(f"wrote {target} in {format_seconds(seconds)}")
     return 0
 
 
@@ -93,14 +97,15 @@ def _run_for(arguments: argparse.Namespace) -> int:
 
     if arguments.replace:
         raise ConfigError("--replace", True, "leave it out: with --for nothing is replaced")
+    checkpoint, target = parse_path("CHECKPOINT", arguments.checkpoint), parse_path("OUT", arguments.target)
     started_s = time.monotonic()
-    outcomes = export_for(arguments.framework, arguments.checkpoint, arguments.target, _Progress(arguments.quiet))
+    outcomes = export_for(arguments.framework, checkpoint, target, _Progress(arguments.quiet))
     seconds = time.monotonic() - started_s
     if arguments.json:
-        about = {"target": arguments.target, "for": arguments.framework, "seconds": seconds}
+        about = {"target": target, "for": arguments.framework, "seconds": seconds}
         print(json.dumps({**about, "optimizers": [asdict(outcome) for outcome in outcomes]}))
     elif not arguments.quiet:
-        print(f"wrote {arguments.target} in {seconds:.1f} s")
+        print(f"wrote {target} in {format_seconds(seconds)}")
         for outcome in outcomes:
             print(_described(outcome))
     return 0

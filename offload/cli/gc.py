@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from offload.cli.values import parse_path
 from offload.errors import ConfigError
 from offload.units import format_bytes
 
@@ -54,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from offload.checkpoint.stores import find_stores, remove
 
-    found = [(path, store) for path in arguments.path for store in find_stores(path)]
+    paths = [parse_path("PATH", path) for path in arguments.path]
+    found = [(path, store) for path in paths for store in find_stores(path)]
     if arguments.store is not None:
         names = [store.path.rpartition("/offload-")[2] for _, store in found]
         for name in arguments.store:

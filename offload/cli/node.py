@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from offload.config import parse_bytes
 from offload.errors import InfeasiblePlanError
 from offload.units import format_bytes, format_count
 
@@ -20,7 +21,7 @@ WEIGHT_BYTES = GRADIENT_BYTES = 2
 GPU = "the GPU"
 """How an error names what is short."""
 
-_COUNTED = re.compile(r"(\d+) x ")
+_COUNTED = re.compile(r"\b(\d{1,6}) x ", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Node:
         """Return what a file of rates says of its machine."""
         nbytes, gpu = file.machine.get("memory_bytes"), file.machine.get("gpu")
         gpus = sum(int(count) for count in _COUNTED.findall(gpu)) if isinstance(gpu, str) else None
-        return cls(nbytes if isinstance(nbytes, int) else None, gpus)
+        return cls(parse_bytes("machine.memory_bytes", nbytes) if nbytes is not None else None, gpus)
 
 
 UNKNOWN = Node()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 import functools
 import gc
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,22 +18,32 @@ from typing import TYPE_CHECKING, Any
 from offload.cli.node import GPU, GRADIENT_BYTES, UNKNOWN, Node, Use, check_fits, shares, use_of
 from offload.cli.progress import Progress
 from offload.cli.record import to_json
-from offload.cli.values import parse_count
+from offload.cli.values import MAX_RANKS, parse_count, parse_number, parse_output, parse_path, read_values
 from offload.config import EXACT_NAMES, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
 from offload.protocols import StateFormat
 from offload.rules import RULES, STATE_FORMATS, UpdateRule
-from offload.units import format_bytes, format_count, format_seconds
+from offload.units import DAY_S, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from offload.layout import Layout
     from offload.plan import Budgets, Estimate, Plan, Rates
     from offload.sim import Prediction
 
-DAY_S = 86400.0
 FLOPS_PER_WEIGHT = {"forward": 2, "backward": 4}
 """For each token; backward also repeats the forward pass where activations are recomputed. Attention's own products
 are left out; equation 3 of Narayanan et al. (SC '21, arXiv 2104.04473) gives their share."""
+
+MOST_SUBGROUPS = 1 << 13
+"""Of a rank: each is placed several times. Where their size is left to us, they are larger instead."""
+MOST_NUMEL = 5 * 10**11
+"""Parameters of a rank that are planned for: 5.5 TiB of Adam's state."""
+MOST_TILES = 1 << 17
+"""Of a rank, if a step is to be simulated: some ten seconds' work."""
+MOST_SWEPT = 100
+"""Values of a sweep."""
+MOST_LAYERS, MOST_MODULES = 1_000, 70_000
+"""Of a model that a configuration describes, modules and parameters together; each takes a tenth of a millisecond."""
 
 HELP_HOST = 0.25
 """Part by which host memory is raised to see what that would bring."""
@@ -61,20 +73,16 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = parser.add_mutually_exclusive_group(required=True)
+    model = parser.add_mutually_exclusive_group()
     model.add_argument("--params", metavar="N", help="parameters of the model: 70e9, 70B")
     model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or the directory it lies in")
     parser.add_argument("--rule", choices=tuple(RULES), default="adam", help="update rule (default: %(default)s)")
     parser.add_argument(
         "--state-format", choices=tuple(STATE_FORMATS), default="exact", help="how state is stored (default: exact)"
     )
-    parser.add_argument("--rates", metavar="FILE", required=True, help="rates file, or the name of a known machine")
-    parser.add_argument(
-        "--ranks", metavar="N", type=int, default=1, help="processes that share the node (default: 1)"
-    )
-    parser.add_argument(
-        "--nodes", metavar="N", type=int, default=1, help="such nodes, which share the model (default: 1)"
-    )
+    parser.add_argument("--rates", metavar="FILE", help="rates file, or the name of a known machine")
+    parser.add_argument("--ranks", metavar="N", default="1", help="processes that share the node (default: 1)")
+    parser.add_argument("--nodes", metavar="N", default="1", help="such nodes, which share the model (default: 1)")
     parser.add_argument(
         "--shared-path",
         metavar="N[=SIZE]",
@@ -92,9 +100,7 @@ def add_parser(commands: Any) -> None:
     sizes.add_argument(
         "--staging-memory", metavar="SIZE", help="that streamed state passes through (default: chosen)"
     )
-    sizes.add_argument(
-        "--path-count", metavar="N", type=int, help="use only the first N paths of the rates (default: all)"
-    )
+    sizes.add_argument("--path-count", metavar="N", help="use only the first N paths of the rates (default: all)")
     sizes.add_argument("--path-bytes", metavar="SIZE", help="what each path offers to a rank (default: no limit)")
     sizes.add_argument("--subgroup-numel", metavar="N", help="most elements of a subgroup (default: chosen)")
     sizes.add_argument(
@@ -112,16 +118,16 @@ def add_parser(commands: Any) -> None:
     )
     node = parser.add_argument_group("each node, where it is another than that of the rates")
     node.add_argument("--node-memory", metavar="SIZE", help="host memory that all ranks have together")
-    node.add_argument("--gpus", metavar="N", type=int, help="number of GPUs")
+    node.add_argument("--gpus", metavar="N", help="number of GPUs")
     work = parser.add_argument_group("the rest of the iteration")
     work.add_argument(
         "--tokens", metavar="N", help="tokens of each rank in an iteration: predicts forward and backward"
     )
-    work.add_argument("--flops", metavar="F", type=float, help="FLOP/s they reach (default: that of the rates)")
+    work.add_argument("--flops", metavar="F", help="FLOP/s they reach (default: that of the rates)")
     work.add_argument("--recompute", action="store_true", help="activations are recomputed in backward")
     wear = parser.add_argument_group("wear of the drives")
     wear.add_argument("--endurance", metavar="SIZE", help="bytes that each drive may be written, by its data sheet")
-    wear.add_argument("--steps-per-day", metavar="N", type=float, help="(default: one iteration after the other)")
+    wear.add_argument("--steps-per-day", metavar="N", help="(default: one iteration after the other)")
     parser.add_argument("--sweep", metavar="NAME=V,V,...", help=f"predict for each value of {', '.join(_SWEEPS)}")
     parser.add_argument("--out", metavar="FILE", help="where the sweep's picture goes (default: no picture)")
     parser.add_argument(
@@ -216,6 +222,22 @@ class Answer:
         return (self.forward_s or 0.0) + (self.backward_s or 0.0) + self.step_s
 
     @property
+    def warnings(self) -> list[str]:
+        """What the reader should know of the rates, and of what was left out to bound the work."""
+        from offload.plan.budget import AUTO_SUBGROUP_NUMEL
+
+        found = [*self.question.warnings]
+        most = max(subgroup.numel for subgroup in self.plan.layout.subgroups)
+        if self.question.subgroup_numel is None and most > max(AUTO_SUBGROUP_NUMEL):
+            found.append(
+                f"planned with subgroups of {most:,} elements, so that there are {MOST_SUBGROUPS:,} at most; a "
+                "session chooses smaller ones, with smaller buffers"
+            )
+        if self.prediction is None:
+            found.append(f"by the closed form: steps of more than {MOST_TILES:,} tiles are not simulated")
+        return found
+
+    @property
     def written_bytes(self) -> list[int]:
         """Bytes that each step writes to each path, by all ranks of a node together."""
         lanes = self.prediction.lane_bytes if self.prediction else {}
@@ -235,13 +257,27 @@ def _layout(numel: int, exact_numel: int, subgroup_numel: int, rule: UpdateRule)
     return build_layout(parameters if exact_numel else parameters[:1], subgroup_numel, rule=rule)
 
 
+def _least_subgroup_numel(numel: int) -> int:
+    """Return the least size of the subgroups of a rank's part that is planned; aligned as all sizes are."""
+    return math.ceil(numel / MOST_SUBGROUPS / 4096) * 4096
+
+
 def _budgets(question: Question) -> tuple[Layout, Budgets]:
     """Return one rank's layout, and what each tier offers for it."""
     from offload.plan import Budgets, PathBudget, choose_subgroup_numel
 
     numel = math.ceil(question.params / question.all_ranks)
+    if numel > MOST_NUMEL:
+        allowed = f"each rank has {numel:,} of them, and {MOST_NUMEL:,} are the most; give more --ranks or --nodes"
+        raise ConfigError("--params", question.params, allowed)
     rule = RULES[question.rule].stored_in(STATE_FORMATS[question.state_format])
-    subgroup_numel = question.subgroup_numel or choose_subgroup_numel(numel, question.staging_memory, rule)
+    subgroup_numel = question.subgroup_numel
+    if subgroup_numel is None:
+        chosen = choose_subgroup_numel(numel, question.staging_memory, rule)
+        subgroup_numel = max(chosen, _least_subgroup_numel(numel))
+    elif subgroup_numel < _least_subgroup_numel(numel):
+        allowed = f"a rank has {numel:,} parameters and at most {MOST_SUBGROUPS:,} subgroups are planned; "
+        raise ConfigError("subgroup_numel", subgroup_numel, f"{allowed}give {_least_subgroup_numel(numel):,} or more")
     exact_numel = math.ceil(question.exact_params / question.all_ranks)
     layout, rates = _layout(numel, exact_numel, subgroup_numel, rule), question.rates
     staging = question.gpu_staging
@@ -315,6 +351,7 @@ def ask(
     cost = estimate(plan, rates)
     forward_s, backward_s = _forward_backward_s(question, rates, plan)
     follows = forward_s is not None
+    simulate = simulate and sum(subgroup.tile_count for subgroup in plan.layout.subgroups) <= MOST_TILES
     prediction = predict(plan, rates, steps=2, timeline=follows, report=report) if simulate else None
     step_s = prediction.step_s if prediction else cost.step_s
     overlapped_s: dict[str, float] = {}
@@ -410,13 +447,11 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
 
 
 def _gpu_share(question: Question, value: str) -> Question:
-    return replace(question, placement=_placement(value))
+    return replace(question, placement=_placement("--sweep gpu_share", value))
 
 
 def _path_count(question: Question, value: str) -> Question:
-    if not value.isdecimal():
-        raise ConfigError("--sweep path_count", value, "give numbers of paths")
-    return replace(question, rates=_first_paths(question.rates, int(value)))
+    return replace(question, rates=_first_paths(question.rates, "--sweep path_count", value))
 
 
 _SWEEPS: Mapping[str, Callable[[Question, str], Question]] = {
@@ -427,7 +462,7 @@ _SWEEPS: Mapping[str, Callable[[Question, str], Question]] = {
         question, subgroup_numel=parse_count("--sweep subgroup_numel", value)
     ),
     "gpu_share": _gpu_share,
-    "ranks": lambda question, value: replace(question, ranks=parse_count("--sweep ranks", value)),
+    "ranks": lambda question, value: replace(question, ranks=parse_count("--sweep ranks", value, most=MAX_RANKS)),
 }
 
 
@@ -492,18 +527,25 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         OffloadError: A value cannot be used, or the state does not fit.
     """
-    question, endurance = _question(arguments), None
+    if arguments.rates is None or (arguments.params is None and arguments.config is None):
+        arguments.refuse("give a model, by --params N or --config FILE, and --rates FILE")
+    endurance = steps_per_day = out = None
     if arguments.endurance is not None:
         endurance = parse_bytes("--endurance", arguments.endurance)
+    if arguments.steps_per_day is not None:
+        steps_per_day = parse_number("--steps-per-day", arguments.steps_per_day, least=1e-3, most=1e9)
+    if arguments.out is not None:
+        out = parse_output("--out", arguments.out)
+        if arguments.sweep is None:
+            raise ConfigError("--out", out, "a picture is drawn of a --sweep")
+    question = _question(arguments)
     if arguments.sweep is not None:
         name, values = _parse_sweep(arguments.sweep)
         rows = sweep(question, name, values)
         print(to_json({"sweep": name, "rows": rows}, indent=2) if arguments.json else _sweep_table(rows, name))
-        if arguments.out is not None:
-            _draw(rows, name, Path(arguments.out))
+        if out is not None:
+            _draw(rows, name, Path(out))
         return 0
-    if arguments.out is not None:
-        raise ConfigError("--out", arguments.out, "a picture is drawn of a --sweep")
     progress = Progress(0, title="plan", quiet=arguments.json, unit="visit", after_s=1.0)
     collects = gc.isenabled()
     gc.disable()  # millions of small objects and no cycles: looking for some takes a sixth of the time
@@ -514,7 +556,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise PlanError(f"{error}; {_say_least(question)}") from error
     else:
-        wear = _wear(answer, endurance, arguments.steps_per_day)
+        wear = _wear(answer, endurance, steps_per_day)
         found = advice(answer)
         if arguments.json:
             print(to_json(_as_dict(answer, wear, found), indent=2))
@@ -541,35 +583,28 @@ def _say_least(question: Question) -> str:
 def _question(arguments: argparse.Namespace) -> Question:
     from offload.measure import find_rates
 
-    if arguments.ranks < 1:
-        raise ConfigError("--ranks", arguments.ranks, "give at least 1")
-    if arguments.nodes < 1:
-        raise ConfigError("--nodes", arguments.nodes, "give at least 1")
-    if arguments.flops is not None and not 0 < arguments.flops < math.inf:
-        raise ConfigError("--flops", arguments.flops, "give operations per second, greater than 0")
-    if arguments.steps_per_day is not None and not 0 < arguments.steps_per_day < math.inf:
-        raise ConfigError("--steps-per-day", arguments.steps_per_day, "give a number greater than 0")
-    file = find_rates(arguments.rates)
+    ranks = parse_count("--ranks", arguments.ranks, most=MAX_RANKS)
+    nodes = parse_count("--nodes", arguments.nodes, most=MAX_RANKS)
+    file = find_rates(parse_path("--rates", arguments.rates))
     rates, node = file.rates, Node.of(file)
     if arguments.node_memory is not None:
         node = replace(node, memory_bytes=parse_bytes("--node-memory", arguments.node_memory))
     if arguments.gpus is not None:
-        if arguments.gpus < 1:
-            raise ConfigError("--gpus", arguments.gpus, "give at least 1")
-        node = replace(node, gpus=arguments.gpus)
+        node = replace(node, gpus=parse_count("--gpus", arguments.gpus, most=MAX_RANKS))
     if arguments.flops is not None:
-        rates = replace(rates, compute_flops_per_s=arguments.flops)
+        flops_per_s = parse_number("--flops", arguments.flops, least=1, most=1e24, what="operations a second")
+        rates = replace(rates, compute_flops_per_s=flops_per_s)
     named = [text.partition("=")[0].strip() for text in arguments.shared_path]
     if len(set(named)) < len(named):
         raise ConfigError("--shared-path", ", ".join(named), "give each path once")
     for text in arguments.shared_path:
-        rates = with_shared_path(rates, text, arguments.nodes)
+        rates = with_shared_path(rates, text, nodes)
     if arguments.path_count is not None:
-        rates = _first_paths(rates, arguments.path_count)
-    if arguments.params:
+        rates = _first_paths(rates, "--path-count", arguments.path_count)
+    if arguments.params is not None:
         params, exact_params = parse_count("--params", arguments.params), 0
     else:
-        params, exact_params = _params_of(arguments.config)
+        params, exact_params = _params_of(parse_path("--config", arguments.config))
     state_format = STATE_FORMATS[arguments.state_format]
     if state_format is not StateFormat.COMPACT8:
         exact_params = 0
@@ -589,11 +624,11 @@ def _question(arguments: argparse.Namespace) -> Question:
     return Question(
         params=params,
         rates=rates,
-        nodes=arguments.nodes,
-        ranks=arguments.ranks,
-        placement=_placement(arguments.placement),
+        nodes=nodes,
+        ranks=ranks,
+        placement=_placement("--placement", arguments.placement),
         weights_on_gpu=weights_on == "gpu",
-        keep_grads=arguments.nodes * arguments.ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
+        keep_grads=nodes * ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
         recompute=arguments.recompute,
         rule=arguments.rule,
         state_format=arguments.state_format,
@@ -606,16 +641,17 @@ def _question(arguments: argparse.Namespace) -> Question:
     )
 
 
-def _placement(value: str) -> str | float:
-    try:
-        return float(value)
-    except ValueError:
+def _placement(field: str, value: str) -> str | float:
+    if value in ("auto", "cpu", "gpu"):
         return value
+    if value.startswith("stride:"):
+        return f"stride:{parse_count(field, value.removeprefix('stride:'))}"
+    return parse_number(field, value, least=0, most=1, what='"auto", "cpu", "gpu", "stride:<k>", or a share')
 
 
-def _first_paths(rates: Rates, count: int) -> Rates:
-    if not 0 <= count <= len(rates.paths):
-        raise ConfigError("--path-count", count, f"the rates know {len(rates.paths)} paths")
+def _first_paths(rates: Rates, field: str, value: str) -> Rates:
+    known = len(rates.paths)
+    count = parse_count(field, value, least=0, most=known, why=f"the rates know {known} paths: ")
     return replace(rates, paths=rates.paths[:count])
 
 
@@ -628,15 +664,15 @@ def with_shared_path(rates: Rates, text: str, nodes: int) -> Rates:
         nodes: How many use it, all alike.
     """
     name, equals, size = text.partition("=")
-    if not name.strip().isdecimal() or int(name) >= len(rates.paths):
-        raise ConfigError("--shared-path", text, f"give N or N=SIZE; the rates know {len(rates.paths)} paths, from 0")
-    path = rates.paths[int(name)]
+    why = f"the rates know {len(rates.paths)} paths, from 0: "
+    number = parse_count("--shared-path", name, least=0, most=len(rates.paths) - 1, why=why)
+    path = rates.paths[number]
     total = parse_bytes("--shared-path", size) if equals else path.each_way_bytes_per_s
     if not total:
         raise ConfigError("--shared-path", text, "give more than 0 bytes a second")
     part = min(1.0, total / nodes / path.each_way_bytes_per_s)
     paths = [*rates.paths]
-    paths[int(name)] = path.part(part)
+    paths[number] = path.part(part)
     return replace(rates, paths=tuple(paths))
 
 
@@ -645,7 +681,10 @@ def _parse_sweep(text: str) -> tuple[str, list[str]]:
     name = name.strip().replace("-", "_")
     if name not in _SWEEPS or not equals or not values.strip():
         raise ConfigError("--sweep", text, f"give NAME=VALUE,VALUE,... with one of {', '.join(_SWEEPS)}")
-    return name, [value.strip() for value in values.split(",")]
+    found = [value.strip() for value in values.split(",")]
+    if len(found) > MOST_SWEPT:
+        raise ConfigError("--sweep", text, f"give at most {MOST_SWEPT} values")
+    return name, found
 
 
 def _params_of(file: str) -> tuple[int, int]:
@@ -654,18 +693,10 @@ def _params_of(file: str) -> tuple[int, int]:
     Returns:
         How many, and how many of them are kept exact where others are stored in blocks.
     """
-    import json
-
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, keep_exact
 
-    path = Path(file) / "config.json" if Path(file).is_dir() else Path(file)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as cause:
-        raise ConfigError("--config", file, f"it cannot be read: {cause.strerror or cause}") from cause
-    except ValueError as cause:
-        raise ConfigError("--config", file, f"it is not JSON: {cause}") from cause
+    values = read_values("--config", os.path.join(file, "config.json") if os.path.isdir(file) else file)
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError("--config", file, 'it has no "model_type", so it is not a Hugging Face configuration')
     try:
@@ -674,12 +705,15 @@ def _params_of(file: str) -> tuple[int, int]:
     except ImportError as cause:
         raise OffloadError("reading a config.json needs transformers: pip install transformers") from cause
     try:
-        config = transformers.AutoConfig.for_model(**values)
-        with torch.device("meta"):
+        # Code that a configuration names is not asked for, nor whether it may run.
+        config = transformers.AutoConfig.for_model(**{name: values[name] for name in values if name != "auto_map"})
+        if not 0 <= (layers := getattr(config, "num_hidden_layers", 0)) <= MOST_LAYERS:
+            raise ValueError(f"it has {layers} layers, and {MOST_LAYERS:,} are the most")
+        with torch.device("meta"), _at_most(MOST_MODULES):
             from_config: Any = transformers.AutoModelForCausalLM.from_config
             model = from_config(config)
-    except (ValueError, TypeError, KeyError, AttributeError) as cause:
-        allowed = f"transformers {transformers.__version__} makes no model of it: {cause}"
+    except Exception as cause:  # whatever a model's code makes of values that it was not written for
+        allowed = f"transformers {transformers.__version__} makes no model of it: {cause!r}"
         raise ConfigError("--config", file, allowed) from cause
     parameters = keep_exact(
         [
@@ -689,6 +723,28 @@ def _params_of(file: str) -> tuple[int, int]:
         EXACT_NAMES,
     )
     return sum(p.numel for p in parameters), sum(p.numel for p in parameters if p.exact)
+
+
+@contextlib.contextmanager
+def _at_most(count: int) -> Iterator[None]:
+    """Have torch refuse to make more modules and parameters than that."""
+    from torch.nn.modules import module
+
+    numbers = itertools.count(1)
+
+    def counts(parent: object, name: str, child: object) -> None:
+        if next(numbers) > count:
+            raise ValueError(f"it has more than {count:,} modules and parameters")
+
+    hooks = [
+        module.register_module_module_registration_hook(counts),
+        module.register_module_parameter_registration_hook(counts),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
@@ -755,7 +811,7 @@ def _as_dict(
         if prediction
         else {},
         "paths": [{"name": answer.question.path_name(number), **row} for number, row in enumerate(wear)],
-        "warnings": list(answer.question.warnings),
+        "warnings": list(answer.warnings),
         "advice": [{"change": what, "saved_s": saved_s} for what, saved_s in found],
     }
 
@@ -765,7 +821,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
     by_all = "all ranks of a node" if nodes > 1 else "all ranks"
     on_ranks = f"{format_count(ranks, 'rank')}{f' on each of {nodes:,} nodes' if nodes > 1 else ''}"
     lines = [f"{answer.question.params:,} parameters on {on_ranks}; each rank has:", str(plan)]
-    lines += ["", *_node_lines(answer), *answer.question.warnings, ""]
+    lines += ["", *_node_lines(answer), *answer.warnings, ""]
     if answer.forward_s is None:
         reason = "give --tokens" if answer.question.tokens is None else "the rates know no FLOP/s; give --flops"
         lines.append(f"forward and backward: unknown ({reason})")

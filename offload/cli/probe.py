@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Mapping
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from offload.cli.progress import Progress
 from offload.cli.record import to_json
+from offload.cli.values import parse_number, parse_output, parse_path
 from offload.errors import ConfigError
-from offload.units import format_bytes, format_seconds
+from offload.units import DAY_S, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from offload.measure import Measurement, RatesFile
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="rates file to write (default: this machine's, below ~/.cache)")
     parser.add_argument(
-        "--seconds", metavar="S", type=float, default=20.0, help="about how long to measure (default: %(default)g)"
+        "--seconds", metavar="S", default="20", help="about how long to measure (default: %(default)s)"
     )
     parser.add_argument(
         "--json", action="store_true", help="print the file's content on stdout, and nothing else there"
@@ -60,16 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         OffloadError: A value cannot be used, a path failed, or the file cannot be written.
     """
-    if not 0 < arguments.seconds < math.inf:
-        raise ConfigError("--seconds", arguments.seconds, "give seconds, greater than 0")
+    seconds = parse_number("--seconds", arguments.seconds, least=0.01, most=DAY_S, what="seconds,")
+    paths = [parse_path("--paths", path) for path in arguments.paths]
+    out = None if arguments.out is None else parse_output("--out", arguments.out)
     # Loads native code and numpy: bad values should not wait for it.
     from offload.measure import default_rates_file, full_probe, save_rates
 
-    file = Path(arguments.out or default_rates_file())
-    _check_writable(file)
+    file = Path(out) if out is not None else default_rates_file()
+    _check_writable(file, makes_folder=out is None)
     progress = Progress(1, title="probe", quiet=arguments.quiet, unit="run")
     try:
-        found = full_probe(arguments.paths, seconds=arguments.seconds, report=progress.show)
+        found = full_probe(paths, seconds=seconds, report=progress.show)
     finally:
         progress.close()
     save_rates(file, found)
@@ -83,13 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_writable(file: Path) -> None:
+def _check_writable(file: Path, *, makes_folder: bool) -> None:
     """Refuse a file that could not be written when all is measured."""
     folder = file.parent
-    while not folder.exists() and folder != folder.parent:
+    while makes_folder and not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if file.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError("--out", str(file), "name a file in a folder that can be written")
+        raise ConfigError("--out", str(file), "name a file in a folder that is there and can be written")
 
 
 def describe(found: RatesFile) -> str:

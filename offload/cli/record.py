@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from offload.units import format_seconds
+
 LAST_STEPS = 20
 """Steps over which the final loss is averaged: a single batch is too noisy to compare runs by."""
 
@@ -49,8 +51,8 @@ class StepRecord:
     def in_short(self) -> str:
         """Return what to watch while a run goes on."""
         return (
-            f"loss {self.loss:.3f}, {self.tokens_per_s:,.0f} tokens/s, forward {self.forward_s * 1e3:.0f} ms, "
-            f"backward {self.backward_s * 1e3:.0f} ms, step {self.step_s * 1e3:.0f} ms"
+            f"loss {self.loss:.3f}, {self.tokens_per_s:,.0f} tokens/s, forward {format_seconds(self.forward_s)}, "
+            f"backward {format_seconds(self.backward_s)}, step {format_seconds(self.step_s)}"
         )
 
     def as_line(self) -> str:

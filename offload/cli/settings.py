@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offload.cli.values import parse_count
-from offload.config import parse_bytes
+from offload.cli.values import MAX_COUNT, parse_count, parse_number, parse_path
+from offload.config import MAX_THREADS, parse_bytes
 from offload.errors import ConfigError
 from offload.rules import STATE_FORMATS
 
 DTYPES = ("bf16", "fp32")
 OVERLAPS = ("off", "forward", "backward", "both", "auto")
+
+_READERS: dict[Callable[[str, str], Any], tuple[str, ...]] = {
+    parse_bytes: ("host_memory", "staging_memory"),
+    parse_path: ("data", "save", "resume", "output", "rates"),
+}
+_COUNTS = {
+    "params": (1, MAX_COUNT),
+    "layers": (1, 10_000),
+    "hidden": (16, 1 << 20),
+    "seq": (1, 1 << 20),
+    "batch": (1, 1 << 20),
+    "accumulate": (1, 1 << 20),
+    "steps": (1, 10**9),
+    "save_every": (1, 10**9),
+    "threads": (1, MAX_THREADS),
+    "subgroup_numel": (1024, MAX_COUNT),
+    "seed": (0, 2**63 - 1),
+}
+"""Least and most of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,28 +76,22 @@ class TrainSettings:
         Raises:
             ConfigError: A value is out of range or cannot be read.
         """
-        for name in ("seq", "batch", "accumulate", "steps", "threads", "save_every"):
-            value = getattr(arguments, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')}", value, "give at least 1")
-        if not (math.isfinite(arguments.lr) and arguments.lr >= 0):
-            raise ConfigError("--lr", arguments.lr, "give a number of at least 0")
-        if not arguments.clip >= 0:
-            raise ConfigError("--clip", arguments.clip, "give the largest gradient norm, or 0 for no clipping")
-        if not 0 <= arguments.seed < 2**63:
-            raise ConfigError("--seed", arguments.seed, "give an integer from 0 to 2**63 - 1")
+        values = vars(arguments) | {"paths": tuple(arguments.paths or ())}
+        for read, names in _READERS.items():
+            for name in names:
+                if values[name] is not None:
+                    values[name] = read(f"--{name.replace('_', '-')}", values[name])
+        for name, (least, most) in _COUNTS.items():
+            if values[name] is not None:
+                values[name] = parse_count(f"--{name.replace('_', '-')}", values[name], least=least, most=most)
+        values["lr"] = parse_number("--lr", arguments.lr, least=0, most=1e6)
+        clips = "the largest gradient norm (0: no clipping)"
+        values["clip"] = parse_number("--clip", arguments.clip, least=0, most=1e30, what=clips)
+        values["paths"] = tuple(parse_path("--paths", path) for path in values["paths"])
         if arguments.save_every is not None and arguments.save is None:
             raise ConfigError("--save-every", arguments.save_every, "say where to with --save DIR")
         if arguments.resume is not None and arguments.compare_in_memory:
             raise ConfigError("--compare-in-memory", True, "compare runs from the start: leave --resume out")
-        values = vars(arguments) | {
-            "params": parse_count("--params", arguments.params),
-            "paths": tuple(arguments.paths or ()),
-        }
-        readers = {"host_memory": parse_bytes, "staging_memory": parse_bytes, "subgroup_numel": parse_count}
-        for name, read in readers.items():
-            if values[name] is not None:
-                values[name] = read(f"--{name.replace('_', '-')}", values[name])
         return cls(**{name: values[name] for name in cls.__dataclass_fields__})
 
     def learning_rate(self, step: int) -> float:
@@ -121,10 +135,8 @@ def add_parser(commands: Any) -> None:
         default="25M",
         help="parameters to aim for, such as 25e6 or 1.5B; picks depth and width (default: %(default)s)",
     )
-    model.add_argument("--layers", metavar="N", type=int, help="layers (default: picked for --params)")
-    model.add_argument(
-        "--hidden", metavar="N", type=int, help="hidden width, a multiple of 16 (default: picked for --params)"
-    )
+    model.add_argument("--layers", metavar="N", help="layers (default: picked for --params)")
+    model.add_argument("--hidden", metavar="N", help="hidden width, a multiple of 16 (default: picked for --params)")
     model.add_argument(
         "--dtype", choices=DTYPES, default="bf16", help="of the weights and gradients (default: %(default)s)"
     )
@@ -136,32 +148,24 @@ def add_parser(commands: Any) -> None:
         metavar="PATH",
         help="text file, or folder read recursively (default: the sources of Python's standard library)",
     )
-    training.add_argument("--seq", metavar="N", type=int, default=128, help="bytes a sequence (default: %(default)s)")
-    training.add_argument(
-        "--batch", metavar="N", type=int, default=8, help="sequences a micro-step (default: %(default)s)"
-    )
-    training.add_argument(
-        "--accumulate", metavar="N", type=int, default=1, help="micro-steps a step (default: %(default)s)"
-    )
-    training.add_argument("--steps", metavar="N", type=int, default=160, help="(default: %(default)s)")
+    training.add_argument("--seq", metavar="N", default="128", help="bytes a sequence (default: %(default)s)")
+    training.add_argument("--batch", metavar="N", default="8", help="sequences a micro-step (default: %(default)s)")
+    training.add_argument("--accumulate", metavar="N", default="1", help="micro-steps a step (default: %(default)s)")
+    training.add_argument("--steps", metavar="N", default="160", help="(default: %(default)s)")
     training.add_argument(
         "--lr",
         metavar="RATE",
-        type=float,
-        default=1e-3,
+        default="1e-3",
         help="peak learning rate; warms up over a tenth of the steps (100 at most), then falls to a tenth "
         "along a cosine (default: %(default)s)",
     )
     training.add_argument(
         "--clip",
         metavar="NORM",
-        type=float,
-        default=1.0,
+        default="1",
         help="largest gradient norm, 0 for any (default: %(default)s)",
     )
-    training.add_argument(
-        "--seed", metavar="N", type=int, default=0, help="of weights and batches (default: %(default)s)"
-    )
+    training.add_argument("--seed", metavar="N", default="0", help="of weights and batches (default: %(default)s)")
 
     offloading = parser.add_argument_group("offloading")
     offloading.add_argument(
@@ -182,9 +186,7 @@ def add_parser(commands: Any) -> None:
     offloading.add_argument(
         "--subgroup-numel", metavar="COUNT", help="parameters a subgroup (default: the engine's choice)"
     )
-    offloading.add_argument(
-        "--threads", metavar="N", type=int, help="CPU threads of model and updates (default: one a core)"
-    )
+    offloading.add_argument("--threads", metavar="N", help="CPU threads of model and updates (default: one a core)")
     offloading.add_argument(
         "--state-format",
         choices=tuple(STATE_FORMATS),
@@ -210,7 +212,7 @@ def add_parser(commands: Any) -> None:
         "--save", metavar="DIR", help="keep a checkpoint in this folder, of the last step and of those between"
     )
     checkpoints.add_argument(
-        "--save-every", metavar="N", type=int, help="steps from one checkpoint to the next (default: only the last)"
+        "--save-every", metavar="N", help="steps from one checkpoint to the next (default: only the last)"
     )
     checkpoints.add_argument(
         "--resume",

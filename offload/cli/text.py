@@ -12,14 +12,16 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from offload.errors import ConfigError
+from offload.tiers.places import open_regular
 
 VOCABULARY = 256
-TEXT_MAX_BYTES = 1 << 30
+TEXT_MAX_BYTES = 1 << 28
 """No more than this is read: the text is held in memory, and training sees a sample of it anyway."""
 
 _SNIFFED_BYTES = 8192
@@ -42,7 +44,7 @@ class Text:
 
     def byte_entropy(self) -> float:
         """Return the entropy of single bytes in nats: the loss of a model that ignores all context."""
-        counts = torch.bincount(self.values.long(), minlength=VOCABULARY)
+        counts = torch.bincount(self.values, minlength=VOCABULARY)
         shares: list[float] = [count / len(self.values) for count in counts.tolist() if count]
         return -math.fsum(share * math.log(share) for share in shares)
 
@@ -95,7 +97,7 @@ def load_text(data: str | None, *, min_bytes: int) -> Text:
         root = Path(sysconfig.get_paths()["stdlib"])
         text = _read(f"Python's standard library ({root})", _standard_library(root))
     else:
-        path = Path(data).expanduser()
+        path = Path(data)
         if path.is_file():
             text = _read(str(path), [path])
             if not text.files:
@@ -155,12 +157,15 @@ def _read(source: str, paths: Iterable[Path]) -> Text:
 def _read_if_text(path: Path, max_bytes: int) -> bytes:
     """Return a file's bytes, or none if it cannot be read or does not begin like UTF-8 text."""
     try:
-        with path.open("rb") as file:
-            head = file.read(min(_SNIFFED_BYTES, max_bytes))
+        # A link was named by the user. As many bytes as it had: some of the system's files say 0 and never end.
+        with open(path, "rb", opener=partial(open_regular, follow=True)) as file:
+            nbytes = min(max_bytes, os.fstat(file.fileno()).st_size)
+            head = file.read(min(_SNIFFED_BYTES, nbytes))
             if b"\0" in head:
                 return b""
             # Incremental: the head may end in the middle of a character.
             codecs.getincrementaldecoder("utf-8")().decode(head)
-            return head + file.read(max_bytes - len(head))
+            file.seek(0)
+            return file.read(nbytes)
     except (OSError, UnicodeDecodeError):
         return b""

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from offload.cli.record import TIMELINE_NAME, Interval, to_json, write_text
+from offload.cli.values import parse_output, parse_path, read_values
+from offload.config import MAX_INTEGER
 from offload.engine.timeline import trace
 from offload.errors import ConfigError
+from offload.units import DAY_S
+
+MOST_OPERATIONS = 50_000
+"""Of a timeline that is drawn."""
+MOST_LANES = 100
+MOST_S = 1e10
+"""Of a monotonic clock: three centuries."""
+
+_Name = Annotated[str, msgspec.Meta(max_length=4096)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]
+
+
+class _Timeline(msgspec.Struct):
+    """What `offload train` leaves of its last step."""
+
+    step: _Count
+    paths: Annotated[list[_Name], msgspec.Meta(max_length=MOST_LANES)]
+    operations: Annotated[list[tuple[_Name, _Name, float, float, _Count]], msgspec.Meta(max_length=MOST_OPERATIONS)]
 
 
 def add_parser(commands: Any) -> None:
@@ -39,9 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from offload.cli.report import draw_lanes
 
-    step, paths, timeline = _read(Path(arguments.run))
-    out = Path(arguments.out) if arguments.out else Path(arguments.run) / "trace.json"
-    picture = out.with_suffix(".png")
+    folder = Path(parse_path("RUN", arguments.run))
+    out = Path(parse_output("--out", str(folder / "trace.json") if arguments.out is None else arguments.out))
+    step, paths, timeline = _read(folder)
+    picture = Path(parse_output("--out", str(out.with_suffix(".png"))))
     if picture == out:
         raise ConfigError(
             "--out", str(out), "name the trace, such as trace.json: its picture gets that name with .png"
@@ -60,12 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(folder: Path) -> tuple[int, list[str], list[Interval]]:
     file = folder / TIMELINE_NAME
+    if not os.path.lexists(file):
+        raise ConfigError("RUN", str(folder), f"name the folder of an `offload train` run, with a {TIMELINE_NAME}")
+    values = read_values("RUN", str(file))
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        timeline = [(str(a), str(b), float(c), float(d), int(e)) for a, b, c, d, e in found["operations"]]
-        return int(found["step"]), [str(path) for path in found["paths"]], timeline
-    except OSError as cause:
-        allowed = f"name the folder of an `offload train` run ({TIMELINE_NAME}: {cause.strerror})"
-        raise ConfigError("RUN", str(folder), allowed) from cause
-    except (ValueError, TypeError, KeyError) as cause:
-        raise ConfigError("RUN", str(folder), f"its {TIMELINE_NAME} is damaged: {cause!r}") from cause
+        found = msgspec.convert(values, _Timeline)
+        for lane, _, began_s, ended_s, _ in found.operations:
+            if not 0 <= ended_s - began_s < DAY_S or abs(began_s) > MOST_S:
+                raise ValueError(f"an operation of {lane} from {began_s} to {ended_s} s")
+        if (lanes := len({operation[0] for operation in found.operations})) > MOST_LANES:
+            raise ValueError(f"operations on {lanes:,} lanes, and {MOST_LANES} are the most")
+    except (ValueError, msgspec.ValidationError) as cause:
+        raise ConfigError("RUN", str(folder), f"its {TIMELINE_NAME} is damaged: {cause}") from cause
+    return found.step, found.paths, found.operations

@@ -335,13 +335,14 @@ def _compare(
 
 
 def _check_memory(settings: TrainSettings, shape: Shape) -> None:
-    """Refuse a model whose weights and gradients alone do not fit, before anything is built."""
-    needed = 2 * (4 if settings.dtype == "fp32" else 2) * shape.numel
+    """Refuse a model whose weights, gradients and logits alone do not fit, before anything is built."""
+    logits_bytes = 3 * 4 * VOCABULARY * settings.batch * settings.seq  # fp32: themselves, softmax, gradient
+    needed = 2 * (4 if settings.dtype == "fp32" else 2) * shape.numel + logits_bytes
     available = available_bytes()
     if needed > available:
         allowed = (
-            f"its weights and gradients need {format_bytes(needed)} and {format_bytes(available)} of memory are "
-            "available; choose a smaller model"
+            f"its weights, gradients and logits need {format_bytes(needed)} and {format_bytes(available)} of memory "
+            "are available; choose a smaller model, or a smaller --batch or --seq"
         )
         raise ConfigError("--params", f"{shape.numel:,}", allowed)
 
@@ -381,20 +382,22 @@ def _run_folder(settings: TrainSettings) -> Iterator[tuple[Path, tuple[str, ...]
     if settings.output is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         names = (f"runs/{stamp}" + (f"-{count}" if count else "") for count in range(1000))
-        folder = next(path for path in map(Path, names) if not path.exists())
+        folder = next(path for path in map(Path, names) if not os.path.lexists(path))
     else:
-        folder = Path(settings.output).expanduser()
+        folder = Path(settings.output)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError("--output", settings.output, "give a folder that is new or empty")
     state = folder / "state"
+    wanted = folder if settings.paths else state
+    made = [path for path in (wanted, *wanted.parents) if not path.exists()]
     try:
-        (folder if settings.paths else state).mkdir(parents=True, exist_ok=True)
+        wanted.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("--output", str(folder), f"the folder cannot be made: {error.strerror}") from error
     try:
         yield folder, settings.paths or (str(state),)
     finally:
-        for leftover in (state, folder):
+        for leftover in made:
             with contextlib.suppress(OSError):
                 leftover.rmdir()  # Fails, as it should, unless the folder is empty.
 

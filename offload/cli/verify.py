@@ -8,6 +8,7 @@ import sys
 import time
 from typing import Any
 
+from offload.cli.values import parse_path
 from offload.errors import CheckpointError, ConfigError
 
 
@@ -34,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: There is neither a checkpoint nor a store.
         CheckpointError: The checkpoint cannot be opened.
     """
-    report: list[dict[str, Any]] = [_verify(folder, quiet=arguments.quiet) for folder in _folders(arguments.path)]
+    path = parse_path("PATH", arguments.path)
+    report: list[dict[str, Any]] = [_verify(folder, quiet=arguments.quiet) for folder in _folders(path)]
     damaged = any(row["problems"] for row in report)
     if arguments.json:
         print(json.dumps(report, indent=2))

@@ -42,6 +42,7 @@ from offload.errors import InternalError, OffloadError, TierError
 from offload.plan.budget import Plan
 from offload.protocols import ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
 from offload.rules import FP32
+from offload.units import format_seconds
 
 REQUEST = (1 << 64) - 1
 """Operation id of a completion that says that somebody has a request."""
@@ -437,7 +438,7 @@ class LiveExecutor:
             tier=tier,
             path=path,
             offset=request.offset if request else None,
-            detail="; ".join([f"{what} {lasts_s:.0f} s", *filter(None, reasons)]),
+            detail="; ".join([f"{what} {format_seconds(lasts_s)}", *filter(None, reasons)]),
         )
 
     def _silent(self) -> tuple[Operation, TileRequest | None]:

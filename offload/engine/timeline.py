@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -53,13 +54,14 @@ def lane_order(lane: str) -> tuple[int, int, str]:
 
 def tracks(intervals: Sequence[Sequence[Any]]) -> list[int]:
     """Return for each interval, in order of their start, the first track that is free by then."""
-    free_from_s: list[float] = []
+    used: list[tuple[float, int]] = []  # until when, and which
+    free: list[int] = []
     tracks = []
     for began_s, ended_s in (interval[2:4] for interval in intervals):
-        track = next((index for index, free_s in enumerate(free_from_s) if free_s <= began_s), len(free_from_s))
-        if track == len(free_from_s):
-            free_from_s.append(ended_s)
-        free_from_s[track] = ended_s
+        while used and used[0][0] <= began_s:
+            heapq.heappush(free, heapq.heappop(used)[1])
+        track = heapq.heappop(free) if free else len(used)
+        heapq.heappush(used, (ended_s, track))
         tracks.append(track)
     return tracks
 

@@ -41,7 +41,7 @@ from offload.plan.rates import mean_rate
 from offload.protocols import StateFormat
 from offload.rules import STATE_FORMATS
 from offload.tiers import file_system
-from offload.tiers.places import read_regular, replacing
+from offload.tiers.places import read_json, replacing
 
 FORMAT = 2
 READABLE = (1, 2)
@@ -322,10 +322,10 @@ def load_rates(file: str | os.PathLike[str]) -> RatesFile:
     """
     name = os.fspath(file)
     try:
-        values = json.loads(read_regular(name, MAX_FILE_BYTES, follow=True))
+        values = read_json(name, MAX_FILE_BYTES, follow=True)
     except OSError as cause:
         raise ConfigError("rates", name, f"it cannot be read ({cause.strerror}); {_ADVICE}") from cause
-    except (ValueError, RecursionError) as cause:  # not text, not JSON
+    except ValueError as cause:
         raise ConfigError("rates", name, f"it is not JSON ({cause}); {_ADVICE}") from cause
     return RatesFile.from_dict(values, name)
 

@@ -357,8 +357,7 @@ class StatefulOptimizer(torch.optim.Optimizer):
                     extra = torch.load(io.BytesIO(content), weights_only=weights_only)
                 except Exception as cause:
                     raise CheckpointError(
-                        f"what was given as extra to {checkpoint.path} cannot be read: {cause}. If you trust the "
-                        "file, pass weights_only=False"
+                        f"what was given as extra to {checkpoint.path} cannot be read: {_why_unread(content, cause)}"
                     ) from cause
             self._load(checkpoint, groups if hyperparameters else None, prefix)
         return extra
@@ -423,3 +422,18 @@ def _check_forms(source: StateSource, bounds: Iterable[Bound], names: Mapping[st
                 f"{source.path} is of another model: {bound.name} has shape {known[0]} and strides {known[1]} "
                 f"there and {here[0]} and {here[1]} here"
             )
+
+
+def _why_unread(extra: bytes, cause: Exception) -> str:
+    """Return why `torch.load` does not read what a caller gave to a checkpoint; its own text is a page."""
+    try:
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(extra))
+    except Exception:  # it is damaged, or of another version
+        unsafe = []
+    if not unsafe:
+        return str(cause).partition("\n")[0]
+    held = ", ".join(unsafe)
+    return (
+        f"it holds {held}, and only tensors, numbers, text and containers are read without running code; save arrays "
+        "as torch.from_numpy(array), or, if you trust the file, pass weights_only=False"
+    )

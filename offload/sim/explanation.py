@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from offload.plan.budget import Plan
 from offload.plan.rates import Rates
 from offload.sim.predict import Prediction, predict
-from offload.units import format_bytes
+from offload.units import format_apart, format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +58,17 @@ class Explanation:
             return str(self.prediction)
         predicted_s = self.prediction.step_s
         lines = [
-            f"a step takes {predicted_s:.3g} s, bound by {self.prediction.bound_by}; the last one took "
-            f"{self.measured_s:.3g} s{_apart(predicted_s, self.measured_s)}"
+            f"a step takes {format_seconds(predicted_s)}, bound by {self.prediction.bound_by}; the last one took "
+            f"{format_seconds(self.measured_s)}{format_apart(predicted_s, self.measured_s)}"
         ]
         for lane in self.lanes:
             lines.append(
-                f"  {lane.lane:<10} {format_bytes(lane.nbytes):>10} in {lane.measured_s:.3g} s, predicted "
-                f"{lane.predicted_s:.3g} s{_apart(lane.predicted_s, lane.measured_s)}"
+                f"  {lane.lane:<10} {format_bytes(lane.nbytes):>10} in {format_seconds(lane.measured_s)}, predicted "
+                f"{format_seconds(lane.predicted_s)}{format_apart(lane.predicted_s, lane.measured_s)}"
             )
-        lines.append(f"  furthest from its prediction: {self.largest.lane}, by {self.largest.apart_s:+.3g} s")
+        apart_s = self.largest.apart_s
+        by = f"{format_seconds(abs(apart_s))} {'longer' if apart_s > 0 else 'shorter'}"
+        lines.append(f"  furthest from its prediction: {self.largest.lane}, {by}")
         return "\n".join(lines)
 
 
@@ -92,7 +94,3 @@ def compare(prediction: Prediction, metrics: Mapping[str, float]) -> Explanation
         for lane, predicted_s in prediction.busy_s.items()
     )
     return Explanation(prediction, metrics["step_s"], lanes)
-
-
-def _apart(predicted_s: float, measured_s: float) -> str:
-    return f" ({measured_s / predicted_s - 1:+.0%})" if predicted_s > 0 else ""

@@ -10,7 +10,7 @@ from offload.plan.cost import estimate
 from offload.plan.rates import Rates
 from offload.sim.explanation import Explanation
 from offload.sim.predict import Prediction, predict, with_backward_s, with_forward_s
-from offload.units import format_bytes
+from offload.units import format_bytes, format_seconds
 
 log = logging.getLogger("offload")
 
@@ -101,8 +101,8 @@ class PlanReport:
         if self.iteration is not None:
             forward_s, backward_s, iteration_s = self.iteration
             lines.append(
-                f"the step is hidden in {self.hidden_in}: with {forward_s:.3g} s of forward and {backward_s:.3g} s "
-                f"of backward an iteration takes {iteration_s:.3g} s"
+                f"the step is hidden in {self.hidden_in}: with {format_seconds(forward_s)} of forward and "
+                f"{format_seconds(backward_s)} of backward an iteration takes {format_seconds(iteration_s)}"
             )
         if self.unpinned_bytes:
             nbytes = format_bytes(self.unpinned_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import stat
 import struct
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from offload._native import file_system_magic
 
@@ -188,6 +189,20 @@ def read_regular(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool
     if len(content) > limit_bytes:
         raise OSError(errno.EFBIG, f"it has more than {limit_bytes} bytes", os.fspath(path))
     return content
+
+
+def read_json(path: str | os.PathLike[str], limit_bytes: int, *, follow: bool = False) -> Any:
+    """Return what a file of JSON says that somebody else may have made; see `open_regular`.
+
+    Raises:
+        OSError: As `read_regular`.
+        ValueError: It is not JSON in UTF-8, or nested too deeply.
+    """
+    content = read_regular(path, limit_bytes, follow=follow)
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def hold_lock(path: Path, *, existing: bool = False) -> int:

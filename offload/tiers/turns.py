@@ -17,6 +17,7 @@ from offload import waits
 from offload._native import TakingTurns
 from offload.errors import TierError
 from offload.tiers.places import identity
+from offload.units import format_seconds
 
 LOCK_DIRECTORIES = ("/dev/shm", "/tmp")
 """Where lock files lie: the first that exists. The same for all processes of a node, so no environment variable
@@ -80,7 +81,7 @@ def lock_file(path: str | os.PathLike[str]) -> str:
 def describe_wait(path: str, waited_s: float, holder: int) -> str:
     """Return a sentence about a turn that does not come: whose it is and what to do."""
     who = f"process {holder}" if holder else "a process that cannot be seen from here (another container?)"
-    story = f"waited {waited_s:.1f} s for a turn on path {path}, which {who} has"
+    story = f"waited {format_seconds(waited_s)} for a turn on path {path}, which {who} has"
     if holder and _is_stopped(holder):
         return f"{story}; it is stopped: continue it (kill -CONT {holder}) or end it"
     return story

@@ -132,6 +132,19 @@ def test_what_a_load_will_refuse_is_told_when_it_is_saved(
         assert run.optimizer.load_checkpoint(tmp_path / "ck", weights_only=False) == {"folder": tmp_path}
 
 
+def test_what_extra_cannot_hold_is_named_in_a_sentence(tmp_path: Path, paths: list[Path]) -> None:
+    with Run(torch.bfloat16, **PLACES["half"](paths)) as run:
+        run.train(1)
+        run.optimizer.save_checkpoint(tmp_path / "ck", extra={"order": np.arange(3)})
+        run.optimizer.wait_checkpoint()
+        with pytest.raises(
+            offload.CheckpointError, match=r"it holds numpy.*from_numpy.*weights_only=False"
+        ) as caught:
+            run.optimizer.load_checkpoint(tmp_path / "ck")
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+
+
 def test_a_checkpoint_of_state_that_was_never_updated(tmp_path: Path, paths: list[Path]) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         with Run(dtype, **PLACES["half"](paths)) as run:

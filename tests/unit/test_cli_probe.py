@@ -40,7 +40,7 @@ def test_a_probe_writes_this_machine_s_file_and_prints_a_table(
 
 @pytest.mark.slow
 def test_json_is_what_is_in_the_file(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "new" / "rates.json"
+    out = tmp_path / "rates.json"
     assert cli.main(["probe", "--seconds", "0.1", "--quiet", "--json", "--out", str(out)]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out) == json.loads(out.read_text())
@@ -52,14 +52,15 @@ def test_json_is_what_is_in_the_file(tmp_path: Path, cache: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--seconds", "0"], "--seconds: 0.0 cannot be used"),
-        (["--seconds", "-3"], "--seconds: -3.0 cannot be used"),
-        (["--seconds", "nan"], "--seconds: nan cannot be used"),
-        (["--seconds", "soon"], "invalid float value: 'soon'"),
+        (["--seconds", "0"], "--seconds: '0' cannot be used"),
+        (["--seconds", "-3"], "--seconds: '-3' cannot be used"),
+        (["--seconds", "nan"], "--seconds: 'nan' cannot be used"),
+        (["--seconds", "soon"], "--seconds: 'soon' cannot be used; give seconds, from 0.01 to 86400"),
         (["--paths"], "expected at least one argument"),
         (["--paths", "/nowhere/at/all"], "'/nowhere/at/all' cannot be used; the directory does not exist"),
         (["--paths", "/tmp", "/tmp"], "paths[1]: '/tmp' cannot be used; it is the same directory"),
         (["--paths", "ftp://host/x"], "name a directory or s3://bucket/prefix"),
+        (["--out", "missing/rates.json"], "name a file in a folder that is there"),
         (["--out", "/"], "--out: '/' cannot be used"),
         (["--out", "/dev/null/rates.json"], "--out: '/dev/null/rates.json' cannot be used"),
     ],

@@ -64,7 +64,7 @@ def test_the_table_says_what_is_known() -> None:
     }
     text = report.table(_summary(RunRecord([_record(1, **known), _record(2, **known)])))
     assert "25% resident" in text
-    assert "100 ms for the step alone, measured 200 ms (2.00 times as long)" in text
+    assert "100 ms for the step alone, measured 200 ms (2 times as long)" in text
     assert "path 0" in text
     assert "runs/x" in text
     assert "resident" not in report.table(_summary(RunRecord([_record(1)])))
@@ -73,7 +73,7 @@ def test_the_table_says_what_is_known() -> None:
 def test_where_steps_are_hidden_the_table_compares_iterations() -> None:
     known = {"step_s": 0.2, "predicted_step_s": 0.1, "predicted_iteration_s": 0.5, "waited_s": 0.03}
     text = report.table(_summary(RunRecord([_record(step, **known) for step in (1, 2)])))
-    assert "500 ms for an iteration, measured 600 ms (1.20 times as long)" in text
+    assert "500 ms for an iteration, measured 600 ms (+20%)" in text
     assert "30 ms for the step" in text
     assert "step alone" not in text
 

@@ -50,7 +50,7 @@ def test_the_picture_does_not_take_the_place_of_the_trace(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "offload train"), ("{", "damaged"), ('{"step": 1, "paths": []}', "operations")]
+    ("content", "words"), [(None, "offload train"), ("{", "not JSON"), ('{"step": 1, "paths": []}', "operations")]
 )
 def test_what_is_no_run(tmp_path: Path, content: str | None, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     if content is not None:

@@ -13,7 +13,7 @@ import torch
 
 import offload
 from offload import cli
-from offload.errors import InternalError, TierFullError
+from offload.errors import ConfigError, InternalError, TierFullError
 
 
 class _AdamW(torch.optim.AdamW):
@@ -93,7 +93,7 @@ def test_a_run_leaves_its_files_and_prints_plan_and_table(
     assert train() == 0
     printed = capsys.readouterr()
     assert "the plan" in printed.out
-    assert "2.00 times as long" in printed.out
+    assert "2 times as long" in printed.out
     assert "step 3/3" in printed.err
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "metrics.jsonl",
@@ -262,21 +262,23 @@ def test_a_bug_of_ours_keeps_its_traceback(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (["--steps", "few"], "--steps: 'few' cannot be used"),
+        (["--batch", "1000000", "--seq", "1000000"], "--params"),
         (["--params", "many"], "--params: 'many' cannot be used"),
-        (["--seq", "0"], "--seq: 0 cannot be used"),
-        (["--batch", "-1"], "--batch: -1"),
-        (["--accumulate", "0"], "--accumulate: 0"),
-        (["--steps", "0"], "--steps: 0"),
-        (["--threads", "0"], "--threads: 0"),
-        (["--lr", "nan"], "--lr: nan"),
-        (["--clip", "-1"], "--clip: -1.0"),
-        (["--seed", "-1"], "--seed: -1"),
+        (["--seq", "0"], "--seq: '0' cannot be used"),
+        (["--batch", "-1"], "--batch: '-1'"),
+        (["--accumulate", "0"], "--accumulate: '0'"),
+        (["--steps", "0"], "--steps: '0'"),
+        (["--threads", "0"], "--threads: '0'"),
+        (["--lr", "nan"], "--lr: 'nan'"),
+        (["--clip", "-1"], "--clip: '-1'"),
+        (["--seed", "-1"], "--seed: '-1'"),
         (["--hidden", "20"], "--hidden: 20"),
-        (["--layers", "0"], "--layers: 0"),
+        (["--layers", "0"], "--layers: '0'"),
         (["--host-memory", "much"], "--host-memory: 'much'"),
         (["--staging-memory", "-1"], "--staging-memory: '-1'"),
         (["--subgroup-numel", "0"], "--subgroup-numel: '0'"),
-        (["--subgroup-numel", "12"], "subgroup_numel: 12"),
+        (["--subgroup-numel", "12"], "--subgroup-numel: '12'"),
         (["--data", "/there/is/no/such/folder"], "--data: '/there/is/no/such/folder'"),
         (["--seq", "5000"], "--data"),
         (["--device", "abacus"], "--device: 'abacus'"),
@@ -297,7 +299,23 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("options", [["--dtype", "int4"], ["--steps", "few"], ["--what"]])
+def test_a_run_that_fails_leaves_no_folder(
+    train: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its own nor those above it that it has made; one that was there stays, empty or not."""
+
+    def fail(*arguments: object) -> None:
+        raise ConfigError("rates", "x", "name another")
+
+    monkeypatch.setattr("offload.cli.train._offload_config", fail)
+    (tmp_path / "mine").mkdir()
+    for made in ("new/runs/one", "mine/one"):
+        assert train("--output", str(tmp_path / made)) == 2
+    assert not (tmp_path / "new").exists()
+    assert [*(tmp_path / "mine").iterdir()] == []
+
+
+@pytest.mark.parametrize("options", [["--dtype", "int4"], ["--what"]])
 def test_a_misspelt_option_is_one_line(
     train: Callable[..., int], options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
