@@ -32,6 +32,7 @@ import psutil
 import torch
 
 import offload
+from offload.cli.values import Parser
 from offload.measure.products import SETTING, choose_compute, computing_in
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,7 +53,7 @@ def arguments(
         picture: Whether it can draw its results.
         sections: Parts that can be run alone.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=os.environ.get("OFFLOAD_PROG"),  # how a command that runs this script is called
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,

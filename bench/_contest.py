@@ -32,6 +32,8 @@ from typing import Any
 
 from _common import ROOT, progress
 
+from offload.units import format_seconds
+
 PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 """For all contenders: idle threads of torch's pool sleep. Spinning, they take the cores from whatever else runs (on a
 busy machine forward and backward then take five times as long), and gain nothing measurable here."""
@@ -133,7 +135,7 @@ class Worker:
         while b"\n" not in self._rest:
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not select.select([self.process.stdout], [], [], left_s)[0]:
-                raise ContenderError(f"hangs: no answer within {timeout_s:.0f} s")
+                raise ContenderError(f"hangs: no answer within {format_seconds(timeout_s)}")
             found = os.read(self.process.stdout.fileno(), 1 << 16)
             if not found:
                 raise ContenderError(self._died())

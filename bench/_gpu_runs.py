@@ -27,6 +27,8 @@ import _common  # first of all, so that `deepspeed` is the package, not the benc
 import torch
 from _worker import SETTINGS, alone, memory
 
+from offload.units import format_seconds
+
 IN_DEEPSPEED = (
     "offload-deepspeed",
     "offload-deepspeed-half",
@@ -366,7 +368,7 @@ def run(name: str, spec: Specification, limit_s: float) -> dict[str, Any]:
             preexec_fn=_common.end_with_parent,
         )
     except subprocess.TimeoutExpired:
-        return {"not_run": f"not done after {limit_s:.0f} s"}
+        return {"not_run": f"not done after {format_seconds(limit_s)}"}
     if done.returncode:
         said = done.stderr.strip().splitlines()
         reason = f"failed with status {done.returncode}: {said[-1] if said else 'without a word'}"

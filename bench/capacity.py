@@ -40,6 +40,7 @@ from _needs import LIBAIO, NATIVE, Need, require
 from offload.cli.model import Shape
 from offload.config import parse_bytes
 from offload.engine.memory import control_groups
+from offload.units import format_seconds
 
 LAYERS = 40
 """Of the predicted model: the steps of the search are a fortieth of it."""
@@ -274,7 +275,7 @@ def run_trial(
             process.communicate()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise TrialError(
-                    f"{contender.name}, {shape.layers} layers: no end within {TIMEOUT_S:.0f} s"
+                    f"{contender.name}, {shape.layers} layers: no end within {format_seconds(TIMEOUT_S)}"
                 ) from error
             raise
         seconds = time.monotonic() - began_s
@@ -544,7 +545,8 @@ def contest(
     def say(trial: Trial) -> None:
         took = f"{trial.peak_bytes / 1e9:.2f} GB" if trial.fits else trial.why
         print(
-            f"  {contender.name}: {trial.layers} layers, {trial.numel:,} parameters: {took} ({trial.seconds:.0f} s)",
+            f"  {contender.name}: {trial.layers} layers, {trial.numel:,} parameters: {took} "
+            f"({format_seconds(trial.seconds)})",
             flush=True,
         )
 

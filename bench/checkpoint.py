@@ -27,6 +27,7 @@ from _common import Target, arguments, computing, environment, progress, report
 
 import offload
 from offload.plan import Home
+from offload.units import format_seconds
 
 MOST_STALL = {0.0: 0.03, 0.5: 0.05, 1.0: 0.10}
 """By the share of state in memory."""
@@ -161,7 +162,9 @@ def measure(size: Size, share: float, folder: Path) -> dict[str, Any]:
         while len(saving) < size.rounds and (len(saving) < LEAST_ROUNDS or time.perf_counter() < until_s):
             saving.append(training.round(saves=True))
             plain.append(training.round(saves=False))
-            progress(f"  checkpoint {len(saving)} of {size.rounds}: committed after {saving[-1].commit_s:.2f} s")
+            progress(
+                f"  checkpoint {len(saving)} of {size.rounds}: committed after {format_seconds(saving[-1].commit_s)}"
+            )
         torch_save_s = training.torch_save_s()
     forward_s = statistics.median(s for one in plain for s in one.forward_s)
     update_s = statistics.median(s for one in plain for s in one.update_s)
@@ -220,8 +223,9 @@ def main() -> None:
         beyond = max(0.0, found["stall"] - found["floor"])
         parts = ", ".join(f"{name} {part:+.3f}" for name, part in found["stall_parts"].items())
         print(
-            f"{share:.0%} resident: stall {found['stall']:.3f} of an iteration of {found['iteration_s']:.3f} s "
-            f"({parts}; {found['floor']:.3f} unavoidable), {found['bytes_over_state']:.3f} of the state written; "
+            f"{share:.0%} resident: stall {found['stall']:.3f} of an iteration of "
+            f"{format_seconds(found['iteration_s'])} ({parts}; {found['floor']:.3f} unavoidable), "
+            f"{found['bytes_over_state']:.3f} of the state written; "
             f"torch.save takes {found['torch_save']:.2f} iterations"
         )
         where = f"{share:.0%} resident"

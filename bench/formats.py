@@ -25,6 +25,7 @@ from offload.protocols import StateFormat
 from offload.rules import ADAMW
 from offload.session import setup
 from offload.sim import predict
+from offload.units import format_seconds
 
 FORMATS = [form.name.lower() for form in StateFormat]
 GROUP = offload.GroupScalars(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -96,8 +97,8 @@ def main() -> None:
             digests.add(digest)
             for form, row in results[name].items():
                 print(
-                    f"{name}, {form}: {row['step_s']:.3f} s, {row['times_exact']:.2f} times as fast as exact, "
-                    f"predicted {row['predicted']:.2f} of it, {row['state_bytes_each']:.3f} bytes a parameter"
+                    f"{name}, {form}: {format_seconds(row['step_s'])}, {row['times_exact']:.2f} times as fast as "
+                    f"exact, predicted {row['predicted']:.2f} of it, {row['state_bytes_each']:.3f} bytes a parameter"
                 )
     if len(digests) != 1:
         raise SystemExit("the weights depend on the path")

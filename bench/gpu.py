@@ -70,6 +70,7 @@ from offload.plan.budget import GPU_STAGING_SLOTS
 from offload.protocols import SegmentFlag
 from offload.rules import ADAMW
 from offload.sim import predict
+from offload.units import format_seconds
 
 NO_DEVICE = "no CUDA device: not run"
 SIMULATED = "SIMULATED DEVICE: NO GPU WAS USED, NO FIGURE MEANS ANYTHING"
@@ -693,7 +694,7 @@ def main() -> None:
         else:
             started_s = time.monotonic()
             found = sections[name]()
-            print(f"section {name}: {time.monotonic() - started_s:.1f} s")
+            print(f"section {name}: {format_seconds(time.monotonic() - started_s)}")
         results[name] = found | {"environment": surroundings, "smoke": args.smoke}
     targets = targets_of(results)
     if args.simulated:

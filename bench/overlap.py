@@ -33,6 +33,7 @@ from _common import Target, arguments, computing, cores, environment, progress, 
 import offload
 from offload.cli.model import VOCABULARY, build_model, choose_shape
 from offload.engine.timeline import Interval, covered_s
+from offload.units import format_seconds
 
 NAMES = ("forward_s", "backward_s", "step_s")
 
@@ -188,8 +189,9 @@ def main() -> None:
                 results[name] = {"tokens": number, **contest(training, number, pairs)}
                 row = results[name]["waits"]
                 print(
-                    f"{number} tokens: forward {row['forward_s']:.2f} s, backward {row['backward_s']:.2f} s, "
-                    f"step {row['step_s']:.2f} s"
+                    f"{number} tokens: forward {format_seconds(row['forward_s'])}, "
+                    f"backward {format_seconds(row['backward_s'])}, "
+                    f"step {format_seconds(row['step_s'])}"
                 )
                 for kind in KINDS:
                     row = results[name][kind]

@@ -49,6 +49,7 @@ from offload.measure.depth import DEPTHS, tune_depth
 from offload.protocols import Tier, TileId, TileRequest
 from offload.session import setup
 from offload.tiers import FileTier, open_tier
+from offload.units import format_seconds
 
 MB = 1_000_000
 MIB = 1 << 20
@@ -401,7 +402,9 @@ def several(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
             "of_sum": moved / step_s / (sum(rates) * MB),
             "checksum": run.close(),
         }
-        print(f"  emulated {name:<8} {step_s:6.3f} s, {found[name]['of_sum']:.1%} of the sum of bandwidths")
+        print(
+            f"  emulated {name:<8} {format_seconds(step_s):>8}, {found[name]['of_sum']:.1%} of the sum of bandwidths"
+        )
     targets.append(
         Target.at_least("two equal paths over one (emulated)", found["1"]["step_s"] / found["1+1"]["step_s"], 1.9)
     )
@@ -425,7 +428,8 @@ def slow(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
     run.close()
     found = {"before_s": before_s, "after_s": after, "best_static_s": best_s}
     print(
-        f"  emulated: {before_s:.3f} s, then {', '.join(f'{s:.3f}' for s in after)}; best fixed split {best_s:.3f} s"
+        f"  emulated: {format_seconds(before_s)}, then {', '.join(map(format_seconds, after))}; "
+        f"best fixed split {format_seconds(best_s)}"
     )
     value = statistics.median(after[4:]) / best_s
     targets.append(
@@ -468,7 +472,10 @@ def overlap(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
         step_s = statistics.median(times[3:])
         real = staging / subgroups
         found[str(share)] = {"step_s": step_s, "io_s": io_s, "ratio": step_s / io_s, "bound": 1 - real}
-        print(f"  emulated, A/S = {real:.2f}: step {step_s:.3f} s of {io_s:.3f} s unoverlapped, bound {1 - real:.2f}")
+        print(
+            f"  emulated, A/S = {real:.2f}: step {format_seconds(step_s)} of {format_seconds(io_s)} unoverlapped, "
+            f"bound {1 - real:.2f}"
+        )
         value = step_s / io_s / (1 - real)
         targets.append(Target.at_most(f"exposed step over (1 - A/S) of the I/O, A/S = {share}", value, 1.1))
     return found

@@ -48,6 +48,7 @@ from offload.protocols import StateFormat
 from offload.rules import FP32, GroupScalars
 from offload.session import parts, setup
 from offload.sim import predict
+from offload.units import format_seconds
 
 DISK = Pace(math.inf, math.inf)
 """The path that is not throttled."""
@@ -346,8 +347,11 @@ def choice(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
         best = min(medians, key=lambda each: medians[each])
         value = statistics.median(p / b for p, b in zip(steps[planned], steps[best], strict=True))
         name = "+".join(map(str, paths))
-        print(f"  {name}: chosen {planned}: {medians[planned]:.4f} s; best of {len(candidates)} {best}: ", end="")
-        print(f"{medians[best]:.4f} s")
+        print(
+            f"  {name}: chosen {planned}: {format_seconds(medians[planned])}; best of {len(candidates)} {best}: ",
+            end="",
+        )
+        print(format_seconds(medians[best]))
         targets.append(Target.at_most(f"the planner's choice over the best of all, {name}", value, 1.05))
         found[name] = {
             "chosen": str(planned),
@@ -401,7 +405,7 @@ def planning(folder: Path, size: Size, targets: list[Target]) -> dict[str, Any]:
         seconds.append(time.process_time() - started_s)
     value = statistics.median(seconds)
     on_gpu = plan.placements.count(Placement.GPU)
-    print(f"  {len(plan.layout.subgroups):,} subgroups, {on_gpu:,} of them on the GPU: {value:.3f} s")
+    print(f"  {len(plan.layout.subgroups):,} subgroups, {on_gpu:,} of them on the GPU: {format_seconds(value)}")
     targets.append(Target.at_most("seconds of process time for a plan of 10,000 subgroups", value, 0.1))
     return {"process_s": seconds, "subgroups": count}
 

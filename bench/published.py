@@ -42,6 +42,7 @@ from offload.errors import ConfigError, OffloadError
 from offload.layout import Layout, Parameter, build_layout
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Plan, Rates, choose_plan
 from offload.sim import predict
+from offload.units import format_seconds
 
 TABLES = Path(__file__).resolve().parent / "published"
 SEQUENCE = 2048
@@ -854,8 +855,12 @@ def run(args: argparse.Namespace, described: dict[str, Any]) -> None:
         print("our planner with the same rates, predicted, beside their best, measured:")
         for found in results["ours"]:
             print(
-                "  {what:<14} {ours_predicted_s:7.3f} s, {updated_on_gpu:.0%} on the GPU, bound by {bound_by}; "
-                "{their_best} {their_best_measured_s:.3f} s: {speedup:.2f} times".format(**found)
+                "  {what:<14} {ours}, {updated_on_gpu:.0%} on the GPU, bound by {bound_by}; "
+                "{their_best} {theirs}: {speedup:.2f} times".format(
+                    **found,
+                    ours=format_seconds(found["ours_predicted_s"]),
+                    theirs=format_seconds(found["their_best_measured_s"]),
+                )
             )
         note = "smoke" if args.smoke else "no such rows"
         for name in ("sweep, each row by itself", "sweep, each stride by itself", "sweep, each model by itself"):

@@ -45,6 +45,7 @@ from offload.measure import find_rates
 from offload.plan import Home, PathRates, Rates
 from offload.protocols import Tier
 from offload.tiers import open_tier
+from offload.units import format_seconds
 
 RATE = 300.0
 """MB/s each way of an emulated path."""
@@ -123,7 +124,7 @@ def fit(xs: Sequence[float], ys: Sequence[float]) -> dict[str, float]:
 
 def shown(points: Sequence[Point], seconds: Sequence[float], unit: str) -> dict[str, Any]:
     for point, step_s in zip(points, seconds, strict=True):
-        print(f"  {point.at:8g} {unit:<22} {step_s:7.3f} s   least {point.least_s:7.3f} s")
+        print(f"  {point.at:8g} {unit:<22} {format_seconds(step_s):>8}   least {format_seconds(point.least_s):>8}")
     return {
         "unit": unit,
         "at": [point.at for point in points],
@@ -300,7 +301,9 @@ def nodes(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, Any]:
                     "bound_s": answer.estimate.bound_s,
                     "bound_by": answer.estimate.bound_by,
                 }
-                print(f"  {model}, {row['ranks']} ranks, {storage}: {answer.step_s:.1f} s, {row['bound_by']}")
+                print(
+                    f"  {model}, {row['ranks']} ranks, {storage}: {format_seconds(answer.step_s)}, {row['bound_by']}"
+                )
                 rows.append(row)
     return {
         "machine": MACHINE,

@@ -10,24 +10,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from typing import NoReturn
 
 from offload.cli import bench, export, gc, plan, probe, settings, trace, verify
+from offload.cli.values import Parser, one_line
 from offload.errors import ConfigError, InternalError, OffloadError, PlanError
-
-MAX_SHOWN = 2000
-"""Most characters of an error's line."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, like every other error of the command."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {_one_line(message)} (see `{self.prog} --help`)\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="offload",
         description="Trains models whose optimizer state does not fit in memory, without changing the numbers.",
     )
@@ -78,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise  # Our bug: the traceback is what a report needs.
     except OSError as error:  # of a path that the system does not let us look at
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)!r}: "
-        print(f"offload {arguments.command}: {_one_line(where + (error.strerror or str(error)))}", file=sys.stderr)
+        print(f"offload {arguments.command}: {one_line(where + (error.strerror or str(error)))}", file=sys.stderr)
         return 1
     except OffloadError as error:
-        print(f"offload {arguments.command}: {_one_line(error)}", file=sys.stderr)
+        print(f"offload {arguments.command}: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | PlanError) else 1
 
 
@@ -103,8 +93,3 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "trace": trace.run,
     "bench": bench.run,
 }
-
-
-def _one_line(error: object) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

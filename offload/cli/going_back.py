@@ -77,9 +77,9 @@ def export_for(framework: str, checkpoint: str, target: str, progress: Progress)
         ConfigError: The target is there, or the checkpoint is not of this framework.
         CheckpointError: The checkpoint cannot be read, or the target not written.
     """
-    if os.path.lexists(target) or not target:
-        raise ConfigError("OUT", target, "it is there already; name another" if target else "name what to write")
     out = Path(os.path.abspath(target))
+    if os.path.lexists(out):
+        raise ConfigError("OUT", target, "it is there already; name another")
     if framework in FILES and out.resolve().is_relative_to(Path(checkpoint).resolve()):
         raise ConfigError("OUT", target, "it is in CHECKPOINT, which is copied; name one beside it")
     if not out.parent.is_dir():
@@ -198,7 +198,10 @@ def _state(checkpoint: str, scratch: Path, progress: Progress) -> Iterator[tuple
                 if name is not None and has_state:
                     entry = {tensor: _tensor(source, name, tensor) for tensor in names}
                     if rule.missing_step is None:  # torch's keep a count
-                        entry = {"step": torch.tensor(float(source.step_of(name)), dtype=torch.float32), **entry}
+                        entry = {
+                            "step": torch.tensor(float(source.step_of(name)), dtype=torch.float32, device="cpu"),
+                            **entry,
+                        }
                     state[numbers[name]] = entry
         kind = str(opened.metadata["optimizer"])
         outcome = Outcome(kind, [len(group["params"]) for group in groups], step, has_masters)
@@ -257,7 +260,7 @@ def _groups(opened: Checkpoint) -> tuple[list[dict[str, Any]], list[list[str | N
 def _restored(value: Any) -> Any:
     """Return a hyperparameter from JSON as torch has it."""
     if isinstance(value, dict) and value.keys() == {"tensor"}:
-        return torch.tensor(value["tensor"])
+        return torch.tensor(value["tensor"], dtype=torch.float32, device="cpu")
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from decimal import Decimal
-from typing import Any
+from typing import Any, NoReturn
 
 from offload.config import check_text
 from offload.errors import ConfigError
@@ -18,7 +19,24 @@ MAX_RANKS = 10**6
 MAX_FILE_BYTES = 16 << 20
 """Of files that are JSON; a hundred times what any has. Parsed, they take twenty times as much."""
 
+MAX_SHOWN = 2000
+"""Most characters of an error's line."""
+
 _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # Linux's PATH_MAX, which counts a zero, and NAME_MAX
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, like every other error of the command."""
+
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser.error`."""
+        self.exit(2, f"{self.prog}: {one_line(message)} (see `{self.prog} --help`)\n")
+
+
+def one_line(error: object) -> str:
+    """Return an error's text as one line of bounded length."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def parse_count(field: str, value: str, *, least: int = 1, most: int = MAX_COUNT, why: str = "") -> int:

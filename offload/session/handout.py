@@ -2,17 +2,20 @@
 
 The pages of such a file are the kernel's to write and to drop, so a state dict of any size takes hardly any memory.
 State is written to it by system calls and not through the mapping: a disk that fails gives an error then, no SIGBUS.
-What somebody writes to the tensors is not: the pages are private to the process, and forked children have their own.
+What somebody writes to the tensors goes to the file, too, until the process forks: from then on its pages, and the
+child's, are their own, and what is written to them is memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import IO
 
@@ -42,8 +45,42 @@ NO_DISKS = frozenset({"tmpfs", "ramfs", *NETWORK_FILE_SYSTEMS})
 """Types of file systems that are memory, or on which a file without a name has one."""
 
 
-NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""Linux's flag for mappings of more pages than there is memory, of which few are written to."""
+_FIXED, _NO_RESERVE = 0x10, 0x4000  # Linux's MAP_FIXED and MAP_NORESERVE: the pages of a mapping that is there
+
+
+class _Pages(mmap.mmap):
+    """A file's pages, shared with the kernel's cache until a fork makes them private."""
+
+    descriptor: int
+    """Its own, as `mmap` does not tell the one that it has."""
+
+    def make_private(self) -> None:
+        """Map the file there once more, so that no write of this process reaches it, or a forked child, any more."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        flags = mmap.MAP_PRIVATE | _FIXED | _NO_RESERVE
+        found = libc.mmap(
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(len(self)),
+            ctypes.c_int(mmap.PROT_READ | mmap.PROT_WRITE),
+            ctypes.c_int(flags),
+            ctypes.c_int(self.descriptor),
+            ctypes.c_long(0),
+        )
+        if found != address:
+            log.warning("a forked child shares a state dict with its parent: %s", os.strerror(ctypes.get_errno()))
+
+
+_shared: weakref.WeakSet[_Pages] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    while _shared:
+        _shared.pop().make_private()
+
+
+os.register_at_fork(before=_before_fork)
 
 
 class Handout:
@@ -72,9 +109,11 @@ class Handout:
         if self._file is None:
             self.tensors = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in numels]
             return
-        # Private, so that a forked child's copy is its own: pages that somebody writes to are memory from then on.
-        flags = mmap.MAP_PRIVATE | NO_RESERVE
-        memory = np.frombuffer(mmap.mmap(self._file.fileno(), needed, flags=flags), np.uint8)
+        pages = _Pages(self._file.fileno(), needed)
+        pages.descriptor = os.dup(self._file.fileno())
+        weakref.finalize(pages, os.close, pages.descriptor)
+        _shared.add(pages)
+        memory = np.frombuffer(pages, np.uint8)
         self.tensors = [
             torch.from_numpy(memory[start : start + size]).view(torch.float32)
             for start, size in zip(self._ends, sizes, strict=False)

@@ -221,7 +221,7 @@ def test_what_cannot_be_exported_is_said(
     refused(2, "it is there already", checkpoint, "--for", "torch", folder)
     refused(2, "it is there already", folder, "--for", "transformers", checkpoint)
     refused(2, "it is in CHECKPOINT", folder, "--for", "transformers", folder / "deeper" / "out")
-    refused(2, "name what to write", checkpoint, "--for", "torch", "")
+    refused(2, "name a path", checkpoint, "--for", "torch", "")
     refused(2, "there is no folder", checkpoint, "--for", "torch", tmp_path / "no" / "out")
     refused(2, "leave it out", checkpoint, "--for", "torch", out, "--replace")
     refused(1, "is no checkpoint", tmp_path / "no", "--for", "torch", out)

@@ -40,9 +40,9 @@ def test_processes_keep_to_limits_that_the_system_sets(places: list[str]) -> Non
     """Those of `offload bench`, which starts a process of its own, among them."""
     program = f"import sys; sys.path.append({str(Path(hostile.__file__).parent)!r}); import hostile; "
     program += "sys.exit(hostile.limited())"
-    drawn = itertools.islice(hostile.calls(len(SEEDS) + 1, places), PROCESSES - len(BENCHES))
+    drawn = itertools.islice(hostile.calls(len(SEEDS) + 1, places), PROCESSES - len(BENCHES) - 1)
     answered = 0
-    for arguments, variables in [*drawn, *((["bench", *options], {}) for options in BENCHES)]:
+    for arguments, variables in [*drawn, *((["bench", *options], {}) for options in BENCHES), (PLAIN, {})]:
         environment = {**os.environ, **variables}
         done = subprocess.run(
             [prepared.python(), "-c", program, *arguments],
@@ -59,6 +59,8 @@ def test_processes_keep_to_limits_that_the_system_sets(places: list[str]) -> Non
     assert 0 < answered < PROCESSES // 2
 
 
+PLAIN = ["plan", "--params", "1e6", "--rates", "h100-node"]
+"""Not hostile, so that limits under which nothing is answered show."""
 BENCHES = (["--tokens", "nan"], ["--params", "1e18"], ["--rounds", hostile.NINES], ["--minutes", "inf"])
 
 
