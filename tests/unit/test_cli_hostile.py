@@ -59,7 +59,7 @@ def test_processes_keep_to_limits_that_the_system_sets(places: list[str]) -> Non
     assert 0 < answered < PROCESSES // 2
 
 
-PLAIN = ["plan", "--params", "1e6", "--rates", "h100-node"]
+PLAIN = ["plan", "--params", "1e6", "--rates", "h100-node-nvme-pfs"]
 """Not hostile, so that limits under which nothing is answered show."""
 BENCHES = (["--tokens", "nan"], ["--params", "1e18"], ["--rounds", hostile.NINES], ["--minutes", "inf"])
 
