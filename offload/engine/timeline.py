@@ -21,8 +21,8 @@ class Interval(NamedTuple):
     """One operation on a lane, for timelines.
 
     Attributes:
-        lane: "engine", "cpu", or "read:<path>" and "write:<path>" with the path's number; with a GPU "gpu", "h2d" and "d2h"; of
-            checkpoints "save:<path>" and "copy:<path>".
+        lane: "engine", "cpu", or "read:<path>" and "write:<path>" with the path's number; with a GPU "gpu", "h2d" and
+            "d2h"; of checkpoints "save:<path>" and "copy:<path>".
         label: What it worked on.
         started_s: When it was taken up, on the monotonic clock.
         finished_s: When it was through.

@@ -44,10 +44,15 @@ TOLERANCE = 1e-6
 
 def lane_totals(timeline: Sequence[Interval]) -> dict[str, tuple[int, float]]:
     """Return, for each lane, the bytes it moved and the seconds in which it was busy; see `_busy_spans`."""
+    return _totals(timeline, _busy_spans(timeline))
+
+
+def _totals(
+    timeline: Sequence[Interval], spans: Mapping[str, Sequence[tuple[float, float]]]
+) -> dict[str, tuple[int, float]]:
     found: dict[str, int] = {}
     for interval in timeline:
         found[interval.lane] = found.get(interval.lane, 0) + interval.nbytes
-    spans = _busy_spans(timeline)
     return {lane: (nbytes, sum(end_s - begin_s for begin_s, end_s in spans[lane])) for lane, nbytes in found.items()}
 
 
@@ -62,7 +67,8 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     A path that moved too little to show its rate shows what its operations take beside their bytes: its latency. What
     the engine's thread takes is in its own intervals; without any, that is as it was known.
     """
-    totals, spans = lane_totals(timeline), _busy_spans(timeline)
+    spans = _busy_spans(timeline)
+    totals = _totals(timeline, spans)
     intervals: dict[str, list[Interval]] = {}
     for interval in timeline:
         intervals.setdefault(interval.lane, []).append(interval)
@@ -95,13 +101,13 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
             for verb, rates in (("read", path.read), ("write", path.write))
             if f"{verb}:{number}" in intervals
         }
-        at_once = max((_at_once(intervals[lane]) for lane in lanes), default=path.at_once)
+        together = max((at_once(intervals[lane]) for lane in lanes), default=path.at_once)
         latency_s = path.latency_s
         if lanes and not found:
             count = sum(len(intervals[lane]) for lane in lanes)
             moving_s = sum(totals[lane][0] / rates.alone for lane, rates in lanes.items())
             latency_s = max(0.0, sum(totals[lane][1] for lane in lanes) - moving_s) / count
-        return dataclasses.replace(path, latency_s=latency_s, at_once=at_once, **beside, **alone)
+        return dataclasses.replace(path, latency_s=latency_s, at_once=together, **beside, **alone)
 
     paths = tuple(path_rates(number, path) for number, path in enumerate(known.paths))
     gpu = known.gpu
@@ -223,7 +229,7 @@ def _shown(
     return _Shown(keeps, float(nbytes.sum()), both_s, whole_s - both_s, idle_s)
 
 
-def _at_once(intervals: Sequence[Interval]) -> int:
+def at_once(intervals: Sequence[Interval]) -> int:
     """Return the most operations of a lane that were under way together."""
     ends = sorted(interval.finished_s for interval in intervals)
     most = ended = 0

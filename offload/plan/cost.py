@@ -121,9 +121,9 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     and link needs for one, (u + w + r + reactions) / A) seconds, after the first has gone all the way; the last one
     is then updated. A path of one bandwidth for both directions needs r + w for one; a slot waits for w and r as they
     are alone: with few slots, directions seldom meet. On a path that serves several transfers at once, as many slots
-    are flushed, and fetched, together: they come back one update after the other, and the first of them has waited for
-    nearly all. Resident subgroups fill the waits of the CPU; while they last, one that comes back has to wait its
-    turn. What passes through the GPU's own slots is a pipeline of the same form.
+    are flushed, and fetched, together: they come back one update after the other, and the first has waited for nearly
+    all. Resident subgroups fill the waits of the CPU; while they last, one that comes back has to wait its turn. What
+    passes through the GPU's own slots is a pipeline of the same form.
 
     Updates on the CPU slow down while other lanes use the host's memory: how much follows from the part of the step
     in which those are busy, which is found by bisection.

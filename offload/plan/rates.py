@@ -173,7 +173,7 @@ class Rates:
         operation_s: What the engine's one thread takes to start an operation and to take in its end, calls of the
             GPU's runtime (`GpuRates.call_s`) not counted. The thread does one after the other, so this bounds how
             many operations there are in a second.
-        begin_s: What the engine's thread takes to begin a step, and to learn from the last one, beside its operations.
+        begin_s: What the engine's thread takes, beside a step's operations, to begin it and to learn from the last.
 
     Raises:
         ConfigError: If a rate is not a finite number greater than zero.

@@ -1,13 +1,13 @@
 """The simulated executor: a virtual clock and a heap of completions in place of real lanes.
 
 A lane is a serial resource: each path's reads, each path's writes (where each is slower beside the other, or serves
-several transfers at once, by `SharedPath`), the CPU; with a GPU also its updates ("gpu") and its copy engines, one each way ("h2d", "d2h"), that
-carry state, weights and gradients in the order in which they are given. An operation takes the lane's latency and its
-bytes over the lane's rate, after what was given to the lane before it, and not before the engine has reacted to what
-it follows from. Where the rates know what the engine's own thread takes for an operation, that is a lane, too
-("engine"). Where they know the host's memory bandwidth, updates on the CPU have what the other lanes leave of it at
-each moment (`Rates.cpu_speed`). Two fidelities: timing only, and, given `SimData`, with bytes. Same arguments, same
-run.
+several transfers at once, by `SharedPath`), the CPU; with a GPU also its updates ("gpu") and its copy engines, one
+each way ("h2d", "d2h"), that carry state, weights and gradients in the order in which they are given. An operation
+takes the lane's latency and its bytes over the lane's rate, after what was given to the lane before it, and not
+before the engine has reacted to what it follows from. Where the rates know what the engine's own thread takes for an
+operation, that is a lane, too ("engine"). Where they know the host's memory bandwidth, updates on the CPU have what
+the other lanes leave of it at each moment (`Rates.cpu_speed`). Two fidelities: timing only, and, given `SimData`, with
+bytes. Same arguments, same run.
 
 With even lanes and no bytes, as in predictions, the GPU is driven as the live engine drives it: a copy to it or an
 update there counts as done once it is enqueued, and what follows waits for it on the GPU. Gradients that wait on the
@@ -19,8 +19,8 @@ Invariants:
   * virtual time never goes back.
 
 Non-goals: contention for memory, or of a path's transfers with each other, together with faults, disorder or bytes
-(there a path always has its rates of both directions at once, and one transfer after the other); a host so much slower than its lanes that they wait for it
-in turn.
+(there a path always has its rates of both directions at once, and one transfer after the other); a host so much
+slower than its lanes that they wait for it in turn.
 """
 
 from __future__ import annotations
