@@ -6,8 +6,8 @@ each way ("h2d", "d2h"), that carry state, weights and gradients in the order in
 takes the lane's latency and its bytes over the lane's rate, after what was given to the lane before it, and not
 before the engine has reacted to what it follows from. Where the rates know what the engine's own thread takes for an
 operation, that is a lane, too ("engine"). Where they know the host's memory bandwidth, updates on the CPU have what
-the other lanes leave of it at each moment (`Rates.cpu_speed`). Two fidelities: timing only, and, given `SimData`, with
-bytes. Same arguments, same run.
+the other lanes leave of it at each moment (`Rates.cpu_speed`). Two fidelities: timing only, and, given `SimData`,
+with bytes. Same arguments, same run.
 
 With even lanes and no bytes, as in predictions, the GPU is driven as the live engine drives it: a copy to it or an
 update there counts as done once it is enqueued, and what follows waits for it on the GPU. Gradients that wait on the
