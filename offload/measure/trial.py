@@ -67,7 +67,7 @@ def trial_rates(
         OffloadError: If a path or the update fails.
     """
     small = _small_plan(tiers, plan)
-    if any(offer.available_bytes < small.storage_bytes for offer in small.budgets.paths):
+    if any(tier.free_bytes() < small.storage_bytes for tier in tiers):
         return known
     beside = SECTOR_NUMEL * trial_bytes(ADAMW)  # of one update at a time: what is at home, gradients and weights
     with contextlib.ExitStack() as ends:
@@ -93,14 +93,15 @@ def trial_rates(
 
 def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
     """Return a plan of subgroups as small as can be, like `plan` in what is at home in memory."""
-    count, slots, at_home = SUBGROUPS, SLOTS, 0 if tiers else SUBGROUPS
+    count, slots, streamed = SUBGROUPS, SLOTS, 1.0
     if plan is not None and plan.homes:
         count, slots = min(SUBGROUPS, len(plan.homes)), max(1, min(SLOTS, plan.staging_slots))
-        at_home = round(count * plan.homes.count(Home.HOST) / len(plan.homes))
+        streamed = plan.homes.count(Home.STREAMED) / len(plan.homes)
+    at_home = round(count * (1 - streamed)) if tiers else count
     parameters = [Parameter(str(number), SECTOR_NUMEL, DtypeCode.BFLOAT16, 0) for number in range(count)]
     layout = build_layout(parameters, SECTOR_NUMEL)
     size = layout.max_subgroup_bytes
-    offers = tuple(PathBudget(tier.path, tier.free_bytes()) for tier in tiers)
+    offers = tuple(PathBudget(tier.path, 1 << 62) for tier in tiers)
     return make_plan(layout, Budgets(at_home * size, slots * size, offers))
 
 
@@ -128,8 +129,7 @@ class _Session:
         self._tables.gradients[:], self._tables.gradient_dtypes[:] = gradients, DtypeCode.BFLOAT16
         self._tables.weights[:] = gradients + SECTOR_NUMEL * BF16.item_bytes
         self._groups = [layout.rule.values(layout.rule.defaults)]
-        limits = [(offer.available_bytes, offer.share) for offer in plan.budgets.paths]
-        self._machine = Machine(plan, TileIndex(limits, plan.slot_counts))
+        self._machine = Machine(plan, TileIndex([(tier.free_bytes(), 1.0) for tier in tiers], plan.slot_counts))
         self._executor = LiveExecutor(tiers, kernel, queue, tier_error)
         self._executor.bind(plan, address)
         self._executor.visit_with(self._table, updates=True)

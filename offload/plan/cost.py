@@ -253,7 +253,10 @@ def _step_s(
         update_s = mean_bytes * cpu_s_per_byte
         chain_s = mean_bytes * (in_s + up_s + out_s)
         last_s = max((on_gpu < 1) * (update_s + push_s), (on_gpu > 0) * mean_bytes * (in_s + up_s))
-        engine_s = 3 * rates.reaction_s + (1 + 2 * mix.tiles) * rates.operation_s
+        # The engine's thread starts tile after tile, and the first is on its way meanwhile.
+        starts_s, tiles = rates.operation_s, max(mix.tiles, 1.0)
+        engine_s = 3 * rates.reaction_s + starts_s
+        engine_s += sum(max(starts_s, tiles * starts_s - s * (1 - 1 / tiles)) for s in (write_s, read_s))
         away_s = write_s + read_s + engine_s
         worked_s = (1 - on_gpu) * update_s + on_gpu * chain_s
         work_s = max((1 - on_gpu) * update_s, on_gpu * mean_bytes * max(up_s, in_s, out_s))
