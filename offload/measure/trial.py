@@ -101,7 +101,7 @@ def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
     parameters = [Parameter(str(number), SECTOR_NUMEL, DtypeCode.BFLOAT16, 0) for number in range(count)]
     layout = build_layout(parameters, SECTOR_NUMEL)
     size = layout.max_subgroup_bytes
-    offers = tuple(PathBudget(tier.path, 1 << 62) for tier in tiers)
+    offers = tuple(PathBudget(f"path {number}", 1 << 62) for number in range(len(tiers)))
     return make_plan(layout, Budgets(at_home * size, slots * size, offers))
 
 
