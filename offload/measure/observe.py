@@ -102,8 +102,9 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
             if f"{verb}:{number}" in intervals
         }
         together = max((at_once(intervals[lane]) for lane in lanes), default=path.at_once)
-        latency_s = path.latency_s
-        if lanes and not found:
+        # A direction that moved much has shown that its operations take no more than `_Shown.idle_s` beside bytes.
+        latency_s = min((each.idle_s / each.count for each in shown.values()), default=path.latency_s)
+        if lanes and not shown:
             count = sum(len(intervals[lane]) for lane in lanes)
             moving_s = sum(totals[lane][0] / rates.alone for lane, rates in lanes.items())
             latency_s = max(0.0, sum(totals[lane][1] for lane in lanes) - moving_s) / count
@@ -170,7 +171,8 @@ class _Shown:
         nbytes: What it moved.
         beside_s: Seconds that it was busy beside the other.
         alone_s: Seconds that it was busy alone.
-        idle_s: What of all these was latency.
+        idle_s: What of all these was latency: half of it at most.
+        count: Its operations.
     """
 
     keeps: float
@@ -178,6 +180,7 @@ class _Shown:
     beside_s: float
     alone_s: float
     idle_s: float
+    count: int
 
     def rates(self, keeps: float) -> Direction:
         """Return the rates with which it moved these bytes, if it keeps that part."""
@@ -226,7 +229,7 @@ def _shown(
         beside, alone = moved.sum(axis=1) / totals_s
         keeps = float(np.clip(beside / max(alone, TOLERANCE), LEAST_KEPT, 1.0))
     idle_s = min(len(intervals) * latency_s, whole_s / 2)
-    return _Shown(keeps, float(nbytes.sum()), both_s, whole_s - both_s, idle_s)
+    return _Shown(keeps, float(nbytes.sum()), both_s, whole_s - both_s, idle_s, len(intervals))
 
 
 def at_once(intervals: Sequence[Interval]) -> int:

@@ -438,7 +438,9 @@ def test_closed_form_is_near_the_simulated_step_of_paths_that_serve_several_at_o
         plan = make(subgroups, rng.randrange(1, 8), rng.randrange(subgroups), shares, 8192, rng.choice((4096, 16384)))
         path = partial(shared, keeps=rng.choice((0.5, 0.5, 0.6, 0.8))) if is_shared else PathRates
         others = {"latency_s": rng.choice((0.0, 1e-6, 1e-4)), "at_once": rng.choice((2, 4, 16, 64))}
-        paths = [path(share * rng.uniform(0.5e9, 2e9), share * rng.uniform(0.3e9, 1.5e9), **others) for share in shares]
+        paths = [
+            path(share * rng.uniform(0.5e9, 2e9), share * rng.uniform(0.3e9, 1.5e9), **others) for share in shares
+        ]
         engine_s = rng.choice((0.0, 1e-6))
         rates = Rates(10 ** rng.uniform(8, 10), tuple(paths), operation_s=engine_s, begin_s=100 * engine_s)
         errors.append(abs(estimate(plan, rates).step_s / predict(plan, rates, steps=2).step_s - 1))

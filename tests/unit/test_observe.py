@@ -76,9 +76,15 @@ def test_a_path_that_did_little_shows_what_its_operations_take_beside_their_byte
     found = observe(known, timeline).paths[0]
     assert found.latency_s == pytest.approx(0.006 / 4 - 1e-6)
     assert found.read == known.paths[0].read
-    # A direction that has shown its rate has shown it with the latency that was known.
+    # A direction that has shown its rate has shown it with the latency that was known,
+    late = dataclasses.replace(known, paths=(dataclasses.replace(known.paths[0], latency_s=0.1),))
     much = [*timeline, *spans("write:0", (3, 4))]
-    assert observe(known, much).paths[0].latency_s == known.paths[0].latency_s
+    assert observe(late, much).paths[0].latency_s == pytest.approx(0.1)
+    # or with what it can have been: half of the time.
+    later = dataclasses.replace(known, paths=(dataclasses.replace(known.paths[0], latency_s=10.0),))
+    found = observe(later, much).paths[0]
+    assert found.latency_s == pytest.approx(1.002 / 2 / 2)
+    assert 2 * found.latency_s + (100 * MB + 4000) / found.write.alone == pytest.approx(1.002)
     assert typical([known, observe(known, timeline), observe(known, timeline)]).paths[0].latency_s > 0
 
 
