@@ -37,7 +37,7 @@ from offload.engine.operations import (
     WriteTile,
 )
 from offload.engine.seals import DamagedError, Seals
-from offload.engine.timeline import Interval
+from offload.engine.timeline import ENGINE, Interval
 from offload.errors import InternalError, OffloadError, TierError
 from offload.plan.budget import Plan
 from offload.protocols import ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
@@ -153,6 +153,7 @@ class LiveExecutor:
         self._events: list[Event] = []
         self._due_s: dict[int, float] = {}
         self._happened_s = 0.0
+        self._woke_s: float | None = None
 
     def bind(self, plan: Plan, staging_address: int) -> None:
         """Take up a plan and the address of its first staging slot; with nothing in flight only."""
@@ -320,6 +321,8 @@ class LiveExecutor:
 
     def wait(self) -> list[Event]:
         """Return what has happened; an empty list if that is only a request, or nothing for long."""
+        if self._woke_s is not None:
+            self.timeline.append(Interval(ENGINE, "", self._woke_s, time.monotonic(), 0))
         # A commit may wait for other ranks, and says itself when it has waited for too long.
         watched = any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values())
         left_s = self._stall_s - self._silence.lasts_s
@@ -328,6 +331,7 @@ class LiveExecutor:
         interrupted = any(record[0] == INTERRUPT for record in records)
         if interrupted:
             records = [record for record in records if record[0] != INTERRUPT]
+        self._woke_s = time.monotonic()
         events, self._events = self._events, []
         if records:
             self._silence.end()
@@ -338,7 +342,7 @@ class LiveExecutor:
                 return [Stop(self._stalled(lasts_s, "interrupted after" if interrupted else "no answer for"))]
             self._silence.tell(self._awaited)
         ended_s = [record[4] for record in records if record[0] not in (WAKE, REQUEST)]
-        self._happened_s = max(ended_s, default=time.monotonic())
+        self._happened_s = max(ended_s, default=self._woke_s)
         for record in records:
             completion = Completion(*record)
             if completion.op == REQUEST:

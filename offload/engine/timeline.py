@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 CALLER = "caller"
 """What is shown like a lane: forward and backward, and waits there, while a step goes on."""
 
-LANES = (CALLER, "cpu", "gpu", "read", "write", "h2d", "d2h")
+ENGINE = "engine"
+"""What the engine's own thread does: each time it has been woken, up to when it waits again."""
+
+LANES = (CALLER, ENGINE, "cpu", "gpu", "read", "write", "h2d", "d2h")
 """The order in which lanes are shown."""
 
 
@@ -18,8 +21,8 @@ class Interval(NamedTuple):
     """One operation on a lane, for timelines.
 
     Attributes:
-        lane: "cpu", or "read:<path>" and "write:<path>" with the path's number; with a GPU "gpu", "h2d" and "d2h"; of
-            checkpoints "save:<path>" and "copy:<path>".
+        lane: "engine", "cpu", or "read:<path>" and "write:<path>" with the path's number; with a GPU "gpu", "h2d" and
+            "d2h"; of checkpoints "save:<path>" and "copy:<path>".
         label: What it worked on.
         started_s: When it was taken up, on the monotonic clock.
         finished_s: When it was through.

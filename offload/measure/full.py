@@ -10,6 +10,7 @@ Not done here: choosing anything from the rates; rates of several paths at work 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import statistics
@@ -30,7 +31,9 @@ from offload.layout import MAX_TILE_BYTES
 from offload.measure.depth import tune_depth
 from offload.measure.drive import Load, bytes_per_s, drive, lane_rates, rates_beside
 from offload.measure.gpu import GpuProbe, gpu_probe
+from offload.measure.observe import at_once
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, path_facts, versions
+from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, STREAM_ITEM_BYTES, UPDATE_DEPTH, Slots, TrialState, memory_cost
 from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
@@ -122,8 +125,10 @@ def full_probe(
         if gpu is not None:
             samples += gpu.samples()
         found = _rounds(samples, seconds, report)
+        tiers, unknown = [probe.tier for probe in probes], Rates(1.0, (PathRates(1.0, 1.0),) * len(probes))
+        engine = trial_rates(kernels[counts[-1]], tiers, queue, unknown)
     measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
-    return _result(measurements, counts, probes, gpu)
+    return _result(measurements, counts, probes, gpu, engine)
 
 
 def thread_counts(most: int) -> list[int]:
@@ -189,6 +194,7 @@ def _result(
     counts: Sequence[int],
     probes: Sequence[_PathProbe],
     on_gpu: GpuProbe | None,
+    engine: Rates,
 ) -> RatesFile:
     def median(name: str) -> float:
         return measurements[name].median
@@ -203,15 +209,21 @@ def _result(
         return memory_cost(memory, cpu[counts[-1]], speed.median, io_bytes_per_s, speed.spread)
 
     rated, facts = [], []
-    for name, tier in ((f"path {number}", probe.tier) for number, probe in enumerate(probes)):
+    for number, probe in enumerate(probes):
+        name, tier = f"path {number}", probe.tier
         read, write, latency_s = (median(f"{name}/{what}") for what in ("read", "write", "latency"))
-        alone = (median(f"{name}/{verb} alone") for verb in ("read", "write"))
-        rated.append(PathRates(read, write, latency_s, cost(name, read + write), *alone))
+        alone = [median(f"{name}/{verb} alone") for verb in ("read", "write")]
+        at_once = tier.depth if probe.shares else 1
+        rated.append(PathRates(read, write, latency_s, cost(name, read + write), alone[0], alone[1], at_once))
         facts.append(path_facts(tier.path) | {"io": str(getattr(tier, "io_backend", tier.name))})
     gpu = None
     if on_gpu is not None:
         h2d, d2h = median("gpu/h2d"), median("gpu/d2h")
         gpu = GpuRates(median("gpu/update"), h2d, d2h, on_gpu.memory_bytes, cost("gpu", h2d + d2h))
+    rates = Rates(cpu[counts[-1]], tuple(rated), gpu, memory)
+    if gpu is None:  # else calls of its runtime, which are not known apart, are most of what the thread does
+        costs = {name: getattr(engine, name) for name in ("reaction_s", "operation_s", "begin_s")}
+        rates = dataclasses.replace(rates, **costs)
     warnings = []
     apart = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
     if apart:
@@ -226,7 +238,7 @@ def _result(
     return RatesFile(
         machine=machine_facts(),
         versions=versions(),
-        rates=Rates(cpu[counts[-1]], tuple(rated), gpu, memory),
+        rates=rates,
         cpu_bytes_per_s=by_format,
         paths=tuple(facts),
         measurements=measurements,
@@ -319,6 +331,8 @@ class _PathProbe:
         stack.callback(self._arena.close)
         sizes = [*LADDER_BYTES, MAX_TILE_BYTES]
         needed = sum(2 * PATH_SLOTS * slot_bytes(size) for size in sizes)
+        self.shares = False
+        """Whether transfers of one direction have been under way together."""
         self.tier = open_tier(path, uuid.uuid4(), queue, extent_bytes=min(needed, 64 << 20))
         stack.callback(self.tier.close)
         self.tier.register_memory(self._arena.address, self._arena.nbytes)
@@ -363,9 +377,13 @@ class _PathProbe:
     def _rates(self, verbs: Sequence[str], region: Slots) -> dict[str, float]:
         """Return what each direction reaches beside the others, with as many bytes each."""
         name = f"{'+'.join(verbs)} {region.tile_bytes}"
-        return rates_beside(
-            self._runs.run(name, 2 * PATH_DEPTH, lambda count: [self._load(verb, region, count) for verb in verbs])
-        )
+        loads = partial(self._loads, verbs, region)
+        timeline = self._runs.run(name, 2 * PATH_DEPTH, loads)
+        self.shares |= len(verbs) == 1 and at_once(timeline) > 1
+        return rates_beside(timeline)
+
+    def _loads(self, verbs: Sequence[str], region: Slots, count: int) -> list[Load]:
+        return [self._load(verb, region, count) for verb in verbs]
 
     def _alone(self, verb: str) -> dict[str, float]:
         return {f"{self._name}/{verb} alone": self._rates([verb], self._regions[-1])[verb]}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from offload.engine.timeline import Interval
+from offload.engine.timeline import ENGINE, Interval
 from offload.plan import PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST, Direction, cpu_speed
 
@@ -21,7 +22,7 @@ LEAST_BYTES = 1 << 20
 HISTORY = 3
 """A rate is the median of so many steps: one outlier changes nothing, a lasting change shows in the second step."""
 
-LEARNT = ("_bytes_per_s", "memory_cost", "reaction_s")
+LEARNT = ("_bytes_per_s", "memory_cost", "latency_s", "at_once", "reaction_s", "operation_s", "begin_s")
 """Suffixes of the rates that a step can teach us."""
 
 IMPOSSIBLE = 0.05
@@ -43,10 +44,15 @@ TOLERANCE = 1e-6
 
 def lane_totals(timeline: Sequence[Interval]) -> dict[str, tuple[int, float]]:
     """Return, for each lane, the bytes it moved and the seconds in which it was busy; see `_busy_spans`."""
+    return _totals(timeline, _busy_spans(timeline))
+
+
+def _totals(
+    timeline: Sequence[Interval], spans: Mapping[str, Sequence[tuple[float, float]]]
+) -> dict[str, tuple[int, float]]:
     found: dict[str, int] = {}
     for interval in timeline:
         found[interval.lane] = found.get(interval.lane, 0) + interval.nbytes
-    spans = _busy_spans(timeline)
     return {lane: (nbytes, sum(end_s - begin_s for begin_s, end_s in spans[lane])) for lane, nbytes in found.items()}
 
 
@@ -57,8 +63,12 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
     alone. The CPU's rate is its rate alone: memory bandwidth that other lanes took, by their traffic in this step and
     their known `memory_cost`, is not counted against it. Where too little bandwidth would be left for what the CPU
     did, the costs are lowered.
+
+    A path that moved too little to show its rate shows what its operations take beside their bytes: its latency. What
+    the engine's thread takes is in its own intervals; without any, that is as it was known.
     """
-    totals, spans = lane_totals(timeline), _busy_spans(timeline)
+    spans = _busy_spans(timeline)
+    totals = _totals(timeline, spans)
     intervals: dict[str, list[Interval]] = {}
     for interval in timeline:
         intervals.setdefault(interval.lane, []).append(interval)
@@ -85,9 +95,20 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
         more = max(1.0, min(LEAST_TOGETHER, sum(known_keeps.values())) / sum(keeps.values()))
         found = {verb: each.rates(min(1.0, more * keeps[verb])) for verb, each in shown.items()}
         beside = {f"{verb}_bytes_per_s": rates.beside for verb, rates in found.items()}
-        return dataclasses.replace(
-            path, **beside, **{f"{verb}_alone_bytes_per_s": rates.alone for verb, rates in found.items()}
-        )
+        alone = {f"{verb}_alone_bytes_per_s": rates.alone for verb, rates in found.items()}
+        lanes = {
+            f"{verb}:{number}": rates
+            for verb, rates in (("read", path.read), ("write", path.write))
+            if f"{verb}:{number}" in intervals
+        }
+        together = max((at_once(intervals[lane]) for lane in lanes), default=path.at_once)
+        # A direction that moved much has shown that its operations take no more than `_Shown.idle_s` beside bytes.
+        latency_s = min((each.idle_s / each.count for each in shown.values()), default=path.latency_s)
+        if lanes and not shown:
+            count = sum(len(intervals[lane]) for lane in lanes)
+            moving_s = sum(totals[lane][0] / rates.alone for lane, rates in lanes.items())
+            latency_s = max(0.0, sum(totals[lane][1] for lane in lanes) - moving_s) / count
+        return dataclasses.replace(path, latency_s=latency_s, at_once=together, **beside, **alone)
 
     paths = tuple(path_rates(number, path) for number, path in enumerate(known.paths))
     gpu = known.gpu
@@ -98,7 +119,7 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
             h2d_bytes_per_s=seen("h2d", gpu.h2d_bytes_per_s, gpu.memory_cost),
             d2h_bytes_per_s=seen("d2h", gpu.d2h_bytes_per_s, gpu.memory_cost),
         )
-    found = dataclasses.replace(known, paths=paths, gpu=gpu, reaction_s=_reaction_s(timeline, known.reaction_s))
+    found = dataclasses.replace(known, paths=paths, gpu=gpu, **_engine(known, timeline))
     nbytes, busy_s = totals.get("cpu", (0, 0.0))
     if nbytes < LEAST_BYTES or busy_s <= 0:
         return found
@@ -128,12 +149,13 @@ def _busy_spans(timeline: Sequence[Interval]) -> dict[str, list[tuple[float, flo
     """Return, for each lane, when at least one operation was on it or due: disjoint spans in order.
 
     The time between one operation's end and the start of another that was due already counts as busy: threads of the
-    lane, or the engine's, may not have got a core.
+    lane, or the engine's, may not have got a core. While the engine's thread was at work, it had not handed it over.
     """
+    turns = _turns(timeline)
     spans: dict[str, list[tuple[float, float]]] = {}
     for interval in sorted(timeline, key=lambda item: item.started_s):
         lane = spans.setdefault(interval.lane, [])
-        if lane and _due_s(interval) <= lane[-1][1]:
+        if lane and _handed_s(interval, turns) <= lane[-1][1]:
             lane[-1] = lane[-1][0], max(lane[-1][1], interval.finished_s)
         else:
             lane.append((interval.started_s, max(interval.started_s, interval.finished_s)))
@@ -149,7 +171,8 @@ class _Shown:
         nbytes: What it moved.
         beside_s: Seconds that it was busy beside the other.
         alone_s: Seconds that it was busy alone.
-        idle_s: What of all these was latency.
+        idle_s: What of all these was latency: half of it at most.
+        count: Its operations.
     """
 
     keeps: float
@@ -157,6 +180,7 @@ class _Shown:
     beside_s: float
     alone_s: float
     idle_s: float
+    count: int
 
     def rates(self, keeps: float) -> Direction:
         """Return the rates with which it moved these bytes, if it keeps that part."""
@@ -205,26 +229,79 @@ def _shown(
         beside, alone = moved.sum(axis=1) / totals_s
         keeps = float(np.clip(beside / max(alone, TOLERANCE), LEAST_KEPT, 1.0))
     idle_s = min(len(intervals) * latency_s, whole_s / 2)
-    return _Shown(keeps, float(nbytes.sum()), both_s, whole_s - both_s, idle_s)
+    return _Shown(keeps, float(nbytes.sum()), both_s, whole_s - both_s, idle_s, len(intervals))
 
 
-def _reaction_s(timeline: Sequence[Interval], known_s: float) -> float:
-    """Return the mean time from when an operation was due until an idle lane took it up.
+def at_once(intervals: Sequence[Interval]) -> int:
+    """Return the most operations of a lane that were under way together."""
+    ends = sorted(interval.finished_s for interval in intervals)
+    most = ended = 0
+    for begun, started_s in enumerate(sorted(interval.started_s for interval in intervals), 1):
+        while ends[ended] <= started_s and ended < begun - 1:
+            ended += 1
+        most = max(most, begun - ended)
+    return most
 
-    A path's two directions count as one lane: where they share a device, one waits for the other's turn.
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """When the engine's thread was at work: from when it was woken until it waited again, each time."""
+
+    begins_s: tuple[float, ...]
+    ends_s: tuple[float, ...]
+
+    def of(self, due_s: float) -> int | None:
+        """Return the turn that started an operation; None where none is known."""
+        turn = bisect.bisect_left(self.begins_s, due_s)
+        return turn if turn < len(self.begins_s) else None
+
+
+def _turns(timeline: Sequence[Interval]) -> _Turns:
+    found = sorted((i.started_s, i.finished_s) for i in timeline if i.lane == ENGINE)
+    return _Turns(tuple(begin_s for begin_s, _ in found), tuple(end_s for _, end_s in found))
+
+
+def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, float]:
+    """Return what the engine and its thread take, by the names of the rates.
+
+    Its reaction is the mean time from when an operation was due until an idle lane took it up, less what the thread
+    worked meanwhile. A path's two directions count as one lane: where they share a device, one waits for the other's
+    turn. What the first turn takes beside its operations is what the step takes; behind the last operation's end,
+    one turn still belongs to it. With a GPU whose calls are known apart, the thread's costs are not learnt.
     """
+    turns = _turns(timeline)
+    edges_s = np.array([turns.begins_s, turns.ends_s]).T.ravel() if turns.begins_s else np.zeros(1)
+    worked_s = np.concatenate(((0.0,), np.cumsum(np.diff(edges_s) * (np.arange(len(edges_s) - 1) % 2 == 0))))
     idle_from_s: dict[str, float] = {}
-    found: list[float] = []
-    for interval in sorted(timeline, key=lambda item: item.started_s):
+    reactions: list[tuple[float, float]] = []
+    operations = sorted((i for i in timeline if i.lane != ENGINE), key=lambda item: item.started_s)
+    for interval in operations:
         device = interval.lane.rpartition(":")[2]
         if interval.due_s is not None and interval.due_s > idle_from_s.get(device, -math.inf):
-            found.append(max(0.0, interval.started_s - interval.due_s))
+            reactions.append((interval.due_s, max(interval.started_s, interval.due_s)))
         idle_from_s[device] = max(idle_from_s.get(device, -math.inf), interval.finished_s)
-    return fmean(found) if found else known_s
+    found = {}
+    if reactions:
+        due_s, started_s = np.array(reactions).T
+        engine_s = np.interp(started_s, edges_s, worked_s) - np.interp(due_s, edges_s, worked_s)
+        found["reaction_s"] = float((started_s - due_s - engine_s).clip(0.0).mean())
+    last = bisect.bisect_right(turns.begins_s, max((i.finished_s for i in operations), default=-math.inf))
+    if last < 1 or (known.gpu is not None and known.gpu.call_s):
+        return found
+    takes_s = np.subtract(turns.ends_s, turns.begins_s)
+    first = sum(i.due_s is not None and turns.of(i.due_s) == 0 for i in operations)
+    if len(operations) > first:
+        found["operation_s"] = float(takes_s[1 : last + 1].sum()) / (len(operations) - first)
+    found["begin_s"] = max(0.0, float(takes_s[0]) - first * found.get("operation_s", known.operation_s))
+    return found
 
 
-def _due_s(interval: Interval) -> float:
-    return interval.started_s if interval.due_s is None else min(interval.due_s, interval.started_s)
+def _handed_s(interval: Interval, turns: _Turns) -> float:
+    """Return when an operation was handed to its lane, at the latest."""
+    if interval.due_s is None:
+        return interval.started_s
+    turn = turns.of(interval.due_s)
+    return min(interval.due_s if turn is None else turns.ends_s[turn], interval.started_s)
 
 
 def _seconds_by_demand(

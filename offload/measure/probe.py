@@ -22,6 +22,8 @@ from offload.kernels.table import trial_bytes
 from offload.layout import MAX_TILE_BYTES, SECTOR_NUMEL, numels_by_format
 from offload.measure.drive import Load, drive, lane_rates, rates_beside
 from offload.measure.gpu import COPIES_BESIDE, D2H, H2D, UPDATE, GpuProbe
+from offload.measure.observe import at_once
+from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
 from offload.plan import GpuRates, PathRates, Plan, Rates
 from offload.plan.rates import mean_rate
@@ -81,7 +83,7 @@ def quick_probe(
     plan: Plan,
     lanes: GpuLanes | None = None,
 ) -> Rates:
-    """Measure the update of exact state and of what else the session has, memory, the GPU, and every path.
+    """Measure the update of exact state and of what else the session has, memory, the GPU, every path, the engine.
 
     The update passes over more memory than caches hold, where the session has so much of it, and the machine so much
     to spare; the log says how much it was.
@@ -109,7 +111,9 @@ def quick_probe(
             if state_format is StateFormat.EXACT and lanes is not None:
                 gpu = _probe_gpu(lanes, host, plan)
     paths = tuple(_probe_path(tier, queue, address, plan) for tier in tiers)
-    return Rates(mean_rate(cpu, numels), paths, gpu, memory)
+    rates = Rates(mean_rate(cpu, numels), paths, gpu, memory)
+    # A GPU's calls are most of what its operations cost the engine's thread: its first steps teach that.
+    return rates if gpu is not None else trial_rates(kernel, tiers, queue, rates, plan, (address, plan.staging_bytes))
 
 
 class _HostProbe:
@@ -254,7 +258,9 @@ def _probe_path(tier: Tier, queue: Queue, address: int, plan: Plan) -> PathRates
         path = Slots(tier, nbytes)
         write, read = (_best(queue, path.load(verb, slots, address)) for verb in ("write", "read"))
         both = _both(queue, path, slots, address) if len(slots) > 1 else (read, write)
-    return PathRates(*both, read_alone_bytes_per_s=read, write_alone_bytes_per_s=write)
+        shares = at_once(drive(queue, [path.load("read", slots, address)])) > 1
+    at_most = tier.depth if shares else 1
+    return PathRates(*both, read_alone_bytes_per_s=read, write_alone_bytes_per_s=write, at_once=at_most)
 
 
 def _both(queue: Queue, path: Slots, slots: range, address: int) -> tuple[float, float]:

@@ -21,7 +21,7 @@ import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the whole compiler at once
 
 from offload.config import OffloadConfig
-from offload.engine.timeline import Interval, covered_s, trace
+from offload.engine.timeline import ENGINE, Interval, covered_s, trace
 from offload.errors import ConfigError, invariant
 from offload.layout import Parameter
 from offload.measure.products import tell_once
@@ -532,7 +532,8 @@ class OffloadedOptimizer(StatefulOptimizer):
         pace = self._overlap.pace
         if pace.typical is not None and self._hides:
             found["forward_s"], found["backward_s"] = pace.typical
-            worked_s = max(found["step_s"], covered_s(self.engine.last_timeline()))
+            lanes_worked = (i for i in self.engine.last_timeline() if i.lane != ENGINE)
+            worked_s = max(found["step_s"], covered_s(lanes_worked))
             found["waited_s"], found["hidden_s"] = pace.waited_s, max(worked_s - pace.waited_s, 0.0)
             found["predicted_iteration_s"] = self._iteration_s(*pace.typical)
         return found

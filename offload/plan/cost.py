@@ -120,8 +120,10 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
     flush and fetch in turn, the engine reacting in between, so subgroups come back every max(r, w, what each device
     and link needs for one, (u + w + r + reactions) / A) seconds, after the first has gone all the way; the last one
     is then updated. A path of one bandwidth for both directions needs r + w for one; a slot waits for w and r as they
-    are alone: with few slots, directions seldom meet. Resident subgroups fill the waits of the CPU; while they last,
-    one that comes back has to wait its turn. What passes through the GPU's own slots is a pipeline of the same form.
+    are alone: with few slots, directions seldom meet. On a path that serves several transfers at once, as many slots
+    are flushed, and fetched, together: they come back one update after the other, and the first has waited for nearly
+    all. Resident subgroups fill the waits of the CPU; while they last, one that comes back has to wait its turn. What
+    passes through the GPU's own slots is a pipeline of the same form.
 
     Updates on the CPU slow down while other lanes use the host's memory: how much follows from the part of the step
     in which those are busy, which is found by bisection.
@@ -153,8 +155,8 @@ def estimate_mix(mix: Mix, shares: tuple[float, ...], rates: Rates) -> Estimate:
         moved_bytes = sum(lanes[lane][0] * cost for lane, cost in costs.items())
         lane_s["memory"] = (lanes["cpu"][0] * UPDATE_MEMORY_COST + moved_bytes) / rates.memory_bytes_per_s
         step_s = max(step_s, lane_s["memory"])
-    if rates.operation_s or (rates.gpu is not None and rates.gpu.call_s):
-        lane_s["engine"] = _engine_s(mix, rates)
+    if rates.operation_s or rates.begin_s or (rates.gpu is not None and rates.gpu.call_s):
+        lane_s["engine"] = rates.begin_s + _engine_s(mix, rates)
         step_s = max(step_s, lane_s["engine"])
     return Estimate(step_s, lane_s)
 
@@ -251,12 +253,23 @@ def _step_s(
         update_s = mean_bytes * cpu_s_per_byte
         chain_s = mean_bytes * (in_s + up_s + out_s)
         last_s = max((on_gpu < 1) * (update_s + push_s), (on_gpu > 0) * mean_bytes * (in_s + up_s))
-        away_s = write_s + read_s + 3 * rates.reaction_s
-        round_s = (1 - on_gpu) * update_s + on_gpu * chain_s + away_s
+        # The engine's thread starts tile after tile, and the first is on its way meanwhile.
+        starts_s, tiles = rates.operation_s, max(mix.tiles, 1.0)
+        engine_s = 3 * rates.reaction_s + starts_s
+        engine_s += sum(max(starts_s, tiles * starts_s - s * (1 - 1 / tiles)) for s in (write_s, read_s))
+        away_s = write_s + read_s + engine_s
+        worked_s = (1 - on_gpu) * update_s + on_gpu * chain_s
+        work_s = max((1 - on_gpu) * update_s, on_gpu * mean_bytes * max(up_s, in_s, out_s))
+        round_s, together = worked_s + away_s, 1.0
+        for number, (share, path) in enumerate(zip(shares, rates.paths, strict=True)):
+            so_many = max(1.0, min(path.at_once / max(mix.tiles * share, 1.0), mix.slots, moved))
+            moved_s = (lanes[f"read:{number}"][1] + lanes[f"write:{number}"][1]) / moved
+            so_s = worked_s + so_many * moved_s - 2 * (so_many - 1) * work_s + engine_s
+            if so_s > round_s:
+                round_s, together = so_s, so_many
         every_s = max(
             path_s,
-            (1 - on_gpu) * update_s,
-            on_gpu * mean_bytes * max(up_s, in_s, out_s),
+            work_s,
             on_gpu * (chain_s + rates.reaction_s) / max(mix.gpu_slots, 1),
             round_s / mix.slots,
         )
@@ -273,13 +286,14 @@ def _step_s(
             if part and spare_s > 0:
                 lasts = resident_bytes / mean_bytes * work_s / spare_s
                 hindrance_s += min(moved, int(lasts)) * (hindered_s - every_s)
-        pipeline_s = round_s + (moved - 1) * every_s + hindrance_s
+        pipeline_s = round_s + (moved - together) * every_s + (together - 1) * work_s + hindrance_s
     # What the CPU has not done by then, it does at its full speed.
     span_s = max(pipeline_s, gpu_s)
     cpu_s = lanes["cpu"][0] * cpu_s_per_byte
     if cpu_s > span_s:
         cpu_s = span_s + (cpu_s - span_s) * speed
-    return max(bring_s + cpu_s + push_s, pipeline_s + last_s, gpu_s) + 2 * rates.reaction_s, span_s
+    ends_s = max(bring_s + cpu_s + push_s, pipeline_s + last_s, gpu_s)
+    return ends_s + 2 * rates.reaction_s + rates.begin_s, span_s
 
 
 def _gpu_s(

@@ -87,6 +87,8 @@ class PathRates:
             checksums or copies).
         read_alone_bytes_per_s: Bandwidth towards memory while nothing is written; 0 where unknown.
         write_alone_bytes_per_s: Bandwidth towards the path while nothing is read; 0 where unknown.
+        at_once: Transfers of one direction that share its bandwidth and end together; further ones wait. 1 for a
+            device that serves one after the other. What a transfer takes of the device's time is the same either way.
     """
 
     read_bytes_per_s: float
@@ -95,6 +97,7 @@ class PathRates:
     memory_cost: float = 1.0
     read_alone_bytes_per_s: float = 0.0
     write_alone_bytes_per_s: float = 0.0
+    at_once: float = 1.0
 
     @property
     def read(self) -> Direction:
@@ -170,6 +173,7 @@ class Rates:
         operation_s: What the engine's one thread takes to start an operation and to take in its end, calls of the
             GPU's runtime (`GpuRates.call_s`) not counted. The thread does one after the other, so this bounds how
             many operations there are in a second.
+        begin_s: What the engine's thread takes, beside a step's operations, to begin it and to learn from the last.
 
     Raises:
         ConfigError: If a rate is not a finite number greater than zero.
@@ -182,6 +186,7 @@ class Rates:
     compute_flops_per_s: float = 0.0
     reaction_s: float = 0.0
     operation_s: float = 0.0
+    begin_s: float = 0.0
 
     def __post_init__(self) -> None:
         parts: list[tuple[str, Any]] = [("", self)]
@@ -253,6 +258,7 @@ _MAY_BE_ZERO = (
     "compute_flops_per_s",
     "reaction_s",
     "operation_s",
+    "begin_s",
     "call_s",
 )
 

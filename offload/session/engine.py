@@ -31,7 +31,7 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Snapshot
 from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
-from offload.engine.timeline import Interval
+from offload.engine.timeline import ENGINE, Interval
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
 from offload.layout import Layout, Parameter, Segment
 from offload.measure import lane_totals
@@ -158,8 +158,8 @@ class Engine:
         Keys: `step`, `step_s`, `state_bytes`, `resident_bytes` (at home in memory, of the host or the GPU),
         `streamed_bytes`, `resident_share`; with a GPU `gpu_bytes` (resident there), `pinned_bytes` and
         `unpinned_bytes` (host memory that the GPU copies from and to, and what of it the system does not let it reach
-        by itself); for each lane (`cpu`, `read:<path>`, `write:<path>`, and `gpu`, `h2d`, `d2h` with a GPU)
-        `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`,
+        by itself); for each lane (`engine`, its own thread; `cpu`, `read:<path>`, `write:<path>`; with a GPU `gpu`,
+        `h2d`, `d2h`) `lane/<lane>/busy_s` and `lane/<lane>/bytes`; for each path `path/<number>/read_bytes`,
         `path/<number>/write_bytes`, `path/<number>/live_bytes` (what lies there now) and
         `path/<number>/written_bytes` (since the session began, checkpoints included: what wears a drive); with
         `speculate` also `ahead/confirmed_bytes` and `ahead/revoked_bytes`: state that had been updated before the
@@ -186,7 +186,7 @@ class Engine:
         if self.speculates:
             found["ahead/confirmed_bytes"], found["ahead/revoked_bytes"] = ahead.confirmed_bytes, ahead.revoked_bytes
         totals = lane_totals(timeline)
-        for lane in ("cpu", "gpu", "h2d", "d2h") if parts.gpu is not None else ("cpu",):
+        for lane in (ENGINE, "cpu", "gpu", "h2d", "d2h") if parts.gpu is not None else (ENGINE, "cpu"):
             found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
         for path, live_bytes in enumerate(parts.machine.index.live_bytes()):
             for verb in ("read", "write"):

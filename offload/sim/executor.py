@@ -1,13 +1,13 @@
 """The simulated executor: a virtual clock and a heap of completions in place of real lanes.
 
-A lane is a serial resource: each path's reads, each path's writes (where each is slower beside the other, by
-`SharedPath`), the CPU; with a GPU also its updates ("gpu") and its copy engines, one each way ("h2d", "d2h"), that
-carry state, weights and gradients in the order in which they are given. An operation takes the lane's latency and its
-bytes over the lane's rate, after what was given to the lane before it, and not before the engine has reacted to what
-it follows from. Where the rates know what the engine's own thread takes for an operation, that is a lane, too
-("engine"). Where they know the host's memory bandwidth, updates on the CPU have what the other lanes leave of it at
-each moment (`Rates.cpu_speed`). Two fidelities: timing only, and, given `SimData`, with bytes. Same arguments, same
-run.
+A lane is a serial resource: each path's reads, each path's writes (where each is slower beside the other, or serves
+several transfers at once, by `SharedPath`), the CPU; with a GPU also its updates ("gpu") and its copy engines, one
+each way ("h2d", "d2h"), that carry state, weights and gradients in the order in which they are given. An operation
+takes the lane's latency and its bytes over the lane's rate, after what was given to the lane before it, and not
+before the engine has reacted to what it follows from. Where the rates know what the engine's own thread takes for an
+operation, that is a lane, too ("engine"). Where they know the host's memory bandwidth, updates on the CPU have what
+the other lanes leave of it at each moment (`Rates.cpu_speed`). Two fidelities: timing only, and, given `SimData`,
+with bytes. Same arguments, same run.
 
 With even lanes and no bytes, as in predictions, the GPU is driven as the live engine drives it: a copy to it or an
 update there counts as done once it is enqueued, and what follows waits for it on the GPU. Gradients that wait on the
@@ -18,9 +18,9 @@ Invariants:
   * an operation is reported once, or (stuck) never;
   * virtual time never goes back.
 
-Non-goals: contention for memory, or of a path's reads and writes with each other, together with faults, disorder or
-bytes (there a path always has its rates of both at once); a host so much slower than its lanes that they wait for it
-in turn.
+Non-goals: contention for memory, or of a path's transfers with each other, together with faults, disorder or bytes
+(there a path always has its rates of both directions at once, and one transfer after the other); a host so much
+slower than its lanes that they wait for it in turn.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from offload.engine.operations import (
     WeightOperation,
     WriteTile,
 )
-from offload.engine.timeline import Interval
+from offload.engine.timeline import ENGINE, Interval
 from offload.errors import ConfigError, CorruptRecordError, InternalError, TierError, TierFullError
 from offload.plan.budget import BROUGHT_AHEAD, Plan
 from offload.plan.cost import CALLS, PASSING_CALLS
@@ -183,7 +183,7 @@ class SimExecutor:
         self._heap: list[tuple[float, int, Operation | Event, _OperationFault | PathFull | None]] = []
         self._pushed = 0  # breaks ties in time: first given, first reported
         self._out: dict[int, Operation] = {}
-        self._started: list[tuple[_Lane, Operation | int, float, float, int]] = []
+        self._started: list[tuple[_Lane, Operation | int | None, float, float, int]] = []
         self._counts: Counter[str] = Counter()
         self._planned: dict[tuple[str, int], _OperationFault] = {}
         self._full: list[PathFull] = []
@@ -204,17 +204,17 @@ class SimExecutor:
                 case FailOperation(kind, number) | ShortTransfer(kind, number) | StuckOperation(kind, number):
                     self._planned[kind, number] = fault
         self._even = disorder == ORDERLY and not faults and data is None
-        # Paths whose directions share what there is: what a transfer takes there is known when it has ended.
+        # Paths whose transfers share what there is: what one takes there is known when it has ended.
         self._shared: list[SharedPath[Operation]] = []
         for number, path in enumerate(rates.paths):
-            if self._even and path.is_shared:
+            if self._even and (path.is_shared or round(path.at_once) > 1):
                 self._shared.append(SharedPath(path))
                 self._reads[number].shared = self._writes[number].shared = self._shared[-1]
         # What the engine's thread does, one thing after the other.
-        self._engine = _Lane("engine", 1.0)
+        self._engine = _Lane(ENGINE, 1.0)
         self._call_s = rates.gpu.call_s if rates.gpu is not None else 0.0
         self._reaction_s = rates.reaction_s  # to what has been reported last: nothing where the engine did it itself
-        self._costly = self._even and bool(rates.operation_s or self._call_s)
+        self._costly = self._even and bool(rates.operation_s or rates.begin_s or self._call_s)
         # Updates that share the memory end when the others let them: they wait here, not in the heap.
         demand = sum(lane.memory_cost * servers / lane.s_per_byte for lane in self._lanes())
         demand += sum(
@@ -366,7 +366,7 @@ class SimExecutor:
     def _give_shared(
         self, lane: _Lane, path: SharedPath[Operation], operation: Operation, nbytes: int, may_start_s: float
     ) -> None:
-        """Put work on a lane that shares its path with the other direction's."""
+        """Put work on a lane whose path is shared by what is given to it."""
         before = path.demand
         path.give(lane.name.partition(":")[0], Transfer(operation, nbytes, may_start_s), self.now_s)
         self._note_demand(path.demand - before)
@@ -374,9 +374,9 @@ class SimExecutor:
     def _change(self, path: SharedPath[Operation]) -> None:
         """Let the next transfers of a shared path begin or end, now."""
         before = path.demand
-        for _, transfer in path.change():
+        for verb, transfer in path.change():
             lane, _ = self.lane_of(transfer.what)
-            lane.busy_s += self.now_s - transfer.started_s
+            lane.busy_s = path.busy_s(verb)
             lane.nbytes += transfer.nbytes
             if self.record_timeline:
                 self._started.append((lane, transfer.what, transfer.started_s, self.now_s, transfer.nbytes))
@@ -390,8 +390,11 @@ class SimExecutor:
     def _work(self, from_s: float, seconds: float) -> float:
         """Let the engine's thread work; return when it is through."""
         engine = self._engine
-        engine.free_s[0] = max(engine.free_s[0], from_s) + seconds
+        started_s = max(engine.free_s[0], from_s)
+        engine.free_s[0] = started_s + seconds
         engine.busy_s += seconds
+        if self.record_timeline and seconds:
+            self._started.append((engine, None, started_s, engine.free_s[0], 0))
         return engine.free_s[0]
 
     def _calls(self, operation: Operation) -> int:
@@ -405,6 +408,8 @@ class SimExecutor:
         """Have the gradients of the first visits on their way, as far as they lie on the GPU."""
         self._ahead.clear()
         self._brought_s.clear()
+        if self._costly:
+            self._work(self.now_s + self._rates.reaction_s, self._rates.begin_s)
         if self._even and self._plan.budgets.gradients_on_gpu:
             # A gradient has its weight's dtype.
             self._to_bring = {visit.subgroup: visit.weight_bytes for visit in sweep.visits if visit.weight_bytes}
@@ -666,7 +671,9 @@ def _kind(operation: Operation) -> str:
     return _KINDS[type(operation)]
 
 
-def _label(operation: Operation | int) -> str:
+def _label(operation: Operation | int | None) -> str:
+    if operation is None:
+        return ""
     if isinstance(operation, int):
         return f"gradients of subgroup {operation}"
     if isinstance(operation, Run):

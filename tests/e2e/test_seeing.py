@@ -81,7 +81,7 @@ def test_a_trace_is_written_from_any_session(tmp_path: Path) -> None:
         optimizer.write_trace(file)
         events = json.loads(file.read_text())["traceEvents"]
         operations = [event for event in events if event["ph"] == "X"]
-        assert {event["cat"] for event in operations} == {"cpu", "read:0", "write:0"}
+        assert {event["cat"] for event in operations} == {"cpu", "read:0", "write:0", "engine"}
         assert len(operations) == len(optimizer.timeline())
         assert all(event["ts"] >= 0 and event["dur"] >= 0 for event in operations)
         names = [event["args"]["name"] for event in events if event["ph"] == "M"]

@@ -85,7 +85,7 @@ def test_an_optimizer_and_an_engine_explain_their_last_step(tmp_path: Path) -> N
             optimizer.step()
         found, metrics = optimizer.explain(), optimizer.metrics()
         assert found.measured_s == metrics["step_s"]
-        assert {lane.lane for lane in found.lanes} == {"cpu", "read:0", "write:0"}
+        assert {lane.lane for lane in found.lanes} == {"cpu", "read:0", "write:0", "engine"}
         for lane in found.lanes:
             assert lane.predicted_s > 0
             assert f"lane/{lane.lane}/predicted_s" in metrics

@@ -62,3 +62,25 @@ def test_three_steps_tell_how_directions_share_a_path(kind: str, believed: str) 
     assert statistics.median(errors) < 0.05
     assert max(closed) < 0.1, closed
     assert statistics.median(closed) < 0.05
+
+
+@pytest.mark.parametrize("numel", [1 << 10, 1 << 14, 1 << 16])
+@pytest.mark.parametrize(("slots", "at_once"), [(2, 1), (2, 16), (4, 4)])
+def test_a_step_of_small_subgroups_tells_what_a_visit_costs_beside_its_bytes(
+    numel: int, slots: int, at_once: int
+) -> None:
+    """Whoever knows rates of bytes alone is off by factors; one step teaches the rest."""
+    layout = build_layout([Parameter("p", SUBGROUPS * numel, DtypeCode.BFLOAT16, 0)], numel)
+    budgets = Budgets(0, slots * layout.max_subgroup_bytes, (PathBudget("path", 1 << 50),))
+    plan = make_plan(layout, budgets)
+    path = PathRates(2 * GB, 1.5 * GB, 4e-5, at_once=at_once)
+    known = Rates(10 * GB, (PathRates(2 * GB, 1.5 * GB),))
+    true = dataclasses.replace(known, paths=(path,), reaction_s=1e-5, operation_s=8e-5, begin_s=3e-4)
+    step = predict(plan, true)
+    if numel < 1 << 16:
+        assert predict(plan, known).step_s < 0.5 * step.step_s
+    found = observe(known, step.timeline)
+    assert found.operation_s == pytest.approx(true.operation_s)
+    assert found.begin_s == pytest.approx(true.begin_s)
+    assert predict(plan, found).step_s == pytest.approx(step.step_s, rel=0.1)
+    assert estimate(plan, found).step_s == pytest.approx(step.step_s, rel=0.2)

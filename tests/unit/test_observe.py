@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from offload.engine.timeline import Interval
+from offload.engine.timeline import ENGINE, Interval
 from offload.measure import lane_totals, observe, typical
 from offload.measure.observe import IMPOSSIBLE, LEAST_KEPT, LEAST_TOGETHER
 from offload.plan import GpuRates, PathRates, Rates
@@ -62,8 +62,92 @@ def test_a_turn_of_the_other_direction_was_not_waited_for_the_engine() -> None:
 def test_a_lane_that_did_little_keeps_its_rate() -> None:
     known = rates_of()
     assert observe(known, []) == known
-    assert observe(known, spans("cpu", (0, 1), nbytes=1000) + spans("read:0", (0, 1), nbytes=1000)) == known
+    found = observe(known, spans("cpu", (0, 1), nbytes=1000) + spans("read:0", (0, 1), nbytes=1000))
+    assert found.cpu_bytes_per_s == known.cpu_bytes_per_s
+    assert found.paths[0].read == known.paths[0].read
     assert observe(known, spans("cpu", (1, 1)) + spans("write:0", (1, 1))) == known
+
+
+def test_a_path_that_did_little_shows_what_its_operations_take_beside_their_bytes() -> None:
+    """Three reads and a write; a microsecond each is for their bytes."""
+    known = dataclasses.replace(rates_of(), paths=(PathRates(4 * GB, 4 * GB),))
+    timeline = spans("read:0", (0, 0.001), (0.001, 0.003), (1, 1.001), nbytes=4000)
+    timeline += spans("write:0", (2, 2.002), nbytes=4000)
+    found = observe(known, timeline).paths[0]
+    assert found.latency_s == pytest.approx(0.006 / 4 - 1e-6)
+    assert found.read == known.paths[0].read
+    # A direction that has shown its rate has shown it with the latency that was known,
+    late = dataclasses.replace(known, paths=(dataclasses.replace(known.paths[0], latency_s=0.1),))
+    much = [*timeline, *spans("write:0", (3, 4))]
+    assert observe(late, much).paths[0].latency_s == pytest.approx(0.1)
+    # or with what it can have been: half of the time.
+    later = dataclasses.replace(known, paths=(dataclasses.replace(known.paths[0], latency_s=10.0),))
+    found = observe(later, much).paths[0]
+    assert found.latency_s == pytest.approx(1.002 / 2 / 2)
+    assert 2 * found.latency_s + (100 * MB + 4000) / found.write.alone == pytest.approx(1.002)
+    assert typical([known, observe(known, timeline), observe(known, timeline)]).paths[0].latency_s > 0
+
+
+def test_transfers_that_are_under_way_together_share_their_path() -> None:
+    one_by_one = spans("read:0", (0, 1), (1, 2), (2, 3)) + spans("write:0", (0, 3))
+    assert observe(rates_of(), one_by_one).paths[0].at_once == 1
+    together = [*one_by_one, *spans("write:0", (0.5, 4), (2.5, 4), (3.5, 5))]
+    found = observe(rates_of(), together)
+    assert found.paths[0].at_once == 3
+    assert typical([rates_of(), found, found]).paths[0].at_once == 3
+    known = dataclasses.replace(rates_of(), paths=(dataclasses.replace(rates_of().paths[0], at_once=16),))
+    assert observe(known, spans("cpu", (0, 1))).paths[0].at_once == 16, "nothing was moved"
+
+
+def worked(*times: tuple[float, float]) -> list[Interval]:
+    """Return turns of the engine's thread."""
+    return [Interval(ENGINE, "", begin_s, end_s, 0) for begin_s, end_s in times]
+
+
+def a_step() -> list[Interval]:
+    """Return a step in which the engine's thread takes 0.7 to begin it and 0.1 for an operation, and is woken thrice.
+
+    It is woken 0.05 after what has happened; what it does last in a turn is to take in what ended meanwhile.
+    """
+    return [
+        *worked((0.0, 0.9), (1.05, 1.35), (2.05, 2.25)),
+        Interval("cpu", "", 0.8, 0.85, 100 * MB, due_s=0.0),
+        Interval("cpu", "", 0.9, 1.0, 100 * MB, due_s=0.0),
+        Interval("write:0", "", 1.15, 2.0, 100 * MB, due_s=1.0),
+        Interval("write:0", "", 1.25, 2.0, 100 * MB, due_s=1.0),
+        Interval("cpu", "", 1.35, 1.4, 100 * MB, due_s=1.0),
+        Interval("read:0", "", 2.15, 3.0, 100 * MB, due_s=2.0),
+        Interval("read:0", "", 2.25, 3.0, 100 * MB, due_s=2.0),
+    ]
+
+
+def test_what_the_engine_s_thread_takes_is_no_lane_s_and_no_reaction() -> None:
+    found = observe(rates_of(), a_step())
+    assert found.operation_s == pytest.approx(0.1)
+    assert found.begin_s == pytest.approx(0.7)
+    # Of those that found their lanes idle when they were due: the first update, and the first write.
+    assert found.reaction_s == pytest.approx((0.0 + 0.05) / 2)
+    assert lane_totals(a_step())["cpu"][1] == pytest.approx(0.05 + 0.1 + 0.05)
+    last = [found, found, observe(found, a_step())]
+    assert typical(last).operation_s == pytest.approx(0.1)
+    # Without the thread's intervals nothing is known of it, and what it took is the engine's reaction, as ever.
+    without = [interval for interval in a_step() if interval.lane != ENGINE]
+    silent = observe(dataclasses.replace(rates_of(), operation_s=0.3, begin_s=0.4), without)
+    assert (silent.operation_s, silent.begin_s) == (0.3, 0.4)
+    assert silent.reaction_s == pytest.approx((0.8 + 0.15) / 2)
+
+
+def test_the_engine_s_turns_behind_a_step_are_not_its() -> None:
+    """One turn takes in the last operation's end; requests that come later are others' affairs."""
+    timeline = [*a_step(), *worked((3.05, 3.05), (5.0, 9.0), (10.0, 11.0))]
+    assert observe(rates_of(), timeline).operation_s == pytest.approx(0.1)
+
+
+def test_calls_of_a_gpu_that_are_known_apart_are_not_counted_twice() -> None:
+    gpu = GpuRates(1 * GB, 1 * GB, 1 * GB, call_s=1e-5)
+    known = dataclasses.replace(rates_of(), gpu=gpu, operation_s=1e-4)
+    found = observe(known, a_step())
+    assert (found.operation_s, found.begin_s) == (known.operation_s, known.begin_s)
 
 
 def test_each_lane_has_its_bytes_over_its_time() -> None:

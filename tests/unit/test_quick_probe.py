@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ from offload.engine.memory import Arena
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.table import trial_bytes
 from offload.layout import Parameter, build_layout
-from offload.measure import probe, quick_probe, workbench
+from offload.measure import probe, quick_probe, trial, workbench
+from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, TrialState
-from offload.plan import Budgets, PathBudget, Plan, make_plan
+from offload.plan import Budgets, Home, PathBudget, PathRates, Plan, Rates, make_plan
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import StateFormat
 from offload.rules import ADAMW
-from offload.sim import SimulatedDevice
+from offload.sim import SimulatedDevice, predict
+from offload.tiers import open_tier
 
 GIB = 1 << 30
 
@@ -99,7 +103,9 @@ def test_a_process_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = CompletionQueue()
     with CpuUpdateKernel(queue, 1) as one, CpuUpdateKernel(queue, 2) as two:
         first = quick_probe(one, [], queue, 0, plan_of(100_000))
-        assert quick_probe(one, [], queue, 0, plan_of(100_000)) == first
+        again = quick_probe(one, [], queue, 0, plan_of(100_000))
+        assert again.cpu_bytes_per_s == first.cpu_bytes_per_s
+        assert again.memory_bytes_per_s == first.memory_bytes_per_s
         assert len(taken) == 1
         quick_probe(two, [], queue, 0, plan_of(100_000))
         quick_probe(one, [], queue, 0, plan_of(200_000))
@@ -217,3 +223,45 @@ def test_trial_state_repeats_its_values() -> None:
     assert (gradient[-1000:] != 0).any()
     del master, gradient
     state.close()
+
+
+@pytest.mark.parametrize("paths", [0, 1, 2])
+def test_steps_of_a_small_plan_show_what_a_visit_costs(paths: int, tmp_path: Path) -> None:
+    """What they write is the session's to overwrite, and what is known of bytes stays as it is."""
+    queue, known = CompletionQueue(), Rates(10e9, (PathRates(1e9, 2e9, at_once=3),) * paths)
+    with contextlib.ExitStack() as ends:
+        tiers = []
+        for number in range(paths):
+            (tmp_path / str(number)).mkdir()
+            tiers.append(open_tier(str(tmp_path / str(number)), uuid.uuid4(), queue))
+            ends.callback(tiers[-1].close)
+        kernel = ends.enter_context(CpuUpdateKernel(queue, 1))
+        found = trial_rates(kernel, tiers, queue, known)
+        assert found.operation_s > 0
+        assert found.begin_s > 0
+        assert found.reaction_s >= 0
+        assert found.cpu_bytes_per_s == known.cpu_bytes_per_s
+        assert [path.read for path in found.paths] == [path.read for path in known.paths]
+        assert not queue.wait(0.0), "something is still under way"
+    layout = build_layout([Parameter("p", 40 << 10, DtypeCode.BFLOAT16, 0)], 1 << 10)
+    offers = tuple(PathBudget(str(number), 1 << 40) for number in range(paths))
+    plan = make_plan(layout, Budgets(0 if paths else layout.state_bytes, None, offers))
+    assert predict(plan, found).step_s > predict(plan, known).step_s
+
+
+def test_no_step_is_tried_where_a_path_has_no_room_for_it(tmp_path: Path) -> None:
+    queue, known = CompletionQueue(), Rates(10e9, (PathRates(1e9, 2e9),))
+    tier = open_tier(str(tmp_path), uuid.uuid4(), queue, max_bytes=16 << 10, extent_bytes=16 << 10)
+    with contextlib.closing(tier), CpuUpdateKernel(queue, 1) as kernel:
+        assert trial_rates(kernel, [tier], queue, known) == known
+
+
+def test_the_steps_that_are_tried_are_like_the_session_s() -> None:
+    layout = build_layout([Parameter("p", 40 << 12, DtypeCode.BFLOAT16, 0)], 1 << 12)
+    size, paths = layout.max_subgroup_bytes, (PathBudget("path", 1 << 40),)
+    for at_home, slots in ((0, 2), (30, 3), (40, 8)):
+        plan = make_plan(layout, Budgets(at_home * size, slots * size, paths))
+        small = trial._small_plan([None], plan)  # type: ignore[list-item]
+        assert len(small.homes) == trial.SUBGROUPS
+        assert small.homes.count(Home.HOST) == round(trial.SUBGROUPS * at_home / 40)
+        assert small.staging_slots == min(plan.staging_slots, trial.SLOTS)

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
+from offload.layout import Parameter, build_layout
 from offload.measure import Measurement, RatesFile, default_rates_file, load_rates, save_rates, session_rates
 from offload.measure.rates_file import machine_facts, path_facts, versions
-from offload.plan import GpuRates, PathRates, Rates
+from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Rates, make_plan
 from offload.protocols import StateFormat
+from offload.sim import predict
 
 GB = 1e9
 
@@ -68,6 +71,26 @@ def test_plain_rates_are_enough_to_predict_with() -> None:
     assert found.rates == rates
     assert found.cpu_rate({StateFormat.COMPACT16: 7}, 100) == 9 * GB
     assert RatesFile.from_dict(found.to_dict()) == found
+
+
+def test_a_file_of_before_says_nothing_of_the_engine_or_of_transfers_side_by_side(tmp_path: Path) -> None:
+    """It predicts what it did: nothing is taken for an operation, and a path serves one transfer after the other."""
+    values = made(tmp_path).to_dict()
+    for name in ("reaction_s", "operation_s", "begin_s"):
+        del values["rates"][name]
+    del values["rates"]["paths"][0]["at_once"]
+    found = RatesFile.from_dict(values).rates
+    assert (found.reaction_s, found.operation_s, found.begin_s) == (0.0, 0.0, 0.0)
+    assert found.paths[0].at_once == 1
+    layout = build_layout([Parameter("p", 20 << 16, DtypeCode.BFLOAT16, 0)], 1 << 16)
+    plan = make_plan(layout, Budgets(0, 2 * layout.max_subgroup_bytes, (PathBudget("path", 1 << 40),)))
+    size, path = layout.max_subgroup_bytes, found.paths[0]
+    # Two slots, and an update that hardly counts: writes, one after the other, are as long as the step.
+    tiles = len(layout.subgroups[0].tiles)
+    write_s, read_s = (tiles * path.latency_s + size / rate.alone for rate in (path.write, path.read))
+    prediction = predict(plan, dataclasses.replace(found, cpu_bytes_per_s=1e18, memory_bytes_per_s=math.inf))
+    assert prediction.step_s == pytest.approx(18 * write_s + read_s, rel=1e-3)
+    assert "engine" not in prediction.busy_s
 
 
 def test_each_format_of_state_has_its_rate() -> None:

@@ -1,0 +1,170 @@
+"""A few steps of a small plan through the lanes of a session: what a step costs beside its bytes.
+
+Subgroups are so small that bytes hardly count: what is left is the engine's thread (machine, tables, queue, what it
+learns), the wake-ups of threads, and a path's latency. It is the machine and the executor of a session that run, and
+what they take is learnt as from a session's own steps.
+
+This happens before the session's first operation, in staging memory whose content is undefined at that moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from offload.dtypes import DtypeCode
+from offload.engine.executor import REQUEST, LiveExecutor
+from offload.engine.index import TileIndex
+from offload.engine.loop import pump
+from offload.engine.machine import Machine, update_visits
+from offload.engine.memory import Arena
+from offload.engine.operations import Begin, Run, Sweep
+from offload.engine.tables import Tables
+from offload.engine.timeline import Interval
+from offload.kernels import CpuUpdateKernel
+from offload.kernels.table import trial_bytes
+from offload.layout import SECTOR_NUMEL, Parameter, build_layout
+from offload.measure.observe import observe, typical
+from offload.plan import Budgets, Home, PathBudget, Plan, Rates, make_plan, visit_order
+from offload.protocols import Queue, Tier
+from offload.rules import ADAMW, BF16
+from offload.tiers import tier_error
+
+SUBGROUPS, SLOTS = 12, 4
+"""Most subgroups and staging slots; as many as the session has, if that is less."""
+
+STEPS = 6
+"""The first reads nothing, and both it and the second do much for the first time."""
+
+LONGEST_S = 0.25
+"""No further step begins after this, so that a slow path is not waited for for long."""
+
+
+def trial_rates(
+    kernel: CpuUpdateKernel,
+    tiers: Sequence[Tier],
+    queue: Queue,
+    known: Rates,
+    plan: Plan | None = None,
+    memory: tuple[int, int] = (0, 0),
+) -> Rates:
+    """Return rates with what steps of a small plan show of the engine's thread, its reactions, and paths' latencies.
+
+    Args:
+        kernel: The session's kernel.
+        tiers: The session's tiers, with nothing in any slot yet; they have little room at least, or nothing is tried.
+        queue: What all report to; nothing else does meanwhile.
+        known: The rates of a session's lanes, measured otherwise.
+        plan: What the session is about to do: as large a part of the small plan's state is at home in memory. Without
+            one, none is where there are paths.
+        memory: Address and size of memory whose content is lost; other memory is taken where that is too small.
+
+    Raises:
+        OffloadError: If a path or the update fails.
+    """
+    small = _small_plan(tiers, plan)
+    if any(tier.free_bytes() < small.storage_bytes for tier in tiers):
+        return known
+    beside = SECTOR_NUMEL * trial_bytes(ADAMW)  # of one update at a time: what is at home, gradients and weights
+    with contextlib.ExitStack() as ends:
+        address, nbytes = memory
+        if nbytes < small.staging_bytes:
+            staging = Arena(small.staging_bytes, prefault=True)
+            ends.callback(staging.close)
+            address = staging.address
+        rest = Arena(beside, prefault=True)
+        ends.callback(rest.close)
+        session = _Session(kernel, tiers, queue, small, address, rest.address)
+        seen: list[Rates] = []
+        until_s = time.monotonic() + LONGEST_S
+        for number in range(1, STEPS + 1):
+            timeline = session.step(number, known)
+            if number > STEPS // 2 or (number > 1 and time.monotonic() > until_s):
+                seen.append(observe(known, timeline))
+            if number > 1 and time.monotonic() > until_s:
+                break
+        session.settle()
+    return typical(seen)
+
+
+def _small_plan(tiers: Sequence[Tier], plan: Plan | None) -> Plan:
+    """Return a plan of subgroups as small as can be, like `plan` in what is at home in memory."""
+    count, slots, streamed = SUBGROUPS, SLOTS, 1.0
+    if plan is not None and plan.homes:
+        count, slots = min(SUBGROUPS, len(plan.homes)), max(1, min(SLOTS, plan.staging_slots))
+        streamed = plan.homes.count(Home.STREAMED) / len(plan.homes)
+    at_home = round(count * (1 - streamed)) if tiers else count
+    parameters = [Parameter(str(number), SECTOR_NUMEL, DtypeCode.BFLOAT16, 0) for number in range(count)]
+    layout = build_layout(parameters, SECTOR_NUMEL)
+    size = layout.max_subgroup_bytes
+    offers = tuple(PathBudget(f"path {number}", 1 << 62) for number in range(len(tiers)))
+    return make_plan(layout, Budgets(at_home * size, slots * size, offers))
+
+
+class _Session:
+    """The machine and the executor of a small plan.
+
+    Args:
+        kernel: Makes updates.
+        tiers: A tier for each path.
+        queue: What all report to.
+        plan: The small plan.
+        address: Its staging memory.
+        beside: Memory for what an update needs beside.
+    """
+
+    def __init__(
+        self, kernel: CpuUpdateKernel, tiers: Sequence[Tier], queue: Queue, plan: Plan, address: int, beside: int
+    ) -> None:
+        self._plan, self._queue = plan, queue
+        layout = plan.layout
+        self._home, gradients = beside, beside + layout.max_subgroup_bytes
+        self._tables = Tables()
+        self._tables.extend(layout)
+        # One parameter for each subgroup, all with the same gradient and the same weight.
+        self._tables.gradients[:], self._tables.gradient_dtypes[:] = gradients, DtypeCode.BFLOAT16
+        self._tables.weights[:] = gradients + SECTOR_NUMEL * BF16.item_bytes
+        self._groups = [layout.rule.values(layout.rule.defaults)]
+        self._machine = Machine(plan, TileIndex([(tier.free_bytes(), 1.0) for tier in tiers], plan.slot_counts))
+        self._executor = LiveExecutor(tiers, kernel, queue, tier_error)
+        self._executor.bind(plan, address)
+        self._executor.visit_with(self._table, updates=True)
+
+    def step(self, number: int, known: Rates) -> list[Interval]:
+        """Take a step as the engine's thread does, which is woken for it; return what the last one did, and since."""
+        machine, executor = self._machine, self._executor
+        self._queue.post(REQUEST)
+        while not executor.requests:
+            for event in executor.wait():
+                machine.handle(event)
+        executor.requests -= 1
+        timeline, executor.timeline = executor.timeline, []
+        subgroups = self._tables.begin_step(self._groups, 1.0, 1.0, range(len(self._plan.homes)))
+        order = visit_order(subgroups, machine.slots)
+        machine.handle(Begin(Sweep(number, number, update_visits(self._plan, order, machine.is_fresh))))
+        executor.submit(machine.take_operations())
+        if timeline:
+            observe(known, timeline)
+        pump(machine, executor, lambda machine: machine.finished is not None)
+        machine.take_finished()
+        self._check()
+        return list(executor.timeline)
+
+    def settle(self) -> None:
+        """Wait for what is still in flight."""
+        machine = self._machine
+        pump(machine, self._executor, lambda machine: machine.in_flight == 0 or machine.broken is not None)
+        self._check()
+
+    def _check(self) -> None:
+        if self._machine.broken is not None:
+            self._executor.drain()
+            raise self._machine.broken
+
+    def _table(self, run: Run) -> npt.NDArray[Any]:
+        address = self._home if run.slot is None else self._executor.slot_address(run.slot)
+        return self._tables.fill(run.visit.subgroup, address, fresh=True, update=True)
