@@ -3,8 +3,9 @@
 Run by `test_deepspeed.py` as `python deepspeed_checks.py FOLDER CHECK...` with RANK and WORLD_SIZE set; writes what
 became of each check to `FOLDER/results-<rank>.json`. With LATE_TRANSFERS set, gradients count as those of another
 device, whose copies end as late as they may. With PLACEMENT set, weights and gradients count as those of a simulated
-GPU, on which so much is updated. With DELAYS set, to a seed, weights, gradients and DeepSpeed's own work are on the
-test accelerator, whose streams dawdle. With AHEAD set, updates are made during every backward pass that can have them.
+GPU, on which so much is updated. With DELAYS set, to a seed, DeepSpeed runs on the test accelerator, with weights and
+gradients there, and streams that dawdle. With AHEAD set, updates are made during every backward pass that can have
+them.
 """
 
 from __future__ import annotations
