@@ -1,0 +1,60 @@
+"""The DeepSpeed backend on the test accelerator: weights and gradients on a device whose streams dawdle."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from accelerator import build, processes
+from test_deepspeed import OTHERS, SKIPPED, start
+
+NAME = "alone_on_an_accelerator"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    try:
+        build.library()
+    except build.CannotBuild as error:
+        end = pytest.fail if processes.NO_SKIPS in os.environ else pytest.skip
+        end(f"no test accelerator: {error}")
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def on_cpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """Return a number of ranks, and where they have left what DeepSpeed and the engine compute on the CPU."""
+    folder = tmp_path_factory.mktemp("cpu")
+    assert start(request.param, folder, (NAME,)) == {NAME: "ok"}
+    return request.param, folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))])
+def test_every_stage_has_the_bits_of_the_cpu(on_cpu: tuple[int, Path], seed: int, tmp_path: Path) -> None:
+    """Losses, norms, weights and state, whatever runs late; a checkpoint goes on as what it was taken of."""
+    world, expected_in = on_cpu
+    assert start(world, tmp_path, (NAME,), DELAYS=str(seed)) == {NAME: "ok"}
+    for rank in range(world):
+        expected, found = (torch.load(folder / f"trained-{rank}.pt") for folder in (expected_in, tmp_path))
+        for number, ((losses, state), (mine, own)) in enumerate(zip(expected, found, strict=True)):
+            assert mine == losses, f"case {number}"
+            assert own.keys() == state.keys()
+            assert not [name for name, tensor in state.items() if not torch.equal(own[name], tensor)], (
+                f"case {number}"
+            )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("placement", ["cpu", "0.5", "gpu"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_checks(world: int, placement: str, tmp_path: Path) -> None:
+    """Beside stock DeepSpeed, which is on the accelerator as well then."""
+    found = start(world, tmp_path, OTHERS, timeout_s=3000, PLACEMENT=placement, DELAYS=str(world))
+    assert {name: said for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)} == {}
