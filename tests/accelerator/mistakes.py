@@ -756,3 +756,8 @@ def _closed_early() -> Iterator[None]:
 
     with left_out("wait", "GpuLanes.close", of=lambda: GpuLanes)(), replaced(DEVICE, "close", close):
         yield
+
+
+def plants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+    """Return what can be planted, by name."""
+    return {mistake.name: mistake.plant for mistake in MISTAKES}
