@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from offload.engine import cuda
+from offload.engine import accelerator
 from offload.engine.additions import Additions
 from offload.engine.gpu import GpuLanes
 from offload.engine.gradients import Gradients
@@ -30,10 +30,10 @@ from offload.integrations.deepspeed.transfers import Transfers
 from offload.optim.routes import Departing
 from offload.protocols import DeviceLane
 
-DEVICE: type = cuda.CudaDevice
+DEVICE: type = accelerator.AcceleratorDevice
 """The class of devices that mistakes are planted in."""
 
-MARK: type = cuda._Event
+MARK: type = accelerator._Event
 
 
 class Shows(Enum):

@@ -81,12 +81,12 @@ def _serve(plants: str) -> None:
     """Run trainings that come on stdin."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
     module = __import__(plants)
     known: dict[str, Callable[[], AbstractContextManager[Any]]] = module.plants()
     import workloads
 
-    workloads.accelerator()
+    workloads.load()
 
     for line in sys.stdin:
         task = Task(*json.loads(line))

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+from accelerator import late
 from mistakes import Host, replaced
 from torch.nn import functional
 
 import offload
+from offload import backends
 from offload.engine import gpu_gradients, pieces
 from offload.integrations.deepspeed.transfers import Transfers
 from offload.optim import routes
@@ -71,7 +75,8 @@ class Pace:
     def set(self, stream: Any, name: DeviceLane | str) -> None:
         """Have a stream dawdle, or not."""
         self._paced.append(stream)
-        accelerator().pace(stream, name in self.dawdling, self._most_us, self._random.randrange(1 << 30))
+        late.dawdle(stream, name in self.dawdling)
+        late.delays(0, 0 if name in self.dawdling else self._most_us, self._random.randrange(1 << 30), stream)
 
     def user(self) -> Any:
         """Return a new stream of the user's."""
@@ -82,17 +87,21 @@ class Pace:
     def end(self) -> None:
         """Have no stream dawdle any more, and wait for all."""
         for stream in self._paced:
-            accelerator().pace(stream, False, 0, 0)
+            late.dawdle(stream, False)
+            late.delays(0, 0, 0, stream)
         torch.accelerator.synchronize()
 
 
 DEVICE = "late:0"
 
 
-def accelerator() -> Any:
-    import shim
-
-    return shim
+def load() -> None:
+    """Have torch, the product, and its part for DeepSpeed know the test accelerator; for the rest of the process."""
+    late.load()
+    backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
+    deepspeed = ModuleType("deepspeed.accelerator")  # all of it that transfers ask for
+    deepspeed.get_accelerator = lambda: torch.get_device_module("late")  # type: ignore[attr-defined]
+    sys.modules["deepspeed.accelerator"] = deepspeed
 
 
 class Layer(torch.nn.Module):
