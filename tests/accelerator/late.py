@@ -44,6 +44,7 @@ def load(devices: int = 2) -> None:
     native = importlib.util.module_from_spec(spec)
     loader.exec_module(native)
     native.set_device_count(devices)
+    native.init()
     torch.utils.rename_privateuse1_backend("late")
     torch._register_device_module("late", _module(native))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
