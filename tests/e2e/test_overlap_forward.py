@@ -257,6 +257,26 @@ def test_weights_on_a_simulated_gpu(
     assert_all_same(found)
 
 
+def test_copies_of_hidden_weights_are_dropped_behind_those_who_read_them(
+    config: Callable[..., offload.OffloadConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`step` makes them on its stream; the next forward pass, which may have another, copies from them."""
+    model, device = Model(), SimulatedDevice(1 << 26)
+    given_up: list[torch.Tensor] = []
+    monkeypatch.setattr(device, "give_up", given_up.append)
+    with OnDevice(model.parameters(), lr=1e-2, device=device, offload=config()) as optimizer:
+        optimizer.overlap_forward(model, check=True)
+        loss = loss_of(model, 0)
+        for step in range(1, 4):
+            loss.backward()
+            optimizer.step()
+            copies = [*optimizer._overlap._hidden.values()]
+            assert copies
+            loss = loss_of(model, step)
+            assert {id(copy) for copy in copies} <= {id(tensor) for tensor in given_up}
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, offload.GradScaler])
 def test_gradient_scalers(config: Callable[..., offload.OffloadConfig], scaler: Any) -> None:
     found = []
