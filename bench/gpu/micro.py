@@ -101,9 +101,9 @@ class Cuda:
         torch.cuda.cudart().cudaHostUnregister(address)
 
     def lanes(self) -> Any:
-        from offload.engine.cuda import CudaDevice
+        from offload.engine.accelerator import AcceleratorDevice
 
-        return CudaDevice(self.device)
+        return AcceleratorDevice(self.device)
 
     adamw: Any = offload.AdamW
 

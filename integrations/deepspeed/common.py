@@ -12,6 +12,7 @@ import shlex
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,17 +40,9 @@ NODES = Path("/sys/devices/system/node")
 
 
 def find_device(weights: Sequence[torch.Tensor]) -> torch.device | None:
-    """Return the GPU that a rank's weights are on; None for the CPU.
-
-    Raises:
-        ConfigError: They are on something else.
-    """
+    """Return the accelerator that a rank's weights are on, which an engine may refuse; None for the CPU."""
     place = next((weight.device for weight in weights), torch.device("cpu"))
-    if place.type == "cpu":
-        return None
-    if place.type != "cuda":
-        raise ConfigError("accelerator", place.type, "use the CPU, or a CUDA or ROCm device")
-    return place
+    return None if place.type == "cpu" else place
 
 
 def make_shard(
@@ -193,7 +186,9 @@ class OffloadedOptimizer:
     def _greatest(self, number: int) -> int:
         """Return the greatest of all ranks' numbers."""
         backend = torch.distributed.get_backend(self.dp_process_group)
-        device = "cuda" if "nccl" in backend and "gloo" not in backend else "cpu"
+        device = (
+            "cpu" if "gloo" in backend else import_module("deepspeed.accelerator").get_accelerator().device_name()
+        )
         numbers = torch.tensor([number], dtype=torch.int64, device=device)
         torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX, group=self.dp_process_group)
         return int(numbers.item())

@@ -91,8 +91,8 @@ class OffloadedStage3(OffloadedOptimizer, DeepSpeedZeroOptimizer_Stage3):  # typ
             numel = self.shard.pieces[number].numel
             if numel:
                 self.shard.accumulate(number, gradient.view(-1)[:numel], final=final)
-                if parameter.grad is not None and parameter.grad.is_cuda:
-                    parameter.grad.record_stream(torch.cuda.current_stream())
+                if parameter.grad is not None and parameter.grad.device.type != "cpu":
+                    parameter.grad.record_stream(torch.accelerator.current_stream(parameter.grad.device))
             parameter.grad = None
 
     def _finalize_offload_gradient_accumulation(self) -> None:

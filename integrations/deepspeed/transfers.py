@@ -6,15 +6,17 @@ was current orders the copy with that device's own work.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
 
-cuda: Any = torch.cuda
-
 
 class Transfers:
-    """Copies on the current streams of CUDA devices. `offload.sim.LateTransfers` stands in for it in tests."""
+    """Copies on the current streams of the accelerator that DeepSpeed runs on.
+
+    `offload.sim.LateTransfers` stands in for it in tests.
+    """
 
     def __init__(self) -> None:
         self._marks: dict[Any, Any] = {}  # an event behind the newest copy of each stream
@@ -35,12 +37,13 @@ class Transfers:
     def start(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy. One of the two is on the host, the other is far."""
         far = source if self.is_far(source) else target
-        stream = cuda.current_stream(far.device)
+        accelerator = import_module("deepspeed.accelerator").get_accelerator()
+        stream = accelerator.current_stream(far.device)
         target.copy_(source, non_blocking=True)
         far.record_stream(stream)  # it may have been allocated on another stream, and be let go before the copy ends
         mark = self._marks.get(stream)
         if mark is None:
-            mark = self._marks[stream] = cuda.Event(blocking=True)
+            mark = self._marks[stream] = accelerator.Event(blocking=True)
         mark.record(stream)
 
     def wait(self) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from offload.backends import accelerator
 from offload.checkpoint.contents import is_checkpoint
 from offload.cli.model import Shape, build_model, choose_shape, parameter_groups
 from offload.cli.progress import Progress
@@ -308,8 +309,8 @@ def _iterate(
 
 
 def _now_s(device: str) -> float:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
+    if not _is_host(device):
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
@@ -359,7 +360,7 @@ def _offload_config(settings: TrainSettings, shape: Shape, paths: tuple[str, ...
     return importlib.import_module("offload").OffloadConfig(
         host_memory=host_memory,
         checkpoints_kept=0 if settings.save is None and settings.resume is None else 1,
-        keep_grads=not (in_backward and settings.device.startswith("cuda")),
+        keep_grads=not (in_backward and not _is_host(settings.device)),
         paths=list(paths),
         staging_memory=settings.staging_memory,
         subgroup_numel=settings.subgroup_numel,
@@ -431,15 +432,14 @@ def _check_extra() -> None:
 
 def _check_device(device: str) -> None:
     try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError("--device", device, "give cpu, cuda or cuda:N")
-    if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (torch.device(device).index or 0) >= count:
-            raise ConfigError("--device", device, f"this torch sees {count} CUDA devices; use cpu")
+        if not _is_host(device):
+            accelerator(device, "--device")
+    except RuntimeError as error:
+        raise ConfigError("--device", device, "give cpu, cuda or cuda:N") from error
+
+
+def _is_host(device: str) -> bool:
+    return torch.device(device).type == "cpu"
 
 
 def _environment() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from offload._native import CompletionQueue
+from offload.backends import BACKENDS
 from offload.engine.gpu import GpuLanes
 from offload.kernels.table import trial_bytes, trial_table
 from offload.protocols import DeviceLane, Mark
@@ -25,7 +26,7 @@ H2D, D2H, UPDATE = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE
 
 @contextlib.contextmanager
 def gpu_probe(update: Callable[[], float]) -> Iterator[GpuProbe | None]:
-    """Yield a probe of the current CUDA device, or None where torch has none.
+    """Yield a probe of the current accelerator, or None where torch has none that offload runs on.
 
     Args:
         update: Runs the CPU's update for a while and returns its rate.
@@ -34,15 +35,17 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[GpuProbe | None]:
 
     with contextlib.ExitStack() as ends:
         probe = None
-        if torch.cuda.is_available():
-            from offload.engine.cuda import CudaDevice
+        there = torch.accelerator.current_accelerator(check_available=True)
+        if there is not None and there.type in BACKENDS:
+            from offload.engine.accelerator import AcceleratorDevice
 
-            lanes = GpuLanes(CudaDevice(), CompletionQueue())
+            device = AcceleratorDevice()
+            lanes = GpuLanes(device, CompletionQueue())
             ends.callback(lanes.close)
-            numel = min(UPDATE_NUMEL, lanes.device.free_bytes() // 64) // 1024 * 1024
+            numel = min(UPDATE_NUMEL, device.free_bytes() // 64) // 1024 * 1024
             probe = GpuProbe(lanes, ADAMW, numel, COPIES, update)
             ends.callback(probe.close)
-            probe.memory_bytes = int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+            probe.memory_bytes = device.memory_bytes
             probe.rates(UPDATE)  # compiles
         yield probe
 

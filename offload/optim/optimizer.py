@@ -20,6 +20,7 @@ from typing import Any, overload
 import torch
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the whole compiler at once
 
+from offload.backends import BACKENDS
 from offload.config import OffloadConfig
 from offload.engine.timeline import Interval, covered_s, trace
 from offload.errors import ConfigError, invariant
@@ -91,10 +92,10 @@ class OffloadedOptimizer(StatefulOptimizer):
         if len(devices) > 1:
             found = ", ".join(sorted(map(str, devices)))
             raise ConfigError("params", found, "have all weights on one device, or an optimizer for each")
-        if devices and next(iter(devices)).type == "cuda":
-            from offload.engine.cuda import CudaDevice
+        if devices and next(iter(devices)).type in BACKENDS:  # others are refused with the parameter's name
+            from offload.engine.accelerator import AcceleratorDevice
 
-            return CudaDevice(next(iter(devices)))
+            return AcceleratorDevice(next(iter(devices)))
         return None
 
     def _open(self, config: OffloadConfig) -> None:

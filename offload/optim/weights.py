@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from offload.backends import ADVICE, BACKENDS
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.kernels.stored import store_rounded
@@ -266,8 +267,8 @@ def check_parameter(parameter: torch.Tensor, name: str, place: torch.device | No
         raise ConfigError(name, parameter.layout, "use dense parameters")
     if parameter.dtype not in DTYPE_CODES:
         raise ConfigError(name, parameter.dtype, "use bfloat16, float16 or float32 weights")
-    if parameter.device.type not in ("cpu", "cuda"):
-        raise ConfigError(name, parameter.device, "keep weights on the CPU or on a CUDA (or ROCm) device")
+    if parameter.device.type not in ("cpu", *BACKENDS):
+        raise ConfigError(name, parameter.device, ADVICE)
     if place is not None and parameter.device != place:
         raise ConfigError(name, parameter.device, f"have all weights on {place}, or make a new optimizer")
     if parameter.is_neg():

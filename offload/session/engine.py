@@ -85,9 +85,9 @@ class Engine:
             )
             raise ConfigError("shard", True, allowed)
         if isinstance(device, torch.device):
-            from offload.engine.cuda import CudaDevice
+            from offload.engine.accelerator import AcceleratorDevice
 
-            device = CudaDevice(device)
+            device = AcceleratorDevice(device)
         try:
             self._parts = parts = Parts(self.config, gradient_slots, device, rule)
             self._thread = thread = EngineThread(parts)

@@ -179,9 +179,9 @@ def test_loss_scaling(tmp_path: Path) -> None:
 
 
 def test_memory_that_cannot_be_pinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from offload.engine.cuda import CudaDevice
+    from offload.engine.accelerator import AcceleratorDevice
 
-    device = CudaDevice()
+    device = AcceleratorDevice()
     try:
         with pytest.raises(offload.OffloadError, match="cannot be pinned"):
             device.pin(4096, 4096)  # nothing is mapped there
@@ -191,11 +191,11 @@ def test_memory_that_cannot_be_pinned(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_marks_tell_the_host_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.engine import cuda
+    from offload.engine import accelerator
     from offload.protocols import DeviceLane
 
-    monkeypatch.setattr(cuda, "REBASE_S", 0.0)
-    device = cuda.CudaDevice()
+    monkeypatch.setattr(accelerator, "REBASE_S", 0.0)
+    device = accelerator.AcceleratorDevice()
     try:
         times = []
         for _ in range(5):

@@ -36,7 +36,7 @@ GREATEST = float(torch.finfo(torch.bfloat16).max)
 
 
 @pytest.fixture(
-    scope="module", params=[*instruction_sets(), "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)]
+    scope="module", params=[*instruction_sets(), "interpreter", "torch", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def kernel(request):
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +45,7 @@ def kernel(request):
             with CpuUpdateKernel(threads=2, instruction_set=request.param) as kernel:
                 yield kernel
             return
-        with gpu_kernel(interpreted=request.param == "interpreter") as kernel:
+        with gpu_kernel(request.param) as kernel:
             yield kernel
 
 

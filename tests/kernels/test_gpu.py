@@ -1,7 +1,7 @@
 """The GPU's kernels: the suite of the CPU's, and what is theirs alone.
 
-In Triton's interpreter where there is no GPU, compiled on a real one with `-m gpu`. Tests that are imported here are
-collected here too, and get this module's `kernel`.
+In Triton's interpreter where there is no GPU, compiled on a real one with `-m gpu`; and in plain torch operations, as
+on accelerators without Triton. Tests that are imported here are collected here too, and get this module's `kernel`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ from test_update_kernel import (  # noqa: F401
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InternalError
 from offload.kernels import GpuUpdateKernel, blocks_numel, norm_sq, reference
+from offload.kernels.device import DeviceKernel
 from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES
+from offload.kernels.plain import PlainUpdateKernel
 from offload.kernels.reference import DTYPE_CODES
 from offload.protocols import NORM_BLOCK_NUMEL
 from offload.rules import ADAMW, segment_dtype
@@ -57,10 +59,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Synchronous:
-    """The kernel under the names that the CPU's has, waiting for every call."""
+    """A kernel under the names that the CPU's has, waiting for every call."""
 
-    def __init__(self, device: str) -> None:
-        self.kernel = GpuUpdateKernel(device)
+    def __init__(self, kernel: DeviceKernel) -> None:
+        self.kernel = kernel
 
     def run(self, table: np.ndarray) -> None:
         self.kernel.update(table)
@@ -79,8 +81,8 @@ class Synchronous:
         self._wait()
 
     def _wait(self) -> None:
-        if self.kernel.device.type == "cuda":
-            torch.cuda.synchronize(self.kernel.device)
+        if self.kernel.device.type != "cpu":
+            torch.accelerator.synchronize(self.kernel.device)
 
 
 def remember_what_is_replaced(patch: pytest.MonkeyPatch) -> None:
@@ -104,24 +106,28 @@ def remember_what_is_replaced(patch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def gpu_kernel(*, interpreted: bool) -> Iterator[Synchronous]:
-    """Lend the GPU's kernel, in Triton's interpreter or on a GPU, and have `Placed` tensors lie there."""
-    if INTERPRETED is not interpreted:
+def gpu_kernel(kind: str) -> Iterator[Synchronous]:
+    """Lend a kernel and have `Placed` tensors lie on its device.
+
+    Args:
+        kind: "torch", for plain operations on the CPU; "cuda", for a GPU; else Triton's interpreter.
+    """
+    if kind != "torch" and INTERPRETED is (kind == "cuda"):
         pytest.skip("TRITON_INTERPRET says otherwise")
-    if not interpreted and not torch.cuda.is_available():
+    if kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    device = "cpu" if interpreted else "cuda"
+    device = "cuda" if kind == "cuda" else "cpu"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Placed, "device", device)
         patch.setattr(Placed, "unaligned", False)
-        if interpreted:
+        if kind.startswith("interpreter"):
             remember_what_is_replaced(patch)
-        yield Synchronous(device)
+        yield Synchronous(PlainUpdateKernel(torch.device("cpu")) if kind == "torch" else GpuUpdateKernel(device))
 
 
-@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["interpreter", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
 def kernel(request):
-    with gpu_kernel(interpreted=request.param == "interpreter") as kernel:
+    with gpu_kernel(request.param) as kernel:
         yield kernel
 
 
@@ -284,9 +290,9 @@ def test_what_a_gpu_cannot_read_is_refused(kernel):
 
 
 def test_wrong_devices_are_refused():
-    with pytest.raises(ConfigError, match="CUDA device"):
+    with pytest.raises(ConfigError, match=r"CUDA \(or ROCm\) device; docs/architecture.md says"):
         GpuUpdateKernel("meta")
-    with pytest.raises(ConfigError, match="CUDA device"):
+    with pytest.raises(ConfigError, match=r"torch sees \d+ such devices"):
         GpuUpdateKernel(f"cuda:{torch.cuda.device_count()}")
     if not INTERPRETED:
         with pytest.raises(ConfigError, match="TRITON_INTERPRET"):

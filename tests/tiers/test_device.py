@@ -27,9 +27,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
         count = torch.cuda.device_count()
         if count <= (request.param == "cuda:1"):
             pytest.skip(f"torch sees {count} CUDA devices")
-        from offload.engine.cuda import CudaDevice
+        from offload.engine.accelerator import AcceleratorDevice
 
-        made = CudaDevice(torch.device(request.param))
+        made = AcceleratorDevice(torch.device(request.param))
     else:
         made = SimulatedDevice(1 << 26, lazy=request.param == "lazy", delay_s=1e-3)
     yield made

@@ -21,7 +21,7 @@ ROWS: list[tuple[str, ...]] = [
     ("plan", "tiers", "kernels"),
     ("layout", "config"),
     ("rules",),
-    ("protocols",),
+    ("protocols", "backends"),
     ("errors", "waits", "dtypes"),
     ("units",),
 ]

@@ -6,7 +6,6 @@ import mmap
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from test_memory import resident_pages
 
 from offload import waits
 from offload._native import CompletionQueue
-from offload.engine import cuda, memory, touching
+from offload.engine import accelerator, memory, touching
 from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
 from offload.engine.touching import PIECE_BYTES, nodes_for, nodes_here, touch
@@ -183,12 +182,11 @@ def test_what_a_gpu_reads_is_touched_before_it_is_pinned(monkeypatch: pytest.Mon
 
 
 def test_the_node_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "PCI_DEVICES", tmp_path)
-    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xAB, pci_device_id=0)
-    assert cuda._node_of(properties) is None
+    monkeypatch.setattr(accelerator, "PCI_DEVICES", tmp_path)
+    assert accelerator._node_of((0, 0xAB, 0)) is None
     folder = tmp_path / "0000:ab:00.0"
     folder.mkdir()
     for text, expected in (("1\n", 1), ("-1\n", None), ("", None)):
         (folder / "numa_node").write_text(text)
-        assert cuda._node_of(properties) == expected
-    assert cuda._node_of(SimpleNamespace()) is None
+        assert accelerator._node_of((0, 0xAB, 0)) == expected
+    assert accelerator._node_of(None) is None

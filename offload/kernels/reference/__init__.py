@@ -47,7 +47,7 @@ FINGERPRINT_KEYS = (
 )
 """The two keys of a gradient's first word, and by how much those of the next are more; see `fingerprint`."""
 
-_STATE_DTYPES = {
+STATE_DTYPES = {
     StateFormat.EXACT: torch.float32,
     StateFormat.COMPACT16: torch.bfloat16,
     StateFormat.COMPACT8: torch.uint8,
@@ -140,7 +140,7 @@ def update(segment: SegmentTensors) -> None:
     p = p - _CHANGES[segment.rule.name](s, g, state)
     random = None
     if segment.state_format is not StateFormat.EXACT:
-        random = random_bits(segment.rounding_key, segment.first_index, segment.master.numel())
+        random = random_bits(segment.rounding_key, segment.first_index, segment.master.numel(), segment.master.device)
     store_state(segment, state, random)
     p = store_master(segment, p, random)
     if segment.weight is not None:
@@ -222,7 +222,7 @@ def store_state(segment: SegmentTensors, state: Sequence[torch.Tensor], random: 
             segment.scales[:, number] = scales
         for (name, _), tensor in zip(segment.rule.state, segment.state, strict=True):
             for beside in zeros if name not in segment.rule.roots else ():
-                tensor[beside] = 0
+                tensor.masked_fill_(beside, 0)
         return
     for number, (tensor, values) in enumerate(zip(segment.state, state, strict=True)):
         if segment.state_format is StateFormat.EXACT:
@@ -250,7 +250,7 @@ def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
     table = np.zeros(len(segments), segment_dtype(segments[0].rule if segments else ADAMW))
     for row, segment in enumerate(segments):
         numel = segment.master.numel()
-        stored = dict.fromkeys(segment.rule.names, _STATE_DTYPES[segment.state_format]) | {SCALES: torch.uint8}
+        stored = dict.fromkeys(segment.rule.names, STATE_DTYPES[segment.state_format]) | {SCALES: torch.uint8}
         stored[MASTER.name] = torch.float32 if segment.master_low is None else torch.int16
         stored[MASTER_LOW] = torch.uint8
         scales = minifloat.blocks_numel(segment.first_index, numel) * len(segment.state)
@@ -278,6 +278,12 @@ def segment_table(segments: Sequence[SegmentTensors]) -> npt.NDArray[Any]:
 
 
 def gradient_blocks(gradient: torch.Tensor) -> npt.NDArray[np.float64]:
+    """Return `block_sums` of a gradient on the CPU."""
+    found: npt.NDArray[np.float64] = block_sums(gradient).numpy()
+    return found
+
+
+def block_sums(gradient: torch.Tensor) -> torch.Tensor:
     """Return the sums of squares of a gradient's blocks: float64, shape [ceil(numel / NORM_BLOCK_NUMEL)].
 
     The gradient is cut at multiples of NORM_BLOCK_NUMEL elements from its own start, the last block padded
@@ -285,11 +291,10 @@ def gradient_blocks(gradient: torch.Tensor) -> npt.NDArray[np.float64]:
     are added by halving, `x[:n] + x[n:]`, until one is left. So a block's sum is not finite exactly if one of
     its elements is not: it is the overflow flag too.
     """
-    values = gradient.reshape(-1).to(torch.float32).to(torch.float64).numpy()
-    rows = -(-values.size // NORM_BLOCK_NUMEL)
-    x = np.zeros((rows, NORM_BLOCK_NUMEL), np.float64)
-    x.reshape(-1)[: values.size] = values
-    x = x * x
+    rows = -(-gradient.numel() // NORM_BLOCK_NUMEL)
+    x = torch.zeros(rows * NORM_BLOCK_NUMEL, dtype=torch.float64, device=gradient.device)
+    x[: gradient.numel()] = gradient.detach().reshape(-1).to(torch.float32)
+    x = (x * x).reshape(rows, NORM_BLOCK_NUMEL)
     n = NORM_BLOCK_NUMEL // 2
     while n >= 1:
         x = x[:, :n] + x[:, n:]

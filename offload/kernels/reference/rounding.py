@@ -70,7 +70,7 @@ def rounding_keys(seed: int, numbers: Any, updates: Any) -> npt.NDArray[np.uint6
     return keys
 
 
-def random_bits(key: int, first_index: int, numel: int) -> torch.Tensor:
+def random_bits(key: int, first_index: int, numel: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return 32 random bits for each of consecutive elements: int64, shape [numel].
 
     The upper half of an element's index changes the key, by `mix64`. The lower half is multiplied by a constant (32
@@ -84,14 +84,15 @@ def random_bits(key: int, first_index: int, numel: int) -> torch.Tensor:
         key: Of the parameter's update, from `rounding_keys`.
         first_index: Index of the first element in the unsharded parameter.
         numel: How many elements.
+        device: Where they are made.
     """
-    bits = torch.empty(numel, dtype=torch.int64, device="cpu")
+    bits = torch.empty(numel, dtype=torch.int64, device=device)
     done = 0
     while done < numel:
         upper, lower = divmod(first_index + done, 1 << 32)
         count = min(numel - done, (1 << 32) - lower)
         inner, mixed = divmod(int(mix64((key + upper * INDEX_STEP) % (1 << 64))[0]), 1 << 32)
-        x = torch.arange(lower, lower + count, dtype=torch.int64, device="cpu") * COUNTER_STEP + mixed & 0xFFFFFFFF
+        x = torch.arange(lower, lower + count, dtype=torch.int64, device=device) * COUNTER_STEP + mixed & 0xFFFFFFFF
         x = x ^ (x >> 16)
         x = x * 0x7FEB352D & 0xFFFFFFFF
         x = x ^ (x >> 15) ^ inner

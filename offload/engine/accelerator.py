@@ -1,14 +1,13 @@
-"""A CUDA (or ROCm) device as torch sees it: streams, events, memory and copies behind `offload.protocols.Device`.
+"""An accelerator as torch sees it: streams, events, memory and copies behind `offload.protocols.Device`.
 
-Every lane is a non-blocking stream of its own. Marks are CUDA events with timing, whose waits sleep. Device memory is
-torch's own, so that it shows in torch's figures and what is given back is used again. Addresses become tensors
-without a copy, so torch chooses the driver's calls.
+Every lane is a stream of its own, every mark an event. Device memory is torch's own, so that it shows in torch's
+figures and what is given back is used again. Addresses become tensors without a copy, so torch chooses the driver's
+calls. What differs between types of accelerators is in `offload.backends`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import threading
 import time
@@ -21,18 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from offload.backends import accelerator, tensor_at, working_on
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
-from offload.kernels.gpu import GpuUpdateKernel
+from offload.kernels.device import device_kernel
 from offload.protocols import ERROR_DEVICE, LANES, DeviceLane, Mark, Queue, StateFormat
 from offload.rules import RULES
 
 log = logging.getLogger("offload")
 
-cuda: Any = torch.cuda
-
-_PORTABLE = 1  # cudaHostRegisterPortable
-_RELAXED = 2  # cudaStreamCaptureModeRelaxed
+HOST = torch.device("cpu")
 
 CAPTURE_ADVICE = (
     "leave step, clip_grad_norm_, zero_grad and, with keep_grads=False, backward out of the capture: a replay would "
@@ -49,11 +46,17 @@ REBASE_S = 10.0
 """Greatest age of the event that marks are timed from. CUDA gives a float of milliseconds, whose steps are half a
 microsecond after ten seconds and eight milliseconds after a day; and its clock drifts from the host's."""
 
+CLOCK_S = 2e-4
+"""How far apart the host's times before and after such an event may be, else another is tried: who waits for it may
+get back to Python late, beside a busy thread."""
+
+CLOCK_TRIES = 5
+
 
 class _Event:
     """A mark: an event that has been recorded."""
 
-    def __init__(self, device: CudaDevice, lane: DeviceLane, stream: Any, timed: bool) -> None:
+    def __init__(self, device: AcceleratorDevice, lane: DeviceLane, stream: Any, timed: bool) -> None:
         self.device = device
         self.lane = lane
         self.base = device.base  # recorded before, so no time since it is negative
@@ -62,7 +65,7 @@ class _Event:
         try:
             self.event = self.unused.pop()
         except IndexError:
-            self.event = cuda.Event(enable_timing=timed, blocking=True)
+            self.event = device.backend.event(device.device, timed)
         self.event.record(stream)
 
     def __del__(self) -> None:
@@ -83,21 +86,13 @@ class _Event:
             return base_s + float(base.elapsed_time(self.event)) / 1e3
 
 
-class _Memory:
-    """Bytes of the device or the host, as torch and numpy take them without a copy (ctypes makes a type a size)."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        bytes_there = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-        self.__cuda_array_interface__ = self.__array_interface__ = bytes_there
-
-
 class _Reporter:
     """Posts that marks of one lane have been reached, in their order, on a thread of its own.
 
     One for each lane: a mark that waits behind much must not hold up those of another lane.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: AcceleratorDevice) -> None:
         self._device = device
         self._pending: deque[tuple[_Event, Queue, int]] = deque()
         self._some = threading.Condition()
@@ -148,23 +143,26 @@ class _Reporter:
             self._thread.join()
 
 
-class CudaDevice:
+class AcceleratorDevice:
     """A `offload.protocols.Device`.
 
     Args:
         device: Which one; None for the current.
 
     Raises:
-        OffloadError: torch sees no such device, or its kernels cannot be used.
+        OffloadError: torch sees no such device, `BACKENDS` has none of its type, or its kernels cannot be used.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._kernel = GpuUpdateKernel(device)
-        self.device = self._kernel.device
-        self.name = f"{self.device} ({cuda.get_device_name(self.device)})"
+        self.device, self.backend = accelerator(device)
+        self.name = str(self.device)
         with self.current():
-            self.reserve_bytes = max(LEAST_RESERVE_BYTES, int(cuda.mem_get_info(self.device)[1]) // 10)
-            self.node = _node_of(cuda.get_device_properties(self.device))
+            self._kernel = device_kernel(self.device)
+            name, pci_address = self.backend.describe(self.device)
+            self.name = f"{self.device} ({name})"
+            self.memory_bytes = int(torch.accelerator.get_memory_info(self.device)[1])
+        self.reserve_bytes = max(LEAST_RESERVE_BYTES, self.memory_bytes // 10)
+        self.node = _node_of(pci_address)
         self.unused: dict[bool, deque[Any]] = {False: deque(), True: deque()}
         """Events without and with timing that are free to be recorded again: making one can take long."""
         self._memory: dict[int, torch.Tensor] = {}
@@ -173,8 +171,8 @@ class CudaDevice:
         with self.current():
             # Our kernels are short and much waits for them, so they go before those of forward and backward.
             first = (DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES)
-            self._streams = {lane: cuda.Stream(self.device, priority=-(lane in first)) for lane in LANES}
-            self._clock = cuda.Stream(self.device)
+            self._streams = {lane: self.backend.stream(self.device, lane in first) for lane in LANES}
+            self._clock = self.backend.stream(self.device, False)
             self.base = self._now()
         self._reporters = {DeviceLane.D2H: _Reporter(self)}  # there from the first: it also keeps `base` young
 
@@ -185,23 +183,35 @@ class CudaDevice:
         """Make this the thread's current device, and turn torch's errors into `OffloadError`s.
 
         A thread begins with device 0, and any call for that device makes a context there, of half a gigabyte.
-        `cuda.stream` does not help: it ends with a call for the device that was current before.
         """
-        with _refusals(self.name), cuda.device(self.device):
+        with _refusals(self.name), torch.accelerator.device_index(self.device.index):
+            yield
+
+    @contextlib.contextmanager
+    def _on(self, lane: DeviceLane) -> Iterator[None]:
+        """Put this thread's work on a lane."""
+        with self.current(), working_on(self.stream(lane)):
             yield
 
     def adopt_thread(self) -> None:
         """See `Device.adopt_thread`."""
         with _refusals(self.name):
-            cuda.set_device(self.device)
-        _relax_captures()
+            torch.accelerator.set_device_index(self.device)
+        self.backend.relax_captures()
 
     def _now(self) -> tuple[Any, float]:
         """Return an event that happens now, on a stream with nothing else on it, and the monotonic clock's time."""
-        event = cuda.Event(enable_timing=True)
-        event.record(self._clock)
-        event.synchronize()
-        return event, time.monotonic()
+        best_s, found = float("inf"), (None, 0.0)
+        for _ in range(CLOCK_TRIES):
+            event, before_s = self.backend.event(self.device, True), time.monotonic()
+            event.record(self._clock)
+            event.synchronize()
+            took_s = time.monotonic() - before_s
+            if took_s < best_s:
+                best_s, found = took_s, (event, before_s + took_s / 2)
+            if best_s < CLOCK_S:
+                break
+        return found
 
     def rebase(self) -> None:
         """Time marks from a newer event, if that from which they are timed is old."""
@@ -219,14 +229,14 @@ class CudaDevice:
     def free_bytes(self) -> int:
         """See `Device.free_bytes`."""
         with self.current():
-            return int(cuda.mem_get_info(self.device)[0])
+            return int(torch.accelerator.get_memory_info(self.device)[0])
 
     def allocate(self, nbytes: int) -> int:
         """See `Device.allocate`."""
         with self.current():
             tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             # The allocator orders memory by the stream that asked for it; our lanes are other streams.
-            cuda.current_stream(self.device).synchronize()
+            self.backend.current_stream(self.device).synchronize()
         self._memory[tensor.data_ptr()] = tensor
         return tensor.data_ptr()
 
@@ -237,24 +247,21 @@ class CudaDevice:
     def give_up(self, tensor: torch.Tensor) -> None:
         """See `Device.give_up`; costs nothing where the tensor was allocated on the caller's stream."""
         with self.current():
-            tensor.record_stream(cuda.current_stream(self.device))
+            tensor.record_stream(self.backend.current_stream(self.device))
 
     def pin(self, address: int, nbytes: int) -> None:
         """See `Device.pin`."""
         with self.current():
-            refused = cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)
-            if not int(refused):
-                return
-            reason = f"{cuda.cudart().cudaGetErrorString(refused)} (CUDA error {int(refused)})"
-            with contextlib.suppress(RuntimeError):
-                # Clears the error, which the next kernel would be blamed for.
-                torch.zeros(1, dtype=torch.uint8, device=self.device)
-        raise OffloadError(f"{self.name}: {nbytes} bytes of host memory cannot be pinned: {reason}")
+            try:
+                self.backend.pin(address, nbytes)
+            except RuntimeError as error:
+                reason = f"{nbytes} bytes of host memory cannot be pinned: {_first_line(error)}"
+                raise OffloadError(f"{self.name}: {reason}") from error
 
     def unpin(self, address: int) -> None:
         """See `Device.unpin`."""
         with contextlib.suppress(OffloadError), self.current():
-            cuda.cudart().cudaHostUnregister(address)
+            self.backend.unpin(address)
 
     # Order
 
@@ -262,9 +269,9 @@ class CudaDevice:
         """Return the stream of a lane; the device is current."""
         if lane is not DeviceLane.CALLER:
             return self._streams[lane]
-        if cuda.is_current_stream_capturing():
+        if self.backend.captures():
             raise ConfigError("optimizer", "used while a CUDA graph is captured", CAPTURE_ADVICE)
-        return cuda.current_stream(self.device)
+        return self.backend.current_stream(self.device)
 
     def mark(self, lane: DeviceLane, *, timed: bool = True) -> Mark:
         """See `Device.mark`."""
@@ -303,23 +310,19 @@ class CudaDevice:
         """See `Device.copy`; lane `H2D` copies to the device, all others from it."""
         if not nbytes:
             return
-        here, there = (source, target) if lane is DeviceLane.H2D else (target, source)
-        with self.current(), cuda.stream(self.stream(lane)):
-            on_device = torch.as_tensor(_Memory(there, nbytes), dtype=torch.uint8, device=self.device)
-            on_host = torch.from_numpy(np.asarray(_Memory(here, nbytes)))
-            if lane is DeviceLane.H2D:
-                on_device.copy_(on_host, non_blocking=True)
-            else:
-                on_host.copy_(on_device, non_blocking=True)
+        to, of = (self.device, HOST) if lane is DeviceLane.H2D else (HOST, self.device)
+        with self._on(lane):
+            memory = tensor_at(source, nbytes, torch.uint8, of)
+            tensor_at(target, nbytes, torch.uint8, to).copy_(memory, non_blocking=True)
 
     def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
         """See `Device.copy_pieces`."""
-        with self.current(), cuda.stream(self.stream(lane)):
+        with self._on(lane):
             self._kernel.copy_pieces(pieces)
 
     def update(self, table: npt.NDArray[Any]) -> None:
         """See `Device.update`."""
-        with self.current(), cuda.stream(self._streams[DeviceLane.UPDATE]):
+        with self._on(DeviceLane.UPDATE):
             self._kernel.update(table)
 
     def gradient_blocks(
@@ -334,12 +337,12 @@ class CudaDevice:
         accumulate: bool = False,
     ) -> None:
         """See `Device.gradient_blocks`."""
-        with self.current(), cuda.stream(self.stream(lane)):
+        with self._on(lane):
             self._kernel.gather(source, dtype, numel, blocks, target, target_dtype, accumulate=accumulate)
 
     def sum_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
         """See `Device.sum_gradients`."""
-        with self.current(), cuda.stream(self.stream(lane)):
+        with self._on(lane):
             self._kernel.gather_rows(dtype, rows)
 
     def close(self) -> None:
@@ -355,22 +358,12 @@ class CudaDevice:
         self._memory.clear()
 
 
-def _relax_captures() -> None:
-    """Let this thread's calls leave captures of CUDA graphs alone; by default, many of them make a capture fail."""
-    name, library = ("hip", "libamdhip64.so") if torch.version.hip else ("cuda", "libcudart.so")
-    version = f".{torch.version.cuda.partition('.')[0]}" if torch.version.cuda else ""
-    try:
-        runtime = ctypes.CDLL(library + version)  # torch has loaded it
-        runtime[f"{name}ThreadExchangeStreamCaptureMode"](ctypes.byref(ctypes.c_int(_RELAXED)))
-    except (OSError, AttributeError) as error:
-        log.debug("a capture of a CUDA graph may fail while offload works: %s", error)
-
-
-def _node_of(properties: Any) -> int | None:
-    """Return the NUMA node of a device of such properties; None where torch or the kernel do not tell."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # older torch does not know the address
-        place = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-        node = int((PCI_DEVICES / "{:04x}:{:02x}:{:02x}.0".format(*place) / "numa_node").read_text())
+def _node_of(pci_address: tuple[int, int, int] | None) -> int | None:
+    """Return the NUMA node of what has an address; None where the kernel does not tell."""
+    if pci_address is None:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        node = int((PCI_DEVICES / "{:04x}:{:02x}:{:02x}.0".format(*pci_address) / "numa_node").read_text())
         return node if node >= 0 else None
     return None
 
@@ -383,4 +376,8 @@ def _refusals(name: str) -> Iterator[None]:
     except OffloadError:
         raise
     except RuntimeError as error:
-        raise OffloadError(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+        raise OffloadError(f"{name}: {_first_line(error)}") from error
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

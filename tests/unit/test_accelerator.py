@@ -1,4 +1,4 @@
-"""What `CudaDevice` asks of torch, with a torch.cuda that keeps a list: threads, devices, streams, events, errors."""
+"""What `AcceleratorDevice` asks of torch, with a torch.cuda that keeps a list: threads, devices, streams, errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from offload import backends
 from offload.dtypes import DtypeCode
-from offload.engine import cuda as module
+from offload.engine import accelerator as module
 from offload.errors import ConfigError, OffloadError
 from offload.kernels import gpu as kernels
 from offload.protocols import DeviceLane, SegmentFlag, StateFormat
@@ -69,7 +70,7 @@ class Event:
 
 
 class FakeCuda:
-    """The parts of `torch.cuda` that `CudaDevice` uses; two devices, and each thread begins with the first."""
+    """The parts of `torch.cuda` and `torch.accelerator` that are used; two devices, and threads begin with the first."""
 
     def __init__(self) -> None:
         self.local = threading.local()
@@ -91,10 +92,12 @@ class FakeCuda:
         self.local.index = torch.device(device).index
         self.touch("set_device")
 
-    def device(self, device: Any) -> Any:
+    set_device_index = set_device
+
+    def device_index(self, index: int) -> Any:
         class Exchange:
             def __enter__(self) -> None:
-                self.before, cuda.local.index = cuda.index, torch.device(device).index
+                self.before, cuda.local.index = cuda.index, index
 
             def __exit__(self, *raised: Any) -> None:
                 cuda.local.index = self.before  # torch does not make a context for that
@@ -116,28 +119,17 @@ class FakeCuda:
         self.set_device(stream.device)
         setattr(self.local, f"stream{stream.device.index}", stream)
 
-    def stream(self, stream: Any) -> Any:
-        class Exchange:
-            def __enter__(self) -> None:
-                self.here, self.there = cuda.current_stream(), cuda.current_stream(stream.device)
-                cuda.set_stream(stream)
-
-            def __exit__(self, *raised: Any) -> None:
-                if self.here.device != stream.device:
-                    cuda.set_stream(self.there)
-                cuda.set_stream(self.here)
-
-        cuda = self
-        return Exchange()
-
-    def mem_get_info(self, device: Any) -> tuple[int, int]:
+    def get_memory_info(self, device: Any) -> tuple[int, int]:
         return 1 << 30, 1 << 31
 
-    def get_device_properties(self, device: torch.device) -> Any:
-        return SimpleNamespace()  # those of an older torch
+    def current_accelerator(self, check_available: bool) -> torch.device:
+        return torch.device("cuda")
 
-    def get_device_name(self, device: Any) -> str:
-        return "card"
+    def device_count(self) -> int:
+        return len(self.defaults)
+
+    def get_device_properties(self, device: torch.device) -> Any:
+        return SimpleNamespace(name="card")  # without what an older torch has not
 
     def is_current_stream_capturing(self) -> bool:
         return self.capturing
@@ -182,27 +174,28 @@ class Kernel:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
 
-    def as_tensor(memory: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        address, _ = memory.__cuda_array_interface__["data"]
-        nbytes = memory.__cuda_array_interface__["shape"][0]
-        fake.touch("as_tensor")
-        fake.current_stream().work.append("copy")
-        return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+    def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if device.type == "cuda":
+            fake.touch("tensor_at")
+            fake.current_stream().work.append("copy")
+        return torch.frombuffer((ctypes.c_char * numel).from_address(address), dtype=dtype)
 
     def made(*shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         fake.touch("empty")
         return torch.zeros(*shape, dtype=dtype, device="cpu")
 
-    monkeypatch.setattr(module, "cuda", fake)
-    monkeypatch.setattr(module, "GpuUpdateKernel", lambda device: Kernel(fake))
-    stand_ins = {"as_tensor": as_tensor, "empty": made, "zeros": made}
-    monkeypatch.setattr(module, "torch", SimpleNamespace(**{**vars(torch), **stand_ins}))
+    monkeypatch.setattr(backends, "cuda", fake)
+    monkeypatch.setattr(module, "device_kernel", lambda device: Kernel(fake))
+    monkeypatch.setattr(module, "tensor_at", tensor_at)
+    stand_ins = {"accelerator": fake, "empty": made, "zeros": made}
+    for user in (module, backends):
+        monkeypatch.setattr(user, "torch", SimpleNamespace(**{**vars(torch), **stand_ins}))
     return fake
 
 
 @pytest.fixture
-def device(cuda: FakeCuda) -> Iterator[module.CudaDevice]:
-    made = module.CudaDevice(torch.device("cuda", INDEX))
+def device(cuda: FakeCuda) -> Iterator[module.AcceleratorDevice]:
+    made = module.AcceleratorDevice(torch.device("cuda", INDEX))
     yield made
     made.close()
 
@@ -219,7 +212,7 @@ class Posts:
         self.some.release()
 
 
-def use_all(device: module.CudaDevice) -> None:
+def use_all(device: module.AcceleratorDevice) -> None:
     values = np.zeros(64, np.uint8)
     address = device.allocate(64)
     device.copy(DeviceLane.H2D, address, values.ctypes.data, 64)
@@ -241,7 +234,7 @@ def use_all(device: module.CudaDevice) -> None:
     device.release(address)
 
 
-def test_nothing_is_asked_of_another_device(cuda: FakeCuda, device: module.CudaDevice) -> None:
+def test_nothing_is_asked_of_another_device(cuda: FakeCuda, device: module.AcceleratorDevice) -> None:
     """Neither by the caller's thread, which may work for another, nor by threads of the session."""
     use_all(device)
     assert cuda.index == 0
@@ -255,7 +248,7 @@ def test_nothing_is_asked_of_another_device(cuda: FakeCuda, device: module.CudaD
     assert cuda.contexts == {INDEX}
 
 
-def test_the_caller_s_lane_is_refused_while_it_is_captured(cuda: FakeCuda, device: module.CudaDevice) -> None:
+def test_the_caller_s_lane_is_refused_while_it_is_captured(cuda: FakeCuda, device: module.AcceleratorDevice) -> None:
     mark = device.mark(DeviceLane.UPDATE)
     cuda.capturing = True
     for refused in (
@@ -269,7 +262,7 @@ def test_the_caller_s_lane_is_refused_while_it_is_captured(cuda: FakeCuda, devic
 
 
 def test_threads_of_the_session_leave_captures_alone(
-    cuda: FakeCuda, device: module.CudaDevice, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, device: module.AcceleratorDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes: list[int] = []
 
@@ -279,8 +272,8 @@ def test_threads_of_the_session_leave_captures_alone(
             return lambda mode: modes.append(mode._obj.value)
 
     opened: list[str] = []
-    monkeypatch.setattr(module.torch, "version", SimpleNamespace(cuda="13.0", hip=None))
-    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: (opened.append(name), Runtime())[1])
+    monkeypatch.setattr(backends.torch, "version", SimpleNamespace(cuda="13.0", hip=None))
+    monkeypatch.setattr(backends.ctypes, "CDLL", lambda name: (opened.append(name), Runtime())[1])
     before = cuda.index
     device.adopt_thread()
     cuda.local.index = before
@@ -288,7 +281,7 @@ def test_threads_of_the_session_leave_captures_alone(
     assert modes == [2]  # cudaStreamCaptureModeRelaxed
 
 
-def test_events_are_used_again_when_nobody_waits_for_them(cuda: FakeCuda, device: module.CudaDevice) -> None:
+def test_events_are_used_again_when_nobody_waits_for_them(cuda: FakeCuda, device: module.AcceleratorDevice) -> None:
     before = len(cuda.events)
     for _ in range(10):
         for lane in DeviceLane:
@@ -301,7 +294,7 @@ def test_events_are_used_again_when_nobody_waits_for_them(cuda: FakeCuda, device
 
 
 def test_a_lane_that_is_busy_does_not_hold_up_the_reports_of_another(
-    cuda: FakeCuda, device: module.CudaDevice, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, device: module.AcceleratorDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posts, busy, left = Posts(), device.mark(DeviceLane.H2D), threading.Event()
     monkeypatch.setattr(module._Event, "wait", lambda mark: mark is not busy or left.wait(60.0))
@@ -318,7 +311,7 @@ def test_a_lane_that_is_busy_does_not_hold_up_the_reports_of_another(
 
 
 def test_the_time_is_compared_on_the_thread_that_reports(
-    cuda: FakeCuda, device: module.CudaDevice, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, device: module.AcceleratorDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever makes a mark may be running backward."""
     compared: list[threading.Thread] = []
@@ -332,7 +325,7 @@ def test_the_time_is_compared_on_the_thread_that_reports(
     assert {thread.name for thread in compared} == {"offload-gpu"}
 
 
-def test_kernels_of_the_session_come_before_those_of_backward(device: module.CudaDevice) -> None:
+def test_kernels_of_the_session_come_before_those_of_backward(device: module.AcceleratorDevice) -> None:
     priorities = {lane: device.stream(lane).priority for lane in DeviceLane if lane is not DeviceLane.CALLER}
     kernels = {DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES}
     assert {lane for lane, priority in priorities.items() if priority} == kernels
@@ -355,9 +348,6 @@ class Uploaded:
     def __getitem__(self, which: slice) -> Uploaded:
         return self
 
-    def view(self, dtype: torch.dtype) -> Uploaded:
-        return self
-
 
 def test_a_table_is_sent_before_the_state_that_it_is_for_is_there(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
@@ -371,40 +361,41 @@ def test_a_table_is_sent_before_the_state_that_it_is_for_is_there(
         made.append(Uploaded(cuda))
         return made[-1]
 
-    class Launch:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *arguments, **constants: cuda.current_stream().work.append("update")
-
-    monkeypatch.setattr(kernels, "torch", SimpleNamespace(**{**vars(torch), "cuda": cuda, "empty": empty}))
-    kernel = kernels.GpuUpdateKernel.__new__(kernels.GpuUpdateKernel)
-    kernel.device, kernel._uploads = torch.device("cuda", 0), cuda.Stream()
-    kernel._kernels = SimpleNamespace(update=Launch())
-    table = np.zeros(1, segment_dtype(ADAMW))
-    for name in ("master", "exp_avg", "exp_avg_sq"):
-        table[name] = 4096
-    table["numel"], table["flags"] = 1000, int(SegmentFlag.ZERO_STATE)
-    copied, lane = cuda.Event(), cuda.Stream()
+    monkeypatch.setattr(kernels, "torch", SimpleNamespace(**{**vars(torch), "empty": empty}))
+    uploads = kernels.Uploads(torch.device("cuda", 0), backends.BACKENDS["cuda"])
+    copied, lane, words = cuda.Event(), cuda.Stream(), np.arange(1000)
+    before = len(cuda.events)
     lane.wait_event(copied)
-    with cuda.stream(lane):
-        kernel.update(table)
-    assert kernel._uploads.work == ["upload"]
-    assert lane.work == [("wait", copied), ("wait", kernel._uploads), "update"]
-    assert made[0].users == [lane]
+    cuda.set_stream(lane)
+    with uploads.lend(words):
+        lane.work.append("update")
+    (event,) = cuda.events[before:]
+    assert uploads._stream.work == ["upload", ("record", event)]
+    assert lane.work == [("wait", copied), ("wait", event), "update", ("record", event)]
+    with uploads.lend(words):  # in the same memory, as its work has been done
+        monkeypatch.setattr(Event, "query", lambda event: False)
+        with uploads.lend(words):  # in other memory
+            assert len(made) == 2
+    with uploads.lend(words):  # none has been done
+        assert len(made) == 3
+    assert len(cuda.events) == before + 3
 
 
-def test_a_tensor_that_is_given_up_is_the_current_stream_s_too(cuda: FakeCuda, device: module.CudaDevice) -> None:
+def test_a_tensor_that_is_given_up_is_the_current_stream_s_too(
+    cuda: FakeCuda, device: module.AcceleratorDevice
+) -> None:
     tensor = Uploaded(cuda)
-    with cuda.stream(Stream(cuda, torch.device("cuda", INDEX))):
-        device.give_up(tensor)  # type: ignore[arg-type]
-        assert tensor.users == [cuda.current_stream(device.device)]
+    cuda.set_stream(Stream(cuda, torch.device("cuda", INDEX)))
+    device.give_up(tensor)  # type: ignore[arg-type]
+    assert tensor.users == [cuda.current_stream(device.device)]
 
 
 def test_a_tenth_of_the_card_is_left_but_no_less_than_is_useful(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for total, reserve in ((8 << 30, 2 << 30), (80 << 30, 8 << 30)):
-        monkeypatch.setattr(cuda, "mem_get_info", lambda device, total=total: (1 << 30, total))
-        device = module.CudaDevice(torch.device("cuda", INDEX))
+        monkeypatch.setattr(cuda, "get_memory_info", lambda device, total=total: (1 << 30, total))
+        device = module.AcceleratorDevice(torch.device("cuda", INDEX))
         assert device.reserve_bytes == reserve
         device.close()
 
@@ -416,20 +407,18 @@ class Recorder:
         self.warm: list[dict[str, Any]] = []
         self.launched: list[dict[str, Any]] = []
 
-    def warmup(self, *arguments: Any, grid: tuple[int, ...], **constants: Any) -> None:
-        self.warm.append({"arguments": [_kind(argument) for argument in arguments], **constants})
-
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments, **constants: self.launched.append(
+        noted = self.launched if grid[0] else self.warm
+        return lambda *arguments, **constants: noted.append(
             {"arguments": [_kind(argument) for argument in arguments], **constants}
         )
 
 
 def _kind(argument: Any) -> Any:
-    """Return what Triton compiles for: a pointer's element type, or the size of an integer."""
+    """Return what Triton compiles for: a pointer's element type and alignment, or the size of an integer."""
     if isinstance(argument, int):
         return "i64" if argument >= 1 << 31 else "i32"
-    return argument if isinstance(argument, torch.dtype) else argument.dtype
+    return argument.dtype, argument.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize("formats", [(StateFormat.EXACT,), tuple(StateFormat)])
@@ -470,12 +459,12 @@ def test_a_gpu_that_triton_cannot_drive_is_refused_at_once(monkeypatch: pytest.M
     triton = SimpleNamespace(JITFunction=object, runtime=SimpleNamespace(driver=Drivers()))
     module_ = SimpleNamespace(triton=triton, update=object())
     monkeypatch.setattr(kernels, "import_module", lambda name: module_)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(kernels, "accelerator", lambda device: (torch.device(device), backends.BACKENDS["cuda"]))
+    monkeypatch.setattr(kernels, "Uploads", lambda *arguments: None)
     with pytest.raises(ConfigError, match="Failed to find C compiler"):
         kernels.GpuUpdateKernel("cuda:0")
 
 
-def test_what_cannot_be_pinned_is_told_with_cuda_s_reason(cuda: FakeCuda, device: module.CudaDevice) -> None:
+def test_what_cannot_be_pinned_is_told_with_cuda_s_reason(cuda: FakeCuda, device: module.AcceleratorDevice) -> None:
     with pytest.raises(OffloadError, match=r"2097152 bytes .* cannot be pinned: out of memory \(CUDA error 2\)"):
         device.pin(1 << 30, 2 << 20)

@@ -1,0 +1,202 @@
+"""What `CpuUpdateKernel` does, on an accelerator, enqueued on the caller's stream: what kernels of all kinds share.
+
+Invariants: bit for bit what `offload.kernels.reference` defines.
+Not done here: owning the memory that addresses point at, events, waiting.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from offload.backends import accelerator
+from offload.dtypes import ITEM_BYTES, DtypeCode
+from offload.errors import invariant
+from offload.kernels.table import checked
+from offload.protocols import SegmentFlag, StateFormat
+from offload.rules import UpdateRule
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+log = logging.getLogger("offload")
+
+_native: Any = import_module("offload._native")
+
+SLOT_BYTES = np.where(ITEM_BYTES, ITEM_BYTES, 4)
+"""By `DtypeCode`; of NONE those of fp32: a segment without a weight of its own has its master."""
+
+_TOUCHING = int(SegmentFlag.ACTIVE | SegmentFlag.LOAD_MASTER | SegmentFlag.ZERO_STATE)
+
+
+class DeviceKernel(ABC):
+    """Enqueues updates and the gathering of gradients on one device.
+
+    Every call returns when its work is enqueued on the calling thread's current stream of the device. What is in
+    flight at once, on several streams, must not share memory. Any thread may call. It must live until its work has
+    been done.
+    """
+
+    device: torch.device
+    """Where the memory lies that tables and addresses point at."""
+
+    def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:  # noqa: B027
+        """Compile and load what aligned gradients and weights need, so that nothing waits for that later.
+
+        Args:
+            rule: The update rule.
+            kinds: Of parameters: dtypes of the gradient and of the weight, and how the state is stored.
+        """
+
+    def update(self, table: npt.NDArray[Any]) -> None:
+        """Enqueue the update of the segments of `table`.
+
+        The table is copied before this returns; the memory that it points at must live until the stream has come to
+        the update's end. Fastest where addresses are multiples of four elements; in `COMPACT8`, where those would be
+        that the elements before a segment's in its first block had.
+
+        Args:
+            table: From `offload.kernels.table`, shape [segments], contiguous, in host memory. Its addresses are this
+                device's, each a multiple of its element's size. Segments must not overlap.
+
+        Raises:
+            InternalError: The table cannot be right. Nothing was enqueued.
+        """
+        table = checked(table)
+        problem = _native.check_table(table.ctypes.data, table.size)
+        invariant(not problem, problem)
+        touched = np.flatnonzero((table["numel"] > 0) & (table["flags"] & _TOUCHING != 0))
+        if not touched.size:
+            return
+        used = table[touched]
+        active = used["flags"] & int(SegmentFlag.ACTIVE) != 0
+        gradients = np.where(active, used["gradient_dtype"], int(DtypeCode.NONE))
+        odd = touched[active & (used["gradient"] % SLOT_BYTES[gradients] != 0)]
+        invariant(not odd.size, f"segment {odd[:1].tolist()}: gradient is not aligned to its elements")
+        self._update(used, gradients)
+
+    def gather(
+        self,
+        source_address: int,
+        source_dtype: DtypeCode,
+        numel: int,
+        blocks_address: int,
+        destination_address: int = 0,
+        destination_dtype: DtypeCode = DtypeCode.NONE,
+        *,
+        accumulate: bool = False,
+    ) -> None:
+        """Enqueue the sums of squares of a gradient's blocks, and its copy into or addition to a slot, in one pass.
+
+        A block's sum is not finite exactly if one of its elements is not, so the sums are the overflow flag too.
+        Added in order on the host (`offload.kernels.norm_sq`), they are the norm.
+
+        Args:
+            source_address: Address of the gradient on this device, a multiple of its element's size.
+            source_dtype: Its element type.
+            numel: Its elements.
+            blocks_address: Address of float64, shape [ceil(numel / NORM_BLOCK_NUMEL)].
+            destination_address: The slot, 0 for none. Must not overlap the source, unless it is the source.
+            destination_dtype: The source's dtype, or FLOAT32 to widen.
+            accumulate: Add to what the slot holds (`reference.accumulate`); the sums are those of the result.
+
+        Raises:
+            InternalError: The arguments cannot be right. Nothing was enqueued.
+        """
+        source_code, slot_code = int(source_dtype), int(destination_dtype)
+        problem = _native.check_gradient_blocks(
+            source_address, source_code, numel, blocks_address, destination_address, slot_code
+        )
+        invariant(not problem, problem)
+        in_place = destination_address == source_address
+        invariant(
+            not accumulate or (destination_address != 0 and not in_place),
+            "a gradient is accumulated into a slot of its own",
+        )
+        if numel == 0:
+            return
+        if destination_address == 0 or in_place:
+            destination_address, slot_code = 0, int(DtypeCode.NONE)
+        invariant(source_address % int(SLOT_BYTES[source_code]) == 0, "source is not aligned to its elements")
+        invariant(destination_address % int(SLOT_BYTES[slot_code]) == 0, "destination is not aligned to its elements")
+        self._gather(
+            (source_address, source_code), numel, blocks_address, (destination_address, slot_code), accumulate
+        )
+
+    def copy_pieces(self, pieces: npt.NDArray[np.uint64]) -> None:
+        """Enqueue copies of many pieces of the device's memory, bit for bit.
+
+        Args:
+            pieces: Rows of (target, source, bytes), all of them even. No target overlaps anything else.
+
+        Raises:
+            InternalError: The table cannot be right. Nothing was enqueued.
+        """
+        used = pieces[pieces[:, 2] > 0]
+        invariant(bool(used.all()), "a piece of memory at address 0")
+        invariant(not (used % np.uint64(2)).any(), "a piece of memory that is not made of 16-bit words")
+        if len(used):
+            self._copy_pieces(used)
+
+    def gather_rows(self, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
+        """Enqueue the sums of squares of many gradients' blocks; see `gather`.
+
+        Args:
+            dtype: Element type of all.
+            rows: Of (address of a gradient, its elements, address of its blocks).
+
+        Raises:
+            InternalError: The table cannot be right. Nothing was enqueued.
+        """
+        used = rows[rows[:, 1] > 0]
+        invariant(dtype is not DtypeCode.NONE, "gradients without a dtype")
+        invariant(bool(used.all()), "a gradient, or its sums, at address 0")
+        aligned = used % np.array([SLOT_BYTES[int(dtype)], 1, 8], np.uint64) == 0
+        invariant(bool(aligned.all()), "a gradient, or its sums, not aligned to its elements")
+        if len(used):
+            self._gather_rows(int(dtype), used)
+
+    # What the kinds do, each in its way; all has been checked
+
+    @abstractmethod
+    def _update(self, used: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> None:
+        """Enqueue the update of segments that have elements; with `gradients`, their dtypes: NONE if not active."""
+
+    @abstractmethod
+    def _gather(
+        self, source: tuple[int, int], numel: int, blocks: int, slot: tuple[int, int], accumulate: bool
+    ) -> None:
+        """Enqueue what `gather` does; source and slot are an address and a `DtypeCode`, 0 and NONE for no slot."""
+
+    @abstractmethod
+    def _copy_pieces(self, pieces: npt.NDArray[np.uint64]) -> None:
+        """Enqueue copies of pieces that are not empty."""
+
+    @abstractmethod
+    def _gather_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
+        """Enqueue sums of gradients that have elements."""
+
+
+def device_kernel(device: torch.device | None = None) -> DeviceKernel:
+    """Return the kernel of a device, None for the current accelerator: in Triton where it has that.
+
+    Raises:
+        ConfigError: There is no such device, or no Triton where it is needed.
+    """
+    found, backend = accelerator(device)
+    if backend.compiler == "triton":
+        return import_module("offload.kernels.gpu").GpuUpdateKernel(found)  # type: ignore[no-any-return]
+    _say_slow(found.type)
+    return import_module("offload.kernels.plain").PlainUpdateKernel(found)  # type: ignore[no-any-return]
+
+
+@cache
+def _say_slow(kind: str) -> None:
+    log.warning("updates on %s devices are plain torch operations, many times slower than a kernel (said once)", kind)

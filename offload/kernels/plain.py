@@ -1,0 +1,134 @@
+"""An accelerator's updates in plain torch operations, where there is no compiler for kernels: right, and slow.
+
+What `offload.kernels.reference` defines is done by itself, on tensors of the device, piece by piece: so the bits are
+those of the reference wherever the device's `*`, `+`, `-`, `/`, float64 roots and casts are correctly rounded.
+
+Invariants: nothing waits for the device, and nothing reads its memory on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offload.backends import tensor_at
+from offload.dtypes import DtypeCode
+from offload.kernels import reference
+from offload.kernels.device import DeviceKernel
+from offload.kernels.reference import STATE_DTYPES, TORCH_DTYPES, SegmentTensors, minifloat
+from offload.protocols import BLOCK_NUMEL, NORM_BLOCK_NUMEL, SegmentFlag, StateFormat
+from offload.rules import RULES, segment_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+PIECE_NUMEL = 1 << 20
+"""Elements that are worked on at once, a multiple of every block's: each takes some dozens of bytes meanwhile."""
+
+_RULES = {rule.code: rule for rule in RULES.values()}
+
+
+class PlainUpdateKernel(DeviceKernel):
+    """A `DeviceKernel` on any device of torch, the CPU included.
+
+    Args:
+        device: Which one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def _update(self, used: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> None:
+        for number, gradient in enumerate(gradients.tolist()):
+            rule = _RULES[int(used["rule"][number])]
+            row = used[number : number + 1].view(segment_dtype(rule))[0]
+            for start, numel in _pieces(int(row["numel"]), int(row["first_index"]) % BLOCK_NUMEL):
+                reference.update(self._segment(row, rule, gradient, start, numel))
+
+    def _segment(self, row: Any, rule: Any, gradient: int, start: int, numel: int) -> SegmentTensors:
+        """Return elements of a segment as the reference takes them; what it updates lies where it is to be then."""
+        flags, state_format = SegmentFlag(int(row["flags"])), StateFormat(int(row["state_format"]))
+        first_index, has_weight = int(row["first_index"]) + start, bool(row["weight"])
+        in_planes = state_format is StateFormat.COMPACT8 and has_weight
+
+        def at(name: str, dtype: torch.dtype, first: int = start, count: int = numel) -> torch.Tensor:
+            return self._at(int(row[name]) + first * dtype.itemsize, count, dtype)
+
+        def written(name: str, dtype: torch.dtype, is_read: bool) -> torch.Tensor:
+            """Return where new values go, with the old ones there where these are read."""
+            if not row[f"new_{name}"]:
+                return at(name, dtype)
+            new = at(f"new_{name}", dtype)
+            return new.copy_(at(name, dtype)) if is_read else new
+
+        active, loads = bool(gradient), has_weight and SegmentFlag.LOAD_MASTER in flags
+        weight_dtype = TORCH_DTYPES[DtypeCode(int(row["weight_dtype"]))] if has_weight else torch.float32
+        weight = None
+        if has_weight:
+            weight = written("weight", weight_dtype, loads) if active else at("weight", weight_dtype)
+        master, master_low = torch.empty(0, dtype=torch.float32, device=self.device), None
+        if active or loads:
+            master = written("master", torch.int16 if in_planes else torch.float32, not loads)
+            master_low = written("master_low", torch.uint8, not loads) if in_planes else None
+        scales = None
+        if state_format is StateFormat.COMPACT8:
+            # Pieces but the first begin where blocks do.
+            before = (int(row["first_index"]) % BLOCK_NUMEL + start) // BLOCK_NUMEL
+            blocks, states = minifloat.blocks_numel(first_index, numel), len(rule.state)
+            scales = at("scales", torch.uint8, before * states, blocks * states).view(blocks, states)
+        return SegmentTensors(
+            master,
+            [at(tensor.name, STATE_DTYPES[state_format]) for tensor in rule.state],
+            at("gradient", TORCH_DTYPES[DtypeCode(gradient)]) if active else None,
+            weight,
+            flags,
+            rule.scalars(*(float(row[name]) for name in rule.scalars._fields)),
+            rule,
+            state_format,
+            int(row["rounding_key"]),
+            first_index,
+            master_low,
+            scales,
+        )
+
+    def _gather(
+        self, source: tuple[int, int], numel: int, blocks: int, slot: tuple[int, int], accumulate: bool
+    ) -> None:
+        for start, count in _pieces(numel):
+            values = self._elements(*source, start, count)
+            if slot[0]:
+                kept = self._elements(*slot, start, count)
+                if accumulate:
+                    reference.accumulate(kept, values)
+                    values = kept
+                else:
+                    kept.copy_(values)
+            sums = reference.block_sums(values)
+            self._at(blocks + start // NORM_BLOCK_NUMEL * 8, sums.numel(), torch.float64).copy_(sums)
+
+    def _copy_pieces(self, pieces: npt.NDArray[np.uint64]) -> None:
+        for target, source, nbytes in pieces.tolist():
+            self._at(target, nbytes, torch.uint8).copy_(self._at(source, nbytes, torch.uint8))
+
+    def _gather_rows(self, dtype: int, rows: npt.NDArray[np.uint64]) -> None:
+        for address, numel, blocks in rows.tolist():
+            self._gather((address, dtype), numel, blocks, (0, 0), False)
+
+    def _elements(self, address: int, code: int, start: int, count: int) -> torch.Tensor:
+        dtype = TORCH_DTYPES[DtypeCode(code)]
+        return self._at(address + start * dtype.itemsize, count, dtype)
+
+    def _at(self, address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return tensor_at(address, numel, dtype, self.device)
+
+
+def _pieces(numel: int, before: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield start and length of pieces of so many elements; `before` are those in the first block before them."""
+    start = 0
+    while start < numel:
+        count = min(numel - start, PIECE_NUMEL - (before + start) % PIECE_NUMEL)
+        yield start, count
+        start += count

@@ -1,0 +1,267 @@
+"""The device "late": a torch accelerator on the CPU, on which every mistake of order or of place shows.
+
+After `load()`, torch has devices `late:0`, `late:1`, ... They do what CUDA's do, later: a stream is a thread that
+runs its work in order, held back as a test says. The host cannot read their memory: SIGSEGV. Memory that is new or
+was dropped reads as NaN. What fails on a device is said at a later call.
+
+Tests decide when work runs: by `held` (a gate before a stream), never by time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.machinery
+import importlib.util
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from accelerator import build
+
+_native: Any = None
+
+
+def load(devices: int = 2) -> None:
+    """Make the device known to this process, which cannot be undone. Later calls do nothing.
+
+    Args:
+        devices: How many there are.
+
+    Raises:
+        build.CannotBuild: It cannot be built here.
+    """
+    global _native
+    if _native is not None:
+        _native.set_device_count(devices)
+        return
+    path = str(build.library())
+    loader = importlib.machinery.ExtensionFileLoader("_late", path)
+    spec = importlib.util.spec_from_file_location("_late", path, loader=loader)
+    assert spec is not None
+    native = importlib.util.module_from_spec(spec)
+    loader.exec_module(native)
+    native.set_device_count(devices)
+    torch.utils.rename_privateuse1_backend("late")
+    torch._register_device_module("late", _module(native))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    if torch.distributed.is_available():
+        torch.distributed.Backend.register_backend("late", _group, devices=["late"])
+    atexit.register(native.stop)
+    _native = native
+
+
+# -- What tests set
+
+
+def hold(stream: torch.Stream) -> None:
+    """Let no work of a stream start until it is released. What runs already goes on."""
+    _native.hold(stream)
+
+
+def release(stream: torch.Stream) -> None:
+    """Let a stream that was held go on."""
+    _native.release(stream)
+
+
+@contextlib.contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """Hold a stream within a block. Who waits for it there, waits for another thread that releases it."""
+    hold(stream)
+    try:
+        yield
+    finally:
+        release(stream)
+
+
+def last(stream: torch.Stream, is_last: bool = True) -> None:
+    """Let a stream run only while all others have nothing to do, or somebody waits for it."""
+    _native.run_last(stream, is_last)
+
+
+def delays(least_us: int = 0, most_us: int = 0, seed: int = 0, stream: torch.Stream | None = None) -> None:
+    """Let a stream, or all of them, sleep before each task; without arguments, no more.
+
+    Args:
+        least_us: The shortest sleep in microseconds.
+        most_us: The longest.
+        seed: Where draws start: each stream's sleeps are the same each time it is set.
+        stream: The one stream. Otherwise all, those to come as well.
+    """
+    if not 0 <= least_us <= most_us:
+        raise ValueError(f"no delays from {least_us} to {most_us} us")
+    if stream is None:
+        _native.set_delays(least_us, most_us, seed)
+    else:
+        _native.set_stream_delays(stream, least_us, most_us, seed)
+
+
+def set_device_bytes(nbytes: int, device: int = 0) -> None:
+    """Set how much memory a device has: 4 GiB at first."""
+    _native.set_device_bytes(device, nbytes)
+
+
+def fail(name: str, after: int = 0) -> None:
+    """Let a task fail.
+
+    Args:
+        name: How its name begins: an operator's ("aten::add"), "copy", "fill", a collective's, one given to `launch`.
+        after: How many such tasks go well before.
+    """
+    _native.fail(name, after)
+
+
+def forget_errors() -> None:
+    """Let devices on which a task has failed work again, and let nothing fail that has not failed yet."""
+    _native.forget_errors()
+
+
+# -- What a driver offers
+
+
+def pin(address: int, nbytes: int) -> None:
+    """Register host memory, so that copies from and to it need not wait, as `cudaHostRegister` does.
+
+    Raises:
+        RuntimeError: Some of it is pinned already.
+    """
+    _native.pin(address, nbytes)
+
+
+def unpin(address: int) -> None:
+    """Take a registration back, after all work that uses the memory.
+
+    Raises:
+        RuntimeError: It was not registered at this address.
+    """
+    _native.unpin(address)
+
+
+def launch(function: Callable[[], object], name: str = "launch", stream: torch.Stream | None = None) -> None:
+    """Run a function in a stream's order, as a kernel of one's own.
+
+    It reaches device memory by `real` alone. What it raises is the device's error.
+    """
+    _native.launch(stream or torch.accelerator.current_stream(), name, function)
+
+
+def real(address: int) -> int:
+    """Return where tasks find what lies at an address of a device; any other address is its own."""
+    return int(_native.real(address))
+
+
+def device_of(address: int) -> int | None:
+    """Return the index of the device that an address belongs to; None if it is the host's."""
+    return _native.device_of(address)  # type: ignore[no-any-return]
+
+
+# -- What has happened
+
+
+def counts() -> dict[str, Any]:
+    """Return how often operators ran later ("asynchronous"), and by name those that the host waited for."""
+    return _native.counts()  # type: ignore[no-any-return]
+
+
+def streams() -> list[tuple[int, int, int, int]]:
+    """Return (device, id, tasks put, tasks done) of all streams that have been used."""
+    return _native.list_streams()  # type: ignore[no-any-return]
+
+
+# -- What torch asks of a device's module
+
+
+class Stream(torch.Stream):
+    """A stream of the current device unless told otherwise."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **known: Any) -> Stream:
+        if known:
+            return super().__new__(cls, priority=priority, **known)
+        return super().__new__(cls, device=_place(device), priority=priority)
+
+
+class Event(torch.Event):
+    """An event of the current device unless told otherwise."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+        return super().__new__(cls, "late", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+
+
+def _place(device: Any) -> torch.device:
+    """Return a device as torch's modules are told it: None, an index, a string or a device."""
+    index = torch.accelerator.current_device_index()
+    if device is None:
+        return torch.device("late", index)
+    place = torch.device("late", device) if isinstance(device, int) else torch.device(device)
+    return place if place.index is not None else torch.device("late", index)
+
+
+class _Properties(types.SimpleNamespace):
+    """What a device tells of itself."""
+
+    name: str
+    total_memory: int
+
+
+def _module(native: Any) -> types.ModuleType:
+    generators = [native.default_generator(index) for index in range(native.device_count())]
+    made = types.ModuleType("torch.late")
+    accelerator = torch.accelerator
+
+    def generator(device: Any) -> torch.Generator:
+        return generators[_place(device).index]  # type: ignore[no-any-return]
+
+    def manual_seed_all(seed: int) -> None:
+        for each in generators:
+            each.manual_seed(seed)
+
+    def use(stream: torch.Stream | None) -> Any:
+        return contextlib.nullcontext() if stream is None else stream
+
+    def properties(device: Any = None) -> _Properties:
+        place = _place(device)
+        return _Properties(name="late", total_memory=accelerator.get_memory_info(place)[1])
+
+    names: dict[str, Any] = {
+        "Stream": Stream,
+        "Event": Event,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "_is_in_bad_fork": lambda: False,
+        "is_bf16_supported": lambda *_: True,
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "device_count": native.device_count,
+        "current_device": accelerator.current_device_index,
+        "set_device": accelerator.set_device_index,
+        "device": lambda device: accelerator.device_index(None if device is None else _place(device).index),
+        "stream": use,
+        "current_stream": lambda device=None: accelerator.current_stream(_place(device)),
+        "default_stream": lambda device=None: native.default_stream(_place(device).index),
+        "set_stream": accelerator.set_stream,
+        "synchronize": lambda device=None: accelerator.synchronize(_place(device)),
+        "get_device_name": lambda device=None: "late",
+        "get_device_properties": properties,
+        "mem_get_info": lambda device=None: accelerator.get_memory_info(_place(device)),
+        "default_generators": tuple(generators),
+        "manual_seed": lambda seed: generator(None).manual_seed(seed),
+        "manual_seed_all": manual_seed_all,
+        "seed": lambda: generator(None).seed(),
+        "initial_seed": lambda: generator(None).initial_seed(),
+        "get_rng_state": lambda device=None: generator(device).get_state(),
+        "set_rng_state": lambda state, device=None: generator(device).set_state(state),
+    }
+    alike = ("memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    for name in (*alike, "empty_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats"):
+        names[name] = getattr(accelerator, name)
+    made.__dict__.update(names)
+    return made
+
+
+def _group(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    """Return a process group for tensors of the device: gloo on their memory, in the order of streams."""
+    gloo = torch.distributed.ProcessGroupGloo(torch.distributed.PrefixStore("late", store), rank, size, timeout)
+    return _native.make_group(gloo)
