@@ -7,6 +7,7 @@ updates, on the GPU for the rest.
 Invariants:
   * what is handed out is complete: all copies and sums that it depends on have ended;
   * DeepSpeed uses the memory of a reduced gradient again once it has been taken, on the stream that was current then.
+    So the engine of weights on a GPU is given a copy, made on that stream, to be read whenever that suits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import torch
 from offload import DtypeCode, Engine
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.transfers import Transfers
+
+COPIED_BYTES = 1 << 30
+"""A gradient on a GPU that is larger is read where it lies, and backward waits for that: a copy of it may not fit."""
 
 
 class HostGradients:
@@ -133,7 +137,7 @@ class DeviceGradients:
 
     def take(self, number: int, gradient: torch.Tensor, *, first: bool, final: bool) -> None:
         """See `HostGradients.take`."""
-        gradient = gradient.to(self._dtypes[self._pieces[number].flat])
+        given, gradient = gradient, gradient.to(self._dtypes[self._pieces[number].flat])
         if first:
             self._lent.pop(number, None)
         elif number in self._lent:
@@ -141,11 +145,17 @@ class DeviceGradients:
             self.touch(number)
             return
         stays = first and self._engine.keeps_gradient(number)
+        if gradient is given and (stays or gradient.nbytes <= COPIED_BYTES):
+            gradient = gradient.clone()
         if stays:
-            gradient = self._kept[number] = gradient.clone()
+            self._kept[number] = gradient
         mark = self._engine.gradient_arrived(number, gradient.data_ptr(), DtypeCode.of(gradient.dtype))
-        if mark is not None and not stays:
-            self._engine.hand_back(gradient, mark)
+        if mark is None or stays:
+            return
+        if gradient is given:
+            mark.wait()
+        else:
+            self._engine.hold_until_read(gradient, mark)
 
     def touch(self, number: int, *, gathered: bool = False) -> None:
         """See `HostGradients.touch`: it is what was lent that counts from now on."""

@@ -8,11 +8,15 @@ travels twice.
 Small gradients are collected in a bucket, and leave together: in few copies (see `pieces.py`), and with one kernel
 for all their sums. A bucket leaves when it is full, with a large gradient, when backward ends, and whenever somebody
 asks for what it holds.
+
+The caller drops a gradient before it has been read. It is held until then, and the caller's stream waits for the
+oldest when too much is held.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +40,9 @@ LARGE_BYTES = 8 << 20
 
 BUCKET_BYTES = 64 << 20
 """A bucket with so many bytes leaves: the link takes a millisecond or two for them."""
+
+MAX_IN_TRANSIT_BYTES = 1 << 30
+"""Gradients that are held until they have been read; for more of them, backward waits on the GPU."""
 
 BUCKET_COUNT = 4096
 """A bucket with so many gradients leaves."""
@@ -129,7 +136,7 @@ class _Bucket:
 class GpuGradients:
     """Gradients of one session whose weights lie on a GPU.
 
-    `arrived` and `leave` belong to the threads of backward; all else is called between passes.
+    `arrived`, `hold` and `leave` belong to the threads of backward; all else is called between passes.
 
     Attributes:
         lanes: The session's lanes.
@@ -142,6 +149,9 @@ class GpuGradients:
     kernel: CpuUpdateKernel
     positions: list[_Parameter] = field(default_factory=list)
     gap_bytes: int = 0
+    in_transit: deque[tuple[Mark, torch.Tensor]] = field(default_factory=deque)
+    """Gradients that the caller has dropped and that are still read, each with the mark after which it is not."""
+    _in_transit_bytes: int = 0
     _bucket: _Bucket | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _regions: list[_Region] = field(default_factory=list)
@@ -295,6 +305,32 @@ class GpuGradients:
                 "gradient dtype", dtype.name.lower(), "use that of the weights, or gradient_dtype float32, throughout"
             )
 
+    def hold(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool) -> None:
+        """See `Engine.hold_until_read`."""
+        self._drop_read()
+        self.in_transit.append((mark, gradient))
+        self._in_transit_bytes += gradient.nbytes
+        while self._in_transit_bytes > MAX_IN_TRANSIT_BYTES:
+            self.hand_back(elsewhere=elsewhere)
+
+    def hand_back(self, *, elsewhere: bool = False) -> None:
+        """Let go of the oldest gradient that is held: whatever uses its memory next waits until it has been read."""
+        mark, gradient = self.in_transit[0]
+        if elsewhere:
+            mark.wait()
+        else:
+            device = self.lanes.device
+            device.follow(DeviceLane.CALLER, mark.on_lane() if isinstance(mark, Departure) else mark)
+            device.give_up(gradient)
+        self._drop_oldest()  # last: an interrupt before leaves it held
+
+    def _drop_read(self) -> None:
+        while self.in_transit and self.in_transit[0][0].reached():
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._in_transit_bytes -= self.in_transit.popleft()[1].nbytes
+
     # Between passes
 
     def gather(self, gradients: Sequence[tuple[int, int, DtypeCode]]) -> None:
@@ -323,6 +359,7 @@ class GpuGradients:
         for region in self._regions:
             self.lanes.copy(DeviceLane.GRADIENTS, region.host.address, region.device, region.host.nbytes)
         device.mark(DeviceLane.GRADIENTS, timed=False).wait()
+        self._drop_read()
         for found in self.positions:
             if found.added and not found.stays:
                 address, blocks = found.slot.data_ptr(), found.blocks.ctypes.data
@@ -331,6 +368,8 @@ class GpuGradients:
     def forget(self) -> None:
         """Drop all gradients: the next to arrive is the first of its parameter."""
         device = self.lanes.device
+        for _, gradient in self.in_transit:
+            device.give_up(gradient)
         # The caller may use their memory again.
         mark = device.mark(DeviceLane.GRADIENTS, timed=False)
         device.follow(DeviceLane.CALLER, mark)
@@ -340,8 +379,14 @@ class GpuGradients:
         self.additions.forget()
         for found in self.positions:
             found.forget()
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        self.in_transit.clear()
+        self._in_transit_bytes = 0
 
     def close(self) -> None:
         """Give the memory for additions back; the device has been closed."""
         self._bucket = None
+        self._drop_all()
         self.additions.close()

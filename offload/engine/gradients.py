@@ -12,7 +12,7 @@ import torch
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.additions import BUFFERS, buffer_bytes
 from offload.engine.gpu import GpuLanes
-from offload.engine.gpu_gradients import BLOCK_BYTES, Departure, GpuGradients
+from offload.engine.gpu_gradients import BLOCK_BYTES, GpuGradients
 from offload.engine.host import HostMemory
 from offload.engine.memory import Arena
 from offload.engine.operations import Visit
@@ -24,7 +24,7 @@ from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter, Segment
 from offload.plan import Plan
 from offload.plan.budget import BROUGHT_AHEAD
-from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
+from offload.protocols import NORM_BLOCK_NUMEL, Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,11 +291,10 @@ class Gradients:
         if self.on_gpu is not None:
             self.on_gpu.leave()
 
-    def hand_back(self, gradient: torch.Tensor, mark: Mark) -> None:
-        """See `Engine.hand_back`."""
-        if self._gpu is not None:
-            self._gpu.device.follow(DeviceLane.CALLER, mark.on_lane() if isinstance(mark, Departure) else mark)
-            self._gpu.device.give_up(gradient)
+    def hold(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool) -> None:
+        """See `Engine.hold_until_read`."""
+        if self.on_gpu is not None:
+            self.on_gpu.hold(gradient, mark, elsewhere=elsewhere)
 
     def forget(self) -> None:
         """See `Engine.forget_gradients`."""

@@ -66,11 +66,7 @@ class GpuUpdateKernel(DeviceKernel):
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         compiles = device is None or torch.device(device).type != "cpu"
-        if compiles:
-            self.device, backend = accelerator(device)
-            self._uploads = Uploads(self.device, backend)
-        else:
-            self.device = torch.device("cpu")
+        self.device, backend = accelerator(device) if compiles else (torch.device("cpu"), None)
         chosen = str(self.device)
         try:
             self._kernels: Any = import_module("offload.kernels.triton_kernels")
@@ -87,6 +83,8 @@ class GpuUpdateKernel(DeviceKernel):
             except Exception as error:
                 advice = f"Triton cannot use it (it needs a C compiler and Python's headers): {error}"
                 raise ConfigError("device", chosen, advice) from error
+        if backend is not None:
+            self._uploads = Uploads(self.device, backend)
 
     def compile(self, rule: UpdateRule, kinds: Iterable[tuple[DtypeCode, DtypeCode, StateFormat]]) -> None:
         """See `DeviceKernel.compile`: each kernel is launched once, with no program, which also loads it."""

@@ -7,7 +7,6 @@ at a time, and keep neither a route nor a parameter alive.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -24,10 +23,6 @@ from offload.optim.ranks import world
 from offload.optim.scaling import Note, Scaling
 from offload.optim.slots import GradientSlot
 from offload.optim.weights import Bound, Weights
-from offload.protocols import Mark
-
-MAX_IN_TRANSIT_BYTES = 1 << 30
-"""Gradients on a GPU that are held while they leave it; for more of them, backward waits on the GPU."""
 
 NO_PASS = -1
 """What torch calls the backward pass outside of any."""
@@ -325,8 +320,6 @@ class Departing(Route):
         It holds memory; which gradients there are, the engine knows.
         """
         self._left_from: dict[Bound, StorageWeakRef] = {}
-        self._in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
-        self._in_transit_bytes = 0
         self._pass = NO_PASS
 
     def _take(self, bound: Bound, gradient: torch.Tensor) -> None:
@@ -367,18 +360,8 @@ class Departing(Route):
             self._left[bound] = gradient if engine.keeps_gradient(bound.position) else None
         mark = engine.gradient_arrived(bound.position, gradient.data_ptr(), DTYPE_CODES[gradient.dtype])
         bound.parameter.grad = None
-        while self._in_transit and self._in_transit[0][0].reached():
-            self._in_transit_bytes -= self._in_transit.popleft()[1].nbytes
         if mark is not None:
-            self._in_transit.append((mark, gradient))  # its memory is free when the copy has been made
-            self._in_transit_bytes += gradient.nbytes
-        while self._in_transit_bytes > MAX_IN_TRANSIT_BYTES:
-            first, oldest = self._in_transit.popleft()
-            self._in_transit_bytes -= oldest.nbytes
-            if bound.cut is None:
-                engine.hand_back(oldest, first)  # whatever backward does next, with that memory too
-            else:  # FSDP2 uses that memory on streams of its own
-                first.wait()
+            engine.hold_until_read(gradient, mark, elsewhere=bound.cut is not None)  # FSDP2 has streams of its own
 
     def _bind(self, bound: Bound) -> bool:
         if not self._engine.has_gradient(bound.position):
@@ -399,7 +382,7 @@ class Departing(Route):
         try:
             if self._left:
                 kept = [gradient for gradient in self._left.values() if gradient is not None]
-                self._engine.forget_gradients([*kept, *(gradient for _, gradient in self._in_transit)])
+                self._engine.forget_gradients(kept)
         finally:  # it may be interrupted, having forgotten them; else they are read, and added to
             if not any(self._engine.has_gradient(bound.position) for bound in self._left):
                 self.release()
@@ -407,7 +390,7 @@ class Departing(Route):
     def read(self) -> list[torch.Tensor]:
         """See `Route.read`."""
         left = [gradient for gradient in self._left.values() if gradient is not None]
-        return [*super().read(), *left, *(gradient for _, gradient in self._in_transit)]
+        return [*super().read(), *left]
 
     def taken(self) -> None:
         """See `Route.taken`."""
@@ -419,8 +402,6 @@ class Departing(Route):
         super().release()
         self._left.clear()
         self._left_from.clear()
-        self._in_transit.clear()
-        self._in_transit_bytes = 0
 
 
 class _ArrivalHook:

@@ -259,9 +259,8 @@ class Engine:
 
         Returns:
             On a GPU, the mark after which the gradient is not read any more. It is not reached while the gradient
-            waits for others to leave with, until `end_backward`, the mark's `wait` or `hand_back` end that. The first
-            gradient of a parameter of which `keeps_gradient` is true is read, and added to, until the step has
-            returned.
+            waits for others to leave with, until `end_backward` or the mark's `wait` end that. The first gradient of
+            a parameter of which `keeps_gradient` is true is read, and added to, until the step has returned.
         """
         self.wait_for([parameter])
         self._thread.check_usable()
@@ -330,14 +329,19 @@ class Engine:
         self._thread.check_usable()
         self._parts.gradients.settle()
 
-    def hand_back(self, gradient: torch.Tensor, mark: Mark) -> None:
-        """Let the caller's stream wait until a gradient on a GPU has been read: its memory may be used again then.
+    def hold_until_read(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool = False) -> None:
+        """Hold a gradient on a GPU until it has been read, or forgotten.
+
+        Of more than a gibibyte that is held, the oldest is let go, and the caller's stream waits until it has been
+        read.
 
         Args:
-            gradient: Has arrived; the caller drops it.
+            gradient: Has arrived; the caller drops it, and nobody writes to it.
             mark: What `gradient_arrived` returned.
+            elsewhere: Whether its memory is used again on other streams than the caller's: then the caller waits
+                itself, and not its stream.
         """
-        self._parts.gradients.hand_back(gradient, mark)
+        self._parts.gradients.hold(gradient, mark, elsewhere=elsewhere)
 
     def forget_gradients(self, dropped: Iterable[torch.Tensor] = ()) -> None:
         """Forget all gradients that arrived on a GPU: those that arrive next are the first.

@@ -81,6 +81,14 @@ def last(stream: torch.Stream, is_last: bool = True) -> None:
     _native.run_last(stream, is_last)
 
 
+def dawdle(stream: torch.Stream, dawdles: bool = True) -> None:
+    """Let a stream run only when somebody waits for it: the host, or a stream that does not dawdle.
+
+    So what should wait for it, and does not, comes first. Asking whether it has come to an event does not wait.
+    """
+    _native.dawdle(stream, dawdles)
+
+
 def delays(least_us: int = 0, most_us: int = 0, seed: int = 0, stream: torch.Stream | None = None) -> None:
     """Let a stream, or all of them, sleep before each task; without arguments, no more.
 

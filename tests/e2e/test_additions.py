@@ -334,7 +334,7 @@ def test_gradients_are_let_go_although_a_review_is_interrupted(monkeypatch: pyte
                 optimizer.zero_grad()
         optimizer.engine._visits.placing.due = False
         assert not optimizer._route._left
-        assert not optimizer._route._in_transit
+        assert not optimizer.engine._parts.gradients.on_gpu.in_transit  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

@@ -257,6 +257,26 @@ def test_weights_on_a_simulated_gpu(
     assert_all_same(found)
 
 
+def test_copies_of_hidden_weights_are_dropped_behind_those_who_read_them(
+    config: Callable[..., offload.OffloadConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`step` makes them on its stream; the next forward pass, which may have another, copies from them."""
+    model, device = Model(), SimulatedDevice(1 << 26)
+    given_up: list[int] = []
+    monkeypatch.setattr(device, "give_up", lambda tensor: given_up.append(tensor.data_ptr()))
+    with OnDevice(model.parameters(), lr=1e-2, device=device, offload=config()) as optimizer:
+        optimizer.overlap_forward(model, check=True)
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            copies = [copy.data_ptr() for copy in optimizer._overlap._hidden.values()]
+            assert copies
+            given_up.clear()
+            optimizer.zero_grad()
+            optimizer.finish()
+            assert sorted(given_up) == sorted(copies)
+
+
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, offload.GradScaler])
 def test_gradient_scalers(config: Callable[..., offload.OffloadConfig], scaler: Any) -> None:
     found = []

@@ -156,7 +156,7 @@ def test_gradients_that_leave_free_their_memory(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         torch.autograd.backward([parameter], [torch.ones_like(parameter)])  # the first has been copied by now
         torch.cuda.synchronize()
-        optimizer._route._in_transit.clear()
+        optimizer.engine._parts.gradients.on_gpu.in_transit.clear()  # type: ignore[union-attr]
         assert torch.cuda.memory_allocated() <= before + parameter.numel()
 
 

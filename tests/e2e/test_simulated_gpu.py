@@ -28,11 +28,10 @@ from test_exact import GROUPS, make_groups
 import offload
 from offload.checkpoint import saves
 from offload.dtypes import DtypeCode
-from offload.engine import pinning
+from offload.engine import gpu_gradients, pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
 from offload.engine.machine import RESIDENT_RUNS_IN_FLIGHT
-from offload.optim import routes
 from offload.plan import Home
 from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import SEGMENT_DTYPE, DeviceLane, StateFormat
@@ -416,7 +415,7 @@ def test_gradients_leave_during_backward(tmp_path: Path) -> None:
     with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
         backward(parameters, 0)
         assert all(parameter.grad is None for parameter in parameters)
-        held = [weakref.ref(gradient) for _, gradient in optimizer._route._in_transit]
+        held = [weakref.ref(gradient) for _, gradient in optimizer.engine._parts.gradients.on_gpu.in_transit]  # type: ignore[union-attr]
         optimizer.step()
         assert all(reference() is None for reference in held)
         # Torch's own scaler finds no gradients and says so; a step without any changes nothing.
@@ -485,7 +484,7 @@ def arrive(
 def test_backward_waits_on_the_gpu_when_too_many_gradients_are_on_their_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lazy: bool
 ) -> None:
-    monkeypatch.setattr(routes, "MAX_IN_TRANSIT_BYTES", 4096)
+    monkeypatch.setattr(gpu_gradients, "MAX_IN_TRANSIT_BYTES", 4096)
     parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 1000).bfloat16()) for _ in range(20)]
     twins = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     device = SimulatedDevice(lazy=lazy, caller_is_host=False)
@@ -957,7 +956,7 @@ def test_gradients_that_have_left_are_forgotten_by_close(tmp_path: Path) -> None
     device = SimulatedDevice()
     with OnDevice(parameters, device=device, offload=config(tmp_path, keep_grads=False)) as optimizer:
         backward(parameters, 0)
-        held = [weakref.ref(gradient) for _, gradient in optimizer._route._in_transit]
+        held = [weakref.ref(gradient) for _, gradient in optimizer.engine._parts.gradients.on_gpu.in_transit]  # type: ignore[union-attr]
         assert held
     assert all(reference() is None for reference in held)
     optimizer.zero_grad()

@@ -279,6 +279,12 @@ def test_when_a_bucket_leaves(
         assert sums_asked(device) == left[-1] + (left[-1] in (0, 2) and "BUCKET_BYTES" not in limits)
 
 
+def on_gpu(optimizer: offload.AdamW) -> gpu_gradients.GpuGradients:
+    found = optimizer.engine._parts.gradients.on_gpu
+    assert found is not None
+    return found
+
+
 ASKING: dict[str, Callable[[offload.AdamW, list[torch.nn.Parameter]], object]] = {
     "the norm": lambda optimizer, _: optimizer.clip_grad_norm_(1.0),
     "a step": lambda optimizer, _: optimizer.step(),
@@ -286,8 +292,8 @@ ASKING: dict[str, Callable[[offload.AdamW, list[torch.nn.Parameter]], object]] =
     "a gradient in place of one": lambda optimizer, p: optimizer.engine.bind_gradient(
         0, p[1].data_ptr(), offload.DtypeCode.BFLOAT16
     ),
-    "its mark": lambda optimizer, _: optimizer._route._in_transit[0][0].wait(),
-    "its memory": lambda optimizer, _: optimizer.engine.hand_back(*optimizer._route._in_transit[0][::-1]),
+    "its mark": lambda optimizer, _: on_gpu(optimizer).in_transit[0][0].wait(),
+    "its memory": lambda optimizer, _: on_gpu(optimizer).hand_back(),
     "whoever has gradients in slots": lambda optimizer, _: optimizer.engine.settle_gradients(),
 }
 
@@ -299,7 +305,7 @@ def test_whoever_asks_for_gradients_has_their_bucket_leave(tmp_path: Path, who: 
     with OnDevice(parameters, device=device, offload=config(tmp_path, keep_grads=False)) as optimizer:
         for parameter in parameters:
             arrive(optimizer, parameter, torch.ones_like(parameter))
-        assert not any(mark.reached() for mark, _ in optimizer._route._in_transit)
+        assert not any(mark.reached() for mark, _ in on_gpu(optimizer).in_transit)
         assert sums_asked(device) == 0
         ASKING[who](optimizer, parameters)
         assert device.asked["sum_gradients"] == 1
@@ -315,7 +321,7 @@ def test_gradients_in_a_bucket_are_forgotten_unread(tmp_path: Path) -> None:
     ):
         for parameter in parameters:
             arrive(optimizer, parameter, torch.full_like(parameter, torch.nan))
-        marks = [mark for mark, _ in optimizer._route._in_transit]
+        marks = [mark for mark, _ in on_gpu(optimizer).in_transit]
         optimizer.zero_grad()
         assert sums_asked(device) == 0
         for mark in marks:

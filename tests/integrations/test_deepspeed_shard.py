@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from offload import ConfigError, GroupScalars, OffloadConfig
+from offload.engine import gpu_gradients
 from offload.integrations.deepspeed import gradients as gradients_module
 from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import Shard
 from offload.integrations.deepspeed.transfers import Transfers
 from offload.plan import GpuRates, Rates
+from offload.protocols import DeviceLane
 from offload.session import parts, placing, visits
 from offload.sim import LateTransfers, SimulatedDevice
 
@@ -45,7 +47,7 @@ def late() -> Iterator[Shard]:
 
 def stepped(shard: Shard) -> Any:
     shard.step(GROUPS, 1.0)
-    return shard.weights[0].tolist(), shard.read(0, "exp_avg", 5).tolist()
+    return shard.weights[0].tolist(), shard.read(0, "exp_avg", shard.pieces[0].numel).tolist()
 
 
 READERS: dict[str, Callable[[Shard], Any]] = {
@@ -271,6 +273,105 @@ def test_a_shard_whose_placement_changes_has_the_same_bits(seed: int, monkeypatc
     for place, (a, b) in enumerate(zip(expected, found, strict=True)):
         assert a == b, place
     assert len(plans) > 1
+    near.close()
+    far.close()
+
+
+class Watched(SimulatedDevice):
+    """Keeps what is put on its lanes."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.put: list[tuple[Any, str]] = []
+
+    def _put(self, lane: Any, label: str, *arguments: Any, **named: Any) -> Any:
+        if label != "mark":
+            self.put.append((lane, label))
+        return super()._put(lane, label, *arguments, **named)
+
+
+SMALL = tuple(Piece(str(number), 0, 64 * number, 61, 0) for number in range(32))
+
+
+def small_on_device(device: SimulatedDevice | None) -> Shard:
+    config = OffloadConfig(host_memory="1MiB", threads=1, subgroup_numel=1024, placement=0)
+    shard = Shard(SMALL, [torch.linspace(-1, 1, 2048).bfloat16()], config, device)
+    if isinstance(shard.gradients, HostGradients):
+        shard.gradients.buffers = [torch.zeros(2048, dtype=torch.bfloat16)]
+    return shard
+
+
+def reduce_all(shard: Shard, step: int) -> None:
+    """Hand over the gradients of all pieces from one bucket, as DeepSpeed does."""
+    bucket = torch.empty(2048, dtype=torch.bfloat16)
+    for number in reversed(range(len(SMALL))):
+        gradient = bucket[64 * number :][:61]
+        gradient.copy_(drawn(61, 100 * step + number))
+        shard.accumulate(number, gradient, final=True)
+        gradient.fill_(math.nan)
+
+
+def test_small_gradients_leave_together() -> None:
+    """With one kernel for all their sums and one copy; DeepSpeed's stream waits for nothing meanwhile."""
+    device = Watched(lazy=True)
+    near, far = small_on_device(None), small_on_device(device)
+    device.put.clear()
+    for shard in (near, far):
+        reduce_all(shard, 0)
+    assert not device.put
+    assert far.norms() == near.norms()
+    lanes = [lane for lane, _ in device.put]
+    assert lanes.count(DeviceLane.LEAVING) == 1
+    assert lanes.count(DeviceLane.GRADIENTS) == 2  # the sums, and their copy to the host
+    device.put.clear()
+    for shard in (near, far):
+        reduce_all(shard, 1)
+    assert not device.put
+    assert far.norms() == near.norms()
+    assert [lane for lane, _ in device.put].count(DeviceLane.LEAVING) < len(SMALL)
+    assert stepped(far) == stepped(near)
+    near.close()
+    far.close()
+
+
+def test_deepspeeds_stream_waits_for_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of gradients that leave by themselves, either."""
+    monkeypatch.setattr(gpu_gradients, "LARGE_BYTES", 1)
+    device = Watched(lazy=True)
+    near, far = small_on_device(None), small_on_device(device)
+    device.put.clear()
+    before = device.done
+    for shard in (near, far):
+        reduce_all(shard, 0)
+    assert [lane for lane, _ in device.put].count(DeviceLane.LEAVING) == len(SMALL)
+    assert device.done == before
+    assert far.norms() == near.norms()
+    near.close()
+    far.close()
+
+
+@pytest.mark.parametrize("limit", ["MAX_IN_TRANSIT_BYTES", "COPIED_BYTES"])
+@pytest.mark.parametrize("how", DEVICES)
+def test_copies_of_gradients_take_no_more_memory_than_allowed(
+    how: str, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond that DeepSpeed's stream waits for the oldest; a gradient that is too large for a copy it waits for."""
+    most = {"MAX_IN_TRANSIT_BYTES": 500, "COPIED_BYTES": 100}[limit]
+    monkeypatch.setattr(gpu_gradients if limit == "MAX_IN_TRANSIT_BYTES" else gradients_module, limit, most)
+    near, far = small_on_device(None), small_on_device(SimulatedDevice(**DEVICES[how]))
+    on_gpu = far.engine._parts.gradients.on_gpu
+    assert on_gpu is not None
+    for step in range(3):
+        for shard in (near, far):
+            for number in range(2):
+                reduce_all(shard, 10 * step + number)
+                held = sum(gradient.nbytes for _, gradient in on_gpu.in_transit)
+                assert held <= (most if limit == "MAX_IN_TRANSIT_BYTES" else 0)
+        assert far.norms() == near.norms()
+        assert stepped(far) == stepped(near)
+        assert not on_gpu.in_transit
+        for shard in (near, far):
+            shard.close_window()
     near.close()
     far.close()
 

@@ -46,12 +46,11 @@ from test_update_kernel import (  # noqa: F401
 
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, InternalError
-from offload.kernels import GpuUpdateKernel, blocks_numel, norm_sq, reference
+from offload.kernels import GpuUpdateKernel, blocks_numel, norm_sq, plain, reference
 from offload.kernels.device import DeviceKernel
 from offload.kernels.gpu import BLOCK_NUMEL, COPY_BLOCK_BYTES
-from offload.kernels.plain import PlainUpdateKernel
 from offload.kernels.reference import DTYPE_CODES
-from offload.protocols import NORM_BLOCK_NUMEL
+from offload.protocols import NORM_BLOCK_NUMEL, StateFormat
 from offload.rules import ADAMW, segment_dtype
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -122,7 +121,9 @@ def gpu_kernel(kind: str) -> Iterator[Synchronous]:
         patch.setattr(Placed, "unaligned", False)
         if kind.startswith("interpreter"):
             remember_what_is_replaced(patch)
-        yield Synchronous(PlainUpdateKernel(torch.device("cpu")) if kind == "torch" else GpuUpdateKernel(device))
+        yield Synchronous(
+            plain.PlainUpdateKernel(torch.device("cpu")) if kind == "torch" else GpuUpdateKernel(device)
+        )
 
 
 @pytest.fixture(scope="module", params=["interpreter", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -262,6 +263,26 @@ def test_pieces_of_any_size_are_copied_bit_for_bit(kernel):
     for row, message in (((64, 128, 3), "16-bit words"), ((65, 128, 2), "16-bit words"), ((0, 128, 2), "address 0")):
         with pytest.raises(InternalError, match=message):
             kernel.copy_pieces(np.array([row], np.uint64))
+
+
+@pytest.mark.parametrize("state_format", StateFormat)
+def test_pieces_that_torch_works_on_change_nothing(monkeypatch, state_format):
+    """Cut where blocks begin, of which a segment may have a part first."""
+    monkeypatch.setattr(plain, "PIECE_NUMEL", NORM_BLOCK_NUMEL)
+    monkeypatch.setattr(Case, "state_format", state_format)
+    with gpu_kernel("torch") as kernel:
+        for number, first_index in enumerate((0, 37, (1 << 32) - 5000)):
+            cases = [
+                Case.make(3 * NORM_BLOCK_NUMEL + 5, seed=number, first_index=first_index, weight_dtype=weight)
+                for weight in (torch.bfloat16, None)
+            ]
+            run_and_check(kernel, cases)
+        gradient = values(1, 3 * NORM_BLOCK_NUMEL + 5, torch.float16, "plain")
+        slot, expected = Placed(gradient), gradient.clone()
+        reference.accumulate(expected, gradient)
+        sums = accumulated(kernel, Placed(gradient), gradient.numel(), slot, add=True)
+        assert same_bits(slot.tensor(), expected)
+        assert np.array_equal(sums, reference.gradient_blocks(expected))
 
 
 def test_what_a_gpu_cannot_read_is_refused(kernel):

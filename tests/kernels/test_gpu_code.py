@@ -184,4 +184,5 @@ def test_addresses_of_any_alignment_use_one_compiled_kernel():
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "['pieces', 'table']"  # tensors, each at a multiple of 16
+    # Tensors, each at a multiple of 16: `test_what_is_launched_has_been_compiled` shows that.
+    assert done.stdout.strip() == "['pieces', 'table']"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +72,7 @@ class Event:
 
 
 class FakeCuda:
-    """The parts of `torch.cuda` and `torch.accelerator` that are used; two devices, and threads begin with the first."""
+    """What is used of `torch.cuda` and `torch.accelerator`; two devices, and each thread begins with the first."""
 
     def __init__(self) -> None:
         self.local = threading.local()
@@ -325,6 +327,18 @@ def test_the_time_is_compared_on_the_thread_that_reports(
     assert {thread.name for thread in compared} == {"offload-gpu"}
 
 
+def test_the_clock_is_read_again_if_python_was_late(
+    cuda: FakeCuda, device: module.AcceleratorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for waits_s, best in (((5e-3, 1e-4, 1.0), 1), ((1.0, 3e-3, 2e-3, 4e-3, 5e-3, 1e-5), 2)):
+        ticks = [tick for number, wait_s in enumerate(waits_s) for tick in (10.0 * number, 10.0 * number + wait_s)]
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=iter(ticks).__next__))
+        before = len(cuda.events)
+        event, now_s = device._now()
+        assert event is cuda.events[before + best]
+        assert now_s == pytest.approx(10.0 * best + waits_s[best] / 2)
+
+
 def test_kernels_of_the_session_come_before_those_of_backward(device: module.AcceleratorDevice) -> None:
     priorities = {lane: device.stream(lane).priority for lane in DeviceLane if lane is not DeviceLane.CALLER}
     kernels = {DeviceLane.UPDATE, DeviceLane.GRADIENTS, DeviceLane.PIECES}
@@ -400,6 +414,47 @@ def test_a_tenth_of_the_card_is_left_but_no_less_than_is_useful(
         device.close()
 
 
+def test_tables_of_several_threads_are_in_no_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every event has been reached, so that all memory that nobody has is used again."""
+    made: list[int] = []
+
+    def empty(size: int, dtype: torch.dtype, device: Any, pin_memory: bool = False) -> torch.Tensor:
+        made.append(size)
+        return torch.zeros(size, dtype=dtype, device="cpu")
+
+    stream = Stream(FakeCuda())
+    monkeypatch.setattr(stream, "wait_event", lambda event: None)
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    backend = backends.Backend(
+        pin=lambda address, nbytes: None,
+        unpin=lambda address: None,
+        stream=lambda device, first: None,
+        current_stream=lambda device: stream,
+        event=lambda device, timed: event,
+    )
+    monkeypatch.setattr(kernels, "working_on", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(kernels, "torch", SimpleNamespace(**{**vars(torch), "empty": empty}))
+    uploads, wrong = kernels.Uploads(torch.device("cpu"), backend), []
+
+    def use(number: int) -> None:
+        for turn in range(300):
+            words = np.arange(600) + 1000 * number + turn
+            with uploads.lend(words) as there:
+                for _ in range(3):
+                    time.sleep(0)  # others' turn
+                    if not np.array_equal(there.numpy(), words):
+                        wrong.append((number, turn))
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert set(made) == {1024}
+    assert len(made) <= 2 * len(threads)
+
+
 class Recorder:
     """A kernel of Triton's that notes what it is compiled for."""
 
@@ -444,6 +499,8 @@ def test_what_is_launched_has_been_compiled(
         kernel.gather(at, gradient, 5000, at)
         kernel.gather_rows(gradient, np.array([[at, 5000, at + 8]], np.uint64))
         kernel.gather(at, gradient, 5000, at + 8, at + (1 << 20), gradient, accumulate=True)
+        for rows in range(1, 4):  # what follows them is at multiples of 16 bytes
+            kernel.update(np.repeat(table[:1], rows))
     kernel.copy_pieces(np.array([[at, at + (1 << 20), 5000]], np.uint64))
     for recorder in vars(kernel._kernels).values():
         assert recorder.launched
@@ -460,7 +517,6 @@ def test_a_gpu_that_triton_cannot_drive_is_refused_at_once(monkeypatch: pytest.M
     module_ = SimpleNamespace(triton=triton, update=object())
     monkeypatch.setattr(kernels, "import_module", lambda name: module_)
     monkeypatch.setattr(kernels, "accelerator", lambda device: (torch.device(device), backends.BACKENDS["cuda"]))
-    monkeypatch.setattr(kernels, "Uploads", lambda *arguments: None)
     with pytest.raises(ConfigError, match="Failed to find C compiler"):
         kernels.GpuUpdateKernel("cuda:0")
 

@@ -54,6 +54,7 @@ PYBIND11_MODULE(_late, module) {
   module.def("hold", [](c10::Stream stream) { hold(key(stream)); });
   module.def("release", [](c10::Stream stream) { release(key(stream)); });
   module.def("run_last", [](c10::Stream stream, bool last) { run_last(key(stream), last); });
+  module.def("dawdle", [](c10::Stream stream, bool dawdles) { dawdle(key(stream), dawdles); });
   module.def("set_delays", [](std::int64_t least_us, std::int64_t most_us, std::uint64_t seed) {
     set_delays(least_us, most_us, seed);
   });

@@ -48,7 +48,7 @@ struct Worker {
   Delays delays;
   Ticket put = 0, done = 0;
   Ticket wanted = 0;  // the host waits for this one
-  bool is_running = false, is_held = false, is_last = false;
+  bool is_running = false, is_held = false, is_last = false, dawdles = false;
 };
 
 struct Failure {
@@ -102,7 +102,7 @@ bool is_wanted(const Worker& worker) {
   for (const auto& [_, other] : state().workers) {
     if (other->tasks.empty()) continue;
     const auto& mark = other->tasks.front().after;
-    if (mark && !mark->is_reached && mark->stream == worker.key) return true;
+    if (mark && !mark->is_reached && mark->stream == worker.key && (!other->dawdles || is_wanted(*other))) return true;
   }
   return false;
 }
@@ -116,6 +116,7 @@ bool is_any_other_busy(const Worker& worker) {
 
 bool may_start(const Worker& worker) {
   if (state().is_stopping || worker.is_running || is_blocked(worker)) return false;
+  if (worker.dawdles) return is_wanted(worker);
   return !worker.is_last || is_wanted(worker) || !is_any_other_busy(worker);
 }
 
@@ -374,6 +375,12 @@ void release(StreamKey stream) {
 void run_last(StreamKey stream, bool last) {
   Lock lock(state().monitor);
   worker_of(stream).is_last = last;
+  changed();
+}
+
+void dawdle(StreamKey stream, bool dawdles) {
+  Lock lock(state().monitor);
+  worker_of(stream).dawdles = dawdles;
   changed();
 }
 

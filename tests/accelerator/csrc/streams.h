@@ -77,6 +77,7 @@ void fail(const std::string& name, int after);
 void hold(StreamKey stream);     // no task of it starts until it is released
 void release(StreamKey stream);
 void run_last(StreamKey stream, bool last);  // it runs when somebody waits for it or no other stream can run
+void dawdle(StreamKey stream, bool dawdles);  // it runs when somebody waits for it, who does not dawdle himself
 // Before each task a stream sleeps so many microseconds, drawn anew from the seed and the stream.
 void set_delays(std::int64_t least_us, std::int64_t most_us, std::uint64_t seed);
 void set_delays(StreamKey stream, std::int64_t least_us, std::int64_t most_us, std::uint64_t seed);

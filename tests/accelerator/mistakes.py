@@ -1,0 +1,763 @@
+"""Mistakes in the use of a device, planted one at a time: a test accelerator that is of any use finds each of them.
+
+They are what programs on a GPU get wrong: order between lanes that nobody asks for, memory that is used again too
+early, host memory that is read before its copy has come, device memory that the host touches, the wrong device. Most
+are planted in the product, at one call of `offload.protocols.Device`; the others in `Host`, which does for the
+trainings what a careful user does for himself.
+
+Each says what a real GPU would make of it, and how it shows. None is found by looking for it: trainings end with
+other bits than on the CPU, or do not end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from offload.engine import accelerator
+from offload.engine.additions import Additions
+from offload.engine.gpu import GpuLanes
+from offload.engine.gradients import Gradients
+from offload.integrations.deepspeed.transfers import Transfers
+from offload.optim.routes import Departing
+from offload.protocols import DeviceLane
+
+DEVICE: type = accelerator.AcceleratorDevice
+"""The class of devices that mistakes are planted in."""
+
+MARK: type = accelerator._Event
+
+
+class Shows(Enum):
+    """How a mistake gives itself away."""
+
+    BITS = "weights or state have other bits than on the CPU; NaN, where memory was used again"
+    CRASH = "the process ends with SIGSEGV, as the host has touched device memory"
+    ERROR = "an exception"
+    TIMES = "a timeline tells of times outside the run"
+
+
+class Host:
+    """What a training asks of the device for itself, done with care."""
+
+    @staticmethod
+    @contextlib.contextmanager
+    def working_on(stream: Any) -> Iterator[None]:
+        """Work on a stream, behind all work on the current one so far, which then goes on behind it."""
+        outside = torch.accelerator.current_stream()
+        stream.wait_stream(outside)
+        with stream:
+            yield
+        outside.wait_stream(stream)
+
+    @staticmethod
+    def used_on(tensor: torch.Tensor, stream: Any) -> None:
+        """Say that a stream uses a tensor, which was made on another one and may be dropped at any time."""
+        tensor.record_stream(stream)
+
+    @staticmethod
+    def upload(staging: torch.Tensor, values: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy values to the device through a pinned buffer, which is free again when this returns."""
+        staging.copy_(values)
+        target.copy_(staging, non_blocking=True)
+        torch.accelerator.current_stream().synchronize()
+
+    @staticmethod
+    def download(staging: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Return what a tensor on the device holds, through a pinned buffer."""
+        staging.copy_(source, non_blocking=True)
+        torch.accelerator.current_stream().synchronize()
+        return staging.clone()
+
+    @staticmethod
+    def first(tensor: torch.Tensor) -> float:
+        """Return the first element of an fp32 tensor on the device."""
+        return float(tensor.flatten()[0].cpu())
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake.
+
+    Attributes:
+        name: For reports.
+        wrong: What is done wrong.
+        on_a_gpu: What a real one would make of it.
+        shows: How it gives itself away here.
+        plant: Makes it, as long as the context lasts.
+        within: Seeds of which at least one finds it.
+    """
+
+    name: str
+    wrong: str
+    on_a_gpu: str
+    shows: Shows
+    plant: Callable[[], AbstractContextManager[Any]]
+    within: int = 10
+
+
+# How they are planted
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Have an attribute be another one."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def in_device(name: str, make: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """Plant another method in the device; `make` is given the right one."""
+    return lambda: replaced(DEVICE, name, make(getattr(DEVICE, name)))
+
+
+def instead(owner: Any, name: str, value: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """Plant another method in a class of the product."""
+    return lambda: replaced(owner, name, value)
+
+
+def left_out(
+    name: str, within: str, lane: DeviceLane | None = None, of: Callable[[], type] = lambda: DEVICE
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Leave out calls of a method of the device (or of another class) that one function makes.
+
+    Args:
+        name: The method.
+        within: Qualified name of the function that calls it.
+        lane: The first argument of calls that are left out; None for all.
+        of: The class.
+    """
+
+    def plant() -> AbstractContextManager[Any]:
+        right = getattr(of(), name)
+
+        def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
+            here = sys._getframe(1).f_code.co_qualname == within
+            if here and (lane is None or arguments[0] is lane):
+                return None
+            return right(self, *arguments, **options)
+
+        return replaced(of(), name, wrong)
+
+    return plant
+
+
+def marks() -> type:
+    return MARK
+
+
+def nothing(*arguments: Any, **options: Any) -> None:
+    """Stand in for what is left out."""
+
+
+# What they do
+
+
+def on_another_lane(swapped: dict[DeviceLane, DeviceLane]) -> Callable[[Any], Any]:
+    """Have a method take one lane for another."""
+
+    def make(right: Any) -> Any:
+        def wrong(self: Any, lane: DeviceLane, *arguments: Any, **options: Any) -> Any:
+            return right(self, swapped.get(lane, lane), *arguments, **options)
+
+        return wrong
+
+    return make
+
+
+def updates_on_the_current_stream(right: Any) -> Any:
+    def wrong(self: Any, table: Any) -> None:
+        with self.current():
+            self._kernel.update(table)
+
+    return wrong
+
+
+def marks_the_newest_caller(right: Any) -> Any:
+    def wrong(self: Any, caller: Any) -> Any:
+        return self.mark(DeviceLane.CALLER, timed=False)
+
+    return wrong
+
+
+def one_caller_only(right: Any) -> Any:
+    def wrong(self: Any) -> Any:
+        found = right(self)
+        return self.__dict__.setdefault("first_caller", found)
+
+    return wrong
+
+
+def reports_at_once(right: Any) -> Any:
+    def wrong(self: Any, mark: Any, queue: Any, op: int) -> None:
+        queue.post(op)
+
+    return wrong
+
+
+def never_timed(right: Any) -> Any:
+    def wrong(self: Any, lane: DeviceLane, *, timed: bool = True) -> Any:
+        return right(self, lane, timed=False)
+
+    return wrong
+
+
+def copies_by_the_host(lanes: Callable[[DeviceLane], bool]) -> Callable[[Any], Any]:
+    def make(right: Any) -> Any:
+        def wrong(self: Any, lane: DeviceLane, target: int, source: int, nbytes: int) -> None:
+            if lanes(lane):
+                ctypes.memmove(target, source, nbytes)
+            else:
+                right(self, lane, target, source, nbytes)
+
+        return wrong
+
+    return make
+
+
+def allocates_out_of_order(right: Any) -> Any:
+    def wrong(self: Any, nbytes: int) -> int:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._memory[tensor.data_ptr()] = tensor
+        return tensor.data_ptr()
+
+    return wrong
+
+
+def sees_memory_that_is_taken(right: Any) -> Any:
+    def wrong(self: Any) -> int:
+        return 4 * int(right(self))
+
+    return wrong
+
+
+def leaves_the_device_alone(right: Any) -> Any:
+    @contextlib.contextmanager
+    def wrong(self: Any) -> Iterator[None]:
+        yield
+
+    return wrong
+
+
+def keeps_the_old_time(right: Any) -> Any:
+    def wrong(self: Any) -> None:
+        with self.current():
+            self.base = self._now()[0], self.base[1]
+
+    return wrong
+
+
+def drops_gradients_in_transit() -> AbstractContextManager[Any]:
+    right = Departing._depart
+
+    def wrong(self: Any, bound: Any, gradient: torch.Tensor) -> None:
+        right(self, bound, gradient)
+        self._in_transit.clear()
+        self._in_transit_bytes = 0
+
+    return replaced(Departing, "_depart", wrong)
+
+
+def follows_a_bucket_that_is_on_no_lane(self: Any, gradient: torch.Tensor, mark: Any) -> None:
+    if self._gpu is not None:
+        self._gpu.device.follow(DeviceLane.CALLER, mark)
+        self._gpu.device.give_up(gradient)
+
+
+def tells_at_once_that_weights_have_left(self: Any, operation: Any) -> None:
+    self._post(operation.op)
+
+
+def forgets_what_is_scattered() -> AbstractContextManager[Any]:
+    right = GpuLanes.send_weights
+
+    def wrong(self: Any, subgroup: int, *arguments: Any) -> None:
+        right(self, subgroup, *arguments)
+        sent, _ = self._written[subgroup]
+        self._written[subgroup] = sent, sent
+
+    return replaced(GpuLanes, "send_weights", wrong)
+
+
+def marks_before_the_copy(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+    far = source if self.is_far(source) else target
+    stream = torch.accelerator.current_stream(far.device)
+    mark = self._marks.setdefault(stream, torch.Event(far.device))
+    mark.record(stream)
+    target.copy_(source, non_blocking=True)
+    far.record_stream(stream)
+
+
+@contextlib.contextmanager
+def on_nobody_s_behalf(stream: Any) -> Iterator[None]:
+    with stream:
+        yield
+
+
+def leaves_without_a_word(stream: Any) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def working() -> Iterator[None]:
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            yield
+
+    return working()
+
+
+def fills_a_buffer_in_use(staging: torch.Tensor, values: torch.Tensor, target: torch.Tensor) -> None:
+    staging.copy_(values)
+    target.copy_(staging, non_blocking=True)
+
+
+def reads_a_copy_under_way(staging: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    staging.copy_(source, non_blocking=True)
+    return staging.clone()
+
+
+def reads_device_memory(tensor: torch.Tensor) -> float:
+    return float(ctypes.c_float.from_address(tensor.data_ptr()).value)
+
+
+H2D, D2H, UPDATE, GRADIENTS = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE, DeviceLane.GRADIENTS
+CALLER, LEAVING, PIECES = DeviceLane.CALLER, DeviceLane.LEAVING, DeviceLane.PIECES
+
+MISTAKES: tuple[Mistake, ...] = (
+    # `follow`: one lane does not wait for another
+    Mistake(
+        "step-before-backward",
+        "lanes of a step do not follow the caller's stream",
+        "updates read gradients that backward is still writing, and overwrite weights that it still reads",
+        Shows.BITS,
+        instead(GpuLanes, "follow_caller", nothing),
+    ),
+    Mistake(
+        "forward-before-step",
+        "the caller's stream does not follow the lanes of a step",
+        "forward reads weights that the update is still writing",
+        Shows.BITS,
+        instead(GpuLanes, "lead_caller", nothing),
+    ),
+    Mistake(
+        "module-before-visit",
+        "with overlapped forward, a module does not follow the visit that writes its weights",
+        "forward of that module reads old weights",
+        Shows.BITS,
+        instead(GpuLanes, "lead_caller_to", nothing),
+    ),
+    Mistake(
+        "copy-in-before-copy-out",
+        "state is copied into a staging slot whose owner has not been updated, or has not left",
+        "two subgroups' state mixed",
+        Shows.BITS,
+        left_out("follow", "GpuLanes.copy_in"),
+    ),
+    Mistake(
+        "update-before-copy-in",
+        "an update does not follow the copy of its state",
+        "updated from what the slot held before",
+        Shows.BITS,
+        left_out("follow", "GpuLanes.run"),
+    ),
+    Mistake(
+        "copy-out-before-update",
+        "state is copied back without following its update",
+        "the state of the step before comes back, and the step is lost",
+        Shows.BITS,
+        left_out("follow", "GpuLanes.copy_out"),
+    ),
+    Mistake(
+        "gradients-leave-before-backward",
+        "copies of gradients to the host do not follow the stream that makes them",
+        "the CPU updates with gradients of another pass, or with half of them",
+        Shows.BITS,
+        left_out("follow", "GpuGradients.leave", LEAVING),
+    ),
+    Mistake(
+        "sums-before-backward",
+        "sums of squares do not follow the stream that makes the gradient",
+        "a wrong norm, so everything is clipped wrongly",
+        Shows.BITS,
+        left_out("follow", "GpuGradients.leave", GRADIENTS),
+    ),
+    Mistake(
+        "small-gradients-gathered-before-backward",
+        "the kernel that gathers small gradients does not follow the stream that makes them",
+        "small gradients of another pass",
+        Shows.BITS,
+        left_out("follow", "GpuGradients.leave", PIECES),
+    ),
+    Mistake(
+        "added-before-backward",
+        "a further pass's gradient is added on the device without following the stream that makes it",
+        "what was there before is added",
+        Shows.BITS,
+        left_out("follow", "GpuGradients._accumulate"),
+    ),
+    Mistake(
+        "kept-sums-before-backward",
+        "sums of squares of gradients that stay in .grad do not follow the caller",
+        "a wrong norm",
+        Shows.BITS,
+        left_out("follow", "GpuGradients.gather"),
+    ),
+    Mistake(
+        "backward-before-gradients-are-read",
+        "the caller does not follow lane GRADIENTS where gradients are forgotten",
+        "the next pass writes to memory that is still being read or added to",
+        Shows.BITS,
+        left_out("follow", "GpuGradients.forget"),
+    ),
+    Mistake(
+        "scattered-before-they-come",
+        "the kernel that scatters small pieces does not follow their copy",
+        "small weights of the step before the last",
+        Shows.BITS,
+        left_out("follow", "PieceCopies.to_device", PIECES),
+    ),
+    Mistake(
+        "sent-before-they-are-gathered",
+        "the copy of small pieces to the host does not follow the kernel that gathers them",
+        "small gradients of the bucket before",
+        Shows.BITS,
+        left_out("follow", "PieceCopies.to_host"),
+    ),
+    Mistake(
+        "piece-buffer-in-use",
+        "the next user of a buffer of pieces does not follow its last",
+        "small pieces of two rounds mixed",
+        Shows.BITS,
+        left_out("follow", "PieceCopies._take"),
+    ),
+    Mistake(
+        "weights-fetched-before-they-are-written",
+        "a fetch of weights does not follow the visit that wrote them",
+        "the CPU updates old weights",
+        Shows.BITS,
+        left_out("follow", "GpuLanes.fetch_weights"),
+    ),
+    Mistake(
+        "state-fetched-before-it-is-updated",
+        "state_dict() and checkpoints copy state on the device without following its updates",
+        "state of the step before, or half of it",
+        Shows.BITS,
+        left_out("follow", "GpuLanes.fetch"),
+    ),
+    # Marks
+    Mistake(
+        "marked-on-another-lane",
+        "the mark after copies to the host is recorded on the stream of copies to the device",
+        "host memory is taken for complete while it is written",
+        Shows.BITS,
+        in_device("mark", on_another_lane({D2H: H2D})),
+    ),
+    Mistake(
+        "marked-on-the-thread-s-stream",
+        "a bucket that leaves later marks the stream that is current then, not the one that made its gradients",
+        "gradients made on a user's stream leave before they are there",
+        Shows.BITS,
+        in_device("mark_caller", marks_the_newest_caller),
+    ),
+    Mistake(
+        "one-caller",
+        "gradients made on two streams are taken for those of one",
+        "those of the second stream leave before they are there",
+        Shows.BITS,
+        in_device("caller", one_caller_only),
+    ),
+    Mistake(
+        "untimed",
+        "marks are made without timing where their time is asked for",
+        "CUDA refuses to tell a time, and the session breaks",
+        Shows.ERROR,
+        in_device("mark", never_timed),
+    ),
+    Mistake(
+        "reported-at-once",
+        "the end of an operation is posted before its mark is reached",
+        "host state is updated, written to disk or sent on before it has come",
+        Shows.BITS,
+        in_device("report", reports_at_once),
+    ),
+    Mistake(
+        "always-reached",
+        "a mark says that it has been reached",
+        "the CPU updates with gradients that are still coming",
+        Shows.BITS,
+        lambda: replaced(MARK, "reached", lambda self: True),
+    ),
+    Mistake(
+        "never-waited",
+        "waiting for a mark returns at once",
+        "norms from old sums, host memory read before its copy has come",
+        Shows.BITS,
+        lambda: replaced(MARK, "wait", nothing),
+    ),
+    Mistake(
+        "state-read-early",
+        "state is handed out before its copy to pinned memory has come",
+        "state_dict() with what the buffer held before",
+        Shows.BITS,
+        left_out("wait", "GpuLanes.fetch", of=marks),
+    ),
+    Mistake(
+        "norm-read-early",
+        "sums of squares are read before their copy to pinned memory has come",
+        "the norm of the step before",
+        Shows.BITS,
+        left_out("wait", "GpuGradients.settle", of=marks),
+    ),
+    Mistake(
+        "old-times",
+        "times are counted from a newer event with the older event's time",
+        "a timeline that is off by as long as the session runs, and plans made from it",
+        Shows.TIMES,
+        in_device("rebase", keeps_the_old_time),
+    ),
+    # Work on the wrong lane, or by the wrong hand
+    Mistake(
+        "copied-on-the-caller-s-stream",
+        "state is copied to the device on the stream that is current on the engine thread",
+        "updates do not wait for it: they follow lane H2D",
+        Shows.BITS,
+        in_device("copy", lambda right: _copied_on_the_current_stream(right)),
+    ),
+    Mistake(
+        "updated-on-the-current-stream",
+        "updates are put on the stream that is current on the engine thread",
+        "state is copied out, and weights are read, before they are updated",
+        Shows.BITS,
+        in_device("update", updates_on_the_current_stream),
+    ),
+    Mistake(
+        "sums-on-another-lane",
+        "sums of many gradients are put on lane H2D",
+        "they are read before they are there, and before gradients are",
+        Shows.BITS,
+        in_device("sum_gradients", on_another_lane({GRADIENTS: H2D})),
+    ),
+    Mistake(
+        "block-sums-on-another-lane",
+        "the sums of one gradient, or an addition to it, are put on lane H2D",
+        "they are read before they are there, and before gradients are",
+        Shows.BITS,
+        in_device("gradient_blocks", on_another_lane({GRADIENTS: H2D})),
+    ),
+    Mistake(
+        "pieces-on-another-lane",
+        "small pieces are gathered and scattered on lane H2D",
+        "copies and forward do not wait for it",
+        Shows.BITS,
+        in_device("copy_pieces", on_another_lane({PIECES: UPDATE})),
+    ),
+    Mistake(
+        "host-reads-the-device",
+        "the host copies device memory by itself",
+        "SIGSEGV",
+        Shows.CRASH,
+        in_device("copy", copies_by_the_host(lambda lane: lane is not H2D)),
+    ),
+    Mistake(
+        "host-writes-to-the-device",
+        "the host copies to device memory by itself",
+        "SIGSEGV",
+        Shows.CRASH,
+        in_device("copy", copies_by_the_host(lambda lane: lane is H2D)),
+    ),
+    # Memory
+    Mistake(
+        "not-given-up",
+        "a tensor that is dropped while another stream uses it is not given up",
+        "its memory is somebody else's before it has been read",
+        Shows.BITS,
+        in_device("give_up", lambda right: nothing),
+    ),
+    Mistake(
+        "dropped-in-transit",
+        "gradients are dropped before they have left",
+        "their memory is used again by backward: other gradients leave in their place",
+        Shows.BITS,
+        drops_gradients_in_transit,
+    ),
+    Mistake(
+        "follows-nothing",
+        "gradients are handed back behind a bucket that has not left, which no stream can follow",
+        "backward uses their memory again before they have left",
+        Shows.BITS,
+        instead(Gradients, "hand_back", follows_a_bucket_that_is_on_no_lane),
+    ),
+    Mistake(
+        "allocated-out-of-order",
+        "memory for the lanes is taken without waiting for the stream that the allocator orders it by",
+        "whoever had it before still writes to it",
+        Shows.BITS,
+        in_device("allocate", allocates_out_of_order),
+    ),
+    Mistake(
+        "released-early",
+        "staging slots are given back while lanes work in them",
+        "somebody else's tensor is overwritten with state",
+        Shows.BITS,
+        left_out("wait", "GpuLanes.adopt", of=lambda: GpuLanes),
+    ),
+    Mistake(
+        "memory-that-is-taken",
+        "free memory is counted that somebody has",
+        "out of memory, at the first step or in the user's next batch",
+        Shows.ERROR,
+        in_device("free_bytes", sees_memory_that_is_taken),
+    ),
+    Mistake(
+        "closed-early",
+        "a session ends without waiting for its lanes",
+        "weights without the last step; copies to memory that is unmapped",
+        Shows.BITS,
+        lambda: _closed_early(),
+    ),
+    # Host memory that copies use
+    Mistake(
+        "added-before-they-come",
+        "gradients of further passes are added before their copy to a pinned buffer has come",
+        "those of the buffer's last user are added",
+        Shows.BITS,
+        instead(Additions, "_await", nothing),
+    ),
+    Mistake(
+        "updated-before-gradients-come",
+        "an update on the CPU does not wait for its gradients and weights",
+        "updated with the gradients of the step before",
+        Shows.BITS,
+        instead(GpuLanes, "inputs", nothing),
+    ),
+    Mistake(
+        "weight-slot-in-use",
+        "a weight slot is taken for free before its weights have left",
+        "weights of another subgroup arrive",
+        Shows.BITS,
+        instead(GpuLanes, "await_push", tells_at_once_that_weights_have_left),
+    ),
+    Mistake(
+        "scattered-unseen",
+        "whoever reads new weights follows their copy, and not the kernel that scatters the small ones",
+        "forward reads small weights of the step before",
+        Shows.BITS,
+        forgets_what_is_scattered,
+    ),
+    # Threads and devices
+    Mistake(
+        "wrong-current-device",
+        "work for the second device is asked for while the first one is current",
+        "CUDA launches kernels on the first device: an illegal address",
+        Shows.ERROR,
+        in_device("current", leaves_the_device_alone),
+    ),
+    Mistake(
+        "thread-of-another-device",
+        "a thread of the session does not adopt the device",
+        "it makes a context on the first device: half a gigabyte of memory that is somebody else's",
+        Shows.ERROR,
+        in_device("adopt_thread", lambda right: nothing),
+    ),
+    # DeepSpeed's transfers
+    Mistake(
+        "transfers-not-waited-for",
+        "gradients in host memory are read while they come",
+        "those of the window before",
+        Shows.BITS,
+        instead(Transfers, "wait", nothing),
+    ),
+    Mistake(
+        "transfers-marked-early",
+        "the event after a copy is recorded before it",
+        "as above, for the newest",
+        Shows.BITS,
+        instead(Transfers, "start", marks_before_the_copy),
+    ),
+    # What users do
+    Mistake(
+        "stream-begins-early",
+        "a user's stream does not wait for what it reads",
+        "backward of old activations",
+        Shows.BITS,
+        instead(Host, "working_on", staticmethod(on_nobody_s_behalf)),
+    ),
+    Mistake(
+        "stream-ends-early",
+        "what comes after a user's stream does not wait for it",
+        "a step with half of its gradients",
+        Shows.BITS,
+        instead(Host, "working_on", staticmethod(leaves_without_a_word)),
+    ),
+    Mistake(
+        "used-on-another-stream",
+        "a tensor is dropped while another stream uses it, without record_stream",
+        "its memory is somebody else's before it has been read",
+        Shows.BITS,
+        instead(Host, "used_on", staticmethod(nothing)),
+    ),
+    Mistake(
+        "staging-in-use",
+        "a pinned buffer is filled anew before its last copy has left",
+        "the values of the next batch arrive twice",
+        Shows.BITS,
+        instead(Host, "upload", staticmethod(fills_a_buffer_in_use)),
+    ),
+    Mistake(
+        "staging-read-early",
+        "a pinned buffer is read before the copy to it has come",
+        "the values of the last copy",
+        Shows.BITS,
+        instead(Host, "download", staticmethod(reads_a_copy_under_way)),
+    ),
+    Mistake(
+        "tensor-read-by-the-host",
+        "the host reads a tensor's memory where it lies",
+        "SIGSEGV",
+        Shows.CRASH,
+        instead(Host, "first", staticmethod(reads_device_memory)),
+    ),
+)
+
+
+def _copied_on_the_current_stream(right: Any) -> Any:
+    """`Device.copy` finds a lane's stream by `Device.stream`, which tells it of another one."""
+
+    def wrong(self: Any, lane: DeviceLane, *arguments: Any) -> None:
+        if lane is not H2D:
+            right(self, lane, *arguments)
+            return
+        with replaced(self, "_streams", {**self._streams, H2D: self.caller()}):
+            right(self, lane, *arguments)
+
+    return wrong
+
+
+@contextlib.contextmanager
+def _closed_early() -> Iterator[None]:
+    def close(self: Any) -> None:
+        self._closed = True
+        for reporter in self._reporters.values():
+            reporter.close()
+        self._memory.clear()
+
+    with left_out("wait", "GpuLanes.close", of=lambda: GpuLanes)(), replaced(DEVICE, "close", close):
+        yield
+
+
+def plants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+    """Return what can be planted, by name."""
+    return {mistake.name: mistake.plant for mistake in MISTAKES}
