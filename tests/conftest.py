@@ -29,6 +29,8 @@ if not torch.cuda.is_available():  # read when Triton is first imported, which D
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs; some tests interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest_plugins = ("accelerator.processes",)
+
 # How long an example takes is the machine's affair. `make test` draws the same examples every time; `make test-full`
 # looks for new ones, as a profile named on the command line is loaded after this one.
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # stand-ins import little, as many of them are started
 FOLDER, OWNER = "PREPARED_FOLDER", "PREPARED_OWNER"
 """Variables of pytest's first process: where the server's socket is, and the process that it lives as long as."""
 PACKAGES = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "accelerate", "transformers.trainer")
-PACKAGES += ("transformers.models.llama.modeling_llama", "deepspeed", "lightning.pytorch")
+PACKAGES += ("transformers.models.llama.modeling_llama", "deepspeed", "lightning.pytorch", "hypothesis", "pytest")
 READ_EARLY = ("OMP_", "MKL_", "OPENBLAS_", "LD_", "TRITON_", "CUDA_", "PYTHON")
 """How variables begin that are read when packages are imported or an interpreter starts."""
 ANY = ("PYTHONPATH", "OMP_WAIT_POLICY")

@@ -3,7 +3,8 @@
 Run by `test_deepspeed.py` as `python deepspeed_checks.py FOLDER CHECK...` with RANK and WORLD_SIZE set; writes what
 became of each check to `FOLDER/results-<rank>.json`. With LATE_TRANSFERS set, gradients count as those of another
 device, whose copies end as late as they may. With PLACEMENT set, weights and gradients count as those of a simulated
-GPU, on which so much is updated. With AHEAD set, updates are made during every backward pass that can have them.
+GPU, on which so much is updated. With DELAYS set, to a seed, weights, gradients and DeepSpeed's own work are on the
+test accelerator, whose streams dawdle. With AHEAD set, updates are made during every backward pass that can have them.
 """
 
 from __future__ import annotations
@@ -1085,6 +1086,44 @@ def alone_given_gradients(folder: Path) -> None:
     torch.save(found, folder.parent / "given.pt")
 
 
+ON_LATE = (
+    # stage, dtype, micro-steps, clipping, placement, more of `zero_optimization`
+    (1, "bf16", 2, 0.3, "0.5", {}),
+    (2, "fp16", 1, 0.3, "cpu", {"overlap_comm": True}),
+    (2, "bf16", 3, 0.0, "gpu", {}),
+    (3, "bf16", 2, 0.3, "0.5", {"overlap_comm": True}),
+    (3, "fp16", 3, 0.3, "cpu", {"overlap_comm": False}),
+    (3, "fp32", 1, 0.0, "gpu", {}),
+)
+
+
+@check
+def alone_on_an_accelerator(folder: Path) -> None:
+    """Train on what is there; leave all that can be seen, which is the same on each kind of device."""
+    import torch
+    from deepspeed_runs import Case, state_of, train, training
+
+    found = []
+    for number, (stage, dtype, accumulation, clip, placement, zero) in enumerate(ON_LATE):
+        own = folder / str(number)
+        own.mkdir(exist_ok=True)
+        os.environ["PLACEMENT"] = placement if "DELAYS" in os.environ else "auto"
+        case = Case(stage, dtype, accumulation, clip, steps=3, zero=zero, offload=paths(own))
+        with training(case, ours=True) as engine:
+            assert engine.optimizer.plan.weights_on_gpu == ("DELAYS" in os.environ)
+            seen = train(engine, case)
+            engine.save_checkpoint(str(own), tag="saved")
+            seen += train(engine, case, 3, 2)
+            state = state_of(engine)
+        with training(case, ours=True) as engine:
+            engine.load_checkpoint(str(own), tag="saved")
+            assert [each[:4] for each in train(engine, case, 3, 2)] == [each[:4] for each in seen[3:]]
+            again = state_of(engine)
+        assert not [name for name, tensor in state.items() if not torch.equal(again[name], tensor)]
+        found.append((seen, {name: tensor.cpu() for name, tensor in state.items()}))
+    torch.save(found, folder.parent / f"trained-{torch.distributed.get_rank()}.pt")
+
+
 def run(folder: Path, names: list[str]) -> None:
     """Run checks in order; what hangs ends by the collectives' timeout."""
     import deepspeed
@@ -1094,6 +1133,10 @@ def run(folder: Path, names: list[str]) -> None:
     from offload.integrations.deepspeed import common, gradients
     from offload.sim import LateTransfers, SimulatedDevice
 
+    if "DELAYS" in os.environ:
+        from accelerator import zero
+
+        zero.use(int(os.environ["DELAYS"]))
     if "LATE_TRANSFERS" in os.environ:
         gradients.Transfers = LateTransfers  # type: ignore[misc, assignment]
     if "PLACEMENT" in os.environ and get_accelerator().device_name() == "cpu":

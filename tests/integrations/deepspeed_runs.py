@@ -246,7 +246,7 @@ def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> 
     seen = []
     for step in range(first, first + (case.steps if steps is None else steps)):
         for micro in range(case.accumulation):
-            loss = engine(micro_batch(engine, step, micro), step) * case.scale
+            loss = engine(micro_batch(engine, step, micro).to(engine.device), step) * case.scale
             engine.backward(loss)
             engine.step()
         norm = engine.get_global_grad_norm()

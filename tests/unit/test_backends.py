@@ -12,6 +12,8 @@ import torch
 
 import offload
 from offload import backends
+from offload.kernels import device
+from offload.kernels.plain import PlainUpdateKernel
 
 ROOT = Path(__file__).parents[2]
 MOST_USES = 8
@@ -94,11 +96,15 @@ def uses(source: str) -> list[str]:
     inside = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     aliased = {id(node.value) for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.AnnAssign))}
     for node in ast.walk(tree):
-        if (isinstance(node, ast.Attribute) and (is_cuda(node.value) or node.attr == "is_cuda")) or (
-            is_cuda(node)
-            and id(node) not in inside | aliased
-            and not isinstance(getattr(node, "ctx", None), ast.Store)
-        ) or (isinstance(node, ast.Constant) and node.value == "torch.cuda"):
+        if (
+            (isinstance(node, ast.Attribute) and (is_cuda(node.value) or node.attr == "is_cuda"))
+            or (
+                is_cuda(node)
+                and id(node) not in inside | aliased
+                and not isinstance(getattr(node, "ctx", None), ast.Store)
+            )
+            or (isinstance(node, ast.Constant) and node.value == "torch.cuda")
+        ):
             found.append(node)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             of_tensor = node.func.attr == "cuda" and not is_cuda(node.func)
@@ -171,8 +177,19 @@ def test_an_accelerator_without_a_row_is_refused() -> None:
         offload.AdamW([elsewhere])
 
 
+def test_where_no_kernel_is_compiled_torch_s_operations_update_and_say_once_that_they_are_slow(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = backends.Backend(pin=lambda address, nbytes: None, unpin=lambda address: None)
+    monkeypatch.setattr(device, "accelerator", lambda device: (torch.device("cpu"), row))
+    device._say_slow.cache_clear()
+    for _ in range(2):
+        assert isinstance(device.device_kernel(), PlainUpdateKernel)
+    assert ["many times slower" in record.message for record in caplog.records] == [True]
+
+
 def test_what_torch_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    for device, message in ((None, "torch sees no accelerator"), ("cuda", "torch sees 0 such devices")):
+    for chosen, message in ((None, "torch sees no accelerator"), ("cuda", "torch sees 0 such devices")):
         with pytest.raises(offload.ConfigError, match=message):
-            backends.accelerator(device)
+            backends.accelerator(chosen)

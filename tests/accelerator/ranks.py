@@ -1,0 +1,121 @@
+"""What two ranks do on the test accelerator: `ranks.py collectives|ddp|fsdp2`, run by torchrun."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerator import late
+
+
+def collectives(rank: int) -> None:
+    here = torch.arange(4.0, device="late") + rank
+    main = torch.accelerator.current_stream()
+    with late.held(main):  # a collective comes after what was asked for before, and the host does not wait
+        total = here * 2
+        work = dist.all_reduce(total, async_op=True)
+        work.wait()
+        total += 1
+        assert not work.is_completed()
+    assert total.tolist() == [3, 7, 11, 15]
+    mean = here.clone()
+    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+    assert mean.tolist() == [0.5, 1.5, 2.5, 3.5]
+    gathered = torch.empty(8, device="late")
+    dist.all_gather_into_tensor(gathered, here)
+    assert gathered.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+    listed = [torch.empty(4, device="late") for _ in range(2)]
+    dist.all_gather(listed, here)
+    assert [each.tolist() for each in listed] == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    part = torch.empty(2, device="late")
+    dist.reduce_scatter_tensor(part, here)
+    assert part.tolist() == [[1, 3], [5, 7]][rank]
+    dist.reduce_scatter(part, list(here.split(2)), op=dist.ReduceOp.MAX)
+    assert part.tolist() == [[1, 2], [3, 4]][rank]
+    dist.broadcast(here, 1)
+    assert here.tolist() == [1, 2, 3, 4]
+    swapped = torch.empty(4, device="late")
+    dist.all_to_all_single(swapped, here + 10 * rank)
+    assert swapped.tolist() == [[1, 2, 11, 12], [3, 4, 13, 14]][rank]
+    dist.reduce(here, 0)
+    assert here.tolist() == [[2, 4, 6, 8], [1, 2, 3, 4]][rank]
+    host = torch.ones(1)
+    dist.all_reduce(host)  # gloo's
+    assert host.item() == 2
+    dist.barrier()
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+
+
+def expected(batches: torch.Tensor) -> list[torch.Tensor]:
+    """Return the weights after training on both ranks' batches, on the CPU."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for both in batches:
+        optimizer.zero_grad()
+        for batch in both:
+            (model(batch).square().mean() / 2).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def train(model: torch.nn.Module, batches: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for both in batches:
+        optimizer.zero_grad()
+        model(both[dist.get_rank()].to("late")).square().mean().backward()
+        optimizer.step()
+
+
+def check(found: list[torch.Tensor], batches: torch.Tensor) -> None:
+    for left, right in zip(found, expected(batches), strict=True):
+        torch.testing.assert_close(left.cpu(), right)
+
+
+def ddp(batches: torch.Tensor) -> None:
+    model = DistributedDataParallel(net().to("late"))
+    train(model, batches)
+    check([parameter.detach() for parameter in model.parameters()], batches)
+
+
+def fsdp2(batches: torch.Tensor) -> None:
+    model = net().to("late")
+    mesh = init_device_mesh("late", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    train(model, batches)
+    found = []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.to_local().device.type == "late"
+        found.append(parameter.full_tensor().detach())
+    check(found, batches)
+
+
+def main(case: str) -> None:
+    late.load()
+    dist.init_process_group("cpu:gloo,late:late")
+    rank = dist.get_rank()
+    late.delays(0, 300, seed=rank)
+    batches = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(1))
+    if case == "collectives":
+        collectives(rank)
+    else:
+        {"ddp": ddp, "fsdp2": fsdp2}[case](batches)
+    torch.accelerator.synchronize()
+    dist.destroy_process_group()
+    print("passed", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
