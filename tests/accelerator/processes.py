@@ -250,7 +250,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             session.config.hook.pytest_runtest_protocol(item=items[nodeid], nextitem=None)
             late.delays()
             late.forget_errors()
-            torch.accelerator.synchronize()
+            for index in range(torch.accelerator.device_count()):
+                late.dawdle(torch.get_device_module("late").default_stream(index), False)
+                torch.accelerator.synchronize(index)
             stream.write(json.dumps(_said) + "\n")
             stream.flush()
             _said.clear()

@@ -410,14 +410,7 @@ WORKLOADS = {
         Workload(
             "backward",
             plain,
-            {
-                **PLAIN,
-                "placement": "cpu",
-                "keep_grads": False,
-                "overlap": "backward",
-                "host_memory": 0,
-                "on_paths": True,
-            },
+            {**PLAIN, "placement": "cpu", "keep_grads": False, "overlap": "backward", "host_memory": 0, "on_paths": True},
         ),
         Workload("streams", streams, {**PLAIN, "placement": 0.5}),
         Workload("streams-departing", streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),

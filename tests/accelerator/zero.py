@@ -78,9 +78,7 @@ class Late(DeepSpeedAccelerator):  # type: ignore[misc]
         return "late" if device_index is None else f"late:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        return torch.device(
-            "late", torch.accelerator.current_device_index() if device_index is None else device_index
-        )
+        return torch.device("late", torch.accelerator.current_device_index() if device_index is None else device_index)
 
     def current_device_name(self) -> str:
         return str(self.device())

@@ -1,4 +1,4 @@
-"""What every `offload.protocols.Device` does: the simulated one, torch's test accelerator, a real one with `-m gpu`."""
+"""What every `offload.protocols.Device` does: the simulated one, the test accelerator, a real one with `-m gpu`."""
 
 from __future__ import annotations
 
