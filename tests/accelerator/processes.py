@@ -5,6 +5,10 @@ processes never load it. A test with the mark is run by a second pytest, in a pr
 imported torch (`prepared`); the device is loaded before its module is imported, and the second pytest's reports are
 the test's. Fixtures, parameters and skips work as elsewhere; each test starts with a device that nobody has used.
 
+Tests that are marked `late(shared=True)` run one after the other in one process, which the product runs in, too: its
+table of backends has the device. Its streams take times that a test's name says. A test that fails ends that process,
+and the next one gets another.
+
 Where the accelerator cannot be built such tests are skipped; with the variable OFFLOAD_NO_SKIPS they fail.
 """
 
@@ -12,40 +16,70 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
+import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import prepared
 import pytest
+import torch
 
 from accelerator import build, late
 
 REPORTS, NO_SKIPS = "LATE_REPORTS", "OFFLOAD_NO_SKIPS"
 """Variables: the file that a test's own process writes its reports to; whether a test that cannot run has failed."""
+SHARED = "LATE_SHARED"
+"""Variable: the socket at which a shared process is told of tests, and tells of them."""
+MOST_US = 100
+"""Most that a task waits before it begins, in a shared process."""
 PASSED_ON = ("--overlap", "--ahead", "--hypothesis-profile")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "late: runs on the test accelerator, in a process of its own")
-    if REPORTS in os.environ:
-        late.load()
+    line = "late(shared=False): runs on the test accelerator, in a process of its own or one for many tests"
+    config.addinivalue_line("markers", line)
+    if not _is_here():
+        return
+    late.load()
+    if SHARED in os.environ:
+        from offload import backends
+
+        backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
+
+
+def _is_here() -> bool:
+    """Return whether this process has the device."""
+    return REPORTS in os.environ or SHARED in os.environ
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    global _shared
+    if _shared is not None:
+        _shared.end()
+        _shared = None
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if REPORTS in os.environ:
+    if SHARED in os.environ:
+        _said.append(report._to_json())
+    elif REPORTS in os.environ:
         with Path(os.environ[REPORTS]).open("a") as file:
             file.write(json.dumps(report._to_json()) + "\n")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    if item.get_closest_marker("late") is None or REPORTS in os.environ:
+    marker = item.get_closest_marker("late")
+    if marker is None or _is_here():
         return None
+    run = _run_shared if marker.kwargs.get("shared") else _run
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports: list[pytest.TestReport] = []
-    ended = pytest.CallInfo.from_call(lambda: reports.extend(_run(item)), "call", reraise=(pytest.exit.Exception,))
+    ended = pytest.CallInfo.from_call(lambda: reports.extend(run(item)), "call", reraise=(pytest.exit.Exception,))
     if ended.excinfo is not None:
         reports = [pytest.TestReport.from_item_and_call(item, ended)]
     for report in reports:
@@ -56,26 +90,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 def _run(item: pytest.Item) -> Iterator[pytest.TestReport]:
     """Yield the reports of a test's setup, call and teardown; raise what stands for them where it has died."""
-    try:
-        build.library()
-    except build.CannotBuild as error:
-        end = pytest.fail if NO_SKIPS in os.environ else pytest.skip
-        end(f"no test accelerator: {error}")
-    config = item.config
-    config.hook.pytest_timeout_cancel_timer(item=item)  # its own process has one
-    folder = config._tmp_path_factory.mktemp("late", numbered=True)  # type: ignore[attr-defined]
+    _prepare(item)
+    folder = _folder(item)
     reports = folder / "reports"
-    command = [prepared.python(), "-m", "pytest", item.nodeid, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += [f"--rootdir={config.rootpath}", f"--basetemp={folder / 'tmp'}"]
-    for option in PASSED_ON:
-        value = config.getoption(option, None)
-        if value:
-            command.append(option if value is True else f"{option}={value}")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ended = subprocess.run(
-        command,
-        cwd=config.rootpath,
-        env={**variables, REPORTS: str(reports)},
+        _command(item, item.nodeid, folder),
+        cwd=item.config.rootpath,
+        env={**_variables(), REPORTS: str(reports)},
         capture_output=True,
         text=True,
         timeout=1.2 * _limit_s(item),
@@ -88,6 +109,151 @@ def _run(item: pytest.Item) -> Iterator[pytest.TestReport]:
         yield pytest.TestReport._from_json(each)
 
 
+def _prepare(item: pytest.Item) -> None:
+    """Build the device, or say that it cannot be; another process looks at the test's time."""
+    try:
+        build.library()
+    except build.CannotBuild as error:
+        end = pytest.fail if NO_SKIPS in os.environ else pytest.skip
+        end(f"no test accelerator: {error}")
+    item.config.hook.pytest_timeout_cancel_timer(item=item)
+
+
+def _folder(item: pytest.Item) -> Path:
+    made: Path = item.config._tmp_path_factory.mktemp("late", numbered=True)  # type: ignore[attr-defined]
+    return made
+
+
+def _command(item: pytest.Item, tests: str, folder: Path) -> list[str]:
+    """Return how a second pytest is started."""
+    command = [prepared.python(), "-m", "pytest", tests, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += [f"--rootdir={item.config.rootpath}", f"--basetemp={folder / 'tmp'}"]
+    for option in PASSED_ON:
+        value = item.config.getoption(option, None)
+        if value:
+            command.append(option if value is True else f"{option}={value}")
+    return command
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+
+
 def _limit_s(item: pytest.Item) -> float:
     marker: Any = item.get_closest_marker("timeout")
     return float(marker.args[0] if marker else item.config.getini("timeout"))
+
+
+# -- One process for many tests: where they are asked for
+
+
+class _Process:
+    """A process that has the device and runs tests as it is told.
+
+    Args:
+        item: The first of these.
+    """
+
+    def __init__(self, item: pytest.Item) -> None:
+        folder = _folder(item)
+        self._log = (folder / "log").open("w+")
+        with tempfile.TemporaryDirectory() as short, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{short}/socket")  # whose name has to be short
+            listener.listen(1)
+            self._process = subprocess.Popen(
+                _command(item, str(item.path), folder),
+                cwd=item.config.rootpath,
+                env={**_variables(), SHARED: f"{short}/socket"},
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+            )
+            listener.settimeout(1)
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                    break
+                except TimeoutError:
+                    if self._process.poll() is not None:
+                        pytest.fail(self._how_it_ended(), pytrace=False)
+        self._stream = connection.makefile("rw")
+        self._connection = connection
+
+    def run(self, item: pytest.Item) -> list[Any]:
+        """Run a test and return its reports."""
+        self._connection.settimeout(1.6 * _limit_s(item))  # it ends itself before
+        try:
+            self._stream.write(json.dumps([str(item.path), item.nodeid]) + "\n")
+            self._stream.flush()
+            line = self._stream.readline()
+        except OSError as error:
+            line = ""
+            self._log.write(f"{error}\n")
+        if not line:
+            self.end()
+            pytest.fail(self._how_it_ended(), pytrace=False)
+        said: list[Any] = json.loads(line)
+        return said
+
+    def end(self) -> None:
+        self._stream.close()
+        self._connection.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _how_it_ended(self) -> str:
+        self._log.seek(0)
+        return f"its process ended with {self._process.wait()}\n{self._log.read()[-8000:]}"
+
+
+_shared: _Process | None = None
+
+
+def _run_shared(item: pytest.Item) -> Iterator[pytest.TestReport]:
+    """Yield the reports of a test; raise what stands for them where it has died."""
+    global _shared
+    _prepare(item)
+    process, _shared = _shared, None
+    process = _Process(item) if process is None else process
+    said = process.run(item)
+    if any(report["outcome"] == "failed" for report in said):
+        process.end()
+    else:
+        _shared = process
+    for report in said:
+        yield pytest.TestReport._from_json(report)
+
+
+# -- ... and where they run
+
+
+_said: list[Any] = []
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    if SHARED not in os.environ:
+        return None
+    items = {item.nodeid: item for item in session.items}
+    collected = {str(item.path) for item in session.items}
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(os.environ[SHARED])
+        stream = connection.makefile("rw")
+        for line in stream:
+            path, nodeid = json.loads(line)
+            if path not in collected:
+                collected.add(path)
+                items.update((item.nodeid, item) for item in session.perform_collect([path]))
+            late.delays(0, MOST_US, zlib.crc32(nodeid.encode()))
+            session.config.hook.pytest_runtest_protocol(item=items[nodeid], nextitem=None)
+            late.delays()
+            late.forget_errors()
+            for index in range(torch.accelerator.device_count()):
+                late.dawdle(torch.get_device_module("late").default_stream(index), False)
+                torch.accelerator.synchronize(index)
+            stream.write(json.dumps(_said) + "\n")
+            stream.flush()
+            _said.clear()
+    return True

@@ -1,22 +1,25 @@
 """Trainings whose gradients are given, so that every device must end with the same bits: what users do with a GPU.
 
-On the simulated device here, on real ones with `-m gpu`; on the second one, too, where there are two.
+On the simulated device, on torch's test accelerator, and on real ones with `-m gpu`; on the second one of each, too.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerator import late
+from devices import CUDA, LATE, the_device
 from mirror import Mirror, same_bits
 from own_process import in_own_process
 from simulated import OnDevice
 
 import offload
+from offload.backends import working_on
 from offload.sim import SimulatedDevice
 
 SIZES = ((70, 40), (30_000,), (17,), (25, 100), (), (4096,))
@@ -24,17 +27,21 @@ SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "wei
 
 
 class Place:
-    """A device for weights, real or simulated.
+    """A device for weights, one of torch's or a simulated one.
 
     Args:
         name: "simulated", or torch's name of a device.
         simulated: The simulated device, if not one like any other.
+
+    Attributes:
+        large: Whether it is meant for large models.
     """
 
     def __init__(self, name: str, simulated: SimulatedDevice | None = None) -> None:
         self.real = name != "simulated"
+        self.large = name.startswith("cuda")
         self.simulated = simulated
-        self.device = torch.device(name if self.real else "cpu")
+        self.device = the_device(name) if self.real else torch.device("cpu")
 
     def optimizer(
         self, parameters: Sequence[torch.nn.Parameter], bytes_per_s: float | None = None, **config: Any
@@ -50,37 +57,30 @@ class Place:
         """Make a stream of the user's current: everything before comes before it, and it before everything after."""
         if not self.real:
             return contextlib.nullcontext()
-        return _joined(torch.cuda.Stream(self.device))
+        return _joined(torch.Stream(self.device))
 
     def pause(self, cycles: int) -> None:
         """Keep the current stream busy."""
-        if self.real:
+        if self.large:
             with torch.cuda.device(self.device):
                 torch.cuda._sleep(cycles)
+        elif self.real:
+            late.dawdle(torch.accelerator.current_stream(self.device))
 
 
 @contextlib.contextmanager
-def _joined(stream: Any) -> Any:
-    outside = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(outside)
-    with torch.cuda.stream(stream):
-        yield
-    outside.wait_stream(stream)
+def _joined(stream: torch.Stream) -> Iterator[None]:
+    with torch.accelerator.device_index(stream.device.index):
+        outside = torch.accelerator.current_stream()
+        stream.wait_stream(outside)
+        with working_on(stream):
+            yield
+        outside.wait_stream(stream)
 
 
-@pytest.fixture(
-    params=["simulated", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1"))], name="place"
-)
+@pytest.fixture(params=["simulated", *LATE, *CUDA], name="place")
 def _place(request: pytest.FixtureRequest) -> Place:
-    return place_of(request.param)
-
-
-def place_of(name: str) -> Place:
-    if name != "simulated":
-        count = torch.cuda.device_count()
-        if count <= (name == "cuda:1"):
-            pytest.skip(f"torch sees {count} CUDA devices")
-    return Place(name)
+    return Place(request.param)
 
 
 class Given(torch.nn.Module):
@@ -181,7 +181,7 @@ def test_streams_of_the_users(place: Place, tmp_path: Path, keep_grads: bool, wh
 def test_a_compiled_model(place: Place, tmp_path: Path, keep_grads: bool) -> None:
     parameters = weights(place)
     torch.compiler.reset()
-    model = torch.compile(Given(parameters), backend="inductor" if place.real else "aot_eager")
+    model = torch.compile(Given(parameters), backend="inductor" if place.large else "aot_eager")
     with place.optimizer(parameters, **config(tmp_path, keep_grads=keep_grads)) as optimizer:
         train(place, optimizer, model, 3)
         check(optimizer, parameters, 3)
@@ -191,7 +191,7 @@ def test_a_compiled_model(place: Place, tmp_path: Path, keep_grads: bool) -> Non
 @pytest.mark.parametrize("longer", [True, False])
 def test_backward_and_the_link(place: Place, tmp_path: Path, keep_grads: bool, longer: bool) -> None:
     """A backward pass that makes gradients more slowly than the link takes them, or faster."""
-    sizes = ((1 << 22,),) * 12 if place.real else ((1 << 13,),) * 12
+    sizes = ((1 << 22,),) * 12 if place.large else ((1 << 13,),) * 12
     parameters = weights(place, sizes)
     model = Given(parameters)
 
@@ -219,7 +219,7 @@ def test_backward_and_the_link(place: Place, tmp_path: Path, keep_grads: bool, l
 @pytest.mark.parametrize("gpu_memory", [0, "auto"])
 def test_a_large_state(place: Place, tmp_path: Path, gpu_memory: int | str) -> None:
     """On a GPU more than a gibibyte, where addresses and counts outgrow 32 bits of bytes and pins come in pieces."""
-    each, tensors = ((1 << 24) + 12_345, 7) if place.real else ((1 << 16) + 345, 7)
+    each, tensors = ((1 << 24) + 12_345, 7) if place.large else ((1 << 16) + 345, 7)
     parameters = [
         torch.nn.Parameter(torch.zeros(each, dtype=torch.bfloat16, device=place.device)) for _ in range(tensors)
     ]
@@ -240,17 +240,30 @@ def test_a_large_state(place: Place, tmp_path: Path, gpu_memory: int | str) -> N
             assert all(same_bits(state[name], wanted[name]) for name in ("master", "exp_avg", "exp_avg_sq"))
 
 
-def train_on_the_second(folder: Path) -> bool:
-    place = Place("cuda:1")
+def train_on(place: Place, folder: Path) -> None:
     parameters = weights(place)
     with place.optimizer(parameters, **config(folder, keep_grads=False)) as optimizer:
         train(place, optimizer, Given(parameters), 3)
         check(optimizer, parameters, 3)
+
+
+def has_a_context_elsewhere(folder: Path) -> bool:
+    train_on(Place("cuda:1"), folder)
     return bool(torch._C._cuda_hasPrimaryContext(0))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees less than two CUDA devices")
 def test_the_first_device_is_left_alone(tmp_path: Path) -> None:
     """A context there would take half a gigabyte from whoever works on it."""
-    assert not in_own_process(train_on_the_second, tmp_path)
+    the_device("cuda:1")
+    assert not in_own_process(has_a_context_elsewhere, tmp_path)
+
+
+@pytest.mark.late(shared=True)
+def test_nothing_is_put_on_streams_of_another_device(tmp_path: Path) -> None:
+    def put() -> list[int]:
+        return [count for device, _, count, _ in late.streams() if device == 0]
+
+    before = put()
+    train_on(Place("late:1"), tmp_path)
+    assert put() == before

@@ -1,6 +1,6 @@
 """Updates during the backward pass by the CPU, with weights on a GPU that gradients leave (`keep_grads=False`).
 
-On the simulated device here, on real ones with `-m gpu`.
+On the simulated device, on the test accelerator, and on real ones with `-m gpu`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from devices import CUDA, LATE
 from settling import settle
-from test_gpu_training import Given, Place, drawn, place_of
+from test_gpu_training import Given, Place, drawn
 from test_overlap_backward import (
     LOOSE,
     Training,
@@ -58,9 +59,9 @@ PLACINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)], name="place")
+@pytest.fixture(params=["simulated", LATE[0], CUDA[0]], name="place")
 def _place(request: pytest.FixtureRequest) -> Place:
-    return place_of(request.param)
+    return Place(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -1,32 +1,39 @@
-"""A session over a real GPU (`-m gpu`): what `test_simulated_gpu.py` shows, on the device itself."""
+"""A session over a device of torch's: what `test_simulated_gpu.py` shows, on the device itself.
+
+On the test accelerator here, on a real GPU with `-m gpu`.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from devices import CUDA, LATE, the_device
 from mirror import Mirror
 from own_process import in_own_process
 
 import offload
-
-pytestmark = pytest.mark.gpu
+from offload.engine import accelerator
+from offload.engine.accelerator import AcceleratorDevice
+from offload.protocols import DeviceLane
 
 SIZES = ((700, 400), (300_000,), (17,), (250, 1000), (), (4096,))
 PLACEMENTS = ["cpu", "gpu", "auto", 0.25, 0.5]
 
 
-@pytest.fixture(autouse=True)
-def _needs_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
+@pytest.fixture(params=[LATE[0], CUDA[0]], name="device")
+def _device(request: pytest.FixtureRequest) -> torch.device:
+    return the_device(request.param)
 
 
-def weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> list[torch.nn.Parameter]:
+def weights(
+    device: torch.device | str, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> list[torch.nn.Parameter]:
     generator = torch.Generator("cpu").manual_seed(seed)
     drawn = [torch.randn(size, generator=generator, device="cpu").to(dtype) for size in SIZES]
     return [torch.nn.Parameter(tensor.to(device)) for tensor in drawn]
@@ -53,7 +60,7 @@ def train(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], steps:
 
 
 def expected(steps: int, dtype: torch.dtype, passes: int = 1) -> Mirror:
-    mirror = Mirror([{**_defaults(), "params": weights(dtype=dtype, device="cpu")}], decoupled=True)
+    mirror = Mirror([{**_defaults(), "params": weights("cpu", dtype=dtype)}], decoupled=True)
     for step in range(steps):
         total = gradients(step * passes, dtype)
         for again in range(1, passes):
@@ -75,9 +82,9 @@ def check(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], mirror
 @pytest.mark.parametrize("keep_grads", [True, False])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_recorded_gradients_give_the_bits_of_the_reference(
-    tmp_path: Path, dtype: torch.dtype, keep_grads: bool, placement: str | float
+    device: torch.device, tmp_path: Path, dtype: torch.dtype, keep_grads: bool, placement: str | float
 ) -> None:
-    parameters = weights(dtype=dtype)
+    parameters = weights(device, dtype=dtype)
     settings = config(tmp_path, placement=placement, keep_grads=keep_grads)
     with offload.AdamW(parameters, offload=settings) as optimizer:
         train(optimizer, parameters, range(5), passes=2)
@@ -85,41 +92,43 @@ def test_recorded_gradients_give_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("gpu_memory", [0, 4_000_000, "auto"])
-def test_homes_do_not_change_the_bits(tmp_path: Path, gpu_memory: int | str) -> None:
-    parameters = weights()
+def test_homes_do_not_change_the_bits(device: torch.device, tmp_path: Path, gpu_memory: int | str) -> None:
+    parameters = weights(device)
     with offload.AdamW(parameters, offload=config(tmp_path, gpu_memory=gpu_memory)) as optimizer:
         train(optimizer, parameters, range(4))
         check(optimizer, parameters, expected(4, torch.bfloat16))
 
 
-def test_a_checkpoint_goes_to_the_cpu_and_back(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_to_the_cpu_and_back(device: torch.device, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
-    parameters = weights()
+    parameters = weights(device)
     with offload.AdamW(parameters, offload=config(tmp_path / "store")) as optimizer:
         train(optimizer, parameters, range(2))
         optimizer.save_checkpoint(tmp_path / "checkpoint", copy=True)
         train(optimizer, parameters, range(2, 4))
         optimizer.wait_checkpoint()
         check(optimizer, parameters, expected(4, torch.bfloat16))
-    for device in ("cpu", "cuda"):
-        again = weights(seed=9, device=device)
-        settings = None if device == "cpu" else config(tmp_path / "store", placement="gpu")
+    for place in ("cpu", device):
+        again = weights(place, seed=9)
+        settings = None if place == "cpu" else config(tmp_path / "store", placement="gpu")
         with offload.AdamW(again, offload=settings) as optimizer:
             optimizer.load_checkpoint(tmp_path / "checkpoint")
             train(optimizer, again, range(2, 4))
             check(optimizer, again, expected(4, torch.bfloat16))
 
 
-def _losses(folder: Path, placement: str | float, *, keep_grads: bool) -> list[float]:
+def _losses(device: torch.device, folder: Path, placement: str | float, *, keep_grads: bool) -> list[float]:
     torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
-    model = torch.nn.Sequential(torch.nn.Embedding(512, 256), layer, torch.nn.Linear(256, 512)).cuda().bfloat16()
+    width = 256 if device.type == "cuda" else 32
+    layer = torch.nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+    model = torch.nn.Sequential(torch.nn.Embedding(512, width), layer, torch.nn.Linear(width, 512))
+    model.to(device, torch.bfloat16)
     settings = config(folder, placement=placement, keep_grads=keep_grads, gpu_memory=0)
     losses = []
     generator = torch.Generator("cpu").manual_seed(1)
     with offload.AdamW(model.parameters(), lr=1e-3, offload=settings) as optimizer:
-        for _ in range(20):
-            tokens = torch.randint(512, (8, 33), generator=generator).cuda()
+        for _ in range(20 if device.type == "cuda" else 4):
+            tokens = torch.randint(512, (8, 33), generator=generator).to(device)
             logits = model(tokens[:, :-1]).float()
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
             loss.backward()
@@ -130,47 +139,56 @@ def _losses(folder: Path, placement: str | float, *, keep_grads: bool) -> list[f
     return losses
 
 
-def _all_losses(folder: Path) -> list[list[float]]:
+def _all_losses(device: torch.device, folder: Path) -> list[list[float]]:
     torch.use_deterministic_algorithms(True)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return [_losses(folder, place, keep_grads=keep) for place in PLACEMENTS for keep in (True, False)]
+        return [_losses(device, folder, place, keep_grads=keep) for place in PLACEMENTS for keep in (True, False)]
 
 
-def test_training_is_the_same_for_every_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # looked at once, at a process's first matrix product
-    runs = in_own_process(_all_losses, tmp_path)
+def test_training_is_the_same_for_every_placement(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.type == "cuda":
+        # Looked at once, at a process's first matrix product.
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        runs = in_own_process(_all_losses, device, tmp_path)
+    else:
+        try:
+            runs = _all_losses(device, tmp_path)
+        finally:
+            torch.use_deterministic_algorithms(False)
     assert runs[0][-1] < runs[0][0]
     assert all(run == runs[0] for run in runs)
 
 
-def test_gradients_that_leave_free_their_memory(tmp_path: Path) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1 << 24, device="cuda", dtype=torch.bfloat16))
+def test_gradients_that_leave_free_their_memory(device: torch.device, tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1 << 24, device=device, dtype=torch.bfloat16))
     settings = config(tmp_path, keep_grads=False, placement="cpu", gpu_memory=0, host_memory="1GiB")
     with offload.AdamW([parameter], offload=settings) as optimizer:
         for _ in range(2):
             torch.autograd.backward([parameter], [torch.ones_like(parameter)])
             optimizer.step()
         gc.collect()
-        before = torch.cuda.memory_allocated()
+        before = torch.accelerator.memory_allocated(device)
         torch.autograd.backward([parameter], [torch.ones_like(parameter)])
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize(device)
         torch.autograd.backward([parameter], [torch.ones_like(parameter)])  # the first has been copied by now
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize(device)
         optimizer.engine._parts.gradients.on_gpu.in_transit.clear()  # type: ignore[union-attr]
-        assert torch.cuda.memory_allocated() <= before + parameter.numel()
+        assert torch.accelerator.memory_allocated(device) <= before + parameter.numel()
 
 
-def test_loss_scaling(tmp_path: Path) -> None:
-    parameters = weights(dtype=torch.float16)
-    scaler = offload.GradScaler("cuda", init_scale=256.0, growth_interval=100)
+def test_loss_scaling(device: torch.device, tmp_path: Path) -> None:
+    parameters = weights(device, dtype=torch.float16)
+    scaler = offload.GradScaler(device.type, init_scale=256.0, growth_interval=100)
     settings = config(tmp_path, keep_grads=False)
     with offload.AdamW(parameters, offload=settings) as optimizer:
         for step in range(3):
-            scale = scaler.scale(torch.ones((), device="cuda")).item()
+            scale = scaler.scale(torch.ones((), device=device)).item()
             drawn = [(g.float() * scale).half() for g in gradients(step, torch.float16)]
             if step == 1:
                 drawn[0].view(-1)[5] = torch.nan
-            torch.autograd.backward(parameters, [g.cuda() for g in drawn])
+            torch.autograd.backward(parameters, [g.to(device) for g in drawn])
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -178,40 +196,34 @@ def test_loss_scaling(tmp_path: Path) -> None:
         assert optimizer.engine.step_count(0) == 2
 
 
-def test_memory_that_cannot_be_pinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from offload.engine.accelerator import AcceleratorDevice
-
-    device = AcceleratorDevice()
-    try:
-        with pytest.raises(offload.OffloadError, match="cannot be pinned"):
-            device.pin(4096, 4096)  # nothing is mapped there
-        assert torch.ones(3, device="cuda").sum().item() == 3  # the refusal is not blamed on the next kernel
-    finally:
-        device.close()
+@pytest.fixture
+def made(device: torch.device) -> Iterator[AcceleratorDevice]:
+    made = AcceleratorDevice(device)
+    yield made
+    made.close()
 
 
-def test_marks_tell_the_host_s_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from offload.engine import accelerator
-    from offload.protocols import DeviceLane
+def test_memory_that_cannot_be_pinned(device: torch.device, made: AcceleratorDevice) -> None:
+    with pytest.raises(offload.OffloadError, match="cannot be pinned"):
+        made.pin(4096, 4096)  # nothing is mapped there
+    assert torch.ones(3, device=device).sum().item() == 3  # the refusal is not blamed on the next kernel
 
+
+def test_marks_tell_the_host_s_time(made: AcceleratorDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator, "REBASE_S", 0.0)
-    device = accelerator.AcceleratorDevice()
-    try:
-        times = []
-        for _ in range(5):
-            before_s = time.monotonic()
-            mark = device.mark(DeviceLane.H2D)
-            mark.wait()
-            times.append(mark.time_s())
-            assert before_s - 1e-3 <= times[-1] <= time.monotonic() + 1e-3
-        assert times == sorted(times)
-    finally:
-        device.close()
+    times = []
+    for _ in range(5):
+        before_s = time.monotonic()
+        mark = made.mark(DeviceLane.H2D)
+        mark.wait()
+        times.append(mark.time_s())
+        assert before_s - 1e-3 <= times[-1] <= time.monotonic() + 1e-3
+    assert times == sorted(times)
 
 
-def test_a_default_device_is_not_where_the_host_works(tmp_path: Path) -> None:
-    with torch.device("cuda"):
-        parameters = weights()
+def test_a_default_device_is_not_where_the_host_works(device: torch.device, tmp_path: Path) -> None:
+    with device:
+        parameters = weights(device)
         with offload.AdamW(parameters, offload=config(tmp_path, keep_grads=False)) as optimizer:
             train(optimizer, parameters, range(2), passes=2)
             assert optimizer.state_for(parameters[0])["exp_avg"].device.type == "cpu"

@@ -1,4 +1,4 @@
-"""What every `offload.protocols.Device` does: the simulated one here, a real one with `-m gpu`."""
+"""What every `offload.protocols.Device` does: the simulated one, the test accelerator, a real one with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from devices import CUDA, LATE, the_device
 
 from offload._native import CompletionQueue
 from offload.dtypes import DtypeCode
+from offload.engine.accelerator import AcceleratorDevice
 from offload.engine.memory import Arena
 from offload.errors import InternalError, OffloadError
 from offload.kernels import CpuUpdateKernel
@@ -17,21 +19,14 @@ from offload.protocols import Device, DeviceLane, SegmentFlag
 from offload.rules import ADAMW, segment_dtype
 from offload.sim import SimulatedDevice
 
-REAL = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1")]
 
-
-@pytest.fixture(params=["eager", "lazy", *REAL])
+@pytest.fixture(params=["eager", "lazy", *LATE, *CUDA])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     made: Device
-    if request.param.startswith("cuda"):
-        count = torch.cuda.device_count()
-        if count <= (request.param == "cuda:1"):
-            pytest.skip(f"torch sees {count} CUDA devices")
-        from offload.engine.accelerator import AcceleratorDevice
-
-        made = AcceleratorDevice(torch.device(request.param))
-    else:
+    if request.param in ("eager", "lazy"):
         made = SimulatedDevice(1 << 26, lazy=request.param == "lazy", delay_s=1e-3)
+    else:
+        made = AcceleratorDevice(the_device(request.param))
     yield made
     made.close()
 
