@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,18 +77,23 @@ def accelerator(device: torch.device | str | None = None, name: str = "device") 
     return torch.device(chosen.type, index), backend
 
 
-@contextlib.contextmanager
-def working_on(stream: torch.Stream) -> Iterator[None]:
+class working_on:
     """Make a stream of the current device the current one.
 
     `with stream` keeps what was current before on the stream itself, which several threads may share.
     """
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *raised: object) -> None:
+        torch.accelerator.set_stream(self._before)
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

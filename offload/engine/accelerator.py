@@ -187,12 +187,6 @@ class AcceleratorDevice:
         with _refusals(self.name), torch.accelerator.device_index(self.device.index):
             yield
 
-    @contextlib.contextmanager
-    def _on(self, lane: DeviceLane) -> Iterator[None]:
-        """Put this thread's work on a lane."""
-        with self.current(), working_on(self.stream(lane)):
-            yield
-
     def adopt_thread(self) -> None:
         """See `Device.adopt_thread`."""
         with _refusals(self.name):
@@ -311,18 +305,18 @@ class AcceleratorDevice:
         if not nbytes:
             return
         to, of = (self.device, HOST) if lane is DeviceLane.H2D else (HOST, self.device)
-        with self._on(lane):
+        with self.current(), working_on(self.stream(lane)):
             memory = tensor_at(source, nbytes, torch.uint8, of)
             tensor_at(target, nbytes, torch.uint8, to).copy_(memory, non_blocking=True)
 
     def copy_pieces(self, lane: DeviceLane, pieces: npt.NDArray[np.uint64]) -> None:
         """See `Device.copy_pieces`."""
-        with self._on(lane):
+        with self.current(), working_on(self.stream(lane)):
             self._kernel.copy_pieces(pieces)
 
     def update(self, table: npt.NDArray[Any]) -> None:
         """See `Device.update`."""
-        with self._on(DeviceLane.UPDATE):
+        with self.current(), working_on(self._streams[DeviceLane.UPDATE]):
             self._kernel.update(table)
 
     def gradient_blocks(
@@ -337,12 +331,12 @@ class AcceleratorDevice:
         accumulate: bool = False,
     ) -> None:
         """See `Device.gradient_blocks`."""
-        with self._on(lane):
+        with self.current(), working_on(self.stream(lane)):
             self._kernel.gather(source, dtype, numel, blocks, target, target_dtype, accumulate=accumulate)
 
     def sum_gradients(self, lane: DeviceLane, dtype: DtypeCode, rows: npt.NDArray[np.uint64]) -> None:
         """See `Device.sum_gradients`."""
-        with self._on(lane):
+        with self.current(), working_on(self.stream(lane)):
             self._kernel.gather_rows(dtype, rows)
 
     def close(self) -> None:

@@ -44,6 +44,7 @@ def load(devices: int = 2) -> None:
     native = importlib.util.module_from_spec(spec)
     loader.exec_module(native)
     native.set_device_count(devices)
+    native.init()
     torch.utils.rename_privateuse1_backend("late")
     torch._register_device_module("late", _module(native))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
@@ -190,11 +191,9 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=_place(device), priority=priority)
 
 
-class Event(torch.Event):
-    """An event of the current device unless told otherwise."""
-
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
-        return super().__new__(cls, "late", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
+def event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+    """Return an event of the device; not one of a class derived from torch's, between which no time elapses."""
+    return torch.Event("late", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
 
 
 def _place(device: Any) -> torch.device:
@@ -234,7 +233,7 @@ def _module(native: Any) -> types.ModuleType:
 
     names: dict[str, Any] = {
         "Stream": Stream,
-        "Event": Event,
+        "Event": event,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "init": lambda: None,

@@ -42,7 +42,8 @@ class Shows(Enum):
     BITS = "weights or state have other bits than on the CPU; NaN, where memory was used again"
     CRASH = "the process ends with SIGSEGV, as the host has touched device memory"
     ERROR = "an exception"
-    TIMES = "a timeline tells of times outside the run"
+    TIMES = "a timeline tells of times outside the step"
+    PLACE = "another device or stream is current afterwards"
 
 
 class Host:
@@ -93,7 +94,11 @@ class Mistake:
         on_a_gpu: What a real one would make of it.
         shows: How it gives itself away here.
         plant: Makes it, as long as the context lasts.
-        within: Seeds of which at least one finds it.
+        workload: The training that finds it.
+        seed: The first seed with it.
+        within: Seeds from there on of which at least one finds it.
+        quick: Whether `make test` looks for it.
+        unnoticed: Why none of the trainings finds it.
     """
 
     name: str
@@ -101,7 +106,11 @@ class Mistake:
     on_a_gpu: str
     shows: Shows
     plant: Callable[[], AbstractContextManager[Any]]
-    within: int = 10
+    workload: str = ""
+    seed: int = 0
+    within: int = 3
+    quick: bool = False
+    unnoticed: str = ""
 
 
 # How they are planted
@@ -344,6 +353,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "updates read gradients that backward is still writing, and overwrite weights that it still reads",
         Shows.BITS,
         instead(GpuLanes, "follow_caller", nothing),
+        workload="kept",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "forward-before-step",
@@ -351,6 +363,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "forward reads weights that the update is still writing",
         Shows.BITS,
         instead(GpuLanes, "lead_caller", nothing),
+        workload="kept-gpu",
+        seed=3,
+        quick=True,
     ),
     Mistake(
         "module-before-visit",
@@ -358,6 +373,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "forward of that module reads old weights",
         Shows.BITS,
         instead(GpuLanes, "lead_caller_to", nothing),
+        workload="forward-departing",
+        seed=4,
     ),
     Mistake(
         "copy-in-before-copy-out",
@@ -365,6 +382,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "two subgroups' state mixed",
         Shows.BITS,
         left_out("follow", "GpuLanes.copy_in"),
+        unnoticed="the machine gives a slot out again only when its copy-out has been reported, which follows the update",
     ),
     Mistake(
         "update-before-copy-in",
@@ -372,6 +390,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "updated from what the slot held before",
         Shows.BITS,
         left_out("follow", "GpuLanes.run"),
+        workload="kept-gpu",
+        seed=1,
+        quick=True,
     ),
     Mistake(
         "copy-out-before-update",
@@ -379,6 +400,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "the state of the step before comes back, and the step is lost",
         Shows.BITS,
         left_out("follow", "GpuLanes.copy_out"),
+        workload="kept-gpu",
+        seed=1,
+        quick=True,
     ),
     Mistake(
         "gradients-leave-before-backward",
@@ -386,6 +410,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "the CPU updates with gradients of another pass, or with half of them",
         Shows.BITS,
         left_out("follow", "GpuGradients.leave", LEAVING),
+        workload="departing-cpu",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "sums-before-backward",
@@ -393,6 +420,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "a wrong norm, so everything is clipped wrongly",
         Shows.BITS,
         left_out("follow", "GpuGradients.leave", GRADIENTS),
+        workload="departing-cpu",
+        seed=0,
     ),
     Mistake(
         "small-gradients-gathered-before-backward",
@@ -400,6 +429,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "small gradients of another pass",
         Shows.BITS,
         left_out("follow", "GpuGradients.leave", PIECES),
+        workload="departing-cpu",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "added-before-backward",
@@ -407,6 +439,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "what was there before is added",
         Shows.BITS,
         left_out("follow", "GpuGradients._accumulate"),
+        workload="departing",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "kept-sums-before-backward",
@@ -414,6 +449,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "a wrong norm",
         Shows.BITS,
         left_out("follow", "GpuGradients.gather"),
+        workload="kept",
+        seed=0,
     ),
     Mistake(
         "backward-before-gradients-are-read",
@@ -421,6 +458,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "the next pass writes to memory that is still being read or added to",
         Shows.BITS,
         left_out("follow", "GpuGradients.forget"),
+        workload="dropped",
+        seed=4,
     ),
     Mistake(
         "scattered-before-they-come",
@@ -428,6 +467,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "small weights of the step before the last",
         Shows.BITS,
         left_out("follow", "PieceCopies.to_device", PIECES),
+        workload="kept-cpu",
+        seed=1,
+        quick=True,
     ),
     Mistake(
         "sent-before-they-are-gathered",
@@ -435,6 +477,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "small gradients of the bucket before",
         Shows.BITS,
         left_out("follow", "PieceCopies.to_host"),
+        workload="departing-cpu",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "piece-buffer-in-use",
@@ -442,6 +487,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "small pieces of two rounds mixed",
         Shows.BITS,
         left_out("follow", "PieceCopies._take"),
+        workload="departing-cpu",
+        seed=6,
     ),
     Mistake(
         "weights-fetched-before-they-are-written",
@@ -449,6 +496,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "the CPU updates old weights",
         Shows.BITS,
         left_out("follow", "GpuLanes.fetch_weights"),
+        unnoticed="each sweep follows the caller's stream, which follows the lanes of the sweep before",
     ),
     Mistake(
         "state-fetched-before-it-is-updated",
@@ -456,6 +504,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "state of the step before, or half of it",
         Shows.BITS,
         left_out("follow", "GpuLanes.fetch"),
+        unnoticed="each sweep follows the caller's stream, which follows the lanes of the sweep before",
     ),
     # Marks
     Mistake(
@@ -464,6 +513,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "host memory is taken for complete while it is written",
         Shows.BITS,
         in_device("mark", on_another_lane({D2H: H2D})),
+        workload="kept-gpu",
+        seed=2,
     ),
     Mistake(
         "marked-on-the-thread-s-stream",
@@ -471,6 +522,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "gradients made on a user's stream leave before they are there",
         Shows.BITS,
         in_device("mark_caller", marks_the_newest_caller),
+        workload="two-streams",
+        seed=8,
     ),
     Mistake(
         "one-caller",
@@ -478,6 +531,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "those of the second stream leave before they are there",
         Shows.BITS,
         in_device("caller", one_caller_only),
+        workload="streams-departing",
+        seed=4,
     ),
     Mistake(
         "untimed",
@@ -485,6 +540,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "CUDA refuses to tell a time, and the session breaks",
         Shows.ERROR,
         in_device("mark", never_timed),
+        workload="ending",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "reported-at-once",
@@ -492,6 +550,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "host state is updated, written to disk or sent on before it has come",
         Shows.BITS,
         in_device("report", reports_at_once),
+        workload="kept-gpu",
+        seed=2,
+        quick=True,
     ),
     Mistake(
         "always-reached",
@@ -499,13 +560,17 @@ MISTAKES: tuple[Mistake, ...] = (
         "the CPU updates with gradients that are still coming",
         Shows.BITS,
         lambda: replaced(MARK, "reached", lambda self: True),
+        workload="kept-cpu",
+        seed=1,
     ),
     Mistake(
         "never-waited",
         "waiting for a mark returns at once",
         "norms from old sums, host memory read before its copy has come",
-        Shows.BITS,
+        Shows.ERROR,
         lambda: replaced(MARK, "wait", nothing),
+        workload="kept",
+        seed=0,
     ),
     Mistake(
         "state-read-early",
@@ -513,6 +578,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "state_dict() with what the buffer held before",
         Shows.BITS,
         left_out("wait", "GpuLanes.fetch", of=marks),
+        workload="state-home",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "norm-read-early",
@@ -520,6 +588,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "the norm of the step before",
         Shows.BITS,
         left_out("wait", "GpuGradients.settle", of=marks),
+        workload="kept",
+        seed=1,
     ),
     Mistake(
         "old-times",
@@ -527,6 +597,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "a timeline that is off by as long as the session runs, and plans made from it",
         Shows.TIMES,
         in_device("rebase", keeps_the_old_time),
+        workload="times",
+        seed=0,
     ),
     # Work on the wrong lane, or by the wrong hand
     Mistake(
@@ -535,6 +607,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "updates do not wait for it: they follow lane H2D",
         Shows.BITS,
         in_device("copy", lambda right: _copied_on_the_current_stream(right)),
+        workload="kept-gpu",
+        seed=0,
     ),
     Mistake(
         "updated-on-the-current-stream",
@@ -542,6 +616,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "state is copied out, and weights are read, before they are updated",
         Shows.BITS,
         in_device("update", updates_on_the_current_stream),
+        workload="kept-gpu",
+        seed=0,
     ),
     Mistake(
         "sums-on-another-lane",
@@ -549,6 +625,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "they are read before they are there, and before gradients are",
         Shows.BITS,
         in_device("sum_gradients", on_another_lane({GRADIENTS: H2D})),
+        workload="kept",
+        seed=0,
     ),
     Mistake(
         "block-sums-on-another-lane",
@@ -556,6 +634,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "they are read before they are there, and before gradients are",
         Shows.BITS,
         in_device("gradient_blocks", on_another_lane({GRADIENTS: H2D})),
+        workload="departing-gpu",
+        seed=0,
     ),
     Mistake(
         "pieces-on-another-lane",
@@ -563,6 +643,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "copies and forward do not wait for it",
         Shows.BITS,
         in_device("copy_pieces", on_another_lane({PIECES: UPDATE})),
+        workload="kept-cpu",
+        seed=0,
     ),
     Mistake(
         "host-reads-the-device",
@@ -570,6 +652,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "SIGSEGV",
         Shows.CRASH,
         in_device("copy", copies_by_the_host(lambda lane: lane is not H2D)),
+        workload="ending",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "host-writes-to-the-device",
@@ -577,6 +662,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "SIGSEGV",
         Shows.CRASH,
         in_device("copy", copies_by_the_host(lambda lane: lane is H2D)),
+        workload="ending",
+        seed=0,
     ),
     # Memory
     Mistake(
@@ -585,6 +672,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "its memory is somebody else's before it has been read",
         Shows.BITS,
         in_device("give_up", lambda right: nothing),
+        workload="streams-departing",
+        seed=3,
+        quick=True,
     ),
     Mistake(
         "dropped-in-transit",
@@ -592,6 +682,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "their memory is used again by backward: other gradients leave in their place",
         Shows.BITS,
         drops_gradients_in_transit,
+        workload="departing-cpu",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "follows-nothing",
@@ -599,6 +692,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "backward uses their memory again before they have left",
         Shows.BITS,
         instead(Gradients, "hand_back", follows_a_bucket_that_is_on_no_lane),
+        workload="departing-cpu",
+        seed=7,
     ),
     Mistake(
         "allocated-out-of-order",
@@ -606,6 +701,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "whoever had it before still writes to it",
         Shows.BITS,
         in_device("allocate", allocates_out_of_order),
+        workload="added",
+        seed=0,
     ),
     Mistake(
         "released-early",
@@ -613,6 +710,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "somebody else's tensor is overwritten with state",
         Shows.BITS,
         left_out("wait", "GpuLanes.adopt", of=lambda: GpuLanes),
+        unnoticed="whatever makes slots or buffers grow makes weight slots grow, and exchanging those waits for all lanes",
     ),
     Mistake(
         "memory-that-is-taken",
@@ -620,6 +718,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "out of memory, at the first step or in the user's next batch",
         Shows.ERROR,
         in_device("free_bytes", sees_memory_that_is_taken),
+        unnoticed="what is planned by it is asked of the device in halves until it gives, and it gives nothing that is taken",
     ),
     Mistake(
         "closed-early",
@@ -627,6 +726,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "weights without the last step; copies to memory that is unmapped",
         Shows.BITS,
         lambda: _closed_early(),
+        workload="ending",
+        seed=3,
+        quick=True,
     ),
     # Host memory that copies use
     Mistake(
@@ -635,6 +737,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "those of the buffer's last user are added",
         Shows.BITS,
         instead(Additions, "_await", nothing),
+        workload="departing-cpu",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "updated-before-gradients-come",
@@ -642,6 +747,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "updated with the gradients of the step before",
         Shows.BITS,
         instead(GpuLanes, "inputs", nothing),
+        workload="kept-cpu",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "weight-slot-in-use",
@@ -649,6 +757,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "weights of another subgroup arrive",
         Shows.BITS,
         instead(GpuLanes, "await_push", tells_at_once_that_weights_have_left),
+        workload="forward-cpu",
+        seed=8,
     ),
     Mistake(
         "scattered-unseen",
@@ -656,14 +766,19 @@ MISTAKES: tuple[Mistake, ...] = (
         "forward reads small weights of the step before",
         Shows.BITS,
         forgets_what_is_scattered,
+        workload="forward-cpu",
+        seed=6,
     ),
     # Threads and devices
     Mistake(
         "wrong-current-device",
         "work for the second device is asked for while the first one is current",
         "CUDA launches kernels on the first device: an illegal address",
-        Shows.ERROR,
+        Shows.PLACE,
         in_device("current", leaves_the_device_alone),
+        workload="second",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "thread-of-another-device",
@@ -671,6 +786,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "it makes a context on the first device: half a gigabyte of memory that is somebody else's",
         Shows.ERROR,
         in_device("adopt_thread", lambda right: nothing),
+        unnoticed="each call makes the device current itself; that CUDA makes a context for a thread's first device, only CUDA shows",
     ),
     # DeepSpeed's transfers
     Mistake(
@@ -679,6 +795,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "those of the window before",
         Shows.BITS,
         instead(Transfers, "wait", nothing),
+        workload="transfers",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "transfers-marked-early",
@@ -686,6 +805,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "as above, for the newest",
         Shows.BITS,
         instead(Transfers, "start", marks_before_the_copy),
+        workload="transfers",
+        seed=0,
     ),
     # What users do
     Mistake(
@@ -694,6 +815,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "backward of old activations",
         Shows.BITS,
         instead(Host, "working_on", staticmethod(on_nobody_s_behalf)),
+        workload="streams",
+        seed=0,
     ),
     Mistake(
         "stream-ends-early",
@@ -701,6 +824,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "a step with half of its gradients",
         Shows.BITS,
         instead(Host, "working_on", staticmethod(leaves_without_a_word)),
+        workload="streams",
+        seed=7,
     ),
     Mistake(
         "used-on-another-stream",
@@ -708,6 +833,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "its memory is somebody else's before it has been read",
         Shows.BITS,
         instead(Host, "used_on", staticmethod(nothing)),
+        workload="host",
+        seed=7,
+        quick=True,
     ),
     Mistake(
         "staging-in-use",
@@ -715,6 +843,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "the values of the next batch arrive twice",
         Shows.BITS,
         instead(Host, "upload", staticmethod(fills_a_buffer_in_use)),
+        workload="host",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "staging-read-early",
@@ -722,6 +853,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "the values of the last copy",
         Shows.BITS,
         instead(Host, "download", staticmethod(reads_a_copy_under_way)),
+        workload="host",
+        seed=0,
+        quick=True,
     ),
     Mistake(
         "tensor-read-by-the-host",
@@ -729,6 +863,9 @@ MISTAKES: tuple[Mistake, ...] = (
         "SIGSEGV",
         Shows.CRASH,
         instead(Host, "first", staticmethod(reads_device_memory)),
+        workload="host",
+        seed=0,
+        quick=True,
     ),
 )
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,12 +49,13 @@ def outcomes(plants: str, tasks: Iterable[Task]) -> Iterator[Outcome]:
         ends.callback(lambda: process is not None and process.kill())
         for task in tasks:
             if process is None:
-                command = [sys.executable, __file__, plants]
-                environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+                command = [sys.executable, "-m", "accelerator.runner", plants]
+                environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
                 process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
                 )
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.write(json.dumps(task) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
@@ -81,11 +83,8 @@ def _serve(plants: str) -> None:
     """Run trainings that come on stdin."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-    module = __import__(plants)
-    known: dict[str, Callable[[], AbstractContextManager[Any]]] = module.plants()
-    import workloads
-
+    known: dict[str, Callable[[], AbstractContextManager[Any]]] = import_module(plants).plants()
+    workloads = import_module("accelerator.workloads")  # now: what is planted may need to be there first
     workloads.load()
 
     for line in sys.stdin:

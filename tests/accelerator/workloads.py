@@ -1,7 +1,7 @@
 """Trainings on the test accelerator that have to end with the same bits as on the CPU, whatever lane dawdles.
 
-A seed says who does. A stream that dawdles does nothing before somebody waits for it: what should have waited, and does
-not, comes first for certain, without any sleep. Of the first seeds each has one stream dawdle; of the others
+A seed says who does. A stream that dawdles does nothing before somebody waits for it: what should have waited, and
+does not, comes first for certain, without any sleep. Of the first seeds each has one stream dawdle; of the others
 several, and the rest take random times.
 
 The models are small, and so are the limits at which the product collects, cuts or waits (`SMALL`): all of its ways
@@ -14,6 +14,7 @@ import contextlib
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,13 +23,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from accelerator import late
-from mistakes import Host, replaced
 from torch.nn import functional
 
 import offload
+from accelerator import late
+from accelerator.mistakes import Host, replaced
 from offload import backends
-from offload.engine import gpu_gradients, pieces
+from offload.engine import accelerator, gpu_gradients, pieces
 from offload.integrations.deepspeed.transfers import Transfers
 from offload.optim import routes
 from offload.plan import budget
@@ -40,16 +41,21 @@ SMALL = (
     (routes, "MAX_IN_TRANSIT_BYTES", 20_000),
     (pieces, "LEAST_COPY_BYTES", 6000),
     (budget, "LEAST_COPY_BYTES", 6000),
+    (accelerator, "REBASE_S", 0.02),
+    (accelerator, "LEAST_RESERVE_BYTES", 160 << 10),
 )
 """Limits of the product, as they have to be for a model of a few hundred KiB to come to them."""
 
 WIDTH, DEPTH, BATCH = 64, 5, 4
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 1e-2}
 
-USERS = "user"
+USERS = ("first", "second")
 """Streams that a training makes."""
 
-STREAMS: tuple[DeviceLane | str, ...] = (DeviceLane.CALLER, *LANES, USERS)
+STREAMS: tuple[DeviceLane | str, ...] = (DeviceLane.CALLER, *LANES, *USERS)
+
+
+DEVICES = 2
 
 
 class Wrong(Exception):
@@ -61,9 +67,11 @@ class Pace:
 
     Attributes:
         dawdling: Streams that do nothing before somebody waits for them.
+        device: Whose streams.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: str) -> None:
+        self.device = device
         self._random = random.Random(seed)
         if seed < len(STREAMS):
             self.dawdling, self._most_us = {STREAMS[seed]}, 0
@@ -71,6 +79,7 @@ class Pace:
             self.dawdling = {stream for stream in STREAMS if self._random.random() < 0.35}
             self._most_us = 200
         self._paced: list[Any] = []
+        self._users = 0
 
     def set(self, stream: Any, name: DeviceLane | str) -> None:
         """Have a stream dawdle, or not."""
@@ -80,8 +89,9 @@ class Pace:
 
     def user(self) -> Any:
         """Return a new stream of the user's."""
-        stream = torch.Stream(device=DEVICE)
-        self.set(stream, USERS)
+        stream = torch.Stream(device=self.device)
+        self.set(stream, USERS[self._users % 2])
+        self._users += 1
         return stream
 
     def end(self) -> None:
@@ -89,15 +99,13 @@ class Pace:
         for stream in self._paced:
             late.dawdle(stream, False)
             late.delays(0, 0, 0, stream)
-        torch.accelerator.synchronize()
-
-
-DEVICE = "late:0"
+        for number in range(DEVICES):
+            torch.accelerator.synchronize(number)
 
 
 def load() -> None:
     """Have torch, the product, and its part for DeepSpeed know the test accelerator; for the rest of the process."""
-    late.load()
+    late.load(DEVICES)
     backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
     deepspeed = ModuleType("deepspeed.accelerator")  # all of it that transfers ask for
     deepspeed.get_accelerator = lambda: torch.get_device_module("late")  # type: ignore[attr-defined]
@@ -168,7 +176,7 @@ class Run:
 
     @property
     def device(self) -> str:
-        return "cpu" if self.pace is None else DEVICE
+        return "cpu" if self.pace is None else self.pace.device
 
     def model(self) -> Net:
         return Net().to(self.device)
@@ -184,7 +192,6 @@ class Run:
         if self.pace is not None and device is not None:
             for lane in LANES:
                 self.pace.set(device.stream(lane), lane)
-            self.pace.set(torch.accelerator.current_stream(), DeviceLane.CALLER)
         return optimizer
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
@@ -204,17 +211,30 @@ class Run:
     def user(self) -> Any:
         return None if self.pace is None else self.pace.user()
 
+    @property
+    def outside(self) -> Any:
+        """The stream that is current where no other is."""
+        return torch.get_device_module(self.device).default_stream(self.device)
+
+    def scribble(self, model: torch.nn.Module, stream: Any) -> None:
+        """Take memory of the gradients' sizes on a stream, without waiting, for as long as the training lasts."""
+        if stream is not None:
+            with stream:
+                self.claim([parameter.nbytes for parameter in model.parameters()])
+
     def claim(self, sizes: Sequence[int]) -> None:
         """Take memory of these sizes, which should be free, and fill it."""
         if self.pace is not None:
             for number, size in enumerate(sizes):
                 value = number % 100 + 1
-                self.blocks.append((torch.full((size,), value, dtype=torch.uint8, device=DEVICE), value))
+                self.blocks.append((torch.full((size,), value, dtype=torch.uint8, device=self.device), value))
 
     def check_claimed(self) -> None:
+        if self.pace is not None:
+            torch.accelerator.synchronize(self.device)
         for tensor, value in self.blocks:
             if not bool((tensor.cpu() == value).all()):
-                raise Wrong("somebody else's memory has been written to")
+                raise Wrong("memory of somebody else has been written to")
 
 
 @dataclass(frozen=True)
@@ -225,11 +245,15 @@ class Workload:
         name: Its name.
         train: What it does.
         config: Of the optimizer on the device; `on_paths` for a folder of its own.
+        device: On which; the first one is current.
+        device_bytes: How much memory it has.
     """
 
     name: str
     train: Callable[[Run], None]
     config: dict[str, Any]
+    device: str = "late:0"
+    device_bytes: int = 1 << 30
 
 
 # What they do
@@ -242,7 +266,8 @@ def _passes(run: Run, model: Net, step: int, count: int = 2) -> None:
 
 def _step(run: Run, optimizer: offload.AdamW, *, clip: bool = True) -> None:
     if clip:
-        optimizer.clip_grad_norm_(0.5)
+        norm = optimizer.clip_grad_norm_(0.1)
+        run.keep(f"norm {sum(name.startswith('norm') for name in run.found)}", torch.as_tensor(norm))
     optimizer.step()
     optimizer.zero_grad()
 
@@ -257,8 +282,50 @@ def plain(run: Run) -> None:
         run.keep_all(model, optimizer)
 
 
+def growing(run: Run) -> None:
+    """As much state at home on the device as there is room for, and then a larger batch."""
+    model = run.model()
+    with run.optimizer(model.parameters()) as optimizer:
+        for step in range(2):
+            _passes(run, model, step, 1)
+            _step(run, optimizer, clip=False)
+            run.claim([48 << 10])
+        run.keep_all(model, optimizer)
+    run.check_claimed()
+
+
+def dropped(run: Run) -> None:
+    """Gradients of two passes are dropped each time before those of others are made."""
+    model = run.model()
+    with run.optimizer(model.parameters()) as optimizer:
+        for step in range(3):
+            _passes(run, model, 10 + step)
+            optimizer.zero_grad()
+            _passes(run, model, step, 1)
+            _step(run, optimizer, clip=step == 1)
+        run.keep_all(model, optimizer)
+
+
+def times(run: Run) -> None:
+    """What a timeline tells of the last step happened in it, however often the clock has been read anew."""
+    model, steps, age_s = run.model(), 0, 0.0
+    with run.optimizer(model.parameters()) as optimizer:
+        opened_s = time.monotonic()
+        while run.pace is not None and age_s < 1:
+            _passes(run, model, steps, 1)
+            torch.accelerator.synchronize(run.device)
+            began_s = time.monotonic()
+            _step(run, optimizer, clip=False)
+            optimizer.state_for(next(model.parameters()))
+            age_s = time.monotonic() - opened_s
+            told = [time_s - began_s for item in optimizer.timeline() for time_s in (item.started_s, item.finished_s)]
+            if min(told) < -0.1 or max(told) > time.monotonic() - began_s + 0.1:
+                raise Wrong(f"times {min(told):.3f} to {max(told):.3f} s of a step that has just been taken")
+            steps += 1
+
+
 def streams(run: Run) -> None:
-    """Each pass on another stream, steps there or outside."""
+    """Each pass on another stream, steps there or outside; streams go on with other things at once."""
     model = run.model()
     mine = [run.user(), run.user()]
     with run.optimizer(model.parameters()) as optimizer:
@@ -267,22 +334,29 @@ def streams(run: Run) -> None:
                 with run.working(stream):
                     model(batch(10 * step + number).to(run.device)).backward()
             with run.working(mine[0]) if step == 1 else contextlib.nullcontext():
-                _step(run, optimizer, clip=step != 1)
+                _step(run, optimizer, clip=step == 2)
+            if not optimizer.config.keep_grads:  # else it is for the user to give up what was in .grad
+                for stream in mine:
+                    run.scribble(model, stream)
         run.keep_all(model, optimizer)
+    run.check_claimed()
 
 
 def two_streams(run: Run) -> None:
-    """Each pass with its layers on two streams, so that backward makes gradients on two."""
+    """Two halves of a model that have nothing to do with each other, each on its own stream, then the other's."""
     model = run.model()
-    first, second = run.user(), run.user()
+    mine = [run.user(), run.user()]
     with run.optimizer(model.parameters()) as optimizer:
         for step in range(3):
-            x = batch(step).to(run.device)
-            for number, layer in enumerate(model.layers):
-                with run.working(first if number % 2 else second):
-                    x = layer(x)
-            (x.float().sum() / 64).backward()
-            _step(run, optimizer, clip=step != 1)
+            parts, x = [], batch(step).to(run.device)
+            for half in range(2):
+                with run.working(mine[(half + step) % 2]):
+                    y = x + model.layers[half].lift  # so that this one's gradient, which is small, comes last
+                    for layer in model.layers[half::2]:
+                        y = layer(y)
+                    parts.append(y.float().sum())
+            (torch.stack(parts).sum() / 64).backward()
+            _step(run, optimizer, clip=step == 2)
         run.keep_all(model, optimizer)
 
 
@@ -297,6 +371,22 @@ def forward(run: Run) -> None:
             _step(run, optimizer, clip=step % 2 == 0)
         optimizer.finish()
         run.keep_all(model, optimizer)
+
+
+def forward_streams(run: Run) -> None:
+    """Steps outside go on into the next forward pass, on a stream of the user's; weights are hidden meanwhile."""
+    model, stream = run.model(), run.user()
+    with run.optimizer(model.parameters()) as optimizer:
+        if run.pace is not None:
+            optimizer.overlap_forward(model, check=True)
+        for step in range(4):
+            with run.working(stream):
+                model(batch(step).to(run.device)).backward()
+                run.scribble(model, stream)
+            _step(run, optimizer, clip=False)
+        optimizer.finish()
+        run.keep_all(model, optimizer)
+    run.check_claimed()
 
 
 def state(run: Run) -> None:
@@ -317,36 +407,66 @@ def state(run: Run) -> None:
         run.keep_all(model, optimizer)
 
 
-def added(run: Run) -> None:
-    """Parameters that come later, for which there are to be larger buffers."""
-    model, more = run.model(), run.model()
+def single(run: Run) -> None:
+    """Weights that are masters; state that is read at once behind a step."""
+    model = run.model().float()
     with run.optimizer(model.parameters()) as optimizer:
         for step in range(3):
+            model(batch(step).to(run.device).float()).backward()
+            _step(run, optimizer, clip=False)
+            run.keep_all(model, optimizer, f"{step}")
+
+
+def saved(run: Run) -> None:
+    """A checkpoint at once behind a step, and what it holds."""
+    model = run.model()
+    with run.optimizer(model.parameters()) as optimizer:
+        for step in range(2):
             _passes(run, model, step, 1)
-            if step:
-                _passes(run, more, step, 1)
-            _step(run, optimizer, clip=step == 1)
-            if not step:
+            _step(run, optimizer, clip=False)
+        optimizer.save_checkpoint(run.folder / "saved", copy=True)
+    again = Net()
+    with offload.AdamW(again.parameters(), **SETTINGS) as optimizer:
+        optimizer.load_checkpoint(run.folder / "saved")
+        run.keep_all(again, optimizer)
+
+
+def added(run: Run) -> None:
+    """Parameters that come later, on a stream of the user's, for which there are to be larger buffers."""
+    model, stream = run.model(), run.user()
+    first = [getattr(model.layers[0], name) for name in ("bias", "gain", "shift", "twist", "lift", "tilt")]
+    with run.optimizer(first) as optimizer, run.working(stream):
+        for step in range(4):
+            if step == 2:
                 lanes = optimizer.engine._parts.gpu
                 before = [] if lanes is None else [tensor.numel() for tensor in lanes.device._memory.values()]
-                optimizer.add_param_group({"params": [*more.parameters()]})
-                run.claim(before)
+                ids = {id(parameter) for parameter in first}
+                optimizer.add_param_group({"params": [p for p in model.parameters() if id(p) not in ids]})
+                with contextlib.nullcontext() if stream is None else run.outside:
+                    run.claim(before)
+            _passes(run, model, step, 1)
+            _step(run, optimizer, clip=step == 3)
+            model.zero_grad()
+        if run.pace is not None:
+            torch.accelerator.synchronize(run.device)
         run.keep_all(model, optimizer)
-        run.keep_all(more, optimizer, "added")
     run.check_claimed()
 
 
 def ending(run: Run) -> None:
-    """The end comes at once behind the last step."""
-    model = run.model()
+    """The end comes at once behind the last step, which was taken on a stream of the user's."""
+    model, stream = run.model(), run.user()
     optimizer = run.optimizer(model.parameters())
-    for step in range(2):
-        _passes(run, model, step, 1)
-        _step(run, optimizer, clip=False)
-    lanes = optimizer.engine._parts.gpu
-    before = [] if lanes is None else [tensor.numel() for tensor in lanes.device._memory.values()]
-    optimizer.close()
-    run.claim(before)
+    with run.working(stream):
+        for step in range(2):
+            _passes(run, model, step, 1)
+            _step(run, optimizer, clip=False)
+        lanes = optimizer.engine._parts.gpu
+        before = [] if lanes is None else [tensor.numel() for tensor in lanes.device._memory.values()]
+        optimizer.close()
+        if run.pace is not None:
+            with run.outside:
+                run.claim(before)
     for name, parameter in model.named_parameters():
         run.keep(name, parameter)
     run.check_claimed()
@@ -373,25 +493,29 @@ def transfers(run: Run) -> None:
 
 def host(run: Run) -> None:
     """What users do by themselves."""
-    x = torch.zeros(4096, device=run.device)
+    x, stream = torch.zeros(4096, device=run.device), run.user()
     staging = torch.zeros(4096, device="cpu", pin_memory=run.pace is not None)
-    stream = run.user()
     for number in range(4):
-        values = torch.full((4096,), float(number), device="cpu")
+        values = [torch.full((4096,), float(2 * number + more), device="cpu") for more in range(2)]
         if stream is None:
-            x = x + values
+            x = x + values[0] + values[1]
             run.keep(f"{number}", x)
             run.keep(f"{number} first", x[:1])
             continue
-        there = torch.empty(4096, device=run.device)
-        Host.upload(staging, values, there)
-        with run.working(stream):
-            x = x + there
-        Host.used_on(there, stream)
-        del there
-        torch.zeros(4096, device=run.device)
+        there = [torch.empty(4096, device=run.device) for _ in values]
+        for source, target in zip(values, there, strict=True):
+            Host.upload(staging, source, target)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            x = x + there[0] + there[1]
+        for tensor in there:
+            Host.used_on(tensor, stream)
+        del there, tensor, target
+        scratch = [torch.zeros(4096, device=run.device) for _ in values]
+        torch.accelerator.current_stream().wait_stream(stream)
         run.keep(f"{number}", Host.download(staging, x))
         run.keep(f"{number} first", torch.tensor([Host.first(x)], device="cpu"))
+        del scratch
 
 
 PLAIN = {"gpu_memory": 0, "subgroup_numel": 2048, "staging_memory": "120KiB"}
@@ -406,11 +530,18 @@ WORKLOADS = {
         Workload("kept-gpu", plain, {**PLAIN, "placement": "gpu"}),
         Workload("kept-cpu", plain, {**PLAIN, "placement": "cpu"}),
         Workload("home", plain, {"subgroup_numel": 2048, "gpu_memory": "150KiB", "placement": 0.5}),
-        Workload("auto", plain, {"subgroup_numel": 2048}),
+        Workload("auto", growing, {"subgroup_numel": 2048}, device_bytes=440 << 10),
         Workload(
             "backward",
             plain,
-            {**PLAIN, "placement": "cpu", "keep_grads": False, "overlap": "backward", "host_memory": 0, "on_paths": True},
+            {
+                **PLAIN,
+                "placement": "cpu",
+                "keep_grads": False,
+                "overlap": "backward",
+                "host_memory": 0,
+                "on_paths": True,
+            },
         ),
         Workload("streams", streams, {**PLAIN, "placement": 0.5}),
         Workload("streams-departing", streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),
@@ -420,8 +551,19 @@ WORKLOADS = {
         Workload("forward-cpu", forward, {**PLAIN, "placement": "cpu", "keep_grads": False}),
         Workload("state", state, {**PLAIN, "placement": 0.5}),
         Workload("state-home", state, {"subgroup_numel": 2048, "gpu_memory": "150KiB", "placement": "gpu"}),
-        Workload("added", added, {**PLAIN, "placement": 0.5, "keep_grads": False}),
-        Workload("ending", ending, {**PLAIN, "placement": "gpu"}),
+        Workload("dropped", dropped, {**PLAIN, "placement": "gpu", "keep_grads": False}),
+        Workload("dropped-half", dropped, {**PLAIN, "placement": 0.5, "keep_grads": False}),
+        Workload("second", plain, {**PLAIN, "placement": 0.5}, "late:1"),
+        Workload("times", times, {**PLAIN, "placement": "gpu"}),
+        Workload("added", added, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}),
+        Workload("added-cpu", added, {**PLAIN, "placement": "cpu"}),
+        Workload("single", single, {**PLAIN, "placement": 0.5}),
+        Workload(
+            "saved", saved, {"subgroup_numel": 2048, "gpu_memory": "150KiB", "placement": "gpu", "on_paths": True}
+        ),
+        Workload("forward-streams", forward_streams, {**PLAIN, "placement": 0.5}),
+        Workload("forward-streams-departing", forward_streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),
+        Workload("ending", ending, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}),
         Workload("transfers", transfers, {}),
         Workload("host", host, {}),
     )
@@ -433,8 +575,20 @@ _references: dict[str, dict[str, torch.Tensor]] = {}
 def _trained(workload: Workload, pace: Pace | None) -> dict[str, torch.Tensor]:
     with tempfile.TemporaryDirectory() as folder:
         run = Run(workload, pace, Path(folder))
+        before = _current(pace)
+        if pace is not None:
+            pace.set(torch.accelerator.current_stream(pace.device), DeviceLane.CALLER)
         workload.train(run)
+        if _current(pace) != before:
+            raise Wrong("place: another device or stream is current than before")
     return run.found
+
+
+def _current(pace: Pace | None) -> Any:
+    """Return the calling thread's device, and its stream of the device that a training is on."""
+    if pace is None:
+        return None
+    return torch.accelerator.current_device_index(), torch.accelerator.current_stream(pace.device)
 
 
 @contextlib.contextmanager
@@ -466,7 +620,9 @@ def run(name: str, seed: int, plant: Callable[[], AbstractContextManager[Any]] |
     """
     workload = WORKLOADS[name]
     wanted = reference(workload)
-    pace = Pace(seed)
+    pace = Pace(seed, workload.device)
+    torch.accelerator.empty_cache()
+    late.set_device_bytes(workload.device_bytes, torch.device(workload.device).index)
     with _small_limits(), plant() if plant is not None else contextlib.nullcontext():
         try:
             found = _trained(workload, pace)
@@ -475,7 +631,7 @@ def run(name: str, seed: int, plant: Callable[[], AbstractContextManager[Any]] |
     for key, tensor in wanted.items():
         other = found[key]
         if other.shape != tensor.shape or other.dtype != tensor.dtype:
-            raise Wrong(f"{key}: {other.shape} {other.dtype}")
-        if not torch.equal(other.view(torch.uint8), tensor.view(torch.uint8)):
+            raise Wrong(f"bits of {key}: {other.shape} {other.dtype}")
+        if not torch.equal(other.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
             nan = " (NaN)" if other.is_floating_point() and bool(other.isnan().any()) else ""
-            raise Wrong(f"{key}: other bits{nan}")
+            raise Wrong(f"bits of {key}{nan}")

@@ -1,7 +1,7 @@
-"""DeepSpeed's view of the device "late": what it asks of an accelerator is asked of `torch.late` and `torch.accelerator`.
+"""DeepSpeed's view of the device "late": what it asks of an accelerator is asked of torch.
 
-DeepSpeed knows accelerators by name and has no name for this one, so it is imported for the CPU (`DS_ACCELERATOR=cpu`)
-and told by `use` before it initializes anything.
+DeepSpeed has no name for this one. So it is imported for the CPU (`DS_ACCELERATOR=cpu`), and told by `use` before it
+initializes anything.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class Late(DeepSpeedAccelerator):  # type: ignore[misc]
         return "late" if device_index is None else f"late:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        return torch.device("late", torch.accelerator.current_device_index() if device_index is None else device_index)
+        return torch.device(
+            "late", torch.accelerator.current_device_index() if device_index is None else device_index
+        )
 
     def current_device_name(self) -> str:
         return str(self.device())

@@ -238,7 +238,7 @@ def training(case: Case, *, ours: bool, optimizer: Any = None, model: Any = None
 def micro_batch(engine: Any, step: int, micro: int) -> torch.Tensor:
     """Return tokens that depend on step, micro-step and rank only."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank)
-    return torch.randint(0, 37, (2, 9), generator=generator)
+    return torch.randint(0, 37, (2, 9), generator=generator).to(engine.device)
 
 
 def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> list[tuple[Any, ...]]:
@@ -246,7 +246,7 @@ def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> 
     seen = []
     for step in range(first, first + (case.steps if steps is None else steps)):
         for micro in range(case.accumulation):
-            loss = engine(micro_batch(engine, step, micro).to(engine.device), step) * case.scale
+            loss = engine(micro_batch(engine, step, micro), step) * case.scale
             engine.backward(loss)
             engine.step()
         norm = engine.get_global_grad_norm()
@@ -257,7 +257,7 @@ def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> 
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Return weights, masters and moments by name; the same on every rank."""
+    """Return weights, masters and moments by name, on the CPU; the same on every rank."""
     found: dict[str, torch.Tensor] = {}
     # Stock ZeRO-1 and 2 do not find the moments of a second parameter group.
     stock = "Offloaded" not in type(engine.optimizer).__name__
@@ -265,11 +265,11 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     for name, parameter in engine.module.named_parameters():
         gathered = [parameter] if hasattr(parameter, "ds_id") else []
         with deepspeed.zero.GatheredParameters(gathered):
-            found[f"{name} weight"] = parameter.detach().clone()
+            found[f"{name} weight"] = parameter.detach().to("cpu", copy=True)
         if parameter.requires_grad:
-            found[f"{name} master"] = safe_get_full_fp32_param(parameter).clone()
+            found[f"{name} master"] = safe_get_full_fp32_param(parameter).to("cpu", copy=True)
             for key in ("exp_avg", "exp_avg_sq") if readable else ():
-                found[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).clone()
+                found[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).to("cpu", copy=True)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from accelerator import build
-from test_deepspeed import start
+from accelerator import build, processes
+from test_deepspeed import OTHERS, SKIPPED, start
 
 NAME = "alone_on_an_accelerator"
 
@@ -20,7 +21,8 @@ def _built() -> None:
     try:
         build.library()
     except build.CannotBuild as error:
-        pytest.skip(f"no test accelerator: {error}")
+        end = pytest.fail if processes.NO_SKIPS in os.environ else pytest.skip
+        end(f"no test accelerator: {error}")
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -43,4 +45,16 @@ def test_every_stage_has_the_bits_of_the_cpu(on_cpu: tuple[int, Path], seed: int
         for number, ((losses, state), (mine, own)) in enumerate(zip(expected, found, strict=True)):
             assert mine == losses, f"case {number}"
             assert own.keys() == state.keys()
-            assert not [name for name, tensor in state.items() if not torch.equal(own[name], tensor)], f"case {number}"
+            assert not [name for name, tensor in state.items() if not torch.equal(own[name], tensor)], (
+                f"case {number}"
+            )
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("placement", ["cpu", "0.5", "gpu"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_all_checks(world: int, placement: str, tmp_path: Path) -> None:
+    """Beside stock DeepSpeed, which is on the accelerator as well then."""
+    found = start(world, tmp_path, OTHERS, timeout_s=3000, PLACEMENT=placement, DELAYS=str(world))
+    assert {name: said for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)} == {}

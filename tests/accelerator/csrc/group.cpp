@@ -85,7 +85,14 @@ class Group final : public c10d::Backend {
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     return run("reduce", c10d::OpType::REDUCE, tensors, {},
-               [host = host_, options](Tensors& outputs, Tensors&) { return host->reduce(outputs, options); });
+               [host = host_, options, rank = rank_](Tensors& outputs, Tensors&) {
+                 Tensors changed = outputs;  // gloo changes those of other ranks, too
+                 for (auto& tensor : changed) {
+                   if (options.rootRank != rank) tensor = tensor.clone();
+                 }
+                 host->reduce(changed, options)->wait();
+                 return WorkPtr();
+               });
   }
 
   WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {

@@ -1,4 +1,5 @@
 // What Python calls; late.py says what each does.
+#include <ATen/Context.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "group.h"
@@ -44,9 +45,12 @@ py::dict counts_of_operators() {
 
 PYBIND11_MODULE(_late, module) {
   using namespace late;
+  module.def("init", [] { at::globalContext().lazyInitDevice(kLate); });  // before that, torch knows no pinned memory
   module.def("set_device_count", &set_device_count);
   module.def("device_count", &device_count);
-  module.def("set_device_bytes", [](int device, std::size_t nbytes) { set_device_bytes(c10::DeviceIndex(device), nbytes); });
+  module.def("set_device_bytes", [](int device, std::size_t nbytes) {
+    set_device_bytes(c10::DeviceIndex(device), nbytes);
+  });
   module.def("device_of", [](std::uint64_t address) { return device_of(pointer(address)); });
   module.def("real", [](std::uint64_t address) { return reinterpret_cast<std::uint64_t>(real(pointer(address))); });
   module.def("pin", [](std::uint64_t address, std::size_t nbytes) { pin(pointer(address), nbytes); });

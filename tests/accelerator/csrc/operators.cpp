@@ -491,6 +491,27 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
                });
 }
 
+// Copies see to conjugate and negative tensors themselves: what torch does otherwise copies them, and so on.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+// What is composed of other operators for a device without a kernel of its own, but has one on the CPU: the bits are
+// to be that one's.
+const bool g_has_whole_operators = [] {
+  static auto* library =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (!op || name.name.rfind("aten::", 0) != 0 || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    const bool is_composed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+                             op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+    if (!is_composed || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
+    library->impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+  return true;
+}();
+
 }  // namespace
 
 Counts counts() {

@@ -1,0 +1,96 @@
+"""The test accelerator finds mistakes that are planted, and nothing where there are none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from accelerator import build, mistakes, runner
+from accelerator.mistakes import MISTAKES, Mistake, Shows
+from accelerator.processes import NO_SKIPS
+from accelerator.runner import Outcome, Task
+from accelerator.workloads import WORKLOADS
+
+PLANTS = "accelerator.mistakes"
+
+PREFIXES = {
+    Shows.BITS: ("Wrong: bits", "Wrong: memory"),
+    Shows.CRASH: ("crash: signal 11",),
+    Shows.TIMES: ("Wrong: times",),
+    Shows.PLACE: ("Wrong: place",),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _accelerator() -> None:
+    try:
+        build.library()
+    except build.CannotBuild as error:
+        if NO_SKIPS in os.environ:
+            raise
+        pytest.skip(str(error))
+
+
+def shows(mistake: Mistake, found: str) -> bool:
+    """Return whether an outcome is what a mistake should come to."""
+    if mistake.shows is Shows.ERROR:
+        return bool(found) and not found.startswith(("Wrong", "crash", "hangs"))
+    return found.startswith(PREFIXES[mistake.shows])
+
+
+def missed(chosen: Sequence[Mistake]) -> dict[str, list[Outcome]]:
+    """Return the mistakes that no seed finds, and what came of them."""
+    left: dict[str, list[Outcome]] = {mistake.name: [] for mistake in chosen}
+    by_name = {mistake.name: mistake for mistake in chosen}
+
+    def tasks() -> Iterator[Task]:
+        for mistake in chosen:
+            for seed in range(mistake.seed, mistake.seed + mistake.within):
+                if mistake.name in left:
+                    yield Task(mistake.name, mistake.workload, seed)
+
+    for outcome in runner.outcomes(PLANTS, tasks()):
+        name = outcome.task.planted
+        left[name].append(outcome)
+        if shows(by_name[name], outcome.found):
+            del left[name]
+    return left
+
+
+def failed(tasks: Sequence[Task]) -> list[Outcome]:
+    return [outcome for outcome in runner.outcomes(PLANTS, tasks) if outcome.found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(2))
+def test_planted_mistakes_are_found(part: int) -> None:
+    chosen = [mistake for mistake in MISTAKES if mistake.quick]
+    assert len(chosen) >= 18
+    assert not missed(chosen[part::2])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_all_planted_mistakes_are_found() -> None:
+    assert not missed([mistake for mistake in MISTAKES if not mistake.quick and not mistake.unnoticed])
+
+
+@pytest.mark.slow
+def test_ten_seeds_without_a_mistake_end_as_on_the_cpu() -> None:
+    names = [*WORKLOADS]
+    assert not failed([Task("", names[place % len(names)], place % 10) for place in range(max(20, len(names)))])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_all_trainings_end_as_on_the_cpu_ten_seeds_each() -> None:
+    assert not failed([Task("", name, seed) for name in WORKLOADS for seed in range(5, 15)])
+
+
+def test_each_mistake_has_a_training_or_a_reason() -> None:
+    assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
+    for mistake in MISTAKES:
+        assert bool(mistake.unnoticed) != (mistake.workload in WORKLOADS), mistake.name
+    assert mistakes.plants().keys() == {mistake.name for mistake in MISTAKES}
