@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import os
 import random
-from collections.abc import Callable, Iterator
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import prepared
 import pytest
 import torch
-from devices import LATE, the_device
 from torch.nn import functional
 
 import offload
@@ -22,23 +27,27 @@ from offload.backends import working_on
 from offload.engine import gpu_gradients, pieces
 from offload.plan import budget
 
-pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
+pytestmark = [
+    pytest.mark.late(shared=True),
+    pytest.mark.not_overlapped("steps go on where the tests say so"),
+    pytest.mark.not_ahead("updates are made ahead where the tests say so"),
+]
 
-WIDTH, DEPTH, BATCH, STEPS = 48, 4, 4, 3
+WIDTH, DEPTH, BATCH, STEPS = 64, 6, 4, 3
 
 
 @pytest.fixture(autouse=True)
 def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model's gradients leave alone and together, and its pieces are copied alone and together."""
-    monkeypatch.setattr(gpu_gradients, "LARGE_BYTES", 4000)
+    monkeypatch.setattr(gpu_gradients, "LARGE_BYTES", 6000)
     monkeypatch.setattr(gpu_gradients, "BUCKET_COUNT", 3)
     for module in (pieces, budget):
-        monkeypatch.setattr(module, "LEAST_COPY_BYTES", 4000)
+        monkeypatch.setattr(module, "LEAST_COPY_BYTES", 6000)
 
 
-@pytest.fixture(params=LATE, name="device")
-def _device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    found = the_device(request.param)
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    found = torch.device(request.param)
     with torch.accelerator.device_index(found.index or 0):
         yield found
 
@@ -123,7 +132,7 @@ class Case(NamedTuple):
         if is_early and self.keeps:
             return False
         if self.way == "scaled":
-            return self.dtype is torch.float16
+            return self.dtype is torch.float16 or (self.dtype is torch.float32 and self.keeps)
         return not (self.way == "clipped by torch" and not self.keeps)
 
     def __str__(self) -> str:
@@ -139,7 +148,7 @@ RULES: dict[str, dict[str, Any]] = {
 HOMES: dict[str, dict[str, Any]] = {
     "paths": {"host_memory": 0, "gpu_memory": 0},
     "host": {"gpu_memory": 0},
-    "device": {"host_memory": 60_000, "gpu_memory": 40_000},
+    "device": {"host_memory": 120_000, "gpu_memory": 100_000},
 }
 WAYS = ("plain", "a stream", "two streams", "two passes", "clipped", "clipped by torch", "scaled")
 KINDS: tuple[tuple[Any, ...], ...] = (
@@ -177,6 +186,13 @@ def covering() -> list[Case]:
 CASES = covering()
 
 
+def in_turns(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """Have each case on one of the devices."""
+    both = [(name, case) for name, case in zip(itertools.cycle(("late", "late:1")), cases, strict=False)]
+    ids = [f"{name}-{case}" for name, case in both]
+    return pytest.mark.parametrize(("device", "case"), both, ids=ids, indirect=["device"])
+
+
 class Training:
     """A training on one device.
 
@@ -194,12 +210,12 @@ class Training:
         if is_far:
             overlap = "backward" if case.overlap in ("backward", "both") else "off"
             config |= {"placement": case.placement, "keep_grads": case.keeps, "overlap": overlap}
-            config |= {"subgroup_numel": 1024, "paths": [folder], **HOMES[case.home]}
+            config |= {"subgroup_numel": 4096, "paths": [folder], **HOMES[case.home]}
         kind = getattr(offload, case.rule)
         self.optimizer = kind(self.model.parameters(), offload=offload.OffloadConfig(**config), **RULES[case.rule])
         if is_far and case.overlap in ("forward", "both"):
             self.optimizer.overlap_forward(self.model)
-        scaler = torch.amp.GradScaler if case.keeps and is_far else offload.GradScaler
+        scaler = offload.GradScaler if case.dtype is torch.float16 else torch.amp.GradScaler
         self.scaler = scaler(device.type, init_scale=2.0**10, growth_interval=2) if case.way == "scaled" else None
         self.streams = [torch.Stream(device) for _ in range(2)] if is_far else [None, None]
         if is_far and case.way == "two streams":
@@ -260,8 +276,108 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@in_turns(CASES)
 def test_bits_are_those_of_the_cpu(device: torch.device, tmp_path: Path, case: Case) -> None:
     with training(case, device, tmp_path) as made:
         made.run(range(STEPS))
         assert_same(made.found(), on_the_cpu(case, tmp_path))
+
+
+# -- What comes in between
+
+
+SOME = (
+    Case("AdamW", "exact", torch.bfloat16, 0.5, "device", True, "off", "clipped"),
+    Case("AdamW", "compact8", torch.bfloat16, 0.5, "paths", False, "off", "a stream"),
+    Case("Lion", "compact16", torch.float16, "gpu", "host", False, "forward", "two streams"),
+    Case("Adagrad", "exact", torch.bfloat16, "cpu", "paths", False, "both", "plain"),
+)
+
+
+@in_turns(SOME)
+def test_checkpoints_go_from_device_to_device(device: torch.device, tmp_path: Path, case: Case) -> None:
+    wanted = on_the_cpu(case, tmp_path, 4)
+    with training(case, device, tmp_path) as made:
+        made.run(range(2))
+        made.optimizer.save_checkpoint(tmp_path / "saved", copy=True)
+        made.run(range(2, 4))  # while it is written
+        assert_same(made.found(), wanted)
+        made.optimizer.wait_checkpoint()
+    for place in ("cpu", "late:0", "late:1"):
+        there = torch.device(place)
+        with training(case, there, tmp_path, seed=8) as made:
+            made.optimizer.load_checkpoint(tmp_path / "saved")
+            made.run(range(2, 4))
+            assert_same(made.found(), wanted)
+
+
+@in_turns(SOME[:2])
+def test_a_step_that_is_interrupted_is_made(device: torch.device, tmp_path: Path, case: Case) -> None:
+    """The signal comes while the caller waits for updates by the CPU."""
+    with training(case, device, tmp_path) as made:
+        made.run(range(2))
+        kernel, told = made.optimizer.engine._parts.kernel, []
+
+        def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def submit(op: int, *arguments: Any) -> Any:
+                if not told:
+                    told.append(op)
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+                return plain(op, *arguments)
+
+            return submit
+
+        kernel.submit, kernel.submit_sealed = telling(kernel.submit), telling(kernel.submit_sealed)
+        with pytest.raises(KeyboardInterrupt):
+            made.step(2)
+        made.optimizer.zero_grad()
+        made.step(3)
+        assert_same(made.found(), on_the_cpu(case, tmp_path, 4))
+
+
+@in_turns(SOME)
+def test_a_close_after_a_step_or_a_backward_pass(device: torch.device, tmp_path: Path, case: Case) -> None:
+    """Weights are those of the last step, whatever is still on its way."""
+    wanted = on_the_cpu(case, tmp_path, 2)
+    for passes in (0, 1):
+        with training(case, device, tmp_path) as made:
+            made.run(range(2))
+            for number in range(passes):
+                made.backward(100 + number)
+        for name, parameter in made.model.named_parameters():
+            assert torch.equal(parameter.detach().cpu(), wanted[name]), (passes, name)
+
+
+@in_turns(SOME)
+def test_a_backward_pass_that_raises_leaves_nothing(device: torch.device, tmp_path: Path, case: Case) -> None:
+    class Mine(Exception):
+        pass
+
+    def fail(*arguments: Any) -> None:
+        raise Mine
+
+    with training(case, device, tmp_path) as made:
+        made.run(range(2))
+        handle = made.model.layers[1].matrix.register_hook(fail)  # others' gradients have come by then
+        with pytest.raises(Mine):
+            made.backward(100)
+        handle.remove()
+        made.optimizer.zero_grad()
+        made.run(range(2, 4))
+        assert_same(made.found(), on_the_cpu(case, tmp_path, 4))
+
+
+RANKS = [("fsdp2", True, 0.5), ("fsdp2", False, 0.0), ("fsdp2", False, 1.0), ("ddp", True, 0.5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "keeps", "placement"), RANKS)
+def test_two_ranks(tmp_path: Path, kind: str, keeps: bool, placement: float) -> None:
+    program = [prepared.python(), *prepared.torchrun(2), str(Path(__file__).with_name("training_ranks.py"))]
+    program += [kind, str(tmp_path), json.dumps([keeps, placement])]
+    tests = Path(__file__).parents[1]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("LATE_")}
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, (tests, tests / "e2e")))
+    ended = subprocess.run(program, env=variables, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("passed") == 2
