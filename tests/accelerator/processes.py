@@ -56,13 +56,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 def _run(item: pytest.Item) -> Iterator[pytest.TestReport]:
     """Yield the reports of a test's setup, call and teardown; raise what stands for them where it has died."""
+    config = item.config
+    config.hook.pytest_timeout_cancel_timer(item=item)  # its own process has one
     try:
         build.library()
     except build.CannotBuild as error:
         end = pytest.fail if NO_SKIPS in os.environ else pytest.skip
         end(f"no test accelerator: {error}")
-    config = item.config
-    config.hook.pytest_timeout_cancel_timer(item=item)  # its own process has one
     folder = config._tmp_path_factory.mktemp("late", numbered=True)  # type: ignore[attr-defined]
     reports = folder / "reports"
     command = [prepared.python(), "-m", "pytest", item.nodeid, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
