@@ -25,6 +25,8 @@ from accelerator import build, late
 REPORTS, NO_SKIPS = "LATE_REPORTS", "OFFLOAD_NO_SKIPS"
 """Variables: the file that a test's own process writes its reports to; whether a test that cannot run has failed."""
 PASSED_ON = ("--overlap", "--ahead", "--hypothesis-profile")
+PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin", "no:cacheprovider")
+"""All that a test's own pytest loads: importing others that happen to be installed takes half of its time."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,7 +67,8 @@ def _run(item: pytest.Item) -> Iterator[pytest.TestReport]:
         end(f"no test accelerator: {error}")
     folder = config._tmp_path_factory.mktemp("late", numbered=True)  # type: ignore[attr-defined]
     reports = folder / "reports"
-    command = [prepared.python(), "-m", "pytest", item.nodeid, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [prepared.python(), "-m", "pytest", item.nodeid, "-q"]
+    command += [word for plugin in PLUGINS for word in ("-p", plugin)]
     command += [f"--rootdir={config.rootpath}", f"--basetemp={folder / 'tmp'}"]
     for option in PASSED_ON:
         value = config.getoption(option, None)
@@ -75,7 +78,7 @@ def _run(item: pytest.Item) -> Iterator[pytest.TestReport]:
     ended = subprocess.run(
         command,
         cwd=config.rootpath,
-        env={**variables, REPORTS: str(reports)},
+        env={**variables, REPORTS: str(reports), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=1.2 * _limit_s(item),
