@@ -382,6 +382,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "two subgroups' state mixed",
         Shows.BITS,
         left_out("follow", "GpuLanes.copy_in"),
+        unnoticed="the machine gives a slot out again only when its copy-out has been reported, which follows the update",
     ),
     Mistake(
         "update-before-copy-in",
@@ -495,6 +496,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "the CPU updates old weights",
         Shows.BITS,
         left_out("follow", "GpuLanes.fetch_weights"),
+        unnoticed="each sweep follows the caller's stream, which follows the lanes of the sweep before",
     ),
     Mistake(
         "state-fetched-before-it-is-updated",
@@ -502,6 +504,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "state of the step before, or half of it",
         Shows.BITS,
         left_out("follow", "GpuLanes.fetch"),
+        unnoticed="each sweep follows the caller's stream, which follows the lanes of the sweep before",
     ),
     # Marks
     Mistake(
@@ -519,6 +522,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "gradients made on a user's stream leave before they are there",
         Shows.BITS,
         in_device("mark_caller", marks_the_newest_caller),
+        workload="two-streams",
+        seed=8,
     ),
     Mistake(
         "one-caller",
@@ -696,6 +701,8 @@ MISTAKES: tuple[Mistake, ...] = (
         "whoever had it before still writes to it",
         Shows.BITS,
         in_device("allocate", allocates_out_of_order),
+        workload="added",
+        seed=0,
     ),
     Mistake(
         "released-early",
@@ -703,6 +710,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "somebody else's tensor is overwritten with state",
         Shows.BITS,
         left_out("wait", "GpuLanes.adopt", of=lambda: GpuLanes),
+        unnoticed="whatever makes slots or buffers grow makes weight slots grow, and exchanging those waits for all lanes",
     ),
     Mistake(
         "memory-that-is-taken",
@@ -710,6 +718,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "out of memory, at the first step or in the user's next batch",
         Shows.ERROR,
         in_device("free_bytes", sees_memory_that_is_taken),
+        unnoticed="what is planned by it is asked of the device in halves until it gives, and it gives nothing that is taken",
     ),
     Mistake(
         "closed-early",
@@ -777,6 +786,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "it makes a context on the first device: half a gigabyte of memory that is somebody else's",
         Shows.ERROR,
         in_device("adopt_thread", lambda right: nothing),
+        unnoticed="each call makes the device current itself; that CUDA makes a context for a thread's first device, only CUDA shows",
     ),
     # DeepSpeed's transfers
     Mistake(

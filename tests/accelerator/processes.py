@@ -37,6 +37,8 @@ SHARED = "LATE_SHARED"
 MOST_US = 100
 """Most that a task waits before it begins, in a shared process."""
 PASSED_ON = ("--overlap", "--ahead", "--hypothesis-profile")
+PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin", "no:cacheprovider")
+"""All that a test's own pytest loads: importing others that happen to be installed takes half of its time."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -126,7 +128,8 @@ def _folder(item: pytest.Item) -> Path:
 
 def _command(item: pytest.Item, tests: str, folder: Path) -> list[str]:
     """Return how a second pytest is started."""
-    command = [prepared.python(), "-m", "pytest", tests, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [prepared.python(), "-m", "pytest", tests, "-q"]
+    command += [word for plugin in PLUGINS for word in ("-p", plugin)]
     command += [f"--rootdir={item.config.rootpath}", f"--basetemp={folder / 'tmp'}"]
     for option in PASSED_ON:
         value = item.config.getoption(option, None)
@@ -136,7 +139,8 @@ def _command(item: pytest.Item, tests: str, folder: Path) -> list[str]:
 
 
 def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    found = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return {**found, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def _limit_s(item: pytest.Item) -> float:

@@ -35,9 +35,7 @@ from offload.rules import LION, RULES
 GREATEST = float(torch.finfo(torch.bfloat16).max)
 
 
-@pytest.fixture(
-    scope="module", params=[*instruction_sets(), "interpreter", "torch", pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@pytest.fixture(scope="module", params=[*instruction_sets(), "interpreter", "torch", LATE[0], CUDA[0]])
 def kernel(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Case, "state_format", StateFormat.COMPACT16)

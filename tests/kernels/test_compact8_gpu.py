@@ -43,7 +43,7 @@ from offload.rules import ADAGRAD, ADAMW, LION, MASTER, MASTER_LOW, RULES, SCALE
 CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 
 
-@pytest.fixture(scope="module", params=["interpreter8", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["interpreter8", "torch", LATE[0], CUDA[0]])
 def kernel(request):
     with pytest.MonkeyPatch.context() as patch, gpu_kernel(request.param) as kernel:
         patch.setattr(Case, "state_format", StateFormat.COMPACT8)

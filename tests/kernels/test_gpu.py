@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import CUDA, LATE, the_device
 from kernel_cases import DTYPES, SIZES, Case, Placed, same_bits, values
 from test_gradient_blocks import (  # noqa: F401
     test_a_block_is_not_finite_exactly_if_an_element_is_not,
@@ -109,24 +110,24 @@ def gpu_kernel(kind: str) -> Iterator[Synchronous]:
     """Lend a kernel and have `Placed` tensors lie on its device.
 
     Args:
-        kind: "torch", for plain operations on the CPU; "cuda", for a GPU; else Triton's interpreter.
+        kind: "torch", for plain operations on the CPU, or "late", on the test accelerator; "cuda", for a GPU; else
+            Triton's interpreter.
     """
-    if kind != "torch" and INTERPRETED is (kind == "cuda"):
+    is_plain = kind in ("torch", "late")
+    if not is_plain and INTERPRETED is (kind == "cuda"):
         pytest.skip("TRITON_INTERPRET says otherwise")
-    if kind == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    device = "cuda" if kind == "cuda" else "cpu"
+    device = str(the_device(kind)) if kind in ("cuda", "late") else "cpu"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Placed, "device", device)
         patch.setattr(Placed, "unaligned", False)
         if kind.startswith("interpreter"):
             remember_what_is_replaced(patch)
         yield Synchronous(
-            plain.PlainUpdateKernel(torch.device("cpu")) if kind == "torch" else GpuUpdateKernel(device)
+            plain.PlainUpdateKernel(torch.device(device)) if is_plain else GpuUpdateKernel(device)
         )
 
 
-@pytest.fixture(scope="module", params=["interpreter", "torch", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module", params=["interpreter", "torch", LATE[0], CUDA[0]])
 def kernel(request):
     with gpu_kernel(request.param) as kernel:
         yield kernel

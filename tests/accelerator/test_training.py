@@ -1,0 +1,383 @@
+"""Trainings on the test accelerator end with the bits of the CPU, whatever is chosen and whenever streams run.
+
+Each is done on both, forward and backward by torch. Delays of streams come from the test's name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import prepared
+import pytest
+import torch
+from torch.nn import functional
+
+import offload
+from offload.backends import working_on
+from offload.engine import gpu_gradients, pieces
+from offload.plan import budget
+
+pytestmark = [
+    pytest.mark.late(shared=True),
+    pytest.mark.not_overlapped("steps go on where the tests say so"),
+    pytest.mark.not_ahead("updates are made ahead where the tests say so"),
+]
+
+WIDTH, DEPTH, BATCH, STEPS = 64, 6, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model's gradients leave alone and together, and its pieces are copied alone and together."""
+    monkeypatch.setattr(gpu_gradients, "LARGE_BYTES", 6000)
+    monkeypatch.setattr(gpu_gradients, "BUCKET_COUNT", 3)
+    for module in (pieces, budget):
+        monkeypatch.setattr(module, "LEAST_COPY_BYTES", 6000)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    found = torch.device(request.param)
+    with torch.accelerator.device_index(found.index or 0):
+        yield found
+
+
+class Layer(torch.nn.Module):
+    """A matrix and two vectors."""
+
+    def __init__(self, generator: torch.Generator, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name, size in (("matrix", (WIDTH, WIDTH)), ("bias", (WIDTH,)), ("gain", (WIDTH,))):
+            drawn = torch.randn(size, generator=generator, device="cpu") / 8
+            setattr(self, name, torch.nn.Parameter(drawn.to(dtype)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.linear(x, self.matrix, self.bias).relu() * self.gain
+
+
+class Net(torch.nn.Module):
+    """Layers, which may be put on streams in turns."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 7) -> None:
+        super().__init__()
+        generator = torch.Generator("cpu").manual_seed(seed)
+        self.layers = torch.nn.ModuleList(Layer(generator, dtype) for _ in range(DEPTH))
+        self.streams: list[torch.Stream] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            with behind(self.streams[number % len(self.streams)] if self.streams else None):
+                x = layer(x)
+        return x.float().square().mean()
+
+
+@contextlib.contextmanager
+def behind(stream: torch.Stream | None) -> Iterator[None]:
+    """Work on a stream, behind all that is on the current one, which then goes on behind it."""
+    if stream is None:
+        yield
+        return
+    outside = torch.accelerator.current_stream()
+    stream.wait_stream(outside)
+    with working_on(stream):
+        yield
+    outside.wait_stream(stream)
+
+
+def batch(number: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(1000 + number)
+    return torch.randn((BATCH, WIDTH), generator=generator, device="cpu").to(device, dtype)
+
+
+# -- What is chosen
+
+
+class Case(NamedTuple):
+    """A training: one choice of each kind.
+
+    Attributes:
+        rule: Class of the optimizer.
+        form: How state is stored.
+        dtype: Of weights.
+        placement: Where updates run.
+        home: Where state is: on paths, in host memory, part of it on the device.
+        keeps: Whether gradients stay in `.grad`.
+        overlap: What a step is hidden in.
+        way: What happens between steps.
+    """
+
+    rule: str
+    form: str
+    dtype: torch.dtype
+    placement: str | float
+    home: str
+    keeps: bool
+    overlap: str
+    way: str
+
+    @property
+    def can_be(self) -> bool:
+        """Whether nothing of it is refused."""
+        is_early = self.overlap in ("backward", "both")
+        if is_early and self.keeps:
+            return False
+        if self.way == "scaled":
+            return self.dtype is torch.float16 or (self.dtype is torch.float32 and self.keeps)
+        return not (self.way == "clipped by torch" and not self.keeps)
+
+    def __str__(self) -> str:
+        return "-".join(str(choice).removeprefix("torch.") for choice in self)
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 1e-2},
+    "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 1e-2},
+    "Adagrad": {"lr": 1e-2},
+    "SGD": {"lr": 1e-2, "momentum": 0.9, "nesterov": True},
+}
+HOMES: dict[str, dict[str, Any]] = {
+    "paths": {"host_memory": 0, "gpu_memory": 0},
+    "host": {"gpu_memory": 0},
+    "device": {"host_memory": 120_000, "gpu_memory": 100_000},
+}
+WAYS = ("plain", "a stream", "two streams", "two passes", "clipped", "clipped by torch", "scaled")
+KINDS: tuple[tuple[Any, ...], ...] = (
+    tuple(RULES),
+    ("exact", "compact16", "compact8"),
+    (torch.bfloat16, torch.float16, torch.float32),
+    ("cpu", "gpu", 0.5),
+    tuple(HOMES),
+    (True, False),
+    ("off", "forward", "backward", "both"),
+    WAYS,
+)
+
+
+def pairs(case: Case) -> set[tuple[int, Any, int, Any]]:
+    """Return all that two kinds of choices are together."""
+    both = itertools.combinations(range(len(case)), 2)
+    return {(one, case[one], other, case[other]) for one, other in both}
+
+
+def covering() -> list[Case]:
+    """Return trainings of which some have each two choices that can be had together."""
+    rng = random.Random(0)
+    cases = [case for case in map(Case._make, itertools.product(*KINDS)) if case.can_be]
+    left, chosen = set().union(*map(pairs, cases)), []
+    while left:
+        best = max(rng.sample(cases, 400), key=lambda case: len(pairs(case) & left))
+        if not pairs(best) & left:
+            best = next(case for case in cases if pairs(case) & left)
+        chosen.append(best)
+        left -= pairs(best)
+    return chosen
+
+
+CASES = covering()
+
+
+def in_turns(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """Have each case on one of the devices."""
+    both = [(name, case) for name, case in zip(itertools.cycle(("late", "late:1")), cases, strict=False)]
+    ids = [f"{name}-{case}" for name, case in both]
+    return pytest.mark.parametrize(("device", "case"), both, ids=ids, indirect=["device"])
+
+
+class Training:
+    """A training on one device.
+
+    Args:
+        case: Which.
+        device: Where; on the CPU nothing is chosen but the rule and how state is stored.
+        folder: For paths.
+    """
+
+    def __init__(self, case: Case, device: torch.device, folder: Path, seed: int = 7) -> None:
+        self.case, self.device = case, device
+        self.model = Net(case.dtype, seed).to(device)
+        is_far = device.type != "cpu"
+        config: dict[str, Any] = {"state_format": case.form, "threads": 1}
+        if is_far:
+            overlap = "backward" if case.overlap in ("backward", "both") else "off"
+            config |= {"placement": case.placement, "keep_grads": case.keeps, "overlap": overlap}
+            config |= {"subgroup_numel": 4096, "paths": [folder], **HOMES[case.home]}
+        kind = getattr(offload, case.rule)
+        self.optimizer = kind(self.model.parameters(), offload=offload.OffloadConfig(**config), **RULES[case.rule])
+        if is_far and case.overlap in ("forward", "both"):
+            self.optimizer.overlap_forward(self.model)
+        scaler = offload.GradScaler if case.dtype is torch.float16 else torch.amp.GradScaler
+        self.scaler = scaler(device.type, init_scale=2.0**10, growth_interval=2) if case.way == "scaled" else None
+        self.streams = [torch.Stream(device) for _ in range(2)] if is_far else [None, None]
+        if is_far and case.way == "two streams":
+            self.model.streams = self.streams
+
+    def backward(self, number: int) -> None:
+        loss = self.model(batch(number, self.device, self.case.dtype))
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, number: int) -> None:
+        """Run an iteration."""
+        way, optimizer = self.case.way, self.optimizer
+        with behind(self.streams[0] if way == "a stream" else None):
+            for again in range(2 if way == "two passes" else 1):
+                self.backward(2 * number + again)
+        if way == "clipped":
+            optimizer.clip_grad_norm_(0.05)
+        elif way == "clipped by torch":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05, foreach=False)
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        optimizer.zero_grad()
+
+    def run(self, steps: range) -> None:
+        for number in steps:
+            self.step(number)
+
+    def found(self) -> dict[str, torch.Tensor]:
+        """Return weights and state."""
+        self.optimizer.finish()
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            found[name] = parameter.detach().cpu().clone()
+            found |= {f"{name} {key}": value for key, value in self.optimizer.state_for(parameter).items()}
+        return found
+
+
+@contextlib.contextmanager
+def training(case: Case, device: torch.device, folder: Path, seed: int = 7) -> Iterator[Training]:
+    made = Training(case, device, folder, seed)
+    with made.optimizer:
+        yield made
+
+
+def on_the_cpu(case: Case, folder: Path, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    with training(case, torch.device("cpu"), folder) as made:
+        made.run(range(steps))
+        return made.found()
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert tensor.isfinite().all(), name
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@in_turns(CASES)
+def test_bits_are_those_of_the_cpu(device: torch.device, tmp_path: Path, case: Case) -> None:
+    with training(case, device, tmp_path) as made:
+        made.run(range(STEPS))
+        assert_same(made.found(), on_the_cpu(case, tmp_path))
+
+
+# -- What comes in between
+
+
+SOME = (
+    Case("AdamW", "exact", torch.bfloat16, 0.5, "device", True, "off", "clipped"),
+    Case("AdamW", "compact8", torch.bfloat16, 0.5, "paths", False, "off", "a stream"),
+    Case("Lion", "compact16", torch.float16, "gpu", "host", False, "forward", "two streams"),
+    Case("Adagrad", "exact", torch.bfloat16, "cpu", "paths", False, "both", "plain"),
+)
+
+
+@in_turns(SOME)
+def test_checkpoints_go_from_device_to_device(device: torch.device, tmp_path: Path, case: Case) -> None:
+    wanted = on_the_cpu(case, tmp_path, 4)
+    with training(case, device, tmp_path) as made:
+        made.run(range(2))
+        made.optimizer.save_checkpoint(tmp_path / "saved", copy=True)
+        made.run(range(2, 4))  # while it is written
+        assert_same(made.found(), wanted)
+        made.optimizer.wait_checkpoint()
+    for place in ("cpu", "late:0", "late:1"):
+        there = torch.device(place)
+        with training(case, there, tmp_path, seed=8) as made:
+            made.optimizer.load_checkpoint(tmp_path / "saved")
+            made.run(range(2, 4))
+            assert_same(made.found(), wanted)
+
+
+@in_turns(SOME[:2])
+def test_a_step_that_is_interrupted_is_made(device: torch.device, tmp_path: Path, case: Case) -> None:
+    """The signal comes while the caller waits for updates by the CPU."""
+    with training(case, device, tmp_path) as made:
+        made.run(range(2))
+        kernel, told = made.optimizer.engine._parts.kernel, []
+
+        def telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def submit(op: int, *arguments: Any) -> Any:
+                if not told:
+                    told.append(op)
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+                return plain(op, *arguments)
+
+            return submit
+
+        kernel.submit, kernel.submit_sealed = telling(kernel.submit), telling(kernel.submit_sealed)
+        with pytest.raises(KeyboardInterrupt):
+            made.step(2)
+        made.optimizer.zero_grad()
+        made.step(3)
+        assert_same(made.found(), on_the_cpu(case, tmp_path, 4))
+
+
+@in_turns(SOME)
+def test_a_close_after_a_step_or_a_backward_pass(device: torch.device, tmp_path: Path, case: Case) -> None:
+    """Weights are those of the last step, whatever is still on its way."""
+    wanted = on_the_cpu(case, tmp_path, 2)
+    for passes in (0, 1):
+        with training(case, device, tmp_path) as made:
+            made.run(range(2))
+            for number in range(passes):
+                made.backward(100 + number)
+        for name, parameter in made.model.named_parameters():
+            assert torch.equal(parameter.detach().cpu(), wanted[name]), (passes, name)
+
+
+@in_turns(SOME)
+def test_a_backward_pass_that_raises_leaves_nothing(device: torch.device, tmp_path: Path, case: Case) -> None:
+    class Mine(Exception):
+        pass
+
+    def fail(*arguments: Any) -> None:
+        raise Mine
+
+    with training(case, device, tmp_path) as made:
+        made.run(range(2))
+        handle = made.model.layers[1].matrix.register_hook(fail)  # others' gradients have come by then
+        with pytest.raises(Mine):
+            made.backward(100)
+        handle.remove()
+        made.optimizer.zero_grad()
+        made.run(range(2, 4))
+        assert_same(made.found(), on_the_cpu(case, tmp_path, 4))
+
+
+RANKS = [("fsdp2", True, 0.5), ("fsdp2", False, 0.0), ("fsdp2", False, 1.0), ("ddp", True, 0.5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "keeps", "placement"), RANKS)
+def test_two_ranks(tmp_path: Path, kind: str, keeps: bool, placement: float) -> None:
+    program = [prepared.python(), *prepared.torchrun(2), str(Path(__file__).with_name("training_ranks.py"))]
+    program += [kind, str(tmp_path), json.dumps([keeps, placement])]
+    tests = Path(__file__).parents[1]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("LATE_")}
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, (tests, tests / "e2e")))
+    ended = subprocess.run(program, env=variables, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("passed") == 2

@@ -1,0 +1,82 @@
+"""Sharded trainings on the test accelerator: `training_ranks.py fsdp2|ddp FOLDER [KEEPS,PLACEMENT]`, by torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from mirror import Mirror
+from sharded import SETTINGS, Model, clipped, exact_gradients, local, mean_gradients, own
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import offload
+from accelerator import late
+from offload import backends
+from offload.optim import shards
+
+DEVICE = "late:0"
+
+
+def given(step: int) -> list[list[torch.Tensor]]:
+    """Return this rank's gradients, on the device."""
+    return [[tensor.to(DEVICE) for tensor in block] for block in exact_gradients(step, dist.get_rank())]
+
+
+def same(found: torch.Tensor, whole: torch.Tensor) -> bool:
+    mine = local(found).cpu()
+    return torch.equal(mine.view(torch.uint8), own(found, whole).to(mine.dtype).view(torch.uint8))
+
+
+def main(kind: str, folder: Path, keep_grads: bool, placement: float) -> None:
+    late.load()
+    backends.BACKENDS["late"] = backends.Backend(pin=late.pin, unpin=late.unpin)
+    dist.init_process_group("cpu:gloo,late:late")
+    late.delays(0, 100, seed=dist.get_rank())
+    shards.GATHER_BYTES = 1000  # so that weights are exchanged in several parts
+    torch.accelerator.set_device_index(0)
+    mirror = Mirror([{"params": [*Model().parameters()], **SETTINGS}], decoupled=True)
+    model: torch.nn.Module = Model().to(DEVICE)
+    trained = model
+    if kind == "fsdp2":
+        mesh = init_device_mesh("late", (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        trained = DistributedDataParallel(model)
+    config = offload.OffloadConfig(
+        host_memory=0,
+        gpu_memory=0,
+        paths=[folder],
+        subgroup_numel=2048,
+        threads=1,
+        keep_grads=keep_grads,
+        placement=placement,
+        shard=kind == "ddp",
+    )
+    with offload.AdamW(model.named_parameters(), **SETTINGS, offload=config) as optimizer:
+        for step in range(4):
+            trained(given(step)).backward()
+            gradients = mean_gradients(step, dist.get_world_size())
+            factor = clipped(optimizer, mirror, gradients) if step % 2 else 1.0
+            optimizer.step()
+            optimizer.zero_grad()
+            mirror.step([gradients], factor)
+        for index, parameter in enumerate(model.parameters()):
+            assert local(parameter).device.type == "late"
+            assert same(parameter.detach(), mirror.weights[0][index]), index
+            wholes = (mirror.masters[0][index], *mirror.moments[0][index])
+            for found, whole in zip(optimizer.state_for(parameter).values(), wholes, strict=True):
+                assert same(found, whole), index
+    torch.accelerator.synchronize()
+    dist.destroy_process_group()
+    print("passed", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), *json.loads(sys.argv[3]))
