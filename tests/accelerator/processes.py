@@ -30,7 +30,6 @@ PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin", "no:cacheprovider")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "late: runs on the test accelerator, in a process of its own")
     if REPORTS in os.environ:
         late.load()
 
