@@ -252,8 +252,9 @@ def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> 
         norm = engine.get_global_grad_norm()
         scale = getattr(engine.optimizer, "loss_scale", 1.0)
         rates = [group["lr"] for group in engine.optimizer.param_groups]
-        seen.append((loss.item(), float(norm if norm is not None else 0), rates, float(scale), engine.skipped_steps))
-    return seen
+        norm = float(norm if norm is not None else 0)
+        seen.append((loss.detach(), norm, rates, float(scale), engine.skipped_steps))
+    return [(loss.item(), *others) for loss, *others in seen]  # not before: nothing is to wait for an accelerator
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
