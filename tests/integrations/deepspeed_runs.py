@@ -238,7 +238,10 @@ def training(case: Case, *, ours: bool, optimizer: Any = None, model: Any = None
 def micro_batch(engine: Any, step: int, micro: int) -> torch.Tensor:
     """Return tokens that depend on step, micro-step and rank only."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank)
-    return torch.randint(0, 37, (2, 9), generator=generator).to(engine.device)
+    tokens = torch.randint(0, 37, (2, 9), generator=generator)
+    if engine.device.type == "cpu":
+        return tokens
+    return tokens.pin_memory().to(engine.device, non_blocking=True)  # else the host would wait for the accelerator
 
 
 def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> list[tuple[Any, ...]]:
