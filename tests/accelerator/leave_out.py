@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-SEEDS = range(18)
-FIRST = ("transfers", "streams-departing", "departing-cpu", "kept-gpu", "kept-cpu", "two-streams")
+SEEDS = range(9)
+FIRST = ("transfers", "streams-departing", "departing-cpu", "kept-gpu", "kept-cpu", "held", "held-streams")
 """Trainings that are tried first: together they find most."""
 
 NAMES = {"follow": 2, "give_up": 1, "record_stream": 1}

@@ -38,7 +38,6 @@ from offload.protocols import LANES, DeviceLane
 SMALL = (
     (gpu_gradients, "LARGE_BYTES", 7000),
     (gpu_gradients, "BUCKET_COUNT", 12),
-    (routes, "MAX_IN_TRANSIT_BYTES", 20_000),
     (pieces, "LEAST_COPY_BYTES", 6000),
     (budget, "LEAST_COPY_BYTES", 6000),
     (accelerator, "REBASE_S", 0.02),
@@ -250,6 +249,7 @@ class Workload:
         config: Of the optimizer on the device; `on_paths` for a folder of its own.
         device: On which; the first one is current.
         device_bytes: How much memory it has.
+        transit_bytes: Gradients that are held while they leave; beyond that, backward follows those that leave.
     """
 
     name: str
@@ -257,6 +257,7 @@ class Workload:
     config: dict[str, Any]
     device: str = "late:0"
     device_bytes: int = 1 << 30
+    transit_bytes: int = 20_000
 
 
 # What they do
@@ -553,6 +554,10 @@ WORKLOADS = {
         ),
         Workload("streams", streams, {**PLAIN, "placement": 0.5}),
         Workload("streams-departing", streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),
+        Workload("held", plain, {**PLAIN, "placement": 0.5, "keep_grads": False}, transit_bytes=1 << 30),
+        Workload("held-gpu", plain, {**PLAIN, "placement": "gpu", "keep_grads": False}, transit_bytes=1 << 30),
+        Workload("held-cpu", plain, {**PLAIN, "placement": "cpu", "keep_grads": False}, transit_bytes=1 << 30),
+        Workload("held-streams", streams, {**PLAIN, "placement": 0.5, "keep_grads": False}, transit_bytes=1 << 30),
         Workload("two-streams", two_streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),
         Workload("forward", forward, {**PLAIN, "placement": 0.5}),
         Workload("forward-departing", forward, {**PLAIN, "placement": 0.5, "keep_grads": False}),
@@ -631,7 +636,8 @@ def run(name: str, seed: int, plant: Callable[[], AbstractContextManager[Any]] |
     pace = Pace(seed, workload.device)
     torch.accelerator.empty_cache()
     late.set_device_bytes(workload.device_bytes, torch.device(workload.device).index)
-    with _small_limits(), plant() if plant is not None else contextlib.nullcontext():
+    transit = replaced(routes, "MAX_IN_TRANSIT_BYTES", workload.transit_bytes)
+    with _small_limits(), transit, plant() if plant is not None else contextlib.nullcontext():
         try:
             found = _trained(workload, pace)
         finally:
