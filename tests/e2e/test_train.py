@@ -8,6 +8,8 @@ from pathlib import Path
 import prepared
 import pytest
 
+from offload.cli import main
+
 MAIN = "import sys; from offload.cli import main; sys.exit(main())"
 
 
@@ -29,6 +31,21 @@ def test_offloading_changes_no_bit(tmp_path: Path, dtype: str) -> None:
     assert summary["paths"][0]["read_bytes"] > 0
     assert summary["paths"][0]["write_bytes"] > 0
     assert json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8")) == summary
+
+
+@pytest.mark.slow
+@pytest.mark.late(shared=True)
+def test_losses_on_an_accelerator_are_those_on_the_cpu(tmp_path: Path) -> None:
+    losses = {}
+    for device in ("cpu", "late", "late:1"):
+        size = ["--params", "100k", "--seq", "16", "--batch", "2", "--steps", "3", "--subgroup-numel", "32k"]
+        folder = tmp_path / device.replace(":", "-")
+        options = ["--quiet", "--device", device, "--dtype", "fp32", "--output", str(folder)]
+        assert main(["train", *size, *options]) == 0
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        losses[device] = [json.loads(line)["loss"] for line in lines]
+    assert len(losses["cpu"]) == 3
+    assert losses["late"] == losses["late:1"] == losses["cpu"]
 
 
 SLOW = """import sys
