@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from _throttled import ThrottledTier
-from devices import CUDA, LATE, the_device
+from devices import CUDA, LATE_FULL, the_device
 from faulty import Fault, FaultKind, FaultyTier
 from s3_server import BUCKET, S3Server
 
@@ -285,7 +285,7 @@ def test_a_device_is_measured_through_its_lanes() -> None:
     lanes.close()
 
 
-@pytest.mark.parametrize("name", [LATE[0], CUDA[0]])
+@pytest.mark.parametrize("name", [LATE_FULL[0], CUDA[0]])
 def test_an_accelerator_is_measured(name: str) -> None:
     device = the_device(name)
     found = probe()
