@@ -42,8 +42,6 @@ PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin", "no:cacheprovider")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    line = "late(shared=False): runs on the test accelerator, in a process of its own or one for many tests"
-    config.addinivalue_line("markers", line)
     if not _is_here():
         return
     late.load()
