@@ -47,7 +47,7 @@ def missed(chosen: Sequence[Mistake]) -> dict[str, list[Outcome]]:
 
     def tasks() -> Iterator[Task]:
         for mistake in chosen:
-            for seed in range(mistake.seed, mistake.seed + mistake.within):
+            for seed in range(mistakes.WITHIN):
                 if mistake.name in left:
                     yield Task(mistake.name, mistake.workload, seed)
 

@@ -1,8 +1,8 @@
 """Trainings on the test accelerator that have to end with the same bits as on the CPU, whatever lane dawdles.
 
 A seed says who does. A stream that dawdles does nothing before somebody waits for it: what should have waited, and
-does not, comes first for certain, without any sleep. Of the first seeds each has one stream dawdle; of the others
-several, and the rest take random times.
+does not, comes first for certain, without any sleep. With each of the first seeds one stream does not dawdle; with
+each of the next ones one alone does; with the others several do, and the rest take random times.
 
 The models are small, and so are the limits at which the product collects, cuts or waits (`SMALL`): all of its ways
 of moving data are taken.
@@ -38,7 +38,6 @@ from offload.protocols import LANES, DeviceLane
 SMALL = (
     (gpu_gradients, "LARGE_BYTES", 7000),
     (gpu_gradients, "BUCKET_COUNT", 12),
-    (routes, "MAX_IN_TRANSIT_BYTES", 20_000),
     (pieces, "LEAST_COPY_BYTES", 6000),
     (budget, "LEAST_COPY_BYTES", 6000),
     (accelerator, "REBASE_S", 0.02),
@@ -73,10 +72,13 @@ class Pace:
     def __init__(self, seed: int, device: str) -> None:
         self.device = device
         self._random = random.Random(seed)
-        if seed < len(STREAMS):
-            self.dawdling, self._most_us = {STREAMS[seed]}, 0
+        count, self._most_us = len(STREAMS), 0
+        if seed < count:
+            self.dawdling = {*STREAMS} - {STREAMS[seed]}
+        elif seed < 2 * count:
+            self.dawdling = {STREAMS[seed - count]}
         else:
-            self.dawdling = {stream for stream in STREAMS if self._random.random() < 0.35}
+            self.dawdling = {stream for stream in STREAMS if self._random.random() < 0.5}
             self._most_us = 200
         self._paced: list[Any] = []
         self._users = 0
@@ -247,6 +249,7 @@ class Workload:
         config: Of the optimizer on the device; `on_paths` for a folder of its own.
         device: On which; the first one is current.
         device_bytes: How much memory it has.
+        transit_bytes: Gradients that are held while they leave; beyond that, backward follows those that leave.
     """
 
     name: str
@@ -254,6 +257,7 @@ class Workload:
     config: dict[str, Any]
     device: str = "late:0"
     device_bytes: int = 1 << 30
+    transit_bytes: int = 20_000
 
 
 # What they do
@@ -483,9 +487,14 @@ def transfers(run: Run) -> None:
             if run.pace is None:
                 target.copy_(made.view(-1))
                 continue
-            with run.working(stream):
+            with contextlib.nullcontext() if stream is None else stream:
+                if stream is not None:
+                    stream.wait_stream(run.outside)
                 moved.start(target, made.view(-1))
             del made
+            torch.zeros_like(source)
+        if run.pace is not None:
+            run.outside.synchronize()
         moved.wait()
         for target in targets:
             run.keep(f"{number}", target)
@@ -545,6 +554,10 @@ WORKLOADS = {
         ),
         Workload("streams", streams, {**PLAIN, "placement": 0.5}),
         Workload("streams-departing", streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),
+        Workload("held", plain, {**PLAIN, "placement": 0.5, "keep_grads": False}, transit_bytes=1 << 30),
+        Workload("held-gpu", plain, {**PLAIN, "placement": "gpu", "keep_grads": False}, transit_bytes=1 << 30),
+        Workload("held-cpu", plain, {**PLAIN, "placement": "cpu", "keep_grads": False}, transit_bytes=1 << 30),
+        Workload("held-streams", streams, {**PLAIN, "placement": 0.5, "keep_grads": False}, transit_bytes=1 << 30),
         Workload("two-streams", two_streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),
         Workload("forward", forward, {**PLAIN, "placement": 0.5}),
         Workload("forward-departing", forward, {**PLAIN, "placement": 0.5, "keep_grads": False}),
@@ -623,7 +636,8 @@ def run(name: str, seed: int, plant: Callable[[], AbstractContextManager[Any]] |
     pace = Pace(seed, workload.device)
     torch.accelerator.empty_cache()
     late.set_device_bytes(workload.device_bytes, torch.device(workload.device).index)
-    with _small_limits(), plant() if plant is not None else contextlib.nullcontext():
+    transit = replaced(routes, "MAX_IN_TRANSIT_BYTES", workload.transit_bytes)
+    with _small_limits(), transit, plant() if plant is not None else contextlib.nullcontext():
         try:
             found = _trained(workload, pace)
         finally:
