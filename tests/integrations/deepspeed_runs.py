@@ -238,7 +238,10 @@ def training(case: Case, *, ours: bool, optimizer: Any = None, model: Any = None
 def micro_batch(engine: Any, step: int, micro: int) -> torch.Tensor:
     """Return tokens that depend on step, micro-step and rank only."""
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + engine.global_rank)
-    return torch.randint(0, 37, (2, 9), generator=generator).to(engine.device)
+    tokens = torch.randint(0, 37, (2, 9), generator=generator)
+    if engine.device.type == "cpu":
+        return tokens
+    return tokens.pin_memory().to(engine.device, non_blocking=True)  # else the host would wait for the accelerator
 
 
 def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> list[tuple[Any, ...]]:
@@ -252,8 +255,9 @@ def train(engine: Any, case: Case, first: int = 0, steps: int | None = None) -> 
         norm = engine.get_global_grad_norm()
         scale = getattr(engine.optimizer, "loss_scale", 1.0)
         rates = [group["lr"] for group in engine.optimizer.param_groups]
-        seen.append((loss.item(), float(norm if norm is not None else 0), rates, float(scale), engine.skipped_steps))
-    return seen
+        norm = float(norm if norm is not None else 0)
+        seen.append((loss.detach(), norm, rates, float(scale), engine.skipped_steps))
+    return [(loss.item(), *others) for loss, *others in seen]  # not before: nothing is to wait for an accelerator
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
