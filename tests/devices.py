@@ -6,7 +6,10 @@ import pytest
 import torch
 
 CUDA = tuple(pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1"))
-LATE = tuple(pytest.param(name, marks=pytest.mark.late(shared=True)) for name in ("late", "late:1"))
+ON_LATE = pytest.mark.late(shared=True)
+LATE = tuple(pytest.param(name, marks=ON_LATE) for name in ("late", "late:1"))
+LATE_FULL = tuple(pytest.param(name, marks=(ON_LATE, pytest.mark.full)) for name in ("late", "late:1"))
+"""For what `test_training.py` shows in less time."""
 
 
 def the_device(name: str) -> torch.device:

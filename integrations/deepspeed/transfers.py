@@ -13,10 +13,7 @@ import torch
 
 
 class Transfers:
-    """Copies on the current streams of the accelerator that DeepSpeed runs on.
-
-    `offload.sim.LateTransfers` stands in for it in tests.
-    """
+    """Copies on the current streams of the accelerator that DeepSpeed runs on."""
 
     def __init__(self) -> None:
         self._marks: dict[Any, Any] = {}  # an event behind the newest copy of each stream

@@ -21,7 +21,6 @@ from offload.sim.faults import (
 )
 from offload.sim.forecast import Forecast, PlanReport, carry_on
 from offload.sim.predict import Prediction, predict
-from offload.sim.transfers import LateTransfers
 
 __all__ = [
     "CheckedExecutor",
@@ -35,7 +34,6 @@ __all__ = [
     "HazardError",
     "Interval",
     "LaneSeconds",
-    "LateTransfers",
     "MisdirectedWrite",
     "PathFull",
     "PlanReport",

@@ -72,7 +72,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     marker = item.get_closest_marker("late")
     if marker is None or _is_here():
         return None
@@ -84,6 +84,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         reports = [pytest.TestReport.from_item_and_call(item, ended)]
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
+    item.session._setupstate.teardown_exact(nextitem)  # what the test before has left for this one
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 

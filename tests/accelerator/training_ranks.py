@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from mirror import Mirror
@@ -61,8 +62,12 @@ def main(kind: str, folder: Path, keep_grads: bool, placement: float) -> None:
     )
     with offload.AdamW(model.named_parameters(), **SETTINGS, offload=config) as optimizer:
         for step in range(4):
-            trained(given(step)).backward()
-            gradients = mean_gradients(step, dist.get_world_size())
+            gradients = [torch.zeros(()) for _ in mirror.weights[0]]
+            for number in (step, step + 10) if kind == "fsdp2" else (step,):
+                trained(given(number)).backward()
+                both = zip(gradients, mean_gradients(number, dist.get_world_size()), strict=True)
+                gradients = [sum_ + more for sum_, more in both]
+                assert all((parameter.grad is None) is not keep_grads for parameter in model.parameters())
             factor = clipped(optimizer, mirror, gradients) if step % 2 else 1.0
             optimizer.step()
             optimizer.zero_grad()
@@ -73,6 +78,10 @@ def main(kind: str, folder: Path, keep_grads: bool, placement: float) -> None:
             wholes = (mirror.masters[0][index], *mirror.moments[0][index])
             for found, whole in zip(optimizer.state_for(parameter).values(), wholes, strict=True):
                 assert same(found, whole), index
+        if not keep_grads:
+            plain = torch.nn.Parameter(torch.ones(3, device=DEVICE))
+            with pytest.raises(offload.ConfigError, match="keep_grads"):
+                optimizer.add_param_group({"params": [("plain", plain)]})
     torch.accelerator.synchronize()
     dist.destroy_process_group()
     print("passed", flush=True)

@@ -79,7 +79,8 @@ class Mirror:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits; NaN equals NaN whatever its payload."""
+    """Whether two tensors hold the same bits, wherever they lie; NaN equals NaN whatever its payload."""
+    left, right = left.cpu(), right.cpu()
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]

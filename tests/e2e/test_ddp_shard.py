@@ -9,13 +9,11 @@ import torch
 import torch.distributed as dist
 from mirror import Mirror, same_bits
 from sharded import SETTINGS, Model, clipped, exact_gradients, local, mean_gradients, own, spawn
-from simulated import OnDevice
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload.optim import shards
-from offload.sim import SimulatedDevice
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -110,24 +108,6 @@ def test_ranks_keep_their_rows_and_others_resume(tmp_path: Path, dtype: torch.dt
     spawn(2, tmp_path, resume, dtype, True, 4)
     spawn(2, tmp_path, resume, dtype, False, 4)
     resume(tmp_path, dtype, True, 4)  # one process has all rows
-
-
-def on_gpu(folder: Path) -> None:
-    shards.GATHER_BYTES = 1000
-    model, mirror = new(torch.bfloat16)
-    parallel = DistributedDataParallel(model)
-    device = SimulatedDevice()
-    settings = config(folder, placement=0.5, gpu_memory=0, subgroup_numel=2048)
-    optimizer = OnDevice(model.named_parameters(), **SETTINGS, offload=settings, device=device)
-    train(optimizer, parallel, mirror, range(3), dist.get_world_size())
-    assert_equals(optimizer, model, mirror)
-    optimizer.close()
-    device.close()
-
-
-@pytest.mark.slow
-def test_rows_of_weights_on_a_gpu(tmp_path: Path) -> None:
-    spawn(2, tmp_path, on_gpu)
 
 
 def test_without_other_ranks_it_changes_nothing(tmp_path: Path) -> None:

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from mirror import same_bits
-from simulated import OnDevice
 
 import offload
-from offload.sim import SimulatedDevice
 
 DEFAULTS = [torch.bfloat16, torch.float16, torch.float64, "meta"]
 SHAPES = ((100, 7), (2100,), ())
@@ -47,7 +45,7 @@ def weights(dtype: torch.dtype) -> list[torch.nn.Parameter]:
 def step(optimizer: Any, parameters: list[torch.nn.Parameter], seed: int, dtype: torch.dtype) -> None:
     for parameter, gradient in zip(parameters, draw(seed, dtype), strict=True):
         parameter.grad_dtype = gradient.dtype
-        parameter.grad = gradient
+        parameter.grad = gradient.to(parameter.device)
     optimizer.clip_grad_norm_(10.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -132,6 +130,7 @@ def test_the_defaults_change_nothing(
     assert all(same(states[0], again) for again in states[1:4])
 
 
+@pytest.mark.late(shared=True)
 @pytest.mark.parametrize("settings", [{}, {"gpu_memory": 0, "placement": "cpu"}, {"placement": "gpu"}])
 @pytest.mark.parametrize("gradient_dtype", ["parameter", "float32"])
 @pytest.mark.parametrize("default", DEFAULTS, ids=str)
@@ -139,9 +138,9 @@ def test_the_defaults_change_nothing_beside_a_gpu(
     tmp_path: Path, default: torch.dtype | str, gradient_dtype: str, settings: dict[str, Any]
 ) -> None:
     def trained(default: torch.dtype | str | None, folder: Path) -> dict[str, torch.Tensor]:
-        parameters = weights(torch.bfloat16)
+        parameters = [torch.nn.Parameter(weight.detach().to("late")) for weight in weights(torch.bfloat16)]
         config = offload.OffloadConfig(subgroup_numel=1024, gradient_dtype=gradient_dtype, **settings)
-        with OnDevice(parameters, lr=1e-2, device=SimulatedDevice(), offload=config) as optimizer, defaults(default):
+        with offload.AdamW(parameters, lr=1e-2, offload=config) as optimizer, defaults(default):
             for number in range(3):
                 # An fp32 gradient of a 16-bit weight is wider than its slot, unless slots are fp32.
                 step(optimizer, parameters, number, torch.float32 if number else torch.bfloat16)

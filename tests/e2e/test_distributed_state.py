@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from awkward import Model, everything, same
 from mirror import same_bits
 from sharded import spawn
-from simulated import OnDevice
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -26,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 import offload
 from offload.session import handout
-from offload.sim import SimulatedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -114,14 +112,15 @@ def test_asking_for_state_changes_nothing(make: Callable[..., Any], kind: Any, d
         assert all(optimizer.engine.step_count(number) == 0 for number in range(6))
 
 
+@pytest.mark.late(shared=True)
 @pytest.mark.parametrize("settings", [{}, {"gpu_memory": 0, "placement": "gpu"}, {"keep_grads": False}])
 def test_asking_for_state_changes_nothing_beside_a_gpu(settings: dict[str, Any]) -> None:
     """With `gpu_memory="auto"` the engine is not open before."""
-    model, twin = Model(torch.bfloat16), Model(torch.bfloat16)
+    model, twin = Model(torch.bfloat16).to("late"), Model(torch.bfloat16).to("late")
     config = {"subgroup_numel": 1024, **settings}
     with (
-        OnDevice(model.groups(), device=SimulatedDevice(), offload=config) as optimizer,
-        OnDevice(twin.groups(), device=SimulatedDevice(), offload=config) as other,
+        offload.AdamW(model.groups(), offload=config) as optimizer,
+        offload.AdamW(twin.groups(), offload=config) as other,
     ):
         assert len(get_optimizer_state_dict(model, optimizer)["state"]) == 6
         for parameters, its in ((model.trained(), optimizer), (twin.trained(), other)):

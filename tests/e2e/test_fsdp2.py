@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from mirror import Mirror, same_bits
 from sharded import SETTINGS, Model, clipped, exact_gradients, local, mean_gradients, own, spawn, start
-from simulated import OnDevice
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -29,7 +28,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import offload
 from offload.checkpoint import commit
 from offload.checkpoint.reader import Checkpoint
-from offload.sim import SimulatedDevice
 
 
 def config(folder: Path, **settings: object) -> offload.OffloadConfig:
@@ -531,40 +529,6 @@ def moves(folder: Path) -> None:
 @pytest.mark.slow
 def test_weights_that_move_and_gradients_that_are_not_finite(tmp_path: Path) -> None:
     spawn(4, tmp_path, moves)
-
-
-def on_gpu(folder: Path, keep_grads: bool, placement: float) -> None:
-    """With weights on a (simulated) GPU gradients are taken from where the reduction leaves them."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    mirror = Mirror([{"params": list(Model().parameters()), **SETTINGS}], decoupled=True)
-    model = sharded_model()
-    device = SimulatedDevice()
-    settings = config(folder, keep_grads=keep_grads, placement=placement, gpu_memory=0)
-    optimizer = OnDevice(model.named_parameters(), **SETTINGS, offload=settings, device=device)
-    for step in range(4):
-        for micro in range(2):
-            model(exact_gradients(step + 10 * micro, rank)).backward()
-            is_gone = [parameter.grad is None for parameter in model.parameters()]
-            assert is_gone == [not keep_grads] * len(is_gone)
-        both = zip(mean_gradients(step, ranks), mean_gradients(step + 10, ranks), strict=True)
-        gradients = [left + right for left, right in both]
-        norm = mirror.norm([gradients])
-        assert float(optimizer.clip_grad_norm_(2.0)) == norm
-        optimizer.step()
-        optimizer.zero_grad()
-        mirror.step([gradients], min(1.0, 2.0 / (norm + 1e-6)))
-    assert_equals_whole(optimizer, model, mirror)
-    if not keep_grads:
-        with pytest.raises(offload.ConfigError, match="keep_grads"):
-            optimizer.add_param_group({"params": [("plain", torch.nn.Parameter(torch.ones(3)))]})
-    optimizer.close()
-    device.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("keep_grads", "placement"), [(True, 0.5), (False, 0.0), (False, 1.0)])
-def test_gradients_leave_a_gpu_where_they_were_reduced(tmp_path: Path, keep_grads: bool, placement: float) -> None:
-    spawn(2, tmp_path, on_gpu, keep_grads, placement)
 
 
 @pytest.mark.slow

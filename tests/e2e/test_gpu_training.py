@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerator import late
-from devices import CUDA, LATE, the_device
+from devices import CUDA, LATE, LATE_FULL, the_device
 from mirror import Mirror, same_bits
 from own_process import in_own_process
 from simulated import OnDevice
@@ -78,7 +78,7 @@ def _joined(stream: torch.Stream) -> Iterator[None]:
         outside.wait_stream(stream)
 
 
-@pytest.fixture(params=["simulated", *LATE, *CUDA], name="place")
+@pytest.fixture(params=["simulated", LATE[0], LATE_FULL[1], *CUDA], name="place")
 def _place(request: pytest.FixtureRequest) -> Place:
     return Place(request.param)
 

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 from mirror import Mirror, same_bits
-from simulated import OnDevice
 
 import offload
-from offload.sim import SimulatedDevice
 
 NUMEL = 20_000
 
@@ -29,7 +27,7 @@ def backward(parameter: torch.Tensor, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     factors = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
     factors.view(-1)[0] = 50  # in the block with the largest sum, which no write touches
-    (parameter * factors.to(parameter.dtype)).sum().backward()
+    (parameter * factors.to(parameter)).sum().backward()
 
 
 def norm_of(gradient: torch.Tensor) -> float:
@@ -301,22 +299,23 @@ class Negated(torch.autograd.Function):
         return torch._neg_view(gradient.clone())
 
 
-@pytest.mark.parametrize("where", ["host", "gpu", "gpu, left"])
+GPU, LEFT = (pytest.param(name, marks=pytest.mark.late(shared=True)) for name in ("gpu", "gpu, left"))
+
+
+@pytest.mark.parametrize("where", ["host", GPU, LEFT])
 @pytest.mark.parametrize("comes", ["arrives", "assigned", "imaginary part"])
 def test_a_gradient_that_is_negated_when_it_is_read(where: str, comes: str) -> None:
-    parameter = torch.nn.Parameter(torch.tensor(3.0))
-    if where == "host":
-        optimizer = offload.AdamW([parameter])
-    else:
-        settings = offload.OffloadConfig(gpu_memory=0, keep_grads=where == "gpu")
-        optimizer = OnDevice([parameter], device=SimulatedDevice(), offload=settings)
+    device = "cpu" if where == "host" else "late"
+    parameter = torch.nn.Parameter(torch.tensor(3.0, device=device))
+    settings = None if where == "host" else offload.OffloadConfig(gpu_memory=0, keep_grads=where == "gpu")
+    optimizer = offload.AdamW([parameter], offload=settings)
     with optimizer:
         if comes == "arrives":
             Negated.apply(parameter).backward()
         elif comes == "assigned":
-            parameter.grad = torch._neg_view(torch.tensor(1.0))
+            parameter.grad = torch._neg_view(torch.tensor(1.0, device=device))
         else:
-            parameter.grad = torch.tensor(1 + 1j).conj().imag
+            parameter.grad = torch.tensor(1 + 1j, device=device).conj().imag
         optimizer.step()
         assert optimizer.state_for(parameter)["exp_avg"] == torch.tensor(-1.0) * (1 - 0.9)
 
@@ -352,14 +351,13 @@ def test_a_gradient_that_was_replaced_after_the_clip_is_refused() -> None:
 
 def scaled(where: str, monkeypatch: pytest.MonkeyPatch, scaler: bool = False) -> tuple[list[Any], offload.AdamW]:
     """Return two weights and their optimizer, for whose next step there is a factor."""
-    parameters = [make(), make()]
+    parameters, settings = [make(), make()], None
     if where == "ranks":
         monkeypatch.setattr("offload.optim.ranks.world", lambda: (2, 0))
     if "gpu" in where:
+        parameters = [torch.nn.Parameter(parameter.detach().to("late")) for parameter in parameters]
         settings = offload.OffloadConfig(gpu_memory=0, keep_grads="left" not in where)
-        optimizer: offload.AdamW = OnDevice(parameters, device=SimulatedDevice(), offload=settings)
-    else:
-        optimizer = offload.AdamW(parameters)
+    optimizer = offload.AdamW(parameters, offload=settings)
     backward(parameters[0], 1)
     backward(parameters[1], 2)
     if scaler:
@@ -390,7 +388,7 @@ def clip_as_torch(gradient: torch.Tensor, parameter: torch.Tensor) -> None:
 
 
 CHANGES = [replace, replace_data, add_noise, clip_values, clip_as_torch]
-PLACES = ["host", "ranks", "gpu"]
+PLACES = ["host", "ranks", GPU]
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -411,7 +409,7 @@ def test_a_gradient_that_changed_when_it_had_its_factor_is_refused(
         optimizer.step()
 
 
-@pytest.mark.parametrize("where", [*PLACES, "gpu, left"])
+@pytest.mark.parametrize("where", [*PLACES, LEFT])
 @pytest.mark.parametrize("arrives", ["onto", "with a graph", "beside", "assigned"])
 def test_more_gradient_after_the_clip_is_refused_wherever_it_comes_from(
     monkeypatch: pytest.MonkeyPatch, where: str, arrives: str
@@ -438,8 +436,8 @@ def test_a_clip_holds_for_the_gradients_that_are_left(monkeypatch: pytest.Monkey
     parameters, optimizer = scaled(where, monkeypatch)
     with optimizer:
         held = [parameter.grad for parameter in parameters]
-        factor = 0.1 / norm_of(torch.cat(held))
-        expected = held[0] * (factor * 0.1)
+        factor = 0.1 / norm_of(torch.cat(held).cpu())
+        expected = held[0].cpu() * (factor * 0.1)
         if drop == "none":
             parameters[1].grad = None
         elif drop == "zero":

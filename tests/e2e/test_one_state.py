@@ -13,11 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mirror import same_bits
-from simulated import OnDevice
 
 import offload
 from offload.checkpoint.exchange import export_safetensors
-from offload.sim import SimulatedDevice
 
 FORMATS = ["exact", "compact16", "compact8"]
 RULES: dict[str, tuple[type[Any], dict[str, Any]]] = {
@@ -214,18 +212,19 @@ def test_masters_of_any_bits(into: str, dtype: torch.dtype, bits: list[int]) -> 
         assert is_same(seen[1], seen[0], 2), name
 
 
+@pytest.mark.late(shared=True)
 @pytest.mark.parametrize("gpu_memory", [0, "1MB"])
 @pytest.mark.parametrize("into", FORMATS)
 def test_weights_on_a_device(into: str, gpu_memory: Any, tmp_path: Path) -> None:
     found = saved(offload.AdamW, {}, torch.bfloat16, "exact", tmp_path)
     seen = []
     for way in (WAYS["checkpoint"], OF_MASTERS["state dict"], OF_MASTERS["assigned"]):
-        parameters = parameters_of([torch.full_like(weight, 0.7) for weight in found.weights])
+        parameters = parameters_of([torch.full_like(weight, 0.7, device="late") for weight in found.weights])
         config = offload.OffloadConfig(
             state_format=into, exact_names=[], subgroup_numel=4096, gpu_memory=gpu_memory, placement="gpu"
         )
         named = [(f"p{number}", parameter) for number, parameter in enumerate(parameters)]
-        with OnDevice(named, lr=1e-2, device=SimulatedDevice(), offload=config) as optimizer:
+        with offload.AdamW(named, lr=1e-2, offload=config) as optimizer:
             for part in way:
                 part(optimizer, parameters, found)
             seen.append(everything(optimizer, parameters))

@@ -20,14 +20,13 @@ from typing import Any
 import pytest
 import torch
 from settling import settle
-from simulated import OnDevice
 from test_overlap_forward import Model, assert_same, everything, loss_of
 
 import offload
 import offload.session.ahead
 from offload.errors import ConfigError, InfeasiblePlanError
 from offload.protocols import SECTOR_BYTES
-from offload.sim import Forecast, SimulatedDevice
+from offload.sim import Forecast
 
 pytestmark = pytest.mark.not_overlapped("steps go on where the tests say so")
 
@@ -408,11 +407,12 @@ def test_memory_for_new_weights_is_part_of_the_plan_where_it_is_asked_for(
         Training(tmp_path / "less", "backward")
 
 
+@pytest.mark.late(shared=True)
 def test_it_is_refused_where_gradients_are_not_known_before_the_step(tmp_path: Path) -> None:
-    weight = torch.nn.Parameter(torch.zeros(8))
+    weight = torch.nn.Parameter(torch.zeros(8, device="late"))
     config = offload.OffloadConfig(host_memory=0, paths=[tmp_path], overlap="backward")
     with pytest.raises(ConfigError, match="overlap"):
-        OnDevice([weight], device=SimulatedDevice(1 << 20), offload=config)
+        offload.AdamW([weight], offload=config)
     with pytest.raises(ConfigError, match="overlap"):
         offload.OffloadConfig(overlap="forward")
 
@@ -658,10 +658,11 @@ def test_the_plan_counts_new_weights(tmp_path: Path, overlap: str) -> None:
         assert 0.9 * plan.image_bytes <= (images.nbytes if images is not None else 0) <= plan.image_bytes
 
 
+@pytest.mark.late(shared=True)
 def test_auto_is_off_where_backward_is_refused() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))]
+    parameters = [torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16, device="late"))]
     settings = offload.OffloadConfig(overlap="auto", placement="cpu")
-    with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
+    with offload.AdamW(parameters, offload=settings) as optimizer:
         for _ in range(5):
             parameters[0].grad = torch.ones_like(parameters[0])
             optimizer.step()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import CUDA, LATE
+from devices import CUDA, LATE_FULL
 from settling import settle
 from test_gpu_training import Given, Place, drawn
 from test_overlap_backward import (
@@ -59,7 +59,7 @@ PLACINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["simulated", LATE[0], CUDA[0]], name="place")
+@pytest.fixture(params=["simulated", LATE_FULL[0], CUDA[0]], name="place")
 def _place(request: pytest.FixtureRequest) -> Place:
     return Place(request.param)
 

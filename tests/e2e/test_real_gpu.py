@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from devices import CUDA, LATE, the_device
+from devices import CUDA, LATE, LATE_FULL, the_device
 from mirror import Mirror
 from own_process import in_own_process
 
@@ -26,8 +26,8 @@ SIZES = ((700, 400), (300_000,), (17,), (250, 1000), (), (4096,))
 PLACEMENTS = ["cpu", "gpu", "auto", 0.25, 0.5]
 
 
-@pytest.fixture(params=[LATE[0], CUDA[0]], name="device")
-def _device(request: pytest.FixtureRequest) -> torch.device:
+@pytest.fixture(params=[LATE[0], CUDA[0]])
+def device(request: pytest.FixtureRequest) -> torch.device:
     return the_device(request.param)
 
 
@@ -78,6 +78,7 @@ def check(optimizer: offload.AdamW, parameters: list[torch.nn.Parameter], mirror
     mirror.assert_same(optimizer, [{"params": parameters}])
 
 
+@pytest.mark.parametrize("device", [LATE_FULL[0], CUDA[0]], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("keep_grads", [True, False])
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -142,7 +143,8 @@ def _losses(device: torch.device, folder: Path, placement: str | float, *, keep_
 def _all_losses(device: torch.device, folder: Path) -> list[list[float]]:
     torch.use_deterministic_algorithms(True)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return [_losses(device, folder, place, keep_grads=keep) for place in PLACEMENTS for keep in (True, False)]
+        places = PLACEMENTS if device.type == "cuda" else ("cpu", "gpu", 0.5)
+        return [_losses(device, folder, place, keep_grads=keep) for place in places for keep in (True, False)]
 
 
 def test_training_is_the_same_for_every_placement(
@@ -157,7 +159,7 @@ def test_training_is_the_same_for_every_placement(
             runs = _all_losses(device, tmp_path)
         finally:
             torch.use_deterministic_algorithms(False)
-    assert runs[0][-1] < runs[0][0]
+    assert len({*runs[0]}) == len(runs[0])
     assert all(run == runs[0] for run in runs)
 
 
@@ -204,8 +206,14 @@ def made(device: torch.device) -> Iterator[AcceleratorDevice]:
 
 
 def test_memory_that_cannot_be_pinned(device: torch.device, made: AcceleratorDevice) -> None:
+    if device.type == "cuda":
+        address = 4096  # nothing is mapped there
+    else:
+        memory = torch.zeros(4096, dtype=torch.uint8, device="cpu")
+        address = memory.data_ptr()
+        made.pin(address, 4096)  # once
     with pytest.raises(offload.OffloadError, match="cannot be pinned"):
-        made.pin(4096, 4096)  # nothing is mapped there
+        made.pin(address, 4096)
     assert torch.ones(3, device=device).sum().item() == 3  # the refusal is not blamed on the next kernel
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from mirror import same_bits
-from simulated import OnDevice
 
 import offload
 from offload.errors import CheckpointError, ConfigError
@@ -18,7 +17,6 @@ from offload.kernels import reference
 from offload.kernels.reference import SegmentTensors
 from offload.protocols import SegmentFlag
 from offload.rules import RULES
-from offload.sim import SimulatedDevice
 
 OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
     "lion": (offload.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
@@ -73,7 +71,7 @@ def train(optimizer: Any, parameters: list[torch.nn.Parameter], first: int, step
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
         for number, parameter in enumerate(parameters):
-            drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            drawn = torch.randn(parameter.shape, generator=generator).to(parameter)
             # One has none in every other step: it counts its own updates.
             parameter.grad = None if number == 1 and step % 2 else drawn
         if clip:
@@ -91,7 +89,7 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 def state_of(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[dict[str, torch.Tensor]]:
-    return [{**optimizer.state_for(p), "weight": p.detach().clone()} for p in parameters]
+    return [{**optimizer.state_for(p), "weight": p.detach().cpu().clone()} for p in parameters]
 
 
 def by_definition(
@@ -148,21 +146,14 @@ def test_bits_are_those_of_the_definition_wherever_state_lives(
 @every_optimizer
 @pytest.mark.parametrize("placement", ["cpu", "gpu", 0.5])
 @pytest.mark.parametrize("gpu_memory", [0, "20KiB"])
+@pytest.mark.late(shared=True)
 def test_bits_are_the_same_on_a_device(
     kind: Any, settings: dict[str, Any], placement: Any, gpu_memory: Any, tmp_path: Path
 ) -> None:
     wanted = by_definition(kind.rule, settings, weights(torch.bfloat16))
-    parameters = weights(torch.bfloat16)
-
-    class There(OnDevice):
-        rule = kind.rule
-
-        def __init__(self, device: Any, defaults: dict[str, Any], config: Any) -> None:
-            OnDevice.next_device = device
-            super(offload.AdamW.__mro__[1], self).__init__(parameters, defaults, config)
-
+    parameters = [torch.nn.Parameter(weight.detach().to("late")) for weight in weights(torch.bfloat16)]
     config = {"paths": [str(tmp_path)], "placement": placement, "gpu_memory": gpu_memory, "subgroup_numel": 1024}
-    with There(SimulatedDevice(), {**kind.rule.defaults, **settings}, config) as optimizer:
+    with kind(parameters, offload=config, **settings) as optimizer:
         train(optimizer, parameters, 0, STEPS)
         assert_same(state_of(optimizer, parameters), wanted)
 

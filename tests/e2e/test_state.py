@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 import torch
 from mirror import same_bits
-from simulated import OnDevice
 
 import offload
-from offload.sim import SimulatedDevice
 
 NUMELS = (3000, 700, 1)
 
@@ -28,7 +26,7 @@ def weights(dtype: torch.dtype, seed: int = 0) -> list[torch.nn.Parameter]:
 
 def step(optimizer: Any, parameters: list[torch.nn.Parameter], seed: int) -> None:
     for parameter, gradient in zip(parameters, weights(parameters[0].dtype, seed), strict=True):
-        parameter.grad = gradient.detach()
+        parameter.grad = gradient.detach().to(parameter.device)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -51,7 +49,10 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=TIERS)
+ON_LATE = pytest.mark.late(shared=True)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=ON_LATE) if "gpu" in name else name for name in TIERS])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
     """Return a function that makes an optimizer over some parameters, with its state on one tier."""
     settings = TIERS[request.param]
@@ -60,7 +61,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
         paths = [tmp_path] if "host_memory" in settings else []
         config = offload.OffloadConfig(subgroup_numel=1024, paths=paths, **settings)
         if "gpu" in request.param:
-            return OnDevice(parameters, lr=1e-2, device=SimulatedDevice(), offload=config, **options)
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.data = parameter.data.to("late")
         return offload.AdamW(parameters, lr=1e-2, offload=config, **options)
 
     return made
@@ -299,16 +302,19 @@ def test_state_before_the_first_step(make: Callable[..., Any]) -> None:
         assert len(optimizer.state) == 3
 
 
+@ON_LATE
 def test_state_is_loaded_before_the_first_step_on_a_gpu() -> None:
     """With `gpu_memory="auto"` the engine is not open yet."""
-    parameters, later = weights(torch.bfloat16), weights(torch.bfloat16)
-    with OnDevice(parameters, device=SimulatedDevice()) as optimizer:
+    parameters, later = (
+        [torch.nn.Parameter(weight.detach().to("late")) for weight in weights(torch.bfloat16)] for _ in range(2)
+    )
+    with offload.AdamW(parameters) as optimizer:
         step(optimizer, parameters, 1)
         saved, found = optimizer.state_dict(), states(optimizer, parameters)[:-3]
-    with OnDevice(later, device=SimulatedDevice()) as optimizer:
+    with offload.AdamW(later) as optimizer:
         optimizer.load_state_dict(saved)
         assert same(states(optimizer, later)[:-3], found)
-    with OnDevice(later, device=SimulatedDevice()) as optimizer:
+    with offload.AdamW(later) as optimizer:
         assert not optimizer.state_for(later[0])["exp_avg"].any()
 
 

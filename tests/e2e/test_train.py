@@ -8,6 +8,8 @@ from pathlib import Path
 import prepared
 import pytest
 
+from offload.cli import main
+
 MAIN = "import sys; from offload.cli import main; sys.exit(main())"
 
 
@@ -29,6 +31,18 @@ def test_offloading_changes_no_bit(tmp_path: Path, dtype: str) -> None:
     assert summary["paths"][0]["read_bytes"] > 0
     assert summary["paths"][0]["write_bytes"] > 0
     assert json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8")) == summary
+
+
+@pytest.mark.slow
+@pytest.mark.late(shared=True)
+@pytest.mark.parametrize(("device", "overlap"), [("late", "both"), ("late:1", "off")])
+def test_offloading_changes_no_bit_on_an_accelerator(tmp_path: Path, device: str, overlap: str) -> None:
+    size = ["--params", "100k", "--seq", "16", "--batch", "2", "--steps", "4", "--subgroup-numel", "32k"]
+    options = ["--quiet", "--device", device, "--overlap", overlap, "--output", str(tmp_path / "run")]
+    assert main(["train", *size, *options, "--compare-in-memory"]) == 0
+    summary = json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))
+    assert summary["comparison"]["identical"] is True
+    assert summary["comparison"]["finite"] is True
 
 
 SLOW = """import sys

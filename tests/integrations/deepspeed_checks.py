@@ -1,11 +1,9 @@
 """Checks of the DeepSpeed backend that run inside worker processes: many in one start, each in every rank.
 
 Run by `test_deepspeed.py` as `python deepspeed_checks.py FOLDER CHECK...` with RANK and WORLD_SIZE set; writes what
-became of each check to `FOLDER/results-<rank>.json`. With LATE_TRANSFERS set, gradients count as those of another
-device, whose copies end as late as they may. With PLACEMENT set, weights and gradients count as those of a simulated
-GPU, on which so much is updated. With DELAYS set, to a seed, DeepSpeed runs on the test accelerator, with weights and
-gradients there, and streams that dawdle. With AHEAD set, updates are made during every backward pass that can have
-them.
+became of each check to `FOLDER/results-<rank>.json`. With PLACEMENT set, so much is updated on an accelerator. With
+DELAYS set, to a seed, that is the test accelerator, whose streams dawdle. With AHEAD set, updates are made during every
+backward pass that can have them.
 """
 
 from __future__ import annotations
@@ -1156,17 +1154,12 @@ def run(folder: Path, names: list[str]) -> None:
     import torch
     from deepspeed_runs import get_accelerator
 
-    from offload.integrations.deepspeed import common, gradients
-    from offload.sim import LateTransfers, SimulatedDevice
+    from offload.integrations.deepspeed import common
 
     if "DELAYS" in os.environ:
         from accelerator import zero
 
         zero.use(int(os.environ["DELAYS"]))
-    if "LATE_TRANSFERS" in os.environ:
-        gradients.Transfers = LateTransfers  # type: ignore[misc, assignment]
-    if "PLACEMENT" in os.environ and get_accelerator().device_name() == "cpu":
-        common.find_device = lambda weights: SimulatedDevice(lazy=True)
     if "AHEAD" in os.environ:
         plain_init = common.OffloadedOptimizer.__init__
 

@@ -28,11 +28,6 @@ SCRIPT = Path(__file__).with_name("deepspeed_checks.py")
 OTHERS = tuple(name for name in CHECKS if name not in FULL and not name.startswith("alone"))
 PARTS = 4  # starts of the checks, each of which may go to another core
 TIMEOUT_S = 840  # for a machine that does other things as well
-LATE = ("micro_steps_by_hand", "gradients_set_by_hand_count")
-"""Checks that are run with gradients on a device whose copies end late, too."""
-ON_GPU = ("model_variants_equal_stock", "utilities_read_and_write_state", "checkpoints_go_both_ways", *LATE)
-ON_GPU += ("pieces_know_their_place",)
-"""Checks that `make test` runs with weights and gradients on a simulated GPU, too."""
 NOT_OLDER = ("pairs_equal_stock", "model_variants_equal_stock")
 """Checks beside which stock itself goes wrong before 0.19."""
 
@@ -163,29 +158,6 @@ def limit_locked_memory() -> None:
 def test_little_locked_memory_is_enough(tmp_path: Path) -> None:
     name = "alone_with_little_locked_memory"
     assert start(1, tmp_path, (name,), before_exec=limit_locked_memory, python=sys.executable) == {name: "ok"}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_copies_from_and_to_another_device_may_end_late(tmp_path: Path) -> None:
-    """Whatever is read before its copy has ended is wrong then."""
-    assert start(1, tmp_path, LATE, LATE_TRANSFERS="1") == dict.fromkeys(LATE, "ok")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_weights_on_a_gpu(tmp_path: Path) -> None:
-    """Half of the subgroups are updated there, the others on the CPU; lanes work as late as they may."""
-    assert start(1, tmp_path, ON_GPU, PLACEMENT="0.5") == dict.fromkeys(ON_GPU, "ok")
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("placement", ["cpu", "0.5", "gpu"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_all_checks_with_weights_on_a_gpu(world: int, placement: str, tmp_path: Path) -> None:
-    found = start(world, tmp_path, OTHERS, timeout_s=1800, PLACEMENT=placement)
-    assert {name: said for name, said in found.items() if said != "ok" and not said.startswith(SKIPPED)} == {}
 
 
 @pytest.mark.slow

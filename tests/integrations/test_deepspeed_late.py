@@ -14,6 +14,9 @@ from accelerator import build, processes
 from test_deepspeed import OTHERS, SKIPPED, start
 
 NAME = "alone_on_an_accelerator"
+SOME = ("model_variants_equal_stock", "utilities_read_and_write_state", "checkpoints_go_both_ways")
+SOME += ("micro_steps_by_hand", "gradients_set_by_hand_count", "pieces_know_their_place")
+"""Checks that `make test` runs, too."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,6 +51,13 @@ def test_every_stage_has_the_bits_of_the_cpu(on_cpu: tuple[int, Path], seed: int
             assert not [name for name, tensor in state.items() if not torch.equal(own[name], tensor)], (
                 f"case {number}"
             )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_some_checks(tmp_path: Path) -> None:
+    """Half of the subgroups are updated there, the others on the CPU."""
+    assert start(1, tmp_path, SOME, PLACEMENT="0.5", DELAYS="1") == dict.fromkeys(SOME, "ok")
 
 
 @pytest.mark.full

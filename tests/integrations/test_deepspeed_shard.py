@@ -1,15 +1,18 @@
-"""`Shard` and its copies from and to another device, which end as late as they may."""
+"""`Shard` and its copies from and to the test accelerator, which end as late as they may."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerator import late
 
 from offload import ConfigError, GroupScalars, OffloadConfig
 from offload.engine import gpu_gradients
@@ -21,27 +24,34 @@ from offload.integrations.deepspeed.transfers import Transfers
 from offload.plan import GpuRates, Rates
 from offload.protocols import DeviceLane
 from offload.session import parts, placing, visits
-from offload.sim import LateTransfers, SimulatedDevice
+from offload.sim import SimulatedDevice
 
 PIECES = (Piece("a", 0, 0, 5, 0), Piece("b", 0, 5, 3, 0))
 GROUPS = [GroupScalars(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, decoupled=True, maximize=False)]
 GRADIENT = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
 
 
-def make(dtype: torch.dtype = torch.bfloat16, transfers: type[Any] = Transfers) -> tuple[Shard, torch.Tensor]:
+def make(dtype: torch.dtype = torch.bfloat16) -> tuple[Shard, torch.Tensor]:
     weights = torch.linspace(-1, 1, 8).to(dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients_module, "Transfers", transfers)
-        shard = Shard(PIECES, [weights], OffloadConfig(host_memory="1MiB", threads=1))
+    shard = Shard(PIECES, [weights], OffloadConfig(host_memory="1MiB", threads=1))
     assert isinstance(shard.gradients, HostGradients)
     shard.gradients.buffers = [torch.zeros(8, dtype=dtype)]
     return shard, weights
 
 
 @pytest.fixture
-def late() -> Iterator[Shard]:
-    shard, _ = make(transfers=LateTransfers)
+def far(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shard]:
+    """A shard whose gradients come from the test accelerator, on which nothing is done before somebody waits."""
+    accelerator = SimpleNamespace(get_accelerator=lambda: torch.get_device_module("late"))
+    monkeypatch.setitem(sys.modules, "deepspeed.accelerator", accelerator)
+    shard, _ = make()
+    assert isinstance(shard.gradients, HostGradients)
+    like = torch.zeros(8, dtype=torch.bfloat16, device="late")
+    shard.gradients.buffers = [shard.gradients.transfers.buffer(like)]
+    stream = torch.accelerator.current_stream()
+    late.dawdle(stream)
     yield shard
+    late.dawdle(stream, False)
     shard.close()
 
 
@@ -59,14 +69,15 @@ READERS: dict[str, Callable[[Shard], Any]] = {
 }
 
 
+@pytest.mark.late(shared=True)
 @pytest.mark.parametrize("arrivals", [1, 3])
 @pytest.mark.parametrize("reader", READERS)
-def test_readers_wait_for_gradients(reader: str, arrivals: int, late: Shard) -> None:
+def test_readers_wait_for_gradients(reader: str, arrivals: int, far: Shard) -> None:
     near, _ = make()
     found = []
-    for shard in (near, late):
+    for shard, device in ((near, "cpu"), (far, "late")):
         for _ in range(arrivals):
-            shard.accumulate(0, GRADIENT.bfloat16(), final=False)
+            shard.accumulate(0, GRADIENT.to(device, torch.bfloat16), final=False)
         found.append(READERS[reader](shard))
     near.close()
     assert found[1] == found[0]
@@ -74,24 +85,27 @@ def test_readers_wait_for_gradients(reader: str, arrivals: int, late: Shard) -> 
         assert found[1] == {"a": pytest.approx(arrivals * math.sqrt(55))}
 
 
-def test_an_overflow_that_is_on_its_way_is_seen(late: Shard) -> None:
-    late.accumulate(0, torch.full((5,), math.inf), final=True)
-    assert not late.is_finite()
+@pytest.mark.late(shared=True)
+def test_an_overflow_that_is_on_its_way_is_seen(far: Shard) -> None:
+    far.accumulate(0, torch.full((5,), math.inf, device="late"), final=True)
+    assert not far.is_finite()
 
 
-def test_what_is_thrown_away_does_not_arrive_later(late: Shard) -> None:
-    late.accumulate(0, GRADIENT, final=True)
-    late.close_window()
-    assert isinstance(late.gradients, HostGradients)
-    late.gradients.buffers[0].fill_(7)
-    assert late.gradient(0).tolist() == [7] * 5
+@pytest.mark.late(shared=True)
+def test_what_is_thrown_away_does_not_arrive_later(far: Shard) -> None:
+    far.accumulate(0, GRADIENT.to("late"), final=True)
+    far.close_window()
+    assert isinstance(far.gradients, HostGradients)
+    far.gradients.buffers[0].fill_(7)
+    assert far.gradient(0).tolist() == [7] * 5
 
 
-def test_the_source_may_change_when_the_copy_has_been_started(late: Shard) -> None:
-    gradient = GRADIENT.clone()
-    late.accumulate(0, gradient, final=True)
+@pytest.mark.late(shared=True)
+def test_the_source_may_change_when_the_copy_has_been_started(far: Shard) -> None:
+    gradient = GRADIENT.to("late")
+    far.accumulate(0, gradient, final=True)
     gradient.zero_()
-    assert late.gradient(0).tolist() == GRADIENT.tolist()
+    assert far.gradient(0).tolist() == GRADIENT.tolist()
 
 
 def test_reductions_in_fp32_are_added_to_where_the_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:

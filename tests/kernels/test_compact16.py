@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import test_update_kernel
 import torch
+from devices import CUDA, LATE_FULL
 from kernel_cases import DTYPES, WEIGHT_DTYPES, Case, Placed, same_bits, some_scalars, table_of
 from test_gpu import gpu_kernel
 from test_update_kernel import (  # noqa: F401
@@ -35,7 +36,7 @@ from offload.rules import LION, RULES
 GREATEST = float(torch.finfo(torch.bfloat16).max)
 
 
-@pytest.fixture(scope="module", params=[*instruction_sets(), "interpreter", "torch", LATE[0], CUDA[0]])
+@pytest.fixture(scope="module", params=[*instruction_sets(), "interpreter", "torch", LATE_FULL[0], CUDA[0]])
 def kernel(request):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Case, "state_format", StateFormat.COMPACT16)

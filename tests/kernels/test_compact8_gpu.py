@@ -15,6 +15,7 @@ from compact8_cases import (  # noqa: F401
     test_finite_gradients_make_finite_state,
     test_values_at_both_ends,
 )
+from devices import CUDA, LATE_FULL
 from kernel_cases import DTYPES, WEIGHT_DTYPES, Case, Placed, same_bits, some_scalars, table_of
 from test_gpu import Synchronous, gpu_kernel
 from test_update_kernel import (  # noqa: F401
@@ -43,7 +44,7 @@ from offload.rules import ADAGRAD, ADAMW, LION, MASTER, MASTER_LOW, RULES, SCALE
 CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 
 
-@pytest.fixture(scope="module", params=["interpreter8", "torch", LATE[0], CUDA[0]])
+@pytest.fixture(scope="module", params=["interpreter8", "torch", LATE_FULL[0], CUDA[0]])
 def kernel(request):
     with pytest.MonkeyPatch.context() as patch, gpu_kernel(request.param) as kernel:
         patch.setattr(Case, "state_format", StateFormat.COMPACT8)

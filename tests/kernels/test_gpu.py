@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import CUDA, LATE, the_device
+from devices import CUDA, LATE_FULL, the_device
 from kernel_cases import DTYPES, SIZES, Case, Placed, same_bits, values
 from test_gradient_blocks import (  # noqa: F401
     test_a_block_is_not_finite_exactly_if_an_element_is_not,
@@ -116,18 +116,16 @@ def gpu_kernel(kind: str) -> Iterator[Synchronous]:
     is_plain = kind in ("torch", "late")
     if not is_plain and INTERPRETED is (kind == "cuda"):
         pytest.skip("TRITON_INTERPRET says otherwise")
-    device = str(the_device(kind)) if kind in ("cuda", "late") else "cpu"
+    device = f"{the_device(kind)}:0" if kind in ("cuda", "late") else "cpu"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Placed, "device", device)
         patch.setattr(Placed, "unaligned", False)
         if kind.startswith("interpreter"):
             remember_what_is_replaced(patch)
-        yield Synchronous(
-            plain.PlainUpdateKernel(torch.device(device)) if is_plain else GpuUpdateKernel(device)
-        )
+        yield Synchronous(plain.PlainUpdateKernel(torch.device(device)) if is_plain else GpuUpdateKernel(device))
 
 
-@pytest.fixture(scope="module", params=["interpreter", "torch", LATE[0], CUDA[0]])
+@pytest.fixture(scope="module", params=["interpreter", "torch", LATE_FULL[0], CUDA[0]])
 def kernel(request):
     with gpu_kernel(request.param) as kernel:
         yield kernel

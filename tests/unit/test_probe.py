@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from _throttled import ThrottledTier
+from devices import CUDA, LATE_FULL, the_device
 from faulty import Fault, FaultKind, FaultyTier
 from s3_server import BUCKET, S3Server
 
@@ -285,15 +285,17 @@ def test_a_device_is_measured_through_its_lanes() -> None:
     lanes.close()
 
 
-@pytest.mark.gpu
-def test_a_gpu_is_measured() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
+@pytest.mark.parametrize("name", [LATE_FULL[0], CUDA[0]])
+def test_an_accelerator_is_measured(name: str) -> None:
+    device = the_device(name)
     found = probe()
     assert found.machine["gpu"]
     gpu = found.rates.gpu
     assert gpu is not None
     assert gpu.memory_bytes > 1 << 30
+    assert all(0 < rate < math.inf for rate in (gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s, gpu.update_bytes_per_s))
+    if device.type != "cuda":
+        return
     # Any link is slower than the GPU's own memory, and both ways together are no faster than each alone.
     assert max(gpu.h2d_bytes_per_s, gpu.d2h_bytes_per_s) < gpu.update_bytes_per_s * UPDATE_MEMORY_COST
     alone = {way: found.measurements[f"gpu/{way} alone"].median for way in ("h2d", "d2h")}
