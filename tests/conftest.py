@@ -79,6 +79,23 @@ def watch(item: pytest.Item) -> None:
     faulthandler.dump_traceback_later(1.5 * limit_s, exit=True, file=item.config.stash[STDERR])
 
 
+EXPECTED = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    node.config.stash[EXPECTED] = len(ids)  # the same in every worker
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how many tests have run of how many there were to run: a worker that ends early leaves some out."""
+    if EXPECTED in config.stash:
+        counts = {kind: len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed", "skipped")}
+        ran = counts["passed"] + counts["failed"]
+        line = f"ran {ran:,} tests of {config.stash[EXPECTED]:,}; {counts['skipped']:,} skipped themselves"
+        terminalreporter.write_line(line)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--overlap", action="store_true", help="let every step go on behind, with all weights hidden")
     parser.addoption("--ahead", action="store_true", help="update during every backward pass what can be")
