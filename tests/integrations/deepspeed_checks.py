@@ -2,8 +2,8 @@
 
 Run by `test_deepspeed.py` as `python deepspeed_checks.py FOLDER CHECK...` with RANK and WORLD_SIZE set; writes what
 became of each check to `FOLDER/results-<rank>.json`. With PLACEMENT set, so much is updated on an accelerator. With
-DELAYS set, to a seed, that is the test accelerator, whose streams dawdle. With AHEAD set, updates are made during every
-backward pass that can have them.
+DELAYS set, to a seed, that is the test accelerator, whose streams dawdle. With AHEAD set, updates are made during
+every backward pass that can have them.
 """
 
 from __future__ import annotations
