@@ -235,7 +235,9 @@ def test_bits_are_those_without_wherever_state_lives(
 
 @pytest.mark.late(shared=True)
 @pytest.mark.parametrize("keep_grads", [True, False])
-@pytest.mark.parametrize("placement", ["cpu", "gpu", 0.5])
+@pytest.mark.parametrize(
+    "placement", [*(pytest.param(place, marks=pytest.mark.full) for place in ("cpu", "gpu")), 0.5]
+)
 def test_weights_on_an_accelerator(
     config: Callable[..., offload.OffloadConfig], keep_grads: bool, placement: Any
 ) -> None:
@@ -246,7 +248,7 @@ def test_weights_on_an_accelerator(
         with offload.AdamW(model.parameters(), lr=1e-2, offload=settings) as optimizer:
             follow(optimizer, model, mode)
             losses = []
-            for step in range(10):
+            for step in range(5):
                 for micro in range(1 + step % 2):
                     loss = loss_of(model, 10 * step + micro)
                     loss.backward()

@@ -25,12 +25,10 @@ import pytest
 import torch
 from awkward import Model, everything, same
 from mirror import same_bits
-from simulated import OnDevice
 
 import offload
 from offload.engine import memory
 from offload.session import handout
-from offload.sim import SimulatedDevice
 from offload.tiers.places import file_system
 
 PROGRAM = Path(__file__).with_name("state_dict_memory.py")
@@ -65,7 +63,10 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=TIERS)
+ON_LATE = pytest.mark.late(shared=True)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=ON_LATE) if "gpu" in name else name for name in TIERS])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Model], Any]:
     """Return a function that makes an optimizer over a model, with its state on one tier."""
     settings = TIERS[request.param]
@@ -74,7 +75,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Model], An
         paths = [tempfile.mkdtemp(dir=tmp_path)] if "host_memory" in settings else []
         config = offload.OffloadConfig(subgroup_numel=4096, paths=paths, **settings)
         if "gpu" in request.param:
-            return OnDevice(model.groups(), lr=1e-2, device=SimulatedDevice(), offload=config)
+            model.to("late")
         return offload.AdamW(model.groups(), lr=1e-2, offload=config)
 
     return made

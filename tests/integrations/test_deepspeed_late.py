@@ -14,8 +14,7 @@ from accelerator import build, processes
 from test_deepspeed import OTHERS, SKIPPED, start
 
 NAME = "alone_on_an_accelerator"
-SOME = ("model_variants_equal_stock", "utilities_read_and_write_state", "checkpoints_go_both_ways")
-SOME += ("micro_steps_by_hand", "gradients_set_by_hand_count", "pieces_know_their_place")
+SOME = ("micro_steps_by_hand", "gradients_set_by_hand_count", "pieces_know_their_place")
 """Checks that `make test` runs, too."""
 
 
