@@ -25,9 +25,8 @@ import torch
 from offload.engine import accelerator
 from offload.engine.additions import Additions
 from offload.engine.gpu import GpuLanes
-from offload.engine.gradients import Gradients
+from offload.engine.gpu_gradients import GpuGradients
 from offload.integrations.deepspeed.transfers import Transfers
-from offload.optim.routes import Departing
 from offload.protocols import DeviceLane
 
 DEVICE: type = accelerator.AcceleratorDevice
@@ -272,20 +271,20 @@ def keeps_the_old_time(right: Any) -> Any:
 
 
 def drops_gradients_in_transit() -> AbstractContextManager[Any]:
-    right = Departing._depart
+    right = GpuGradients.hold
 
-    def wrong(self: Any, bound: Any, gradient: torch.Tensor) -> None:
-        right(self, bound, gradient)
-        self._in_transit.clear()
-        self._in_transit_bytes = 0
+    def wrong(self: Any, *arguments: Any, **options: Any) -> None:
+        right(self, *arguments, **options)
+        self._drop_all()
 
-    return replaced(Departing, "_depart", wrong)
+    return replaced(GpuGradients, "hold", wrong)
 
 
-def follows_a_bucket_that_is_on_no_lane(self: Any, gradient: torch.Tensor, mark: Any) -> None:
-    if self._gpu is not None:
-        self._gpu.device.follow(DeviceLane.CALLER, mark)
-        self._gpu.device.give_up(gradient)
+def follows_a_bucket_that_is_on_no_lane(self: Any, *, elsewhere: bool = False) -> None:
+    mark, gradient = self.in_transit[0]
+    self.lanes.device.follow(DeviceLane.CALLER, mark)
+    self.lanes.device.give_up(gradient)
+    self._drop_oldest()
 
 
 def tells_at_once_that_weights_have_left(self: Any, operation: Any) -> None:
@@ -658,7 +657,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "gradients are handed back behind a bucket that has not left, which no stream can follow",
         "backward uses their memory again before they have left",
         Shows.BITS,
-        instead(Gradients, "hand_back", follows_a_bucket_that_is_on_no_lane),
+        instead(GpuGradients, "hand_back", follows_a_bucket_that_is_on_no_lane),
         workload="departing-cpu",
     ),
     Mistake(

@@ -31,7 +31,6 @@ from accelerator.mistakes import Host, replaced
 from offload import backends
 from offload.engine import accelerator, gpu_gradients, pieces
 from offload.integrations.deepspeed.transfers import Transfers
-from offload.optim import routes
 from offload.plan import budget
 from offload.protocols import LANES, DeviceLane
 
@@ -636,7 +635,7 @@ def run(name: str, seed: int, plant: Callable[[], AbstractContextManager[Any]] |
     pace = Pace(seed, workload.device)
     torch.accelerator.empty_cache()
     late.set_device_bytes(workload.device_bytes, torch.device(workload.device).index)
-    transit = replaced(routes, "MAX_IN_TRANSIT_BYTES", workload.transit_bytes)
+    transit = replaced(gpu_gradients, "MAX_IN_TRANSIT_BYTES", workload.transit_bytes)
     with _small_limits(), transit, plant() if plant is not None else contextlib.nullcontext():
         try:
             found = _trained(workload, pace)
