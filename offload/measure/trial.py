@@ -79,6 +79,7 @@ def trial_rates(
         rest = Arena(beside, prefault=True)
         ends.callback(rest.close)
         session = _Session(kernel, tiers, queue, small, address, rest.address)
+        ends.callback(session.drain)  # an error, or an interrupt, finds lanes at work on that memory
         seen: list[Rates] = []
         until_s = time.monotonic() + LONGEST_S
         for number in range(1, STEPS + 1):
@@ -160,9 +161,12 @@ class _Session:
         pump(machine, self._executor, lambda machine: machine.in_flight == 0 or machine.broken is not None)
         self._check()
 
+    def drain(self) -> None:
+        """Wait until no lane touches the memory any more, whatever comes of it."""
+        self._executor.drain()
+
     def _check(self) -> None:
         if self._machine.broken is not None:
-            self._executor.drain()
             raise self._machine.broken
 
     def _table(self, run: Run) -> npt.NDArray[Any]:

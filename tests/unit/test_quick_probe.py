@@ -12,8 +12,10 @@ import torch
 
 from offload._native import CompletionQueue
 from offload.dtypes import DtypeCode
+from offload.engine.executor import LiveExecutor
 from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
+from offload.engine.operations import Event
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.table import trial_bytes
 from offload.layout import Parameter, build_layout
@@ -254,6 +256,33 @@ def test_no_step_is_tried_where_a_path_has_no_room_for_it(tmp_path: Path) -> Non
     tier = open_tier(str(tmp_path), uuid.uuid4(), queue, max_bytes=16 << 10, extent_bytes=16 << 10)
     with contextlib.closing(tier), CpuUpdateKernel(queue, 1) as kernel:
         assert trial_rates(kernel, [tier], queue, known) == known
+
+
+def test_lanes_are_waited_for_when_a_trial_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they work on is given back after that, never under them."""
+    queue = CompletionQueue()
+    executors: list[LiveExecutor] = []
+    in_flight: list[int] = []
+    wait, close = LiveExecutor.wait, Arena.close
+
+    def interrupted(self: LiveExecutor) -> list[Event]:
+        if self._in_flight and not executors:
+            executors.append(self)
+            raise KeyboardInterrupt
+        return wait(self)
+
+    def noted(self: Arena) -> None:
+        in_flight.extend(len(executor._in_flight) for executor in executors)
+        close(self)
+
+    tier = open_tier(str(tmp_path), uuid.uuid4(), queue)
+    with contextlib.closing(tier), CpuUpdateKernel(queue, 1) as kernel, monkeypatch.context() as patch:
+        patch.setattr(LiveExecutor, "wait", interrupted)
+        patch.setattr(Arena, "close", noted)
+        with pytest.raises(KeyboardInterrupt):
+            trial_rates(kernel, [tier], queue, Rates(10e9, (PathRates(1e9, 2e9),)))
+    assert in_flight
+    assert not any(in_flight)
 
 
 def test_the_steps_that_are_tried_are_like_the_session_s() -> None:
