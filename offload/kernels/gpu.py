@@ -235,7 +235,7 @@ class Uploads:
         using = self._backend.current_stream(self._device)
         size = max(_LEAST_WORDS, 1 << (words.size - 1).bit_length())
         used = self._used.setdefault((using, size), deque())
-        here, there, event = self._unused(used) or self._make(size)
+        here, there, event = self._unused(used) or self._make(size, using)
         here.numpy()[: words.size] = words
         with working_on(self._stream):
             there[: words.size].copy_(here[: words.size], non_blocking=True)
@@ -257,10 +257,11 @@ class Uploads:
         used.appendleft(oldest)
         return None
 
-    def _make(self, size: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def _make(self, size: int, using: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
         here = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=True)
         with working_on(self._stream):  # whose memory it is
             there = torch.empty(size, dtype=torch.int64, device=self._device)
+        there.record_stream(using)  # an interrupt may let go of it while it is read
         return here, there, self._backend.event(self._device, False)
 
 
