@@ -117,7 +117,8 @@ class Mistake:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have an attribute be another one."""
+    """Have an attribute be another one; nothing is replaced that is not there."""
+    getattr(owner, name)
     own = vars(owner).get(name)
     setattr(owner, name, value)
     try:

@@ -94,3 +94,11 @@ def test_each_mistake_has_a_training_or_a_reason() -> None:
     for mistake in MISTAKES:
         assert bool(mistake.unnoticed) != (mistake.workload in WORKLOADS), mistake.name
     assert mistakes.plants().keys() == {mistake.name for mistake in MISTAKES}
+
+
+def test_each_mistake_is_planted_in_what_is_there() -> None:
+    for plant in mistakes.plants().values():
+        with plant():
+            pass
+    with pytest.raises(AttributeError), mistakes.instead(Mistake, "gone", None)():
+        pass
