@@ -432,10 +432,11 @@ def _check_extra() -> None:
 
 def _check_device(device: str) -> None:
     try:
-        if not _is_host(device):
-            accelerator(device, "--device")
+        on_host = _is_host(device)
     except RuntimeError as error:
         raise ConfigError("--device", device, "give cpu, cuda or cuda:N") from error
+    if not on_host:
+        accelerator(device, "--device")
 
 
 def _is_host(device: str) -> bool:

@@ -310,7 +310,7 @@ class GpuGradients:
         self._drop_read()
         self.in_transit.append((mark, gradient))
         self._in_transit_bytes += gradient.nbytes
-        while self._in_transit_bytes > MAX_IN_TRANSIT_BYTES:
+        while self.in_transit and self._in_transit_bytes > MAX_IN_TRANSIT_BYTES:
             self.hand_back(elsewhere=elsewhere)
 
     def hand_back(self, *, elsewhere: bool = False) -> None:
@@ -330,6 +330,8 @@ class GpuGradients:
 
     def _drop_oldest(self) -> None:
         self._in_transit_bytes -= self.in_transit.popleft()[1].nbytes
+        if not self.in_transit:  # an interrupt may have come between the two
+            self._in_transit_bytes = 0
 
     # Between passes
 

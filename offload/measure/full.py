@@ -125,8 +125,10 @@ def full_probe(
         if gpu is not None:
             samples += gpu.samples()
         found = _rounds(samples, seconds, report)
-        tiers, unknown = [probe.tier for probe in probes], Rates(1.0, (PathRates(1.0, 1.0),) * len(probes))
-        engine = trial_rates(kernels[counts[-1]], tiers, queue, unknown)
+        engine = None
+        if gpu is None:  # else calls of its runtime, which are not known apart, are most of what the thread does
+            unknown = Rates(1.0, (PathRates(1.0, 1.0),) * len(probes))
+            engine = trial_rates(kernels[counts[-1]], [probe.tier for probe in probes], queue, unknown)
     measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
     return _result(measurements, counts, probes, gpu, engine)
 
@@ -194,7 +196,7 @@ def _result(
     counts: Sequence[int],
     probes: Sequence[_PathProbe],
     on_gpu: GpuProbe | None,
-    engine: Rates,
+    engine: Rates | None,
 ) -> RatesFile:
     def median(name: str) -> float:
         return measurements[name].median
@@ -213,15 +215,15 @@ def _result(
         name, tier = f"path {number}", probe.tier
         read, write, latency_s = (median(f"{name}/{what}") for what in ("read", "write", "latency"))
         alone = [median(f"{name}/{verb} alone") for verb in ("read", "write")]
-        at_once = tier.depth if probe.shares else 1
-        rated.append(PathRates(read, write, latency_s, cost(name, read + write), alone[0], alone[1], at_once))
+        together = tier.depth if probe.shares else 1
+        rated.append(PathRates(read, write, latency_s, cost(name, read + write), alone[0], alone[1], together))
         facts.append(path_facts(tier.path) | {"io": str(getattr(tier, "io_backend", tier.name))})
     gpu = None
     if on_gpu is not None:
         h2d, d2h = median("gpu/h2d"), median("gpu/d2h")
         gpu = GpuRates(median("gpu/update"), h2d, d2h, on_gpu.memory_bytes, cost("gpu", h2d + d2h))
     rates = Rates(cpu[counts[-1]], tuple(rated), gpu, memory)
-    if gpu is None:  # else calls of its runtime, which are not known apart, are most of what the thread does
+    if engine is not None:
         costs = {name: getattr(engine, name) for name in ("reaction_s", "operation_s", "begin_s")}
         rates = dataclasses.replace(rates, **costs)
     warnings = []

@@ -101,7 +101,8 @@ def observe(known: Rates, timeline: Sequence[Interval]) -> Rates:
             for verb, rates in (("read", path.read), ("write", path.write))
             if f"{verb}:{number}" in intervals
         }
-        together = max((at_once(intervals[lane]) for lane in lanes), default=path.at_once)
+        # No more than the engine asked for shows, so never fewer than are known.
+        together = max((path.at_once, *(at_once(intervals[lane]) for lane in lanes)))
         # A direction that moved much has shown that its operations take no more than `_Shown.idle_s` beside bytes.
         latency_s = min((each.idle_s / each.count for each in shown.values()), default=path.latency_s)
         if lanes and not shown:
