@@ -482,7 +482,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "the CPU updates old weights",
         Shows.BITS,
         left_out("follow", "GpuLanes.fetch_weights"),
-        unnoticed="each sweep follows the caller's stream, which follows the lanes of the sweep before",
+        workload="elsewhere-single",
     ),
     Mistake(
         "state-fetched-before-it-is-updated",
@@ -490,7 +490,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "state of the step before, or half of it",
         Shows.BITS,
         left_out("follow", "GpuLanes.fetch"),
-        unnoticed="each sweep follows the caller's stream, which follows the lanes of the sweep before",
+        workload="saved",
     ),
     # Marks
     Mistake(

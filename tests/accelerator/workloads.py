@@ -377,17 +377,50 @@ def forward(run: Run) -> None:
 
 
 def forward_streams(run: Run) -> None:
-    """Steps outside go on into the next forward pass, on a stream of the user's; weights are hidden meanwhile."""
-    model, stream = run.model(), run.user()
+    """Steps outside go on into the next forward pass, on another stream of the user's; weights are hidden."""
+    model, mine = run.model(), [run.user(), run.user()]
     with run.optimizer(model.parameters()) as optimizer:
         if run.pace is not None:
             optimizer.overlap_forward(model, check=True)
         for step in range(4):
+            with run.working(mine[step % 2]):
+                loss = model(batch(step).to(run.device))
+                run.scribble(model, run.outside if run.pace is not None else None)
+                loss.backward()
+                del loss  # or nodes of autograd stay for the next pass, with their streams
+            _step(run, optimizer, clip=False)
+            run.scribble(model, mine[(step + 1) % 2])
+        optimizer.finish()
+        run.keep_all(model, optimizer)
+    run.check_claimed()
+
+
+def collected(run: Run) -> None:
+    """Gradients are made on a stream of the user's and arrive outside, as with DDP, which keeps autograd's nodes."""
+    model, stream = run.model(), run.user()
+    nodes = [parameter.view_as(parameter).grad_fn.next_functions[0][0] for parameter in model.parameters()]
+    with run.optimizer(model.parameters()) as optimizer:
+        for step in range(3):
             with run.working(stream):
                 model(batch(step).to(run.device)).backward()
-                run.scribble(model, stream)
+            _step(run, optimizer, clip=step == 2)
+        run.keep_all(model, optimizer)
+    del nodes
+
+
+def given(run: Run) -> None:
+    """Gradients that a user makes on a stream of his own, and puts beside those of a backward pass."""
+    model, stream = run.model(), run.user()
+    with run.optimizer(model.parameters()) as optimizer:
+        for step in range(3):
+            _passes(run, model, step, 1)
+            with run.working(stream):
+                for parameter in model.parameters():
+                    more = torch.full_like(parameter, 0.01 * (step + 1))
+                    parameter.grad = more if parameter.grad is None else parameter.grad + more
+                del more
             _step(run, optimizer, clip=False)
-        optimizer.finish()
+            run.scribble(model, stream)
         run.keep_all(model, optimizer)
     run.check_claimed()
 
@@ -410,6 +443,40 @@ def state(run: Run) -> None:
         run.keep_all(model, optimizer)
 
 
+def elsewhere(run: Run) -> None:
+    """Steps on a stream of the user's; outside, which waits for nothing, state is read and replaced."""
+    model, stream = run.model(), run.user()
+    with run.optimizer(model.parameters()) as optimizer:
+        for step in range(3):
+            if stream is not None:
+                stream.wait_stream(run.outside)
+            with contextlib.nullcontext() if stream is None else stream:
+                _passes(run, model, step, 1)
+                _step(run, optimizer, clip=False)
+            found = optimizer.state_dict()
+            for number, entry in found["state"].items():
+                for name in ("exp_avg", "exp_avg_sq"):
+                    run.keep(f"{step} {number} {name}", entry[name])
+                    entry[name].mul_(0.5)
+            optimizer.load_state_dict(found)
+        run.keep_all(model, optimizer)
+
+
+def elsewhere_single(run: Run) -> None:
+    """Weights that are masters, updated on a stream of the user's, and read outside."""
+    model, stream = run.model().float(), run.user()
+    with run.optimizer(model.parameters()) as optimizer:
+        for step in range(3):
+            if stream is not None:
+                stream.wait_stream(run.outside)
+            with contextlib.nullcontext() if stream is None else stream:
+                model(batch(step).to(run.device).float()).backward()
+                _step(run, optimizer, clip=False)
+            for number, parameter in enumerate(model.parameters()):
+                for name, value in optimizer.state_for(parameter).items():
+                    run.keep(f"{step} {number} {name}", value)
+
+
 def single(run: Run) -> None:
     """Weights that are masters; state that is read at once behind a step."""
     model = run.model().float()
@@ -421,12 +488,15 @@ def single(run: Run) -> None:
 
 
 def saved(run: Run) -> None:
-    """A checkpoint at once behind a step, and what it holds."""
-    model = run.model()
+    """Steps on a stream of the user's; outside, which waits for nothing, a checkpoint at once behind the last."""
+    model, stream = run.model(), run.user()
     with run.optimizer(model.parameters()) as optimizer:
-        for step in range(2):
-            _passes(run, model, step, 1)
-            _step(run, optimizer, clip=False)
+        if stream is not None:
+            stream.wait_stream(run.outside)
+        with contextlib.nullcontext() if stream is None else stream:
+            for step in range(2):
+                _passes(run, model, step, 1)
+                _step(run, optimizer, clip=False)
         optimizer.save_checkpoint(run.folder / "saved", copy=True)
     again = Net()
     with offload.AdamW(again.parameters(), **SETTINGS) as optimizer:
@@ -570,11 +640,29 @@ WORKLOADS = {
         Workload("added", added, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}),
         Workload("added-cpu", added, {**PLAIN, "placement": "cpu"}),
         Workload("single", single, {**PLAIN, "placement": 0.5}),
+        Workload("elsewhere", elsewhere, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}),
+        Workload("elsewhere-cpu", elsewhere, {**PLAIN, "placement": "cpu"}),
         Workload(
-            "saved", saved, {"subgroup_numel": 2048, "gpu_memory": "150KiB", "placement": "gpu", "on_paths": True}
+            "elsewhere-single",
+            elsewhere_single,
+            {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"},
+        ),
+        Workload(
+            "saved", saved, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu", "on_paths": True}
         ),
         Workload("forward-streams", forward_streams, {**PLAIN, "placement": 0.5}),
         Workload("forward-streams-departing", forward_streams, {**PLAIN, "placement": 0.5, "keep_grads": False}),
+        Workload(
+            "forward-home", forward_streams, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}
+        ),
+        Workload(
+            "given",
+            given,
+            {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu", "keep_grads": False},
+            transit_bytes=4000,
+        ),
+        Workload("collected", collected, {**PLAIN, "placement": "cpu", "keep_grads": False}),
+        Workload("collected-gpu", collected, {**PLAIN, "placement": "gpu", "keep_grads": False}),
         Workload("ending", ending, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}),
         Workload("transfers", transfers, {}),
         Workload("host", host, {}),
