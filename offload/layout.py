@@ -336,8 +336,10 @@ class Layout:
     rule: UpdateRule = ADAMW
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
-        """Return it with other names for its parameters."""
-        renamed = (replace(parameter, name=names[parameter.name]) for parameter in self.parameters)
+        """Return it with other names for those of its parameters that have one there."""
+        renamed = (
+            replace(parameter, name=names.get(parameter.name, parameter.name)) for parameter in self.parameters
+        )
         return replace(self, parameters=tuple(renamed))
 
     def begins_within_block(self, subgroup: Subgroup) -> bool:

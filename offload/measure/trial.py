@@ -32,7 +32,7 @@ from offload.measure.observe import observe, typical
 from offload.plan import Budgets, Home, PathBudget, Plan, Rates, make_plan, visit_order
 from offload.protocols import Queue, Tier
 from offload.rules import ADAMW, BF16
-from offload.tiers import tier_error
+from offload.tiers import RemoteTier, innermost, tier_error
 
 SUBGROUPS, SLOTS = 12, 4
 """Most subgroups and staging slots; as many as the session has, if that is less."""
@@ -57,6 +57,7 @@ def trial_rates(
     Args:
         kernel: The session's kernel.
         tiers: The session's tiers, with nothing in any slot yet; they have little room at least, or nothing is tried.
+            With an object store among them, the steps are in memory.
         queue: What all report to; nothing else does meanwhile.
         known: The rates of a session's lanes, measured otherwise.
         plan: What the session is about to do: as large a part of the small plan's state is at home in memory. Without
@@ -66,6 +67,8 @@ def trial_rates(
     Raises:
         OffloadError: If a path or the update fails.
     """
+    if any(innermost(tier).name == RemoteTier.name for tier in tiers):
+        tiers = ()  # every request would be paid for
     small = _small_plan(tiers, plan)
     if any(tier.free_bytes() < small.storage_bytes for tier in tiers):
         return known

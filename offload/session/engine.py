@@ -673,7 +673,7 @@ class Engine:
             ranks: Number of ranks that save to the folder together.
             replica: Whether another rank has the same state and saves it for this rank too; it writes `extra` alone
                 then.
-            names: What each parameter here is called there; None where it is called the same.
+            names: What parameters here are called there, where that is something else.
             ended: Returns ranks that are known to have ended, which nobody waits for; called from another thread.
 
         Raises:

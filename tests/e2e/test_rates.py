@@ -51,7 +51,7 @@ def test_a_session_starts_from_a_file_and_learns(tmp_path: Path, streaming: Conf
         learnt = optimizer.engine.rates
         # What is learnt of the CPU depends on what ran beside it (tests/unit/test_observe.py).
         assert learnt.paths[0].read_bytes_per_s != rates.paths[0].read_bytes_per_s
-        assert learnt.paths[0].latency_s == rates.paths[0].latency_s
+        assert learnt.paths[0].latency_s <= rates.paths[0].latency_s  # steps that moved much bound it
         assert learnt.reaction_s > 0
 
 
