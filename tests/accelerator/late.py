@@ -4,7 +4,10 @@ After `load()`, torch has devices `late:0`, `late:1`, ... They do what CUDA's do
 runs its work in order, held back as a test says. The host cannot read their memory: SIGSEGV. Memory that is new or
 was dropped reads as NaN. What fails on a device is said at a later call.
 
-Tests decide when work runs: by `held` (a gate before a stream), never by time.
+Tests decide when work runs: by `held` (a gate before a stream), never by time. Within it nothing may be asked for
+that waits, as `torch.tensor(..., device="late")` does.
+
+An operator has the bits of the CPU's. What torch composes otherwise for another device has other bits: attention.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import atexit
 import contextlib
 import importlib.machinery
 import importlib.util
+import os
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,8 +54,14 @@ def load(devices: int = 2) -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     if torch.distributed.is_available():
         torch.distributed.Backend.register_backend("late", _group, devices=["late"])
-    atexit.register(native.stop)
+    atexit.register(_stop, os.getpid())
     _native = native
+
+
+def _stop(process: int) -> None:
+    """End all work at the end of the process that loaded the device: one forked from it has no streams."""
+    if process == os.getpid():
+        _native.stop()
 
 
 # -- What tests set
@@ -75,6 +85,11 @@ def held(stream: torch.Stream) -> Iterator[None]:
         yield
     finally:
         release(stream)
+
+
+def is_waited_for(stream: torch.Stream) -> bool:
+    """Return whether a thread of the host waits for a stream's work now."""
+    return bool(_native.is_waited_for(stream))
 
 
 def last(stream: torch.Stream, is_last: bool = True) -> None:
@@ -215,6 +230,7 @@ class _Properties(types.SimpleNamespace):
 
 
 def _module(native: Any) -> types.ModuleType:
+    process = os.getpid()
     generators = [native.default_generator(index) for index in range(native.device_count())]
     made = types.ModuleType("torch.late")
     accelerator = torch.accelerator
@@ -240,7 +256,7 @@ def _module(native: Any) -> types.ModuleType:
         "is_initialized": lambda: True,
         "init": lambda: None,
         "_lazy_init": lambda: None,
-        "_is_in_bad_fork": lambda: False,
+        "_is_in_bad_fork": lambda: os.getpid() != process,
         "is_bf16_supported": lambda *_: True,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "device_count": native.device_count,

@@ -25,10 +25,11 @@ from accelerator import build, late
 REPORTS, NO_SKIPS = "LATE_REPORTS", "OFFLOAD_NO_SKIPS"
 """Variables: the file that a test's own process writes its reports to; whether a test that cannot run has failed."""
 PASSED_ON = ("--overlap", "--ahead", "--hypothesis-profile")
+PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin", "no:cacheprovider")
+"""All that a test's own pytest loads: importing others that happen to be installed takes half of its time."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "late: runs on the test accelerator, in a process of its own")
     if REPORTS in os.environ:
         late.load()
 
@@ -56,16 +57,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 
 def _run(item: pytest.Item) -> Iterator[pytest.TestReport]:
     """Yield the reports of a test's setup, call and teardown; raise what stands for them where it has died."""
+    config = item.config
+    config.hook.pytest_timeout_cancel_timer(item=item)  # its own process has one
     try:
         build.library()
     except build.CannotBuild as error:
         end = pytest.fail if NO_SKIPS in os.environ else pytest.skip
         end(f"no test accelerator: {error}")
-    config = item.config
-    config.hook.pytest_timeout_cancel_timer(item=item)  # its own process has one
     folder = config._tmp_path_factory.mktemp("late", numbered=True)  # type: ignore[attr-defined]
     reports = folder / "reports"
-    command = [prepared.python(), "-m", "pytest", item.nodeid, "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [prepared.python(), "-m", "pytest", item.nodeid, "-q"]
+    command += [word for plugin in PLUGINS for word in ("-p", plugin)]
     command += [f"--rootdir={config.rootpath}", f"--basetemp={folder / 'tmp'}"]
     for option in PASSED_ON:
         value = config.getoption(option, None)
@@ -75,7 +77,7 @@ def _run(item: pytest.Item) -> Iterator[pytest.TestReport]:
     ended = subprocess.run(
         command,
         cwd=config.rootpath,
-        env={**variables, REPORTS: str(reports)},
+        env={**variables, REPORTS: str(reports), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=1.2 * _limit_s(item),

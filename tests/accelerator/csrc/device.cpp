@@ -42,9 +42,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
   bool queryStream(const c10::Stream& stream) const override { return is_idle(stream); }
-  void synchronizeStream(const c10::Stream& stream) const override {
-    wait_for(key(stream), last_ticket(key(stream)));
-  }
+  void synchronizeStream(const c10::Stream& stream) const override { wait_for(key(stream), last_ticket(key(stream))); }
   void synchronizeDevice(c10::DeviceIndex device) const override { wait_for_device(device); }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {

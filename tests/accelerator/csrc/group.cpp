@@ -1,8 +1,8 @@
 // Not done here: sending to and receiving from one rank, lists of tensors of different sizes.
 #include "group.h"
 
-#include <ATen/ops/cat.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/cat.h>
 #include <c10/core/StreamGuard.h>
 
 #include <map>
@@ -174,9 +174,8 @@ class Group final : public c10d::Backend {
   }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
-    return run("barrier", c10d::OpType::BARRIER, {}, {}, [host = host_, options](Tensors&, Tensors&) {
-      return host->barrier(options);
-    });
+    return run("barrier", c10d::OpType::BARRIER, {}, {},
+               [host = host_, options](Tensors&, Tensors&) { return host->barrier(options); });
   }
 
  private:

@@ -48,9 +48,8 @@ PYBIND11_MODULE(_late, module) {
   module.def("init", [] { at::globalContext().lazyInitDevice(kLate); });  // before that, torch knows no pinned memory
   module.def("set_device_count", &set_device_count);
   module.def("device_count", &device_count);
-  module.def("set_device_bytes", [](int device, std::size_t nbytes) {
-    set_device_bytes(c10::DeviceIndex(device), nbytes);
-  });
+  module.def("set_device_bytes",
+             [](int device, std::size_t nbytes) { set_device_bytes(c10::DeviceIndex(device), nbytes); });
   module.def("device_of", [](std::uint64_t address) { return device_of(pointer(address)); });
   module.def("real", [](std::uint64_t address) { return reinterpret_cast<std::uint64_t>(real(pointer(address))); });
   module.def("pin", [](std::uint64_t address, std::size_t nbytes) { pin(pointer(address), nbytes); });
@@ -59,6 +58,7 @@ PYBIND11_MODULE(_late, module) {
   module.def("release", [](c10::Stream stream) { release(key(stream)); });
   module.def("run_last", [](c10::Stream stream, bool last) { run_last(key(stream), last); });
   module.def("dawdle", [](c10::Stream stream, bool dawdles) { dawdle(key(stream), dawdles); });
+  module.def("is_waited_for", [](c10::Stream stream) { return is_waited_for(key(stream)); });
   module.def("set_delays", [](std::int64_t least_us, std::int64_t most_us, std::uint64_t seed) {
     set_delays(least_us, most_us, seed);
   });

@@ -64,8 +64,8 @@ View::View(const at::Tensor& tensor)
 
 at::Tensor View::tensor() const {
   const auto options = at::TensorOptions().dtype(dtype_).device(at::kCPU);
-  auto made = address_ ? at::from_blob(address_, sizes_, strides_, options)
-                       : at::empty_strided(sizes_, strides_, options);
+  auto made =
+      address_ ? at::from_blob(address_, sizes_, strides_, options) : at::empty_strided(sizes_, strides_, options);
   if (is_negative_) made._set_neg(true);
   if (is_conjugate_) made._set_conj(true);
   return made;

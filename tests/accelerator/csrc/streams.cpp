@@ -47,7 +47,8 @@ struct Worker {
   std::deque<Task> tasks;
   Delays delays;
   Ticket put = 0, done = 0;
-  Ticket wanted = 0;  // the host waits for this one
+  Ticket wanted = 0;  // the host waits, or has waited, for this one
+  int waiting = 0;    // threads of the host that wait for it now
   bool is_running = false, is_held = false, is_last = false, dawdles = false;
 };
 
@@ -219,8 +220,10 @@ Ticket add(c10::Stream stream, Task task) {
 void await(Lock& lock, StreamKey key, Ticket ticket) {
   auto& worker = worker_of(key);
   worker.wanted = std::max(worker.wanted, ticket);
+  ++worker.waiting;
   changed();
   state().host.wait(lock, [&] { return worker.done >= ticket || state().is_stopping; });
+  --worker.waiting;
 }
 
 // -- Each thread's device and streams
@@ -316,6 +319,11 @@ bool is_idle(c10::Stream stream) {
   return worker.done == worker.put;
 }
 
+bool is_waited_for(StreamKey stream) {
+  Lock lock(state().monitor);
+  return worker_of(stream).waiting > 0;
+}
+
 bool is_reached(const Mark& mark) {
   Lock lock(state().monitor);
   throw_error(mark.stream.first);
@@ -400,7 +408,8 @@ void set_delays(StreamKey stream, std::int64_t least_us, std::int64_t most_us, s
 std::vector<std::tuple<int, std::int64_t, Ticket, Ticket>> list_streams() {
   Lock lock(state().monitor);
   std::vector<std::tuple<int, std::int64_t, Ticket, Ticket>> found;
-  for (const auto& [key, worker] : state().workers) found.emplace_back(key.first, key.second, worker->put, worker->done);
+  for (const auto& [key, worker] : state().workers)
+    found.emplace_back(key.first, key.second, worker->put, worker->done);
   return found;
 }
 

@@ -60,6 +60,7 @@ void put_wait(c10::Stream stream, const std::shared_ptr<Mark>& mark);  // throws
 Ticket last_ticket(StreamKey stream);
 bool has_reached(StreamKey stream, Ticket ticket);
 bool is_idle(c10::Stream stream);       // throws
+bool is_waited_for(StreamKey stream);   // by a thread of the host, now
 bool is_reached(const Mark& mark);      // throws
 void wait_for(StreamKey stream, Ticket ticket);  // throws, but never before the ticket is reached
 void wait_for(const Mark& mark);                 // likewise
