@@ -584,11 +584,12 @@ def host(run: Run) -> None:
         for source, target in zip(values, there, strict=True):
             Host.upload(staging, source, target)
         stream.wait_stream(torch.accelerator.current_stream())
+        before = x
         with stream:
             x = x + there[0] + there[1]
-        for tensor in there:
+        for tensor in (before, *there):
             Host.used_on(tensor, stream)
-        del there, tensor, target
+        del before, there, tensor, target
         scratch = [torch.zeros(4096, device=run.device) for _ in values]
         torch.accelerator.current_stream().wait_stream(stream)
         run.keep(f"{number}", Host.download(staging, x))
