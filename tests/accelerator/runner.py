@@ -18,6 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import prepared
+
 HANG_S = 60
 """A training of a second or two that has not ended by then hangs."""
 
@@ -49,7 +51,7 @@ def outcomes(plants: str, tasks: Iterable[Task]) -> Iterator[Outcome]:
         ends.callback(lambda: process is not None and process.kill())
         for task in tasks:
             if process is None:
-                command = [sys.executable, "-m", "accelerator.runner", plants]
+                command = [prepared.python(), "-m", "accelerator.runner", plants]
                 environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
                 process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
