@@ -1,26 +1,21 @@
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <sys/vfs.h>
 
 #include <array>
-#include <cerrno>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <tuple>
 #include <utility>
 
 #include "../io/crc32c.h"
 #include "../io/header.h"
-#include "../io/io_held.h"
 #include "../io/io_threads.h"
 #include "../io/io_uring.h"
-#include "../io/path_lock.h"
 #include "../io/store_file.h"
 #include "../runtime/completion_queue.h"
 #include "bindings.h"
@@ -275,59 +270,10 @@ void bind_files(nb::module_& module) {
                   "0 where this process may use io_uring, else the errno that says why not.");
 }
 
-void bind_turns(nb::module_& module) {
-  nb::class_<HeldIo, IoEngine>(module, "HeldIo",
-                               "For tests: an I/O engine whose requests end when it is told so; see csrc/io/io_held.h.")
-      .def(nb::init<CompletionQueue&>(), "queue"_a, nb::keep_alive<1, 2>())
-      .def("started", &HeldIo::started, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>(),
-           "Wait for the next request that has arrived; its op, or None after timeout_s.")
-      .def("finish", &HeldIo::finish, "op"_a, "error"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-           "End a request that is in flight.");
-
-  using Wait = std::pair<double, int>;
-  const auto pair = [](const std::optional<TurnWait>& wait) -> std::optional<Wait> {
-    if (!wait) return std::nullopt;
-    return Wait(wait->waited_s, static_cast<int>(wait->holder));
-  };
-  nb::class_<TakingTurns, IoEngine>(module, "TakingTurns",
-                                    "An I/O engine that passes requests on to another while it holds a path's lock;\n"
-                                    "see csrc/io/path_lock.h. Closing it closes the other.")
-      .def(
-          "__init__",
-          [](TakingTurns* self, IoEngine& inner, CompletionQueue& queue, const std::string& lock_file,
-             std::uint32_t holders, std::uint64_t turn_bytes, double report_after_s) {
-            try {
-              new (self) TakingTurns(inner, queue, {lock_file, holders, turn_bytes, report_after_s});
-            } catch (const std::system_error& error) {
-              errno = error.code().value();
-              PyErr_SetFromErrnoWithFilename(PyExc_OSError, lock_file.c_str());
-              throw nb::python_error();
-            }
-          },
-          "inner"_a, "queue"_a, "lock_file"_a, "holders"_a, "turn_bytes"_a, "report_after_s"_a, nb::keep_alive<1, 2>(),
-          nb::keep_alive<1, 3>())
-      .def(
-          "next_report",
-          [pair](TakingTurns& self) {
-            std::optional<TurnWait> wait;
-            {
-              nb::gil_scoped_release release;
-              wait = self.next_report();
-            }
-            return pair(wait);
-          },
-          "Wait until a turn has been waited for unusually long; return (seconds, pid of who is in the way, 0 if it\n"
-          "cannot be seen), or None once closed. One thread at a time.")
-      .def(
-          "waiting", [pair](const TakingTurns& self) { return pair(self.waiting()); },
-          "The same about the turn that is being waited for now, or None.");
-}
-
 }  // namespace
 
 void bind_io(nb::module_& module) {
   bind_checksums(module);
   bind_headers(module);
   bind_files(module);
-  bind_turns(module);
 }

@@ -17,7 +17,7 @@ from offload.tiers.file import DEFAULT_EXTENT_BYTES, IO_BACKENDS, FileTier, choo
 from offload.tiers.objects import ObjectClient, RetryPolicy, S3Client
 from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
-from offload.tiers.turns import Turns
+from offload.tiers.turns import TakingTurns, Turns
 
 _log = logging.getLogger("offload")
 
@@ -96,18 +96,25 @@ def open_tier(
             if turns is not None:
                 _log.warning("path_lock has no effect on %s: asyncio takes no turns, other backends do", path)
             return AsyncFileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
-        return FileTier(
+        reports_to = queue if turns is None else CompletionQueue()
+        tier = FileTier(
             rest,
             store,
-            queue,
+            reports_to,
             max_bytes=max_bytes,
             extent_bytes=extent_bytes,
             depth=depth,
             checksum=checksum,
             io_backend=io_backend,
-            turns=turns,
             used_bytes=used_bytes,
         )
+        if turns is None:
+            return tier
+        try:
+            return TakingTurns(tier, reports_to, queue, turns)
+        except BaseException:
+            tier.close()
+            raise
     if scheme == "s3" and separator:
         if used_bytes is not None:
             raise _no_taking_over(path)
