@@ -47,7 +47,6 @@ def worker(pipe: Connection, path: str, tile_bytes: int, tiles: int, turn_bytes:
             offset=number * slot_bytes(tile_bytes),
             address=arena.address + place * tile_bytes,
             nbytes=tile_bytes,
-            numel=tile_bytes // 4,
         )
 
     def move(locked: int) -> list[float]:

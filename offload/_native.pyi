@@ -26,14 +26,13 @@ def make_slot_header(
     tensor: int,
     tile: int,
     step: int,
-    numel: int,
     nbytes: int,
     checksum: int | None = None,
 ) -> bytes: ...
 def check_slot_header(
-    raw: bytes, store: bytes, subgroup: int, tensor: int, tile: int, step: int, numel: int, nbytes: int
+    raw: bytes, store: bytes, subgroup: int, tensor: int, tile: int, step: int, nbytes: int
 ) -> bool: ...
-def parse_slot_header(raw: bytes) -> tuple[bytes, int, int, int, int, int, int, int | None] | None: ...
+def parse_slot_header(raw: bytes) -> tuple[bytes, int, int, int, int, int, int | None] | None: ...
 def file_system_magic(path: str) -> int: ...
 
 class StoreFile:
@@ -54,7 +53,6 @@ class IoEngine:
         tensor: int,
         tile: int,
         step: int,
-        numel: int,
         offset: int,
         address: int,
         nbytes: int,
@@ -69,7 +67,6 @@ class IoEngine:
         tensor: int,
         tile: int,
         step: int,
-        numel: int,
         offset: int,
         address: int,
         nbytes: int,

@@ -34,14 +34,13 @@ std::array<std::uint8_t, 16> store_bytes(const nb::bytes& store) {
 }
 
 SlotIdentity slot_identity(const std::array<std::uint8_t, 16>& store, std::uint32_t subgroup, std::uint32_t tensor,
-                           std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t nbytes) {
+                           std::uint32_t tile, std::uint64_t step, std::uint64_t nbytes) {
   SlotIdentity identity;
   std::memcpy(identity.store, store.data(), store.size());
   identity.subgroup = subgroup;
   identity.tensor = tensor;
   identity.tile = tile;
   identity.step = step;
-  identity.numel = numel;
   identity.nbytes = nbytes;
   return identity;
 }
@@ -53,12 +52,12 @@ struct SharedFile {
 };
 
 IoRequest transfer(IoKind kind, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-                   std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset,
-                   std::uintptr_t address, std::uint64_t nbytes) {
+                   std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address,
+                   std::uint64_t nbytes) {
   IoRequest request;
   request.kind = kind;
   request.op = op;
-  request.identity = slot_identity(file.file->store(), subgroup, tensor, tile, step, numel, nbytes);
+  request.identity = slot_identity(file.file->store(), subgroup, tensor, tile, step, nbytes);
   request.file = file.file;
   request.offset = offset;
   request.address = reinterpret_cast<void*>(address);
@@ -115,25 +114,25 @@ void bind_headers(nb::module_& module) {
   module.def(
       "make_slot_header",
       [](const nb::bytes& store, std::uint32_t subgroup, std::uint32_t tensor, std::uint32_t tile, std::uint64_t step,
-         std::uint64_t numel, std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
+         std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
         SlotHeader header;
-        make_header(slot_identity(store_bytes(store), subgroup, tensor, tile, step, numel, nbytes),
-                    checksum.has_value(), checksum.value_or(0), &header);
+        make_header(slot_identity(store_bytes(store), subgroup, tensor, tile, step, nbytes), checksum.has_value(),
+                    checksum.value_or(0), &header);
         return nb::bytes(reinterpret_cast<const char*>(&header), sizeof header);
       },
-      "store"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "nbytes"_a, "checksum"_a = nb::none(),
+      "store"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "nbytes"_a, "checksum"_a = nb::none(),
       "The 4096 bytes that a slot begins with (csrc/io/header.h); checksum None: none was computed.");
   module.def(
       "check_slot_header",
       [](const nb::bytes& raw, const nb::bytes& store, std::uint32_t subgroup, std::uint32_t tensor, std::uint32_t tile,
-         std::uint64_t step, std::uint64_t numel, std::uint64_t nbytes) {
-        return check_header(header_from(raw),
-                            slot_identity(store_bytes(store), subgroup, tensor, tile, step, numel, nbytes)) == 0;
+         std::uint64_t step, std::uint64_t nbytes) {
+        const SlotIdentity expected = slot_identity(store_bytes(store), subgroup, tensor, tile, step, nbytes);
+        return check_header(header_from(raw), expected) == 0;
       },
-      "raw"_a, "store"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "nbytes"_a,
+      "raw"_a, "store"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "nbytes"_a,
       "Whether raw is a whole header of exactly this tile, step and store.");
   using Fields = std::tuple<nb::bytes, std::uint32_t, std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t,
-                            std::uint64_t, std::optional<std::uint32_t>>;
+                            std::optional<std::uint32_t>>;
   module.def(
       "parse_slot_header",
       [](const nb::bytes& raw) -> std::optional<Fields> {
@@ -142,10 +141,10 @@ void bind_headers(nb::module_& module) {
         std::optional<std::uint32_t> checksum;
         if ((header.flags & kSlotHasChecksum) != 0) checksum = header.payload_crc;
         return Fields(nb::bytes(reinterpret_cast<const char*>(header.store), sizeof header.store), header.subgroup,
-                      header.tensor, header.tile, header.step, header.numel, header.nbytes, checksum);
+                      header.tensor, header.tile, header.step, header.nbytes, checksum);
       },
       "raw"_a,
-      "(store, subgroup, tensor, tile, step, numel, nbytes, checksum) of a whole header, else None; checksum is\n"
+      "(store, subgroup, tensor, tile, step, nbytes, checksum) of a whole header, else None; checksum is\n"
       "None where none was computed.");
 }
 
@@ -187,30 +186,30 @@ void bind_files(nb::module_& module) {
       .def(
           "read",
           [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-             std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset, std::uintptr_t address,
-             std::uint64_t nbytes, std::optional<std::uint32_t> checksum, bool verify) {
+             std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
+             std::optional<std::uint32_t> checksum, bool verify) {
             IoRequest request =
-                transfer(IoKind::kRead, file, op, subgroup, tensor, tile, step, numel, offset, address, nbytes);
+                transfer(IoKind::kRead, file, op, subgroup, tensor, tile, step, offset, address, nbytes);
             request.has_expected_crc = checksum.has_value();
             request.expected_crc = checksum.value_or(0);
             request.verify = verify;
             self.submit(std::move(request));
           },
-          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "offset"_a, "address"_a,
-          "nbytes"_a, "checksum"_a = nb::none(), "verify"_a = true, "Start reading a slot; see offload.protocols.TileRequest.")
+          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "offset"_a, "address"_a, "nbytes"_a,
+          "checksum"_a = nb::none(), "verify"_a = true, "Start reading a slot; see offload.protocols.TileRequest.")
       .def(
           "write",
           [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-             std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset, std::uintptr_t address,
-             std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
+             std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
+             std::optional<std::uint32_t> checksum) {
             IoRequest request =
-                transfer(IoKind::kWrite, file, op, subgroup, tensor, tile, step, numel, offset, address, nbytes);
+                transfer(IoKind::kWrite, file, op, subgroup, tensor, tile, step, offset, address, nbytes);
             request.has_expected_crc = checksum.has_value();
             request.expected_crc = checksum.value_or(0);
             self.submit(std::move(request));
           },
-          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "offset"_a, "address"_a,
-          "nbytes"_a, "checksum"_a = nb::none(), "Start writing a slot; see offload.protocols.TileRequest.")
+          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "offset"_a, "address"_a, "nbytes"_a,
+          "checksum"_a = nb::none(), "Start writing a slot; see offload.protocols.TileRequest.")
       .def(
           "sync",
           [](IoEngine& self, const SharedFile& file, std::uint64_t op) {

@@ -16,7 +16,7 @@ from offload.kernels.table import trial_items, trial_table
 from offload.measure.drive import Load
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import Completion, Tier, TileId, TileRequest, UpdateKernel
-from offload.rules import FP32, UpdateRule
+from offload.rules import UpdateRule
 from offload.tiers import slot_bytes, tier_error
 
 CHUNK_NUMEL = 1 << 21
@@ -186,7 +186,7 @@ class Slots:
         def start(op: int, place: int) -> None:
             slot = next(turns[place])
             tile, offset = TileId(self.number, 0, slot), self.offset + slot * slot_bytes(nbytes)
-            call(TileRequest(op, tile, 0, offset, address + place * nbytes, nbytes, nbytes // FP32.item_bytes))
+            call(TileRequest(op, tile, 0, offset, address + place * nbytes, nbytes))
 
         def error(completion: Completion) -> OffloadError:
             return tier_error("probe", completion, None, self.tier)

@@ -241,7 +241,7 @@ class AsyncFileTier(Owned):
 
     async def _write(self, request: TileRequest) -> tuple[int, int]:
         checksum = await self._crc(request) if self._checksum else None
-        header = make_slot_header(self._store, *request.tile, request.step, request.numel, request.nbytes, checksum)
+        header = make_slot_header(self._store, *request.tile, request.step, request.nbytes, checksum)
         moved = await self._move(_pwritev, [memoryview(header), memory_of(request)], request.offset)
         if moved < SLOT_HEADER_BYTES + request.nbytes:
             return errno.EIO, 0

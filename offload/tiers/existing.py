@@ -63,8 +63,7 @@ class ExistingStore(Owned):
         self._check_open("read")
         check_request(request)
         place = request.offset, request.address, request.nbytes
-        tile = (*request.tile, request.step, request.numel)
-        self._io.read(self._file, request.op, *tile, *place, request.checksum)
+        self._io.read(self._file, request.op, *request.tile, request.step, *place, request.checksum)
 
     def write(self, request: TileRequest) -> None:
         """Not possible."""

@@ -151,10 +151,10 @@ class FileTier(Owned):
         self._check_open("write")
         self._engine.write(*self._arguments(request), request.checksum)
 
-    def _arguments(self, request: TileRequest) -> tuple[StoreFile, int, int, int, int, int, int, int, int, int]:
+    def _arguments(self, request: TileRequest) -> tuple[StoreFile, int, int, int, int, int, int, int, int]:
         check_request(request)
         place = request.offset, request.address, request.nbytes
-        return (self._file, request.op, *request.tile, request.step, request.numel, *place)
+        return (self._file, request.op, *request.tile, request.step, *place)
 
     def sync(self, op: int) -> None:
         """Make every write that was submitted before durable; completes as `op`."""

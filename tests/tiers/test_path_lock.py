@@ -89,7 +89,7 @@ class Session:
 
     def submit(self, op: int) -> None:
         """Start a request; it reaches the device when the session has its turn."""
-        self.tier.read(TileRequest(op=op, tile=TILE, step=0, offset=0, address=4096, nbytes=4096, numel=1024))
+        self.tier.read(TileRequest(op=op, tile=TILE, step=0, offset=0, address=4096, nbytes=4096))
 
     def has_turn(self) -> int:
         """Wait for the next request that has reached the device."""
