@@ -61,6 +61,7 @@ class Shard:
         config: Tiers and budgets of this rank.
         device: The GPU that weights are on.
         gradient_dtype: In which gradients are summed; None for that of the weights.
+        among: See `offload.Engine`.
 
     Attributes:
         gradients: Those of the window (what lies between two steps).
@@ -73,6 +74,7 @@ class Shard:
         config: OffloadConfig,
         device: torch.device | None = None,
         gradient_dtype: torch.dtype | None = None,
+        among: tuple[int, int] | None = None,
     ) -> None:
         self.pieces = tuple(pieces)
         self.index = {piece.name: number for number, piece in enumerate(self.pieces)}
@@ -93,7 +95,7 @@ class Shard:
                 # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
                 gpu_memory=0 if config.gpu_memory == "auto" else config.gpu_memory,
             )
-        self.engine = Engine(parameters, config, device=device)
+        self.engine = Engine(parameters, config, device=device, among=among)
         self.gradients: HostGradients | DeviceGradients
         if device is None:
             self.gradients = HostGradients(self.pieces, self.engine)

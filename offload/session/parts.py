@@ -69,7 +69,14 @@ class Parts:
     plan: Plan
     rates: Rates
 
-    def __init__(self, config: OffloadConfig, gradient_slots: bool, device: Device | None, rule: UpdateRule) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        gradient_slots: bool,
+        device: Device | None,
+        rule: UpdateRule,
+        sharing: int | None = None,
+    ) -> None:
         self.config = config
         self.rule = rule.stored_in(STATE_FORMATS[config.state_format])
         self.is_whole = False
@@ -89,7 +96,7 @@ class Parts:
             wanted=gradient_slots or device is not None,
             passing=device is not None and not config.keep_grads,
         )
-        self._threads = config.threads or default_threads(device)
+        self._threads = config.threads or default_threads(device, sharing)
         self._store = uuid.uuid4()
 
     # Putting them together
