@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from offload.engine.memory import HUGE_PAGE_BYTES, Arena
 from offload.errors import OffloadError, TierError
+from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_items, trial_table
 from offload.measure.drive import Load
 from offload.plan.rates import UPDATE_MEMORY_COST
@@ -24,9 +26,6 @@ CHUNK_NUMEL = 1 << 21
 
 UPDATE_DEPTH = 2
 """Updates in flight at once, as in a step."""
-
-STREAM_ITEM_BYTES = 28
-"""Bytes that Adam's update has to move for each element: fp32 state read and written, 16-bit gradient and weight."""
 
 UNSEEN_SLOWDOWN = 0.03
 """Slow-downs of the update below this are noise, and say nothing about what I/O costs."""
@@ -130,6 +129,14 @@ class TrialState:
         """Return the segment table of a run of elements."""
         addresses = {name: address + self._items[name].offset(start) for name, address in self._addresses.items()}
         return trial_table(self._rule, addresses, numel)
+
+    def stream_rate(self, kernel: CpuUpdateKernel, *variants: StreamVariant) -> float:
+        """Return the bytes per second, reads and writes together, of passes over all memory: one for each variant."""
+        whole, started_s = self.table(0, self.numel), time.perf_counter()
+        for variant in variants:
+            kernel.stream(whole, variant)
+        moved_bytes = len(variants) * self.numel * self._rule.item_bytes * self._rule.memory_cost
+        return moved_bytes / (time.perf_counter() - started_s)
 
     def updates(self, kernel: UpdateKernel, count: int | None) -> Load:
         """Return updates of the chunks in turn."""
