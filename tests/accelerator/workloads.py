@@ -617,9 +617,9 @@ def tables(run: Run) -> None:
             super().record(stream)
 
     with late.held(lane), Host.working_on(lane):
-        with replaced(uploads, "_backend", replace(backend, event=lambda device, timed: Interrupted(device))):
-            with contextlib.suppress(KeyboardInterrupt), uploads.lend(words) as there:
-                found.copy_(there)
+        stubborn = replaced(uploads, "_backend", replace(backend, event=lambda device, timed: Interrupted(device)))
+        with stubborn, contextlib.suppress(KeyboardInterrupt), uploads.lend(words) as there:
+            found.copy_(there)
         del there
         with uploads.lend(words + 5000):
             uploads._stream.synchronize()
