@@ -232,7 +232,7 @@ def train(training: str, folder: Path) -> dict[str, Any]:
 
 
 def _step(model: Model, optimizer: Any, step: int, norms: dict[str, str], *, is_early: bool) -> None:
-    """Take a step: plain (0, 3), clipped loosely (1, 7) or tightly (2), skipped (4), of fewer (5), at half rate (6)."""
+    """Take a step: plain (0, 3), clipped loosely (1, 7) or tightly (2), skipped (4), of fewer (5), at half lr (6)."""
     seeds = [10 * step, 10 * step + 3] if step == 2 else [10 * step]
     for seed in seeds:
         given = {name: drawn(100 * seed + number, shape) for number, (name, shape) in enumerate(SHAPES.items())}

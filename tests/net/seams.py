@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from settling import settle as settle_engine
 
+from offload import cli
 from offload.kernels import CpuUpdateKernel, instruction_sets
+from offload.measure import load_rates, save_rates
+from offload.measure.rates_file import machine_facts, path_facts, versions
 from offload.sim import SimulatedDevice
 
-__all__ = ["SimulatedDevice", "instruction_sets", "on_device", "only", "settle"]
+__all__ = [
+    "SimulatedDevice",
+    "facts",
+    "instruction_sets",
+    "load_rates",
+    "on_device",
+    "only",
+    "save_rates",
+    "settle",
+    "verified",
+]
 
 
 def on_device(kind: type[Any], device: SimulatedDevice) -> type[Any]:
@@ -44,3 +60,17 @@ def only(instruction_set: str) -> Iterator[list[str]]:
         yield used
     finally:
         CpuUpdateKernel.__init__ = plain  # type: ignore[method-assign]
+
+
+def verified(checkpoint: Path) -> list[dict[str, Any]]:
+    """Return what `offload verify --json` says."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        cli.main(["verify", str(checkpoint), "--json", "--quiet"])
+    found: list[dict[str, Any]] = json.loads(said.getvalue())
+    return found
+
+
+def facts(path: str) -> dict[str, dict[str, Any]]:
+    """Return what rates depend on."""
+    return {"machine": machine_facts(), "versions": versions(), "path": path_facts(path)}
