@@ -147,6 +147,11 @@ def drawn(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(integers(seed, numel)).reshape(shape).float() * 2.0 ** -(8 + seed % 5)
 
 
+def given(seed: int) -> dict[str, torch.Tensor]:
+    """Return gradients of all weights."""
+    return {name: drawn(100 * seed + number, shape) for number, (name, shape) in enumerate(SHAPES.items())}
+
+
 class Model(torch.nn.Module):
     """Modules of two weights each."""
 
@@ -235,12 +240,12 @@ def _step(model: Model, optimizer: Any, step: int, norms: dict[str, str], *, is_
     """Take a step: plain (0, 3), clipped loosely (1, 7) or tightly (2), skipped (4), of fewer (5), at half lr (6)."""
     seeds = [10 * step, 10 * step + 3] if step == 2 else [10 * step]
     for seed in seeds:
-        given = {name: drawn(100 * seed + number, shape) for number, (name, shape) in enumerate(SHAPES.items())}
+        gradients = given(seed)
         if step == 4:
-            given["row"][77] = float("inf")
+            gradients["row"][77] = float("inf")
         if step == 5:
-            del given["few"], given["matrix"]
-        model(given).backward()
+            del gradients["few"], gradients["matrix"]
+        model(gradients).backward()
         if is_early:
             seams.settle(optimizer)
     if step in (1, 2, 4, 7):

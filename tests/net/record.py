@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from net import bits, errors, files
+from net import bits, calls, errors, files
 from net.recordings import write
 
 PARTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "bits": (bits.FILE, bits.observe),
+    "calls": (calls.FILE, calls.observe),
     "errors": (errors.FILE, errors.observe),
     "files": (files.FILE, files.observe),
 }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from offload import cli
 from offload.kernels import CpuUpdateKernel, instruction_sets
 from offload.measure import load_rates, save_rates
 from offload.measure.rates_file import machine_facts, path_facts, versions
+from offload.protocols import Device, DeviceLane
 from offload.sim import SimulatedDevice
 
 __all__ = [
+    "CountedDevice",
     "SimulatedDevice",
     "facts",
     "instruction_sets",
@@ -28,6 +32,40 @@ __all__ = [
     "settle",
     "verified",
 ]
+
+
+METHODS = tuple(name for name, value in vars(Device).items() if callable(value) and not name.startswith("_"))
+"""What a device can be asked for."""
+
+
+class CountedDevice(SimulatedDevice):
+    """A simulated device that counts what it is asked for, by method and, where there is one, by lane."""
+
+    def __init__(self, memory_bytes: int, **options: Any) -> None:
+        self.calls: Counter[str] = Counter()
+        self._inside = threading.local()
+        super().__init__(memory_bytes, **options)
+
+
+def _counted(method: str) -> Callable[..., Any]:
+    plain = getattr(SimulatedDevice, method)
+
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        if getattr(self._inside, "call", False):  # the device's own
+            return plain(self, *arguments, **options)
+        lanes = [each for each in (*arguments, *options.values()) if isinstance(each, DeviceLane)]
+        self.calls[" ".join([method, *(lane.name.lower() for lane in lanes)])] += 1
+        self._inside.call = True
+        try:
+            return plain(self, *arguments, **options)
+        finally:
+            self._inside.call = False
+
+    return call
+
+
+for _method in METHODS:
+    setattr(CountedDevice, _method, _counted(_method))
 
 
 def on_device(kind: type[Any], device: SimulatedDevice) -> type[Any]:
