@@ -39,10 +39,12 @@ class Module:
     assigned: dict[tuple[ast.AST, str], list[ast.expr]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for node in ast.walk(self.tree):
-            for child in ast.iter_child_nodes(node):
-                self.parent[child] = node
-        for node in ast.walk(self.tree):
+        self.nodes: list[ast.AST] = [self.tree]
+        for node in self.nodes:  # which grows
+            children = list(ast.iter_child_nodes(node))
+            self.parent.update(dict.fromkeys(children, node))
+            self.nodes += children
+        for node in self.nodes:
             if isinstance(node, ast.Call):
                 self.calls[name_of(node.func)].append(node)
             elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -155,7 +157,7 @@ def few(found: Iterable[str]) -> list[str]:
 def error_classes(modules: list[Module]) -> set[str]:
     """Return `OffloadError` and the names of all classes that derive from it."""
     found, size = {"OffloadError"}, 0
-    classes = [node for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    classes = [node for module in modules for node in module.nodes if isinstance(node, ast.ClassDef)]
     while len(found) > size:
         size = len(found)
         found |= {node.name for node in classes if any(name_of(base) in found for base in node.bases)}
@@ -164,7 +166,7 @@ def error_classes(modules: list[Module]) -> set[str]:
 
 def lines_of(module: Module, classes: set[str]) -> Iterator[str]:
     """Yield the texts of all errors that a module makes, and of the messages that its error classes make."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.Call):
             continue
         name, arguments = name_of(node.func), [*node.args, *(keyword.value for keyword in node.keywords)]
@@ -191,9 +193,4 @@ def observe(folder: Path | None = None, root: Path = ROOT) -> str:
     modules = [Module(ast.parse(file.read_text(encoding="utf-8"))) for file in files]
     classes = error_classes(modules)
     found = {line for module in modules for line in lines_of(module, classes)}
-    return "".join(f"{line}\n" for line in sorted(ascii_line(line) for line in found))
-
-
-def ascii_line(line: str) -> str:
-    """Return a line that is one line."""
-    return line.replace("\n", "\\n")
+    return "".join(f"{line}\n" for line in sorted(line.replace("\n", "\\n") for line in found))

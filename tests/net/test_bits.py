@@ -23,6 +23,7 @@ def test_a_training_ends_with_the_recorded_bits(training: str, tmp_path: Path) -
     check("bits", RECORDED[bits.content(training)], bits.train(training, tmp_path))
 
 
+@pytest.mark.slow
 def test_trainings_end_with_the_recorded_bits_with_avx2_alone(tmp_path: Path) -> None:
     """One for each rule; kernels promise the same bits on every instruction set."""
     if "avx2" not in seams.instruction_sets():

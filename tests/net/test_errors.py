@@ -26,6 +26,7 @@ def use(x):
 """
 
 
+@pytest.mark.slow
 def test_texts_of_errors_are_as_recorded() -> None:
     check("errors", recorded(errors.FILE), errors.observe())
 
