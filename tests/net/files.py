@@ -10,7 +10,7 @@
     87b95bc  ... a state format for each subgroup (compact8)
     cba6f9b  ... a prefix of names in what the optimizer says
     6d28749  ... boxes of pieces that are no single run of their parameter
-    e760b6c  ... which parameters each group has; written by today's package, as all of the above is
+    e760b6c  which parameters each group has
 
 and a file of rates for each that changed those: 688dd07 the first; 82bf003 the engine's reaction; dbb9fcb its calls
 and operations; 87b95bc paths alone; cba6f9b format 2, a rate for each format of state; e760b6c transfers at once.
