@@ -47,6 +47,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Literal
 
 from offload.dtypes import DtypeCode
 from offload.engine.index import Record, TileIndex
@@ -56,16 +57,12 @@ from offload.engine.operations import (
     Begin,
     BeginSave,
     Confirm,
-    CopyIn,
-    CopyOut,
     Done,
     Event,
     Extend,
     Failed,
-    FetchWeights,
     Hold,
     Operation,
-    PushWeights,
     ReadTile,
     Release,
     Reshare,
@@ -76,6 +73,7 @@ from offload.engine.operations import (
     Sweep,
     Taken,
     TakeUp,
+    Transfer,
     Visit,
     WriteTile,
 )
@@ -599,14 +597,13 @@ class Machine:
                 return self._flushed_tile(tile.subgroup)
             case Run():
                 self._ran(operation)
-            case CopyIn(subgroup=subgroup):
-                self._gpu.under_way.append(subgroup)
-            case CopyOut(subgroup=subgroup):
+            case Transfer(subgroup=subgroup, way="fetch"):
+                device = self._gpu if operation.what == "state" else self._cpu
+                device.under_way.append(subgroup)
+            case Transfer(subgroup=subgroup, what="state"):
                 del self._gpu_slots[subgroup]
                 self._settle(subgroup, changed=True)
-            case FetchWeights(subgroup=subgroup):
-                self._cpu.under_way.append(subgroup)
-            case PushWeights(subgroup=subgroup, weight_slot=weight_slot):
+            case Transfer(subgroup=subgroup, through=weight_slot):
                 self._end_visit(subgroup)
                 if self.broken is None:
                     self._issue(AwaitPush(self._take_op(), subgroup, weight_slot))
@@ -690,14 +687,14 @@ class Machine:
             self._end_visit(subgroup)
             del self._weight_slots[run.weight_slot]
         elif self.broken is None:  # else the GPU keeps old weights, and the visit does not end
-            self._issue(PushWeights(self._take_op(), subgroup, run.weight_slot, visit.weight_bytes))
+            self._transfer(visit, "flush", run.weight_slot)
         if run.gpu_slot is None:
             self._settle(subgroup, changed=visit.changes)
         elif not visit.changes:
             del self._gpu_slots[subgroup]
             self._settle(subgroup, changed=False)
         elif self.broken is None:
-            self._issue(CopyOut(self._take_op(), subgroup, run.slot, run.gpu_slot))
+            self._transfer(visit, "flush", run.gpu_slot)
 
     def _end_visit(self, subgroup: int) -> None:
         self._unfinished -= 1
@@ -822,7 +819,7 @@ class Machine:
             if self.is_fresh(subgroup) or visit.overwrites:
                 self._gpu.under_way.append(subgroup)
             else:
-                self._issue(CopyIn(self._take_op(), subgroup, self._slots.get(subgroup), gpu_slot))
+                self._transfer(visit, "fetch", gpu_slot)
 
     def _start_fetches(self) -> None:
         """Give weight slots to the visits whose weights are to be fetched."""
@@ -834,7 +831,16 @@ class Machine:
             subgroup = self._for_weights.take()
             self._with_weights[subgroup] = weight_slot, self._pending.pop(subgroup)
             self._to(subgroup, Phase.BUSY)
-            self._issue(FetchWeights(self._take_op(), subgroup, weight_slot, visit.weight_bytes))
+            self._transfer(visit, "fetch", weight_slot)
+
+    def _transfer(self, visit: Visit, way: Literal["fetch", "flush"], through: int) -> None:
+        """Copy what a visit needs: its state where it runs on the GPU, else its weights."""
+        op, number = self._take_op(), visit.subgroup
+        if visit.gpu:
+            nbytes = self.plan.layout.subgroups[number].state_bytes
+            self._issue(Transfer(op, number, "state", way, through, nbytes, self._slots.get(number)))
+        else:
+            self._issue(Transfer(op, number, "weights", way, through, visit.weight_bytes))
 
     def _take_weight_slot(self, visit: Visit) -> int | None:
         slots = range(self.plan.weight_slots)

@@ -83,17 +83,13 @@ from offload.engine.operations import (
     BeginSave,
     Commit,
     Confirm,
-    CopyIn,
-    CopyOut,
     CopyTile,
     Done,
     Event,
     Extend,
     Failed,
-    FetchWeights,
     Hold,
     Operation,
-    PushWeights,
     ReadTile,
     Release,
     Reshare,
@@ -104,8 +100,8 @@ from offload.engine.operations import (
     Sweep,
     Sync,
     TakeUp,
+    Transfer,
     Visit,
-    WeightOperation,
     WriteTile,
 )
 from offload.errors import InternalError, TierError
@@ -433,15 +429,15 @@ class CheckedExecutor:
         if not again:
             self._require(self._fatal is None, "9: an operation after a fatal error")
             self._require(not self._again, "9: an operation before a failed write is issued again")
-        if isinstance(operation, Run | CopyIn | FetchWeights | ReadTile):
+        if isinstance(operation, Run | ReadTile) or (isinstance(operation, Transfer) and operation.way == "fetch"):
             self._issued_in_order(operation)
         if isinstance(operation, Run):
             self._issued_run(operation)
         elif isinstance(operation, SaveTile | CopyTile | Sync | Commit):
             self._issued_save(operation)
-        elif isinstance(operation, CopyIn | CopyOut):
+        elif isinstance(operation, Transfer) and operation.what == "state":
             self._issued_copy(operation)
-        elif isinstance(operation, WeightOperation):
+        elif isinstance(operation, Transfer | AwaitPush):
             self._issued_weights(operation)
         else:
             place = self._places[operation.tile.subgroup].get(operation.tile)
@@ -457,7 +453,7 @@ class CheckedExecutor:
                 self._issued_write(operation)
         self._flying[operation.op] = operation
 
-    def _issued_in_order(self, operation: Run | CopyIn | FetchWeights | ReadTile) -> None:
+    def _issued_in_order(self, operation: Run | Transfer | ReadTile) -> None:
         number = operation.tile.subgroup if isinstance(operation, ReadTile) else _subgroup_of(operation)
         visit, found = self._visits.get(number), self._unbegun.pop(number, None)
         if visit is None or found is None:
@@ -522,39 +518,40 @@ class CheckedExecutor:
 
     # Weights ----------------------------------------------------------------------------------------------------
 
-    def _issued_weights(self, operation: WeightOperation) -> None:
+    def _issued_weights(self, operation: Transfer | AwaitPush) -> None:
         number, visit = operation.subgroup, self._visits.get(operation.subgroup)
         match operation:
-            case FetchWeights():
+            case Transfer(way="fetch"):
                 due = visit is not None and visit.fetches and visit.weight_bytes == operation.nbytes
                 self._require(due, "11: a fetch of weights that is not due")
                 self._take_weight_slot(operation, "fetching")
-            case PushWeights():
+            case Transfer():
                 due = self._plan.layout.subgroups[number].weight_bytes == operation.nbytes
                 self._require(due, "11: a push of other weights")
                 self._next_stage(operation, "made", "pushing", "11: a push of weights that is not due")
             case AwaitPush():
                 self._next_stage(operation, "pushed", "leaving", "11: a wait for a push that has not been")
 
-    def _take_weight_slot(self, operation: FetchWeights | Run, stage: str) -> None:
-        slot, number = operation.weight_slot, _subgroup_of(operation)
+    def _take_weight_slot(self, operation: Transfer | Run, stage: str) -> None:
+        slot, number = _weight_slot(operation), _subgroup_of(operation)
         self._require(slot is not None and 0 <= slot < self._plan.weight_slots, "11: there is no such weight slot")
         self._require(slot not in self._weight_slots, "11: a weight slot that is in use")
         if slot is not None:
             self._weight_slots[slot] = _WeightSlot(number, stage)
 
-    def _next_stage(self, operation: WeightOperation | Run, before: str, after: str, rule: str) -> None:
-        slot = None if operation.weight_slot is None else self._weight_slots.get(operation.weight_slot)
+    def _next_stage(self, operation: Transfer | AwaitPush | Run, before: str, after: str, rule: str) -> None:
+        number = _weight_slot(operation)
+        slot = None if number is None else self._weight_slots.get(number)
         known = slot is not None and slot.subgroup == _subgroup_of(operation) and slot.stage == before
         self._require(known, rule)
         if slot is not None:
             slot.stage = after
 
-    def _done_weights(self, operation: WeightOperation) -> None:
+    def _done_weights(self, operation: Transfer | AwaitPush) -> None:
         match operation:
-            case FetchWeights(weight_slot=slot):
+            case Transfer(way="fetch", through=slot):
                 self._weight_slots[slot].stage = "fetched"
-            case PushWeights(weight_slot=slot):
+            case Transfer(through=slot):
                 self._weight_slots[slot].stage = "pushed"
                 self._unended.pop(operation.subgroup, None)
             case AwaitPush(weight_slot=slot):
@@ -792,7 +789,7 @@ class CheckedExecutor:
         self._extents[location.path].leave(location.offset)
         self._lost_bytes += location.nbytes + SECTOR_BYTES
 
-    def _issued_copy(self, copy: CopyIn | CopyOut) -> None:
+    def _issued_copy(self, copy: Transfer) -> None:
         subgroup = self._subgroups[copy.subgroup]
         resident = self._plan.is_resident(copy.subgroup)
         self._require(not self._plan.at_home_on_gpu(copy.subgroup), "10: a copy of state at home on the GPU")
@@ -800,14 +797,14 @@ class CheckedExecutor:
         self._require(not subgroup.reads and not subgroup.writes, "10: a copy amid transfers")
         self._require(copy.slot == (None if resident else subgroup.slot), "10: a copy from or to another's memory")
         self._require(resident or copy.slot is not None, "10: a copy from or to no memory")
-        if isinstance(copy, CopyIn):
+        if copy.way == "fetch":
             self._require(subgroup.version > 0, "10: a copy of state that was never changed")
             whole = resident or len(subgroup.held) == len(self._places[copy.subgroup])
             self._require(whole, "10: a copy before all of the newest state is there")
             self._require(subgroup.gpu_slot is None, "10: a second copy to the GPU")
-            self._take_gpu_slot(copy.subgroup, copy.gpu_slot)
+            self._take_gpu_slot(copy.subgroup, copy.through)
         else:
-            self._require(subgroup.gpu_slot == copy.gpu_slot, "10: a copy out of another's GPU slot")
+            self._require(subgroup.gpu_slot == copy.through, "10: a copy out of another's GPU slot")
             self._require(subgroup.gpu_ahead, "10: a copy back of what has not changed")
         subgroup.copy = copy.op
 
@@ -1062,13 +1059,13 @@ class CheckedExecutor:
                     subgroup.held = set(self._places[visit.subgroup])
                     self._leave(subgroup.arriving)
                     subgroup.arriving = {}
-            case CopyIn(subgroup=number):
+            case Transfer(what="state", subgroup=number):
                 self._subgroups[number].copy = None
-                self._subgroups[number].gpu_holds = True
-            case CopyOut(subgroup=number):
-                self._subgroups[number].copy = None
-                self._leave_gpu(number)
-            case FetchWeights() | PushWeights() | AwaitPush():
+                if operation.way == "fetch":
+                    self._subgroups[number].gpu_holds = True
+                else:
+                    self._leave_gpu(number)
+            case Transfer() | AwaitPush():
                 self._done_weights(operation)
 
     def _failed(self, operation: Operation, error: Exception) -> None:
@@ -1100,10 +1097,9 @@ class CheckedExecutor:
             case Run(visit=visit):
                 self._subgroups[visit.subgroup].run = None
                 self._fatal = self._fatal or error
-            case CopyIn(subgroup=number) | CopyOut(subgroup=number):
-                self._subgroups[number].copy = None
-                self._fatal = self._fatal or error
-            case FetchWeights() | PushWeights() | AwaitPush():
+            case Transfer(subgroup=number) | AwaitPush(subgroup=number):
+                if isinstance(operation, Transfer) and operation.what == "state":
+                    self._subgroups[number].copy = None
                 self._fatal = self._fatal or error
 
     def _failed_beside(self, write: WriteTile) -> None:
@@ -1152,5 +1148,9 @@ class CheckedExecutor:
         return error
 
 
-def _subgroup_of(operation: WeightOperation | Run | CopyIn) -> int:
+def _subgroup_of(operation: Transfer | AwaitPush | Run) -> int:
     return operation.visit.subgroup if isinstance(operation, Run) else operation.subgroup
+
+
+def _weight_slot(operation: Transfer | AwaitPush | Run) -> int | None:
+    return operation.through if isinstance(operation, Transfer) else operation.weight_slot

@@ -37,22 +37,18 @@ from offload.engine.operations import (
     AwaitPush,
     Begin,
     Commit,
-    CopyIn,
-    CopyOut,
     CopyTile,
     Done,
     Event,
     Failed,
-    FetchWeights,
     Operation,
-    PushWeights,
     ReadTile,
     Run,
     SaveTile,
     Stop,
     Sweep,
     Sync,
-    WeightOperation,
+    Transfer,
     WriteTile,
 )
 from offload.engine.timeline import ENGINE, Interval
@@ -74,7 +70,7 @@ from offload.sim.faults import (
     SlowLane,
     StuckOperation,
 )
-from offload.sim.shared import SharedPath, Transfer
+from offload.sim.shared import Flow, SharedPath
 
 _OperationFault = FailOperation | ShortTransfer | StuckOperation | CorruptPayload | MisdirectedWrite
 
@@ -235,7 +231,7 @@ class SimExecutor:
         self._ahead: set[int] = set()
         self._brought_s: dict[int, float] = {}
         # What waits to leave the GPU: state, and weights or gradients (by subgroup), and from when on it may.
-        self._leaving: tuple[deque[tuple[float, CopyOut | FetchWeights | int, int]], ...] = (deque(), deque())
+        self._leaving: tuple[deque[tuple[float, Transfer | int, int]], ...] = (deque(), deque())
         self._pushed_s: dict[int, float] = {}  # when each weight slot has been left
 
     @property
@@ -274,14 +270,8 @@ class SimExecutor:
                 return self._writes[record.location.path], record.location.nbytes
             case Run(visit=visit):
                 return self._gpu["gpu"] if visit.gpu else self._cpu, self._sizes[visit.subgroup]
-            case CopyIn(subgroup=subgroup):
-                return self._gpu["h2d"], self._sizes[subgroup]
-            case CopyOut(subgroup=subgroup):
-                return self._gpu["d2h"], self._sizes[subgroup]
-            case FetchWeights(nbytes=nbytes):
-                return self._gpu["d2h"], nbytes
-            case PushWeights(nbytes=nbytes):
-                return self._gpu["h2d"], nbytes
+            case Transfer(nbytes=nbytes):
+                return self._gpu[operation.lane], nbytes
             case AwaitPush():
                 return self._pushes, 0
             case CopyTile(record=record):
@@ -314,7 +304,7 @@ class SimExecutor:
             if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0) and self._to_bring:
                 ready_s = self._coming(operation.tile.subgroup, ready_s)
             may_start_s = ready_s
-            gpu_slot = operation.gpu_slot if isinstance(operation, CopyIn | CopyOut | Run) else None
+            gpu_slot = _gpu_slot(operation)
             if gpu_slot is not None:
                 may_start_s = max(ready_s, self._there_s.pop(gpu_slot, 0.0))
             elif lane is self._cpu and isinstance(operation, Run):
@@ -326,8 +316,8 @@ class SimExecutor:
                     if len(self._updates) == 1:
                         self._start_update()
                     continue
-            if isinstance(operation, CopyOut | FetchWeights):
-                stream = 0 if isinstance(operation, CopyOut) else self.gradient_stream
+            if isinstance(operation, Transfer) and operation.lane == "d2h":
+                stream = 0 if operation.what == "state" else self.gradient_stream
                 self._leaving[stream].append((may_start_s, operation, nbytes))
                 continue
             if isinstance(operation, AwaitPush):
@@ -341,8 +331,8 @@ class SimExecutor:
                 reported_s = ready_s
                 if gpu_slot is not None:
                     self._there_s[gpu_slot] = finished_s
-                if isinstance(operation, PushWeights):
-                    self._pushed_s[operation.weight_slot] = finished_s
+                elif isinstance(operation, Transfer):
+                    self._pushed_s[operation.through] = finished_s
             self._pushed += 1
             heappush(self._heap, (reported_s, self._pushed, operation, None))
 
@@ -368,19 +358,19 @@ class SimExecutor:
     ) -> None:
         """Put work on a lane whose path is shared by what is given to it."""
         before = path.demand
-        path.give(lane.name.partition(":")[0], Transfer(operation, nbytes, may_start_s), self.now_s)
+        path.give(lane.name.partition(":")[0], Flow(operation, nbytes, may_start_s), self.now_s)
         self._note_demand(path.demand - before)
 
     def _change(self, path: SharedPath[Operation]) -> None:
         """Let the next transfers of a shared path begin or end, now."""
         before = path.demand
-        for verb, transfer in path.change():
-            lane, _ = self.lane_of(transfer.what)
+        for verb, flow in path.change():
+            lane, _ = self.lane_of(flow.what)
             lane.busy_s = path.busy_s(verb)
-            lane.nbytes += transfer.nbytes
+            lane.nbytes += flow.nbytes
             if self.record_timeline:
-                self._started.append((lane, transfer.what, transfer.started_s, self.now_s, transfer.nbytes))
-            self._push(self.now_s, transfer.what, None)
+                self._started.append((lane, flow.what, flow.started_s, self.now_s, flow.nbytes))
+            self._push(self.now_s, flow.what, None)
         self._note_demand(path.demand - before)
 
     def _note_demand(self, change: float) -> None:
@@ -399,9 +389,9 @@ class SimExecutor:
 
     def _calls(self, operation: Operation) -> int:
         """Return how often the GPU's runtime is called for an operation."""
-        if isinstance(operation, FetchWeights | PushWeights):
+        if isinstance(operation, Transfer) and operation.what == "weights":
             return PASSING_CALLS + len(self._plan.layout.subgroups[operation.subgroup].segments)
-        on_gpu = isinstance(operation, CopyIn | CopyOut) or (isinstance(operation, Run) and operation.visit.gpu)
+        on_gpu = isinstance(operation, Transfer) or (isinstance(operation, Run) and operation.visit.gpu)
         return CALLS if on_gpu else 0
 
     def _begin(self, sweep: Sweep) -> None:
@@ -493,7 +483,7 @@ class SimExecutor:
                     self.data.begin_write(operation)
                 case Run():
                     self.data.begin_run(operation)
-                case CopyIn() | CopyOut():
+                case Transfer():
                     self.data.begin_copy(operation)
         if not isinstance(fault, StuckOperation):
             self._push(finished_s, operation, fault)
@@ -629,10 +619,8 @@ class SimExecutor:
                 return Done(operation.op, checksum)
             case Run():
                 self.data.end_run(operation)
-            case CopyIn() | CopyOut():
+            case Transfer():
                 self.data.end_copy(operation)
-            case PushWeights():
-                self.data.pushed(operation)
         return Done(operation.op)
 
     def _error(self, operation: Operation, kind: type[TierError], detail: str, errno: int | None = None) -> TierError:
@@ -662,11 +650,20 @@ _KINDS: dict[type[Operation], Kind] = {
 
 def _is_enqueued(what: Operation | Event) -> bool:
     """Return whether that counts as done once the GPU knows of it."""
-    return isinstance(what, CopyIn | PushWeights) or (isinstance(what, Run) and what.visit.gpu)
+    if isinstance(what, Transfer):
+        return what.lane == "h2d"
+    return isinstance(what, Run) and what.visit.gpu
+
+
+def _gpu_slot(operation: Operation) -> int | None:
+    """Return the GPU staging slot that an operation works on."""
+    if isinstance(operation, Transfer):
+        return operation.through if operation.what == "state" else None
+    return operation.gpu_slot if isinstance(operation, Run) else None
 
 
 def _kind(operation: Operation) -> str:
-    if isinstance(operation, CopyIn | CopyOut | WeightOperation):
+    if isinstance(operation, Transfer | AwaitPush):
         return "copy"
     return _KINDS[type(operation)]
 
@@ -678,10 +675,9 @@ def _label(operation: Operation | int | None) -> str:
         return f"gradients of subgroup {operation}"
     if isinstance(operation, Run):
         return f"subgroup {operation.visit.subgroup}"
-    if isinstance(operation, WeightOperation):
-        return f"weights of subgroup {operation.subgroup}"
-    if isinstance(operation, CopyIn | CopyOut):
-        return f"subgroup {operation.subgroup}"
+    if isinstance(operation, Transfer | AwaitPush):
+        is_state = isinstance(operation, Transfer) and operation.what == "state"
+        return f"subgroup {operation.subgroup}" if is_state else f"weights of subgroup {operation.subgroup}"
     if isinstance(operation, Sync):
         return f"sync of path {operation.path}"
     if isinstance(operation, Commit):

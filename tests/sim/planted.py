@@ -24,16 +24,12 @@ from offload.engine.operations import (
     Begin,
     Commit,
     Confirm,
-    CopyIn,
-    CopyOut,
     Done,
     Event,
     Extend,
     Failed,
-    FetchWeights,
     Hold,
     Operation,
-    PushWeights,
     ReadTile,
     Release,
     Run,
@@ -42,6 +38,7 @@ from offload.engine.operations import (
     Sweep,
     Sync,
     TakeUp,
+    Transfer,
     WriteTile,
 )
 from offload.errors import InternalError, SessionBrokenError
@@ -72,6 +69,11 @@ def subgroup_of(operation: Any) -> int | None:
     if isinstance(operation, Run):
         return operation.visit.subgroup
     return operation.tile.subgroup if hasattr(operation, "tile") else getattr(operation, "subgroup", None)
+
+
+def is_transfer(operation: Any, what: str, way: str) -> bool:
+    """Return whether an operation carries that, that way."""
+    return isinstance(operation, Transfer) and (operation.what, operation.way) == (what, way)
 
 
 class Filtered(Machine):
@@ -385,27 +387,35 @@ class GivesUpTooEarly(Filtered):
 
 class NeverCopiesOut(Skips):
     def hits(self, operation):
-        return isinstance(operation, CopyOut)
+        return is_transfer(operation, "state", "flush")
 
 
 class SettlesBeforeTheCopyOut(EndsEarly):
     def hits(self, operation):
-        return isinstance(operation, CopyOut)
+        return is_transfer(operation, "state", "flush")
 
 
 class RunsBeforeTheCopyIn(EndsEarly):
     def hits(self, operation):
-        return isinstance(operation, CopyIn)
+        return is_transfer(operation, "state", "fetch")
 
 
 class SharesAGpuSlot(Filtered):
+    name, what = "gpu_slot", "state"
+
     def asks(self, operation):
-        return (replace(operation, gpu_slot=0) if getattr(operation, "gpu_slot", None) else operation,)
+        if isinstance(operation, Transfer) and operation.what == self.what:
+            operation = replace(operation, through=0)
+        return (replace(operation, **{self.name: 0}) if getattr(operation, self.name, None) else operation,)
+
+
+class SharesAWeightSlot(SharesAGpuSlot):
+    name, what = "weight_slot", "weights"
 
 
 class ForgetsToPush(Filtered):
     def asks(self, operation):
-        if isinstance(operation, PushWeights):
+        if is_transfer(operation, "weights", "flush"):
             self.tell(Done(operation.op))
         elif not isinstance(operation, AwaitPush):  # whose slot is lost
             yield operation
@@ -419,7 +429,7 @@ class EndsBeforeThePush(EndsEarly):
         self.waits = []
 
     def hits(self, operation):
-        return isinstance(operation, PushWeights)
+        return is_transfer(operation, "weights", "flush")
 
     def asks(self, operation):
         if isinstance(operation, AwaitPush):
@@ -428,22 +438,17 @@ class EndsBeforeThePush(EndsEarly):
         return super().asks(operation)
 
     def landed(self, event, operation):
-        self.later += [wait for wait in self.waits if wait.weight_slot == operation.weight_slot]
-
-
-class SharesAWeightSlot(Filtered):
-    def asks(self, operation):
-        return (replace(operation, weight_slot=0) if getattr(operation, "weight_slot", None) else operation,)
+        self.later += [wait for wait in self.waits if wait.weight_slot == operation.through]
 
 
 class RunsBeforeTheFetch(EndsEarly):
     def hits(self, operation):
-        return isinstance(operation, FetchWeights)
+        return is_transfer(operation, "weights", "fetch")
 
 
 class NeverFetchesWeights(Skips):
     def hits(self, operation):
-        return isinstance(operation, FetchWeights)
+        return is_transfer(operation, "weights", "fetch")
 
 
 class FreesAWeightSlotBeforeItIsLeft(EndsEarly):
@@ -453,8 +458,8 @@ class FreesAWeightSlotBeforeItIsLeft(EndsEarly):
 
 class PushesFromAnotherSlot(Filtered):
     def asks(self, operation):
-        if isinstance(operation, PushWeights) and operation.weight_slot:
-            operation = replace(operation, weight_slot=operation.weight_slot - 1)
+        if is_transfer(operation, "weights", "flush") and operation.through:
+            operation = replace(operation, through=operation.through - 1)
         return (operation,)
 
 
@@ -639,10 +644,11 @@ class WritesGradientsAtOnce(forwards.Session):
 
 
 class EndsAVisitThatBegins(Filtered):
-    begins: Any = Run
+    def begins(self, operation):
+        return isinstance(operation, Run)
 
     def asks(self, operation):
-        if isinstance(operation, self.begins):
+        if self.begins(operation):
             self.ended.append(subgroup_of(operation))
         return (operation,)
 
@@ -654,7 +660,8 @@ class EndsAVisitThatBegins(Filtered):
 class EndsAVisitBeforeItsPush(EndsAVisitThatBegins):
     """A module is let on when the update has run, and its weights are not on the GPU."""
 
-    begins = PushWeights
+    def begins(self, operation):
+        return is_transfer(operation, "weights", "flush")
 
 
 class WaitsForOneSubgroupOnly(Behind):

@@ -65,14 +65,10 @@ def neutral_operation(operation: Any) -> tuple[object, ...]:
         case ops.SaveTile():
             source = operation.source_offset, operation.buffer, operation.gathers
             return "saved tile", "flush", *operation.tile, *source, *place(operation.record)
-        case ops.CopyIn():
-            return "state", "h2d", operation.subgroup, operation.slot, operation.gpu_slot
-        case ops.CopyOut():
-            return "state", "d2h", operation.subgroup, operation.slot, operation.gpu_slot
-        case ops.FetchWeights():
-            return "weights", "d2h", operation.subgroup, operation.weight_slot, operation.nbytes
-        case ops.PushWeights():
-            return "weights", "h2d", operation.subgroup, operation.weight_slot, operation.nbytes
+        case ops.Transfer(what="state"):
+            return "state", operation.lane, operation.subgroup, operation.slot, operation.through
+        case ops.Transfer():
+            return "weights", operation.lane, operation.subgroup, operation.through, operation.nbytes
         case ops.AwaitPush():
             return "weights", "left", operation.subgroup, operation.weight_slot
         case ops.Sync():
