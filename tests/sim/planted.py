@@ -815,7 +815,7 @@ class Careless(Machine):
     """Does not look at its own arrows: others have to find what is wrong."""
 
     def _to(self, subgroup, phase):
-        self._phases[subgroup] = phase
+        self._subgroups[subgroup].phase = phase
 
 
 class TakesOverWhatIsWrittenAtOnce(Careless):
@@ -856,9 +856,9 @@ class SavesWhatWasRevoked(Careless):
             super()._flushed_beside(subgroup, flush)
             return
         self._to(subgroup, Phase.READY)
-        self._vacate(self._slots[subgroup])
+        self._vacate(subgroup)
         self.saver.flushed(flush.records, subgroup)
-        if subgroup in self._pending:
+        if self._subgroups[subgroup].visit is not None:
             self._unfetched.append(subgroup)
 
 
