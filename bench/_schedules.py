@@ -35,7 +35,7 @@ from offload.engine.operations import (
 from offload.errors import InternalError, invariant
 from offload.layout import SECTOR_NUMEL, Layout, Parameter, build_layout
 from offload.plan import Budgets, GpuRates, Home, PathBudget, PathRates, Placement, Plan, Rates
-from offload.sim import SimExecutor
+from offload.sim.lanes import VirtualLanes
 
 STATE_BYTES = 12
 """Of a parameter: fp32 master and two moments."""
@@ -69,7 +69,7 @@ class _Work:
     amount: float
 
 
-class SharedExecutor(SimExecutor):
+class SharedExecutor(VirtualLanes):
     """Simulated lanes whose speeds follow from what else runs at each moment.
 
     Subclasses say what an operation costs (`stages_of`), whether it may start (`may_start`), and at which speeds
