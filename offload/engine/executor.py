@@ -19,21 +19,17 @@ from offload.engine.gpu import GpuLanes, Timed
 from offload.engine.operations import (
     AwaitPush,
     Commit,
-    CopyIn,
-    CopyOut,
     CopyTile,
     Done,
     Event,
     Failed,
-    FetchWeights,
     Operation,
-    PushWeights,
     ReadTile,
     Run,
     SaveTile,
     Stop,
     Sync,
-    WeightOperation,
+    Transfer,
     WriteTile,
 )
 from offload.engine.seals import DamagedError, Seals
@@ -196,9 +192,7 @@ class LiveExecutor:
         self._queue.post(WAKE)
 
     def _start(self, operation: Operation) -> None:
-        if isinstance(operation, CopyIn | CopyOut | WeightOperation) or (
-            isinstance(operation, Run) and operation.visit.gpu
-        ):
+        if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, Run) and operation.visit.gpu):
             self._in_flight[operation.op] = (operation, None)
             self._start_on_gpu(operation)
             return
@@ -273,29 +267,24 @@ class LiveExecutor:
         state = self._seals.state(subgroup, self._state_address(run.slot, subgroup.index))
         self._seals.started(run, self._kernel.submit_sealed(run.op, table, state, expected))
 
-    def _start_on_gpu(self, operation: CopyIn | CopyOut | WeightOperation | Run) -> None:
+    def _start_on_gpu(self, operation: Transfer | AwaitPush | Run) -> None:
         gpu, due_s = self._gpu, self._due_s[operation.op]
         if gpu is None:
             raise InternalError(f"{operation} needs a GPU, and this executor has none")
         match operation:
-            case CopyIn():
-                if operation.slot is not None:
-                    self._seals.touched(operation.slot, operation.subgroup)
-                gpu.copy_in(operation, self._state_address(operation.slot, operation.subgroup), due_s)
             case Run():
                 gpu.run(operation, self._visitor(operation), due_s)
-            case CopyOut():
-                if operation.slot is None:
-                    self._seals.touched_home(operation.subgroup)
-                else:
-                    self._seals.touched(operation.slot, None)
-                gpu.copy_out(operation, self._state_address(operation.slot, operation.subgroup), due_s)
-            case FetchWeights():
-                gpu.fetch_weights(operation, due_s)
-            case PushWeights():
-                gpu.push(operation, due_s)
             case AwaitPush():
                 gpu.await_push(operation)
+            case Transfer(what="weights"):
+                (gpu.fetch_weights if operation.way == "fetch" else gpu.push)(operation, due_s)
+            case Transfer(subgroup=subgroup, slot=slot):
+                leaves = operation.way == "fetch"
+                if slot is not None:
+                    self._seals.touched(slot, subgroup if leaves else None)
+                elif not leaves:
+                    self._seals.touched_home(subgroup)
+                (gpu.copy_in if leaves else gpu.copy_out)(operation, self._state_address(slot, subgroup), due_s)
 
     def _state_address(self, slot: int | None, subgroup: int) -> int:
         """Return where a subgroup's state lies: in a staging slot, or at home."""
@@ -385,11 +374,14 @@ class LiveExecutor:
     def _report(self, completion: Completion) -> Event:
         operation, request = self._in_flight.pop(completion.op)
         due_s = self._due_s.pop(completion.op)
-        if completion.op in self._waiting or isinstance(operation, CopyIn | CopyOut | WeightOperation):
+        if completion.op in self._waiting or isinstance(operation, Transfer | AwaitPush):
             tier, path = self._place(operation)
             self._waiting.pop(completion.op, None)
             if completion.error == 0:
-                if self._gpu is not None and isinstance(operation, CopyOut | FetchWeights | AwaitPush):
+                awaited = isinstance(operation, AwaitPush) or (
+                    isinstance(operation, Transfer) and operation.lane == "d2h"
+                )
+                if self._gpu is not None and isinstance(operation, Transfer | AwaitPush) and awaited:
                     # Here, while lanes work: at a step's begin all would wait for the times of the last.
                     with contextlib.suppress(OffloadError):  # a device that has failed says so with its next report
                         self._gpu.take_timed(self._add_timed, operation.subgroup)
@@ -463,10 +455,9 @@ class LiveExecutor:
             tier = self._tier(operation.record.location.path)
         if tier is not None:
             return tier.name, tier.path
-        if isinstance(operation, CopyIn | PushWeights | AwaitPush):
-            return "gpu", "h2d"
-        for_gradients = operation.op in self._waiting
-        return ("gpu", "d2h") if for_gradients or isinstance(operation, CopyOut | FetchWeights) else ("host", "cpu")
+        if isinstance(operation, Transfer | AwaitPush):
+            return "gpu", operation.lane
+        return ("gpu", "d2h") if operation.op in self._waiting else ("host", "cpu")  # a run waits for gradients
 
     def _awaited(self) -> str:
         """Return what a lane has been asked and does not answer, for the log."""

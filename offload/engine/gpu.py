@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offload.engine.memory import Arena
-from offload.engine.operations import AwaitPush, CopyIn, CopyOut, FetchWeights, PushWeights, Run, Visit
+from offload.engine.operations import AwaitPush, Run, Transfer, Visit
 from offload.engine.pieces import PieceCopies, Pieces
 from offload.engine.pinning import PinnedMemory
 from offload.engine.touching import nodes_for
@@ -221,9 +221,9 @@ class GpuLanes:
         for offset, size in self.pinned.whole_copies(host, nbytes):
             self.device.copy(lane, target + offset, source + offset, size)
 
-    def copy_in(self, operation: CopyIn, host_address: int, due_s: float) -> None:
+    def copy_in(self, operation: Transfer, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state into a staging slot on the device, which nothing leaves any more."""
-        slot, nbytes = operation.gpu_slot, self._state_bytes(operation.subgroup)
+        slot, nbytes = operation.through, operation.nbytes
         updated = self._updated.get(slot)
         if updated is not None:  # of the slot's owner before, which may have changed nothing, and was not copied out
             self.device.follow(DeviceLane.H2D, updated)
@@ -251,9 +251,9 @@ class GpuLanes:
         self._time("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
         self._post(operation.op)
 
-    def copy_out(self, operation: CopyOut, host_address: int, due_s: float) -> None:
+    def copy_out(self, operation: Transfer, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state back; reports when it is whole in host memory."""
-        slot, nbytes = operation.gpu_slot, self._state_bytes(operation.subgroup)
+        slot, nbytes = operation.through, operation.nbytes
         self.device.follow(DeviceLane.D2H, self._updated[slot])
         began = self.device.mark(DeviceLane.D2H)
         self.copy(DeviceLane.D2H, host_address, self._slot(slot), nbytes)
@@ -277,9 +277,9 @@ class GpuLanes:
         """Say what the push after a run is to copy: rows of `Tables.weight_copies`."""
         self._to_push[run.visit.subgroup] = copies
 
-    def fetch_weights(self, operation: FetchWeights, due_s: float) -> None:
+    def fetch_weights(self, operation: Transfer, due_s: float) -> None:
         """Copy a subgroup's weights from the device, as `bring` does; reports when they are in their slot."""
-        copies = self._weight_copies(operation.subgroup, self.image(operation.weight_slot))
+        copies = self._weight_copies(operation.subgroup, self.image(operation.through))
         for mark in self._written.get(operation.subgroup, ()):
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                 self.device.follow(lane, mark)
@@ -289,7 +289,7 @@ class GpuLanes:
         self._time("d2h", operation.subgroup, operation.nbytes, due_s, began, ended)
         self.device.report(ended, self._queue, operation.op)
 
-    def push(self, operation: PushWeights, due_s: float) -> None:
+    def push(self, operation: Transfer, due_s: float) -> None:
         """Send a subgroup's new weights to the device."""
         self.send_weights(operation.subgroup, self._to_push.pop(operation.subgroup), due_s)
         self._post(operation.op)

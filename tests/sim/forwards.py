@@ -32,12 +32,12 @@ from offload.engine.operations import (
     Done,
     Event,
     Failed,
-    PushWeights,
     Run,
     Save,
     Stop,
     Sweep,
     Taken,
+    Transfer,
     Visit,
 )
 from offload.errors import InternalError, OffloadError, SessionBrokenError, StepAbortedError, TierError
@@ -270,8 +270,8 @@ class Session(saves.Session):
         else:
             self.passing[run.weight_slot] = made
 
-    def pushed(self, push: PushWeights) -> None:
-        self.weights[push.subgroup] = self.passing[push.weight_slot]
+    def pushed(self, push: Transfer) -> None:
+        self.weights[push.subgroup] = self.passing[push.through]
 
     # The caller's side
 
