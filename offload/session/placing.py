@@ -53,7 +53,7 @@ class Placing:
         return self.due or self._is_wanted(self._seen + 1)
 
     def _is_wanted(self, seen: int) -> bool:
-        chooses = self._parts.gpu is not None and self._parts.config.placement == "auto"
+        chooses = self._parts.plan.weights_on_gpu and self._parts.config.placement == "auto"
         return chooses and seen >= self._wanted and self._changes < MOST_CHANGES
 
     def learnt(self) -> None:
