@@ -47,11 +47,7 @@ class Timed:
     ended: Mark
 
 
-WeightCopies = Callable[[int, int, "npt.NDArray[np.bool_] | None"], Pieces]
-"""Says where weights of a subgroup lie: `Tables.weight_copies`."""
-
-
-def no_weights(subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None) -> Pieces:
+def no_weights(subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None) -> Pieces:
     """Return where nothing lies."""
     return np.zeros((0, 3), np.uint64)
 
@@ -62,14 +58,20 @@ class GpuLanes(Lanes):
     Args:
         device: The GPU.
         queue: Where ends of operations are reported.
-        weight_copies: Says where a subgroup's weights lie.
+        weight_copies: Says where a subgroup's weights lie: `Tables.weight_copies`.
         cpu_updates: Whether the CPU may update some of the state.
     """
 
+    on_gpu = True
     names = ("gpu", "h2d", "d2h")
 
     def __init__(
-        self, device: Device, queue: Queue, weight_copies: WeightCopies = no_weights, *, cpu_updates: bool = True
+        self,
+        device: Device,
+        queue: Queue,
+        weight_copies: Callable[..., Pieces] = no_weights,
+        *,
+        cpu_updates: bool = True,
     ) -> None:
         super().__init__(device)
         self._nodes = nodes_for(device.node, cpu_updates)
@@ -186,13 +188,9 @@ class GpuLanes(Lanes):
 
     def metrics(self) -> dict[str, float]:
         """Return what is at home on the device, and how much host memory it reaches by itself, and does not."""
-        home_bytes = self._plan.home_bytes[Home.GPU] if self._plan is not None else 0
-        pinned = self.pinned
-        return {
-            "gpu_bytes": home_bytes,
-            "pinned_bytes": pinned.pinned_bytes,
-            "unpinned_bytes": pinned.unpinned_bytes,
-        }
+        pinned, gpu_bytes = self.pinned, self._plan.home_bytes[Home.GPU] if self._plan is not None else 0
+        found = gpu_bytes, pinned.pinned_bytes, pinned.unpinned_bytes
+        return dict(zip(("gpu_bytes", "pinned_bytes", "unpinned_bytes"), found, strict=True))
 
     def known_rates(self, rates: Rates) -> Rates | None:
         """Return rates that were measured elsewhere, unless they are of no GPU."""
@@ -301,7 +299,7 @@ class GpuLanes(Lanes):
 
     def fetch_weights(self, operation: FetchWeights, due_s: float) -> None:
         """Copy a subgroup's weights from the device, as `bring` does; reports when they are in their slot."""
-        copies = self._weight_copies(operation.subgroup, self.image(operation.weight_slot), None)
+        copies = self._weight_copies(operation.subgroup, self.image(operation.weight_slot))
         for mark in self._written.get(operation.subgroup, ()):
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                 self.device.follow(lane, mark)

@@ -146,11 +146,8 @@ class GpuGradients(GradientStore):
     `arrived`, `hold` and `leave` belong to the threads of backward.
 
     Args:
-        slots: See `GradientStore`.
-        tables: See `GradientStore`.
-        kernel: Sums the squares of gradients that were added in host memory.
-        memory: See `GradientStore`.
-        lanes: The session's lanes.
+        slots, tables, kernel, memory: See `GradientStore`.
+        lanes: The session's.
 
     Attributes:
         positions: What is known of each parameter's gradient.
@@ -222,16 +219,15 @@ class GpuGradients(GradientStore):
         return all(mark is None or mark.landed() for mark in marks)
 
     def stays(self, position: int) -> bool:
-        """See `GradientStore.stays`."""
+        """Return whether the GPU updates part of a parameter, and so reads its gradient where it lies."""
         return self.positions[position].stays
 
     def has_arrived(self, position: int) -> bool:
         """See `Engine.has_gradient`."""
         return self.positions[position].arrivals > 0
 
-    @property
     def have_arrived(self) -> bool:
-        """See `GradientStore.have_arrived`."""
+        """Return whether gradients have arrived that have not been forgotten."""
         return any(found.arrivals for found in self.positions)
 
     # During backward
@@ -385,13 +381,6 @@ class GpuGradients(GradientStore):
 
     # Between passes
 
-    def gather(self, gradients: Sequence[tuple[int, int, DtypeCode]]) -> None:
-        """Sum the blocks of gradients that the caller keeps, behind the caller's work: (position, address, dtype)."""
-        device = self.lanes.device
-        if gradients:
-            device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
-            self._sum(gradients)
-
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
         """See `Engine.bind_gradient`."""
         super().bind(position, address, dtype, gathered)
@@ -404,7 +393,10 @@ class GpuGradients(GradientStore):
         tables, chosen = self._tables, np.array(positions, np.int64)
         anew = chosen[self._gathered[chosen] == DtypeCode.NONE]
         dtypes = map(DtypeCode, tables.gradient_dtypes[anew].tolist())
-        self.gather(list(zip(anew.tolist(), tables.gradients[anew].tolist(), dtypes, strict=True)))
+        if anew.size:  # the caller keeps them: behind its work
+            device = self.lanes.device
+            device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
+            self._sum(list(zip(anew.tolist(), tables.gradients[anew].tolist(), dtypes, strict=True)))
         self.settle()
         return chosen
 
@@ -449,7 +441,11 @@ class GpuGradients(GradientStore):
     # In a step
 
     def begin_step(self, plan: Plan, visits: Sequence[Visit]) -> bool:
-        """Find out what each visit of a step needs, and fetch the gradients that the CPU will use first."""
+        """Find out what each visit of a step needs, and fetch the gradients that the CPU will use first.
+
+        Returns:
+            Whether `used_bytes` has grown by that.
+        """
         tables, wide = self._tables, len(self._wide)
         self.lanes.forget_inputs()
         self._to_bring.clear()

@@ -13,8 +13,7 @@ from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.additions import BUFFERS, buffer_bytes
 from offload.engine.host import HostMemory
 from offload.engine.memory import Arena
-from offload.engine.none import nothing
-from offload.engine.operations import Visit
+from offload.engine.none import never, nothing
 from offload.engine.tables import Tables
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, norm_sq_at
@@ -72,7 +71,8 @@ class GradientStore:
     """
 
     leave = hold = forget = settle = finish = bring = coming = nothing
-    """What a gradient in host memory needs none of; see `GpuGradients`."""
+    stays = has_arrived = have_arrived = begin_step = never
+    """What gradients in host memory need none of; see `GpuGradients`."""
 
     def __init__(self, slots: GradientSlots, tables: Tables, kernel: CpuUpdateKernel, memory: HostMemory) -> None:
         self.addresses: npt.NDArray[np.uint64] | None = None
@@ -205,19 +205,6 @@ class GradientStore:
         """Return whether those gradients of some segments that have left a GPU are in their slots."""
         return True
 
-    def stays(self, position: int) -> bool:
-        """Return whether the GPU updates part of a parameter, and so reads its gradient where it lies."""
-        return False
-
-    def has_arrived(self, position: int) -> bool:
-        """See `Engine.has_gradient`."""
-        return False
-
-    @property
-    def have_arrived(self) -> bool:
-        """Whether gradients have arrived on a GPU that have not been forgotten."""
-        return False
-
     # Between steps
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:
@@ -244,12 +231,6 @@ class GradientStore:
     def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         """Bring the block sums of some gradients up to date; return their positions."""
         raise NotImplementedError
-
-    # In a step
-
-    def begin_step(self, plan: Plan, visits: Sequence[Visit]) -> bool:
-        """Make ready what visits of a step need; return whether `used_bytes` has grown by that."""
-        return False
 
     def close(self) -> None:
         """Let go of all slots and buffers."""

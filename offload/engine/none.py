@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,21 +21,13 @@ from offload.plan import Plan, Rates
 from offload.protocols import Device, Mark
 
 
-class _Reached:
-    """The mark of work that has been done."""
-
-    def reached(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        pass
-
-    def time_s(self) -> float:
-        return time.monotonic()
-
-
 def nothing(*work: Any, **options: Any) -> None:
     """Order, keep or take what only a device needs ordered, kept or taken."""
+
+
+def never(*of: Any) -> bool:
+    """Return False: only a device is waited for, or keeps anything."""
+    return False
 
 
 def _refuse(*work: Any, **options: Any) -> Any:
@@ -44,24 +35,28 @@ def _refuse(*work: Any, **options: Any) -> Any:
 
 
 class NoDevice:
-    """A `Device` that is not there: it has no memory, no work is ever put on it, and all of that has been done."""
+    """A `Device` that is not there: it has no memory, and no work is ever put on it. It is its own reached `Mark`."""
 
     name = "none"
     reserve_bytes = 0
     node: int | None = None
 
-    adopt_thread = prepare = release = give_up = pin = unpin = follow = close = nothing
-    allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = _refuse
+    adopt_thread = prepare = release = give_up = pin = unpin = follow = wait = close = nothing
+    allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = time_s = _refuse
 
     def free_bytes(self) -> int:
         """Return 0."""
         return 0
 
     def mark(self, *lane: Any, timed: bool = True) -> Mark:
-        """Return a mark that is reached."""
-        return _Reached()
+        """Return this."""
+        return self
 
     mark_caller = mark
+
+    def reached(self) -> bool:
+        """Return True."""
+        return True
 
 
 class Lanes:
@@ -71,12 +66,14 @@ class Lanes:
         device: The device.
 
     Attributes:
+        on_gpu: Whether the weights lie on a GPU.
         names: The lanes that timelines and metrics know.
         given_up: Whether nobody wants memory any more that is still being taken.
         wakes: Whether the engine thread is to hear of gradients that have come to host memory during backward.
     """
 
-    names: tuple[str, ...] = ()
+    on_gpu: ClassVar[bool] = False
+    names: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -85,6 +82,7 @@ class Lanes:
 
     adopt = bind = follow_caller = lead_caller = lead_caller_to = wait = await_sent = will_push = nothing
     take_timed = close = nothing
+    report_inputs = never
     home = state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
 
     def missing_bytes(self, plan: Plan) -> int:
@@ -110,10 +108,6 @@ class Lanes:
     def in_use(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return those of a sweep's tensors that lanes may still use when it is over."""
         return ()
-
-    def report_inputs(self, subgroup: int, op: int) -> bool:
-        """Report operation `op` when what a run on the CPU waits for is there; return False if it is there."""
-        return False
 
     def image(self, weight_slot: int | None) -> int | None:
         """Return the address of a weight slot; None where weights themselves are in host memory."""

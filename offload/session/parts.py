@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from offload import waits
 from offload._native import CompletionQueue
@@ -81,20 +82,22 @@ class Parts:
         self.others: dict[int, Tier] = {}
         """Stores that are no path of the plan; see `LiveExecutor`."""
         self.queue = CompletionQueue()
-        self._on_gpu = not isinstance(device, NoDevice)
-        copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
-        self.lanes: Lanes = (
-            GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates) if self._on_gpu else Lanes(device)
-        )
+        self.lanes = Lanes(device)
+        self._make_gradients: Callable[..., GradientStore] = HostGradients
+        self._probed: GpuLanes | None = None
+        if not isinstance(device, NoDevice):
+            copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
+            self.lanes = self._probed = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates)
+            self._make_gradients = partial(GpuGradients, lanes=self._probed)
         self.memory = HostMemory(self.lanes)
         self.closing: list[tuple[Tier, waits.Aside]] = []
         self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
-            wanted=gradient_slots or self._on_gpu,
-            passing=self._on_gpu and not config.keep_grads,
+            wanted=gradient_slots or self.lanes.on_gpu,
+            passing=not config.keep_grads,
         )
-        self._threads = config.threads or default_threads(beside_gpu=self._on_gpu)
+        self._threads = config.threads or default_threads(self.lanes)
         self._store = uuid.uuid4()
 
     # Putting them together
@@ -112,7 +115,7 @@ class Parts:
         config = self.config
         paths = [path.path for path in config.path_configs]
         check_directories(paths)
-        if not self._on_gpu:
+        if not self.lanes.on_gpu:
             refuse_gpu(config)
         parameters = self._with_formats(parameters)
         known = self._known_rates(paths, numels_by_format(parameters, self.rule))
@@ -174,8 +177,7 @@ class Parts:
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
         layout = extend_layout(Layout((), (), self.rule), parameters, self._subgroup_numel, self._tile_bytes)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
-        left = leftover_bytes(paths)
-        budgets = first_budgets(config, layout, self.lanes.device, gradient_bytes, left, self._on_gpu)
+        budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
         if known is None:
             self.plan = make_plan(layout, budgets)
         else:
@@ -205,9 +207,7 @@ class Parts:
             self.tiers.append(self.open_tier(number, self._store, path.depth))
         self.kernel = CpuUpdateKernel(self.queue, self._threads)
         self.ends.callback(self.kernel.close)
-        of = self._gradient_slots, self.tables, self.kernel, self.memory
-        lanes = self.lanes
-        self.gradients = GpuGradients(*of, lanes) if isinstance(lanes, GpuLanes) else HostGradients(*of)
+        self.gradients = self._make_gradients(self._gradient_slots, self.tables, self.kernel, self.memory)
         self.ends.callback(self.gradients.close)
         self.ends.callback(self.lanes.close)
         self.executor = LiveExecutor(
@@ -234,8 +234,7 @@ class Parts:
             self.rates = known
             return
         caller.wait()  # forward and backward would be slower, and seem so
-        probed = self.lanes if isinstance(self.lanes, GpuLanes) else None
-        self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, probed)
+        self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self._probed)
         plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=self.plan)
         if plan != self.plan:
             self.plan = plan

@@ -64,7 +64,7 @@ class Placing:
     def review(self) -> None:
         """Choose again if it is due and can be; on the engine thread, between sweeps."""
         parts, machine = self._parts, self._parts.machine
-        if not self.due or parts.gradients.have_arrived or machine.saver.under_way is not None:
+        if not self.due or parts.gradients.have_arrived() or machine.saver.under_way is not None:
             return
         self.due, self._seen, self._wanted = False, 0, 2 * self._wanted
         found = self._better()

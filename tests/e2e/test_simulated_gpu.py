@@ -26,12 +26,14 @@ from simulated import OnDevice, OnDeviceAdam, hung_commit
 from test_exact import GROUPS, make_groups
 
 import offload
+from offload._native import CompletionQueue
 from offload.checkpoint import saves
 from offload.dtypes import DtypeCode
 from offload.engine import gpu_gradients, pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
 from offload.engine.machine import RESIDENT_RUNS_IN_FLIGHT
+from offload.engine.none import NO_LANES
 from offload.plan import Home
 from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import SEGMENT_DTYPE, DeviceLane, StateFormat
@@ -801,11 +803,13 @@ def test_kernels_are_made_ready_when_the_session_opens(tmp_path: Path) -> None:
 def test_threads_leave_cores_for_those_that_drive_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda which: set(range(48)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert [setup.default_threads(beside) for beside in (False, True)] == [48, 46]
+    lanes = GpuLanes(SimulatedDevice(), CompletionQueue())
+    assert [setup.default_threads(each) for each in (NO_LANES, lanes)] == [48, 46]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert [setup.default_threads(beside) for beside in (False, True)] == [6, 4]
+    assert [setup.default_threads(each) for each in (NO_LANES, lanes)] == [6, 4]
     monkeypatch.setattr(os, "sched_getaffinity", lambda which: {0, 1})
-    assert setup.default_threads(True) == 1
+    assert setup.default_threads(lanes) == 1
+    lanes.close()
 
 
 def test_weights_on_two_devices_are_refused() -> None:

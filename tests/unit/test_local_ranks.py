@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offload import OffloadConfig
-from offload.engine.none import NoDevice
+from offload.engine.none import NO_LANES
 from offload.layout import build_layout
 from offload.session import setup
 
@@ -29,8 +29,8 @@ def test_ranks_of_a_node_divide_cores_and_memory(
     if said is not None:
         monkeypatch.setenv(launcher, said)
     layout = build_layout([], 1024)
-    assert setup.default_threads(beside_gpu=False) == 8 // sharing
-    device, paths = NoDevice(), [str(tmp_path)]
-    assert setup.first_budgets(OffloadConfig(paths=paths), layout, device, 0, 0, False).host_bytes == 400 // sharing
+    assert setup.default_threads(NO_LANES) == 8 // sharing
+    paths = [str(tmp_path)]
+    assert setup.first_budgets(OffloadConfig(paths=paths), layout, NO_LANES, 0, 0).host_bytes == 400 // sharing
     given = OffloadConfig(paths=paths, host_memory=300)
-    assert setup.first_budgets(given, layout, device, 0, 0, False).host_bytes == 300
+    assert setup.first_budgets(given, layout, NO_LANES, 0, 0).host_bytes == 300
