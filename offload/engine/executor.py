@@ -316,10 +316,16 @@ class LiveExecutor:
             source.gather(operation)
         return source.buffer_address(operation.buffer)
 
+    def end_turn(self) -> None:
+        """Note what the thread has worked since it woke up, or ended a turn: what it does now is another one's."""
+        if self._woke_s is not None:
+            now_s = time.monotonic()
+            self.timeline.append(Interval(ENGINE, "", self._woke_s, now_s, 0))
+            self._woke_s = now_s
+
     def wait(self) -> list[Event]:
         """Return what has happened; an empty list if that is only a request, or nothing for long."""
-        if self._woke_s is not None:
-            self.timeline.append(Interval(ENGINE, "", self._woke_s, time.monotonic(), 0))
+        self.end_turn()
         # A commit may wait for other ranks, and says itself when it has waited for too long.
         watched = any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values())
         left_s = self._stall_s - self._silence.lasts_s

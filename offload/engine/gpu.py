@@ -88,7 +88,6 @@ class GpuLanes(Lanes):
         self._slots_bytes = 0
         self._ready: dict[int, Mark] = {}
         self._updated: dict[int, Mark] = {}
-        self._left: dict[int, Mark] = {}
         self._weight_copies = weight_copies
         self._weights_address = 0
         self._to_push: dict[int, npt.NDArray[np.uint64]] = {}
@@ -241,11 +240,11 @@ class GpuLanes(Lanes):
             self.device.copy(lane, target + offset, source + offset, size)
 
     def copy_in(self, operation: CopyIn, host_address: int, due_s: float) -> None:
-        """Copy a subgroup's state into a staging slot on the device."""
+        """Copy a subgroup's state into a staging slot on the device, which nothing leaves any more."""
         slot, nbytes = operation.gpu_slot, self._state_bytes(operation.subgroup)
-        for mark in (self._updated.get(slot), self._left.get(slot)):  # of the slot's owner before
-            if mark is not None:
-                self.device.follow(DeviceLane.H2D, mark)
+        updated = self._updated.get(slot)
+        if updated is not None:  # of the slot's owner before, which may have changed nothing, and was not copied out
+            self.device.follow(DeviceLane.H2D, updated)
         began = self.device.mark(DeviceLane.H2D)
         self.copy(DeviceLane.H2D, self._slot(slot), host_address, nbytes)
         self._ready[slot] = self.device.mark(DeviceLane.H2D)
@@ -276,9 +275,9 @@ class GpuLanes(Lanes):
         self.device.follow(DeviceLane.D2H, self._updated[slot])
         began = self.device.mark(DeviceLane.D2H)
         self.copy(DeviceLane.D2H, host_address, self._slot(slot), nbytes)
-        self._left[slot] = self.device.mark(DeviceLane.D2H)
-        self._time("d2h", operation.subgroup, nbytes, due_s, began, self._left[slot])
-        self.device.report(self._left[slot], self._queue, operation.op)
+        left = self.device.mark(DeviceLane.D2H)
+        self._time("d2h", operation.subgroup, nbytes, due_s, began, left)
+        self.device.report(left, self._queue, operation.op)
 
     def _post(self, op: int) -> None:
         now_s = time.monotonic()
@@ -347,12 +346,10 @@ class GpuLanes(Lanes):
         if visit.gpu:
             self._inputs[visit.subgroup] = tuple(marks)
         elif marks or len(copies):
-            for mark in marks:
-                self.device.follow(DeviceLane.LEAVING, mark)
             began, due_s = self.device.mark(DeviceLane.LEAVING), time.monotonic()
             self.pieces.to_host(copies, gap_bytes, DeviceLane.LEAVING)
             ended = self.device.mark(DeviceLane.LEAVING)
-            self._inputs[visit.subgroup] = (ended,)
+            self._inputs[visit.subgroup] = (ended,)  # for all: what arrived during backward left on this lane
             if len(copies):
                 self._time("d2h", visit.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
@@ -392,9 +389,7 @@ class GpuLanes(Lanes):
             self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))
         for target, source, nbytes in copies:
             self.copy(DeviceLane.H2D, target, source, nbytes)
-        mark = self.device.mark(DeviceLane.H2D, timed=False)
-        self.device.follow(DeviceLane.UPDATE, mark)
-        mark.wait()
+        self.device.mark(DeviceLane.H2D, timed=False).wait()
 
     def _time(self, lane: str, subgroup: int, nbytes: int, due_s: float, began: Mark, ended: Mark) -> None:
         self.timed.setdefault(subgroup, deque()).append(Timed(lane, subgroup, nbytes, due_s, began, ended))

@@ -173,10 +173,10 @@ class Rates:
             that follows from it: threads that wake up, and its own work. Where a lane has more to do, that is hidden.
             Other Python threads that hold the interpreter make it longer, by up to the 5 ms of CPython's switch
             interval.
-        operation_s: What the engine's one thread takes to start an operation and to take in its end, calls of the
-            GPU's runtime (`GpuRates.call_s`) not counted. The thread does one after the other, so this bounds how
-            many operations there are in a second.
-        begin_s: What the engine's thread takes, beside a step's operations, to begin it and to learn from the last.
+        operation_s: What the engine's one thread takes to start an operation, to take in its end and to learn from
+            it, calls of the GPU's runtime (`GpuRates.call_s`) not counted. The thread does one after the other, so
+            this bounds how many operations there are in a second.
+        begin_s: What the engine's thread takes, beside a step's operations, to begin it.
 
     Raises:
         ConfigError: If a rate is not a finite number greater than zero.

@@ -369,6 +369,7 @@ class EngineThread:
                 self._told = 0
                 self._next = None  # as in `_answer`
                 self._reply.post(0)
+            executor.end_turn()
             request.meanwhile()
 
     def _tell_ended(self) -> None:

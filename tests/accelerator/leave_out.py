@@ -50,21 +50,18 @@ UNNOTICED: dict[str, str] = {
     "parameter.grad.record_stream(torch.accelerator.current_stream(parameter.grad.device))": (
         "none of the trainings is DeepSpeed's"
     ),
-    "GpuLanes.copy_in: self.device.follow(DeviceLane.H2D, mark)": (
-        "a slot is given out again only when its copy-out has been reported, which follows the update"
+    "GpuLanes.copy_in: self.device.follow(DeviceLane.H2D, updated)": (
+        "for visits that change nothing, of which a session has none on a device: the others' slots are given out "
+        "again only when their copy-out has been reported, which follows the update"
     ),
     "GpuLanes.store: self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))": (
         "who replaces state at home has its weights fetched first, behind the update"
-    ),
-    "GpuLanes.store: self.device.follow(DeviceLane.UPDATE, mark)": "the host waits for the same mark at once",
-    "GpuLanes.bring: self.device.follow(DeviceLane.LEAVING, mark)": (
-        "the copies that the mark is behind are on lane LEAVING themselves"
     ),
     "Overlap._show: self._late.device.give_up(copy)": (
         "the step behind keeps the copies until the next one begins, which comes behind whoever has read them"
     ),
     "PieceCopies._take: device.follow(lane, device.mark(other, timed=False))": (
-        "for what an interrupt has left, and no training is interrupted"
+        "for what an interrupt has left, which is copied again, whole, behind it"
     ),
 }
 """Why nobody notices, by function and what is left out; these calls are not tried, unless `--all` says so."""

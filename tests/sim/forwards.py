@@ -59,6 +59,9 @@ class Lanes(CheckedExecutor):
     def visit_with(self, visitor: Any) -> None:
         self.visitor = visitor
 
+    def end_turn(self) -> None:
+        """Nobody asks how long the engine's thread works."""
+
 
 class Latch(waits.Latch):
     """A latch whose wait drives the engine."""
