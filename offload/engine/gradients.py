@@ -241,9 +241,7 @@ class GradientStore:
 class HostGradients(GradientStore):
     """Gradients in host memory: in their slots, or where the caller has them."""
 
-    def __init__(self, slots: GradientSlots, tables: Tables, kernel: CpuUpdateKernel, memory: HostMemory) -> None:
-        super().__init__(slots, tables, kernel, memory)
-        self._fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # of what `_blocks` are the sums of
+    _fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # of what `_blocks` are the sums of
 
     def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
         self._fingerprints = np.concatenate([self._fingerprints[:first], np.zeros(len(counts), np.uint64)])
