@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from offload import waits
-from offload.engine.gpu import GpuLanes, Timed
+from offload.engine.gpu import Timed
+from offload.engine.none import NO_LANES, Lanes
 from offload.engine.operations import (
     AwaitPush,
     Commit,
@@ -102,7 +103,7 @@ class LiveExecutor:
         tier_error: Turns a failed completion into the error to raise.
         verify: Whether tiles have checksums, and are compared with those that the index has when they are read.
         stall_s: See `STALL_S`.
-        gpu: Lanes of a GPU; None where no plan uses one.
+        lanes: Those of a device.
         others: Stores that are no path of the plan, by number: those that are only read, and one that takes a copy.
             Whoever opens one puts it there.
     """
@@ -116,7 +117,7 @@ class LiveExecutor:
         *,
         verify: bool = True,
         stall_s: float = STALL_S,
-        gpu: GpuLanes | None = None,
+        lanes: Lanes = NO_LANES,
         others: Mapping[int, Tier] | None = None,
     ) -> None:
         self.timeline: list[Interval] = []
@@ -133,7 +134,7 @@ class LiveExecutor:
         self._tier_error = tier_error
         self._verify = verify
         self._stall_s = stall_s
-        self._gpu = gpu
+        self._lanes = lanes
         self._seals = Seals(self.slot_address)
         self._waiting: dict[int, tuple[Run, npt.NDArray[Any]]] = {}
         self._silence = waits.Silence()
@@ -205,12 +206,10 @@ class LiveExecutor:
                 fetched = not operation.fresh and not operation.visit.overwrites
                 self._seals.touched(operation.slot, operation.visit.subgroup if fetched else None)
             table = self._visitor(operation)
-            inputs = self._gpu.inputs(operation.visit.subgroup) if self._gpu is not None else None
             if table is None:
                 self._queue.post(operation.op, started_s=started_s, finished_s=time.monotonic())
-            elif inputs is not None and self._gpu is not None:
+            elif self._lanes.report_inputs(operation.visit.subgroup, operation.op):
                 self._waiting[operation.op] = operation, table
-                self._gpu.device.report(inputs, self._queue, operation.op)
             else:
                 self._update(operation, table)
             return
@@ -268,9 +267,7 @@ class LiveExecutor:
         self._seals.started(run, self._kernel.submit_sealed(run.op, table, state, expected))
 
     def _start_on_gpu(self, operation: Transfer | AwaitPush | Run) -> None:
-        gpu, due_s = self._gpu, self._due_s[operation.op]
-        if gpu is None:
-            raise InternalError(f"{operation} needs a GPU, and this executor has none")
+        gpu, due_s = self._lanes, self._due_s[operation.op]
         match operation:
             case Run():
                 gpu.run(operation, self._visitor(operation), due_s)
@@ -363,8 +360,7 @@ class LiveExecutor:
 
     def take_timed(self) -> None:
         """Add what the GPU's lanes have done to the timeline."""
-        if self._gpu is not None:
-            self._gpu.take_timed(self._add_timed)
+        self._lanes.take_timed(self._add_timed)
 
     def _add_timed(self, timed: Timed) -> None:
         label = f"subgroup {timed.subgroup}"
@@ -378,13 +374,10 @@ class LiveExecutor:
             tier, path = self._place(operation)
             self._waiting.pop(completion.op, None)
             if completion.error == 0:
-                awaited = isinstance(operation, AwaitPush) or (
-                    isinstance(operation, Transfer) and operation.lane == "d2h"
-                )
-                if self._gpu is not None and isinstance(operation, Transfer | AwaitPush) and awaited:
+                if isinstance(operation, AwaitPush) or (isinstance(operation, Transfer) and operation.lane == "d2h"):
                     # Here, while lanes work: at a step's begin all would wait for the times of the last.
                     with contextlib.suppress(OffloadError):  # a device that has failed says so with its next report
-                        self._gpu.take_timed(self._add_timed, operation.subgroup)
+                        self._lanes.take_timed(self._add_timed, operation.subgroup)
                 return Done(completion.op)
             return Failed(
                 completion.op, TierError("copy", tier=tier, path=path, detail="the GPU has failed; see the log")

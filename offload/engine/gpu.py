@@ -19,15 +19,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from offload.engine.memory import Arena
+from offload.engine.none import Lanes
 from offload.engine.operations import AwaitPush, Run, Transfer, Visit
 from offload.engine.pieces import PieceCopies, Pieces
 from offload.engine.pinning import PinnedMemory
 from offload.engine.touching import nodes_for
 from offload.errors import InternalError, OffloadError
+from offload.kernels.table import active_rows
 from offload.layout import Layout
-from offload.plan.budget import PIECE_BUFFERS, Plan
+from offload.plan import Home, Plan, Rates
+from offload.plan.budget import PIECE_BUFFERS
 from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
 
 
@@ -43,12 +47,12 @@ class Timed:
     ended: Mark
 
 
-def no_weights(subgroup: int, image_address: int) -> npt.NDArray[np.uint64]:
+def no_weights(subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None) -> Pieces:
     """Return where nothing lies."""
     return np.zeros((0, 3), np.uint64)
 
 
-class GpuLanes:
+class GpuLanes(Lanes):
     """Homes, staging slots and lanes of one session on a device.
 
     Args:
@@ -58,22 +62,21 @@ class GpuLanes:
         cpu_updates: Whether the CPU may update some of the state.
     """
 
+    on_gpu = True
+    names = ("gpu", "h2d", "d2h")
+
     def __init__(
         self,
         device: Device,
         queue: Queue,
-        weight_copies: Callable[[int, int], npt.NDArray[np.uint64]] = no_weights,
+        weight_copies: Callable[..., Pieces] = no_weights,
         *,
         cpu_updates: bool = True,
     ) -> None:
-        self.device = device
-        self.given_up = False
-        """Whether nobody wants memory any more that is still being taken."""
+        super().__init__(device)
         self._nodes = nodes_for(device.node, cpu_updates)
         self.timed: dict[int, deque[Timed]] = {}
         """Operations put on lanes whose times were not taken, by subgroup."""
-        self.wakes = False
-        """Whether the engine thread is to hear of gradients that have come to host memory during backward."""
         self.pinned = PinnedMemory(device)
         """Host memory that the device reaches by itself."""
         self.pieces = PieceCopies(device, self.copy)
@@ -165,9 +168,10 @@ class GpuLanes:
     def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
         """Return host memory, pinned for the device as far as the system allows.
 
-        Its pages are touched first, by many threads, as whoever pins them would do so by one, and on its node.
+        Its pages are touched first, by many threads, as whoever pins them would do so by one, and on its node. Forked
+        processes never see it: written to after a fork, a page would not be the one that is pinned.
         """
-        arena = Arena(nbytes, inherit=inherit)
+        arena = Arena(nbytes)
         try:
             arena.touch(self._nodes, lambda: self.given_up)
         except BaseException:
@@ -180,6 +184,16 @@ class GpuLanes:
         """Free an arena that `arena` returned; no work uses it any more."""
         self.pinned.unpin(arena)
         arena.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is at home on the device, and how much host memory it reaches by itself, and does not."""
+        pinned, gpu_bytes = self.pinned, self._plan.home_bytes[Home.GPU] if self._plan is not None else 0
+        found = gpu_bytes, pinned.pinned_bytes, pinned.unpinned_bytes
+        return dict(zip(("gpu_bytes", "pinned_bytes", "unpinned_bytes"), found, strict=True))
+
+    def known_rates(self, rates: Rates) -> Rates | None:
+        """Return rates that were measured elsewhere, unless they are of no GPU."""
+        return rates if rates.gpu is not None else None
 
     # Around the caller's work; on the caller's thread
 
@@ -203,6 +217,10 @@ class GpuLanes:
         """Wait until all work on the lanes has been done; any thread."""
         for lane in LANES:
             self.device.mark(lane, timed=False).wait()
+
+    def in_use(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return all: lanes may still be at it."""
+        return tensors
 
     def wake(self, after: Mark | None = None) -> None:
         """Let the engine thread look for gradients that have come, if it wants to: now, or after a timed mark."""
@@ -273,9 +291,10 @@ class GpuLanes:
             raise InternalError("a subgroup's weights are wanted in host memory, and it has no weight slot")
         return self._weights_address + weight_slot * self._plan.weight_slot_bytes
 
-    def will_push(self, run: Run, copies: npt.NDArray[np.uint64]) -> None:
-        """Say what the push after a run is to copy: rows of `Tables.weight_copies`."""
-        self._to_push[run.visit.subgroup] = copies
+    def will_push(self, run: Run, table: npt.NDArray[Any] | None = None) -> None:
+        """Say that the push after a run is to copy the weights of all segments, or of those in its table."""
+        subgroup, chosen = run.visit.subgroup, None if table is None else active_rows(table)
+        self._to_push[subgroup] = self._weight_copies(subgroup, self.image(run.weight_slot), chosen)
 
     def fetch_weights(self, operation: Transfer, due_s: float) -> None:
         """Copy a subgroup's weights from the device, as `bring` does; reports when they are in their slot."""
@@ -337,6 +356,13 @@ class GpuLanes:
     def inputs(self, subgroup: int) -> Mark | None:
         """Return a mark that a run on the CPU still has to wait for; None if its gradients are there."""
         return next((mark for mark in self._inputs.get(subgroup, ()) if not mark.reached()), None)
+
+    def report_inputs(self, subgroup: int, op: int) -> bool:
+        """Report operation `op` when the gradients of a run on the CPU are there; return False if they are."""
+        mark = self.inputs(subgroup)
+        if mark is not None:
+            self.device.report(mark, self._queue, op)
+        return mark is not None
 
     def forget_inputs(self) -> None:
         """Forget the marks of a step that has ended."""

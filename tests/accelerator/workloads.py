@@ -513,8 +513,8 @@ def added(run: Run) -> None:
     with run.optimizer(first) as optimizer, run.working(stream):
         for step in range(4):
             if step == 2:
-                lanes = optimizer.engine._parts.gpu
-                before = [] if lanes is None else [tensor.numel() for tensor in lanes.device._memory.values()]
+                lanes = optimizer.engine._parts.lanes
+                before = [tensor.numel() for tensor in getattr(lanes.device, "_memory", {}).values()]
                 ids = {id(parameter) for parameter in first}
                 optimizer.add_param_group({"params": [p for p in model.parameters() if id(p) not in ids]})
                 with contextlib.nullcontext() if stream is None else run.outside:
@@ -536,8 +536,8 @@ def ending(run: Run) -> None:
         for step in range(2):
             _passes(run, model, step, 1)
             _step(run, optimizer, clip=False)
-        lanes = optimizer.engine._parts.gpu
-        before = [] if lanes is None else [tensor.numel() for tensor in lanes.device._memory.values()]
+        lanes = optimizer.engine._parts.lanes
+        before = [tensor.numel() for tensor in getattr(lanes.device, "_memory", {}).values()]
         optimizer.close()
         if run.pace is not None:
             with run.outside:

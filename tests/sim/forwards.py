@@ -27,6 +27,7 @@ from offload._native import CompletionQueue
 from offload.engine.executor import visit_nothing
 from offload.engine.loop import pump
 from offload.engine.machine import Machine, Phase, update_visits
+from offload.engine.none import NO_LANES
 from offload.engine.operations import (
     BeginSave,
     Done,
@@ -205,7 +206,7 @@ class Session(saves.Session):
         return SimpleNamespace(
             machine=self.machine,
             executor=self.executor,
-            gpu=None,
+            lanes=NO_LANES,
             is_whole=True,
             queue=SimpleNamespace(exchange=self.exchange),
             saves=SimpleNamespace(ended=self.saved),
