@@ -19,7 +19,7 @@ from _gpu_runs import gpu_share
 import offload.engine.machine as machine
 import offload.plan.budget as budget
 import offload.plan.planner as planner
-import offload.sim.executor as executor
+import offload.sim.timing as executor
 from offload.dtypes import DtypeCode
 from offload.engine.operations import Run
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout
@@ -95,7 +95,7 @@ def problem(elements: int) -> Problem:
     return Problem(extend_layout(Layout((), ()), parameters, choose_subgroup_numel(elements), MAX_TILE_BYTES))
 
 
-class LateTables(executor.SimExecutor):
+class LateTables(executor.TimingExecutor):
     """Tables of updates that are sent once the state is there, when its engine has begun with the next subgroup's."""
 
     def _give(self, lane: Any, what: Any, nbytes: int, may_start_s: float) -> float:
@@ -163,11 +163,11 @@ def rows_of(whole: Problem) -> Iterator[Found]:
     for name, ahead in (("all at the begin", 1 << 30), ("with their visit", 1), ("4 visits ahead", 4)):
         for place in (CPU, AUTO):
             yield row(f"gradients fetched {name}", place, (executor, "BROUGHT_AHEAD", ahead))
-    state = (executor.SimExecutor, "gradient_stream", 0)
+    state = (executor.TimingExecutor, "gradient_stream", 0)
     yield row("gradients on the stream of state", AUTO, state)
     yield row("gradients on the stream of state, 4 visits ahead", AUTO, state, (executor, "BROUGHT_AHEAD", 4))
     for place in (ALL, AUTO):
-        yield row("tables sent behind the state", place, (prediction, "SimExecutor", LateTables))
+        yield row("tables sent behind the state", place, (prediction, "TimingExecutor", LateTables))
     for slots in (1, 2, 3, 8):
         given: Sequence[Any] = [(owner, "GPU_STAGING_SLOTS", slots) for owner in (budget, planner)]
         for place in (ALL, AUTO):

@@ -22,22 +22,20 @@ from offload.engine.machine import Machine, update_visits
 from offload.engine.operations import (
     AwaitPush,
     Begin,
-    CopyIn,
-    CopyOut,
     Done,
     Event,
     Operation,
-    PushWeights,
     ReadTile,
     Run,
     Sweep,
+    Transfer,
     Visit,
     WriteTile,
 )
 from offload.errors import InternalError, invariant
 from offload.layout import SECTOR_NUMEL, Layout, Parameter, build_layout
 from offload.plan import Budgets, GpuRates, Home, PathBudget, PathRates, Placement, Plan, Rates
-from offload.sim import SimExecutor
+from offload.sim.lanes import VirtualLanes
 
 STATE_BYTES = 12
 """Of a parameter: fp32 master and two moments."""
@@ -71,7 +69,7 @@ class _Work:
     amount: float
 
 
-class SharedExecutor(SimExecutor):
+class SharedExecutor(VirtualLanes):
     """Simulated lanes whose speeds follow from what else runs at each moment.
 
     Subclasses say what an operation costs (`stages_of`), whether it may start (`may_start`), and at which speeds
@@ -216,22 +214,23 @@ class _Interleaved(SharedExecutor):
                     copied = visit.subgroup in self._copied
                     return "gpu", [("gpu", numel), ("fixed", self._node.gpu_subgroup_s * copied)]
                 return "cpu", [("update", numel), ("blocking", numel if self._stride == 0 else 0)]
-            case PushWeights(subgroup=subgroup):
+            case Transfer(subgroup=subgroup, what="weights"):
                 self._order[operation.op] = len(self._order)
                 return "helper", [("convert", self._numels[subgroup])]
             case AwaitPush():
                 return "done", [("fixed", 0)]
-            case CopyIn(subgroup=subgroup):
-                return "link", [("link", 0 if subgroup == self._copied[0] else self._numels[subgroup])]
-            case CopyOut(subgroup=subgroup):
-                return "link", [("link", self._numels[subgroup])]
+            case Transfer(subgroup=subgroup):
+                there = operation.way == "fetch" and subgroup == self._copied[0]
+                return "link", [("link", 0 if there else self._numels[subgroup])]
         raise InternalError(f"{operation} in a plan without storage")
 
     def may_start(self, operation: Operation) -> bool:
         match operation:
             case Run(visit=visit) if not visit.gpu:
                 return all(number in self._came for number in self._copied if number < visit.subgroup)
-            case PushWeights():  # the helper is given batches of k-1 subgroups, and at the end what is left
+            case Transfer(
+                what="weights"
+            ):  # the helper is given batches of k-1 subgroups, and at the end what is left
                 batch = self._order[operation.op] // (self._stride - 1)
                 return len(self._order) >= min((batch + 1) * (self._stride - 1), self._cpu_count)
         return True

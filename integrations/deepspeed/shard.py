@@ -87,7 +87,11 @@ class Shard:
             for dtype in (DtypeCode.of(self.weights[p.flat].dtype),)
         ]
         self._scratch = next((path.path for path in config.path_configs if "://" not in path.path), None)
-        if device is not None:
+        self.gradients: HostGradients | DeviceGradients
+        if device is None:
+            self.engine = Engine(parameters, config, among=among)
+            self.gradients = HostGradients(self.pieces, self.engine)
+        else:
             config = dataclasses.replace(
                 config,
                 keep_grads=False,
@@ -95,11 +99,7 @@ class Shard:
                 # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
                 gpu_memory=0 if config.gpu_memory == "auto" else config.gpu_memory,
             )
-        self.engine = Engine(parameters, config, device=device, among=among)
-        self.gradients: HostGradients | DeviceGradients
-        if device is None:
-            self.gradients = HostGradients(self.pieces, self.engine)
-        else:
+            self.engine = Engine(parameters, config, device=device, among=among)
             dtypes = [gradient_dtype or weight.dtype for weight in weights]
             self.gradients = DeviceGradients(self.pieces, self.engine, weights[0].device, dtypes)
         self._bind_weights()

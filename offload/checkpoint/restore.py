@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from offload.checkpoint.reader import Range, StateSource
-from offload.engine.gpu import GpuLanes
+from offload.engine.none import Lanes
 from offload.engine.operations import Run
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews, View
@@ -25,7 +25,7 @@ class Restorer:
         names: What they are called there, where that differs.
         views: The session's state.
         tables: Addresses of its weights.
-        gpu: Lanes of the GPU that the weights are on; None where they are in host memory.
+        lanes: Those of the device that the weights are on.
 
     Attributes:
         names: What each parameter is called there, by position.
@@ -41,14 +41,14 @@ class Restorer:
         names: Mapping[str, str],
         views: StateViews,
         tables: Tables,
-        gpu: GpuLanes | None,
+        lanes: Lanes,
     ) -> None:
         self.names = [names.get(parameter.name, parameter.name) for parameter in parameters]
         self._parameters = parameters
         self._source = source
         self._views = views
         self._tables = tables
-        self._gpu = gpu
+        self._lanes = lanes
         rule = views.plan.layout.rule
         if source.rule.name != rule.name:
             raise CheckpointError(
@@ -114,8 +114,8 @@ class Restorer:
 
     def derive_weights(self, subgroup: Subgroup) -> None:
         """Make the weights of a subgroup whose state stays where the checkpoint has it."""
-        gpu, number = self._gpu, subgroup.index
-        view = View(0, gpu.image(0) if gpu is not None else None)  # with nothing in flight, all weight slots are free
+        number = subgroup.index
+        view = View(0, self._lanes.image(0))  # with nothing in flight, all weight slots are free
         self._source.read(
             [
                 found
@@ -123,6 +123,6 @@ class Restorer:
                 for found in self._ranges(segment, "master", self._views.weight(number, segment, view))
             ]
         )
-        if gpu is not None and view.weights_address is not None:
-            gpu.store(self._tables.weight_copies(number, view.weights_address).tolist())
+        if view.weights_address is not None:
+            self._lanes.store(self._tables.weight_copies(number, view.weights_address).tolist())
         self._tables.changed(number)

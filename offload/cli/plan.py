@@ -370,11 +370,11 @@ def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[f
     unit_s = question.params * question.tokens / rates.compute_flops_per_s
     forward_s = FLOPS_PER_WEIGHT["forward"] * unit_s
     backward_s = FLOPS_PER_WEIGHT["backward"] * unit_s + (forward_s if question.recompute else 0.0)
-    if question.weights_on_gpu and not question.keep_grads and rates.gpu is not None:
+    if question.weights_on_gpu and not question.keep_grads:
         # Gradients of what the CPU updates leave the GPU meanwhile.
         subgroups = plan.layout.subgroups
         nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
-        backward_s = max(backward_s, nbytes / rates.gpu.d2h_bytes_per_s)
+        backward_s = max(backward_s, nbytes / rates.link.d2h_bytes_per_s)
     return forward_s, backward_s
 
 
@@ -429,8 +429,8 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
     if streamed_bytes := answer.plan.home_bytes[Home.STREAMED]:
         more = min(streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)), host_room)
         yield f"host budget +{format_bytes(more)} a rank", replace(question, host_memory=question.host_memory + more)
-    gpu = rates.gpu if answer.rates.gpu is not None else None  # it has one
-    if gpu is not None and answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
+    gpu = rates.link
+    if answer.rates.gpu and answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
         more = min(answer.plan.state_bytes, 10 << 30, (gpu.memory_bytes or 1 << 60) - use.gpu_bytes)
         yield f"GPU budget +{format_bytes(more)} a rank", replace(question, gpu_memory=question.gpu_memory + more)
         faster = replace(
@@ -865,7 +865,7 @@ def _node_lines(answer: Answer) -> list[str]:
     taken = f"{format_bytes(question.ranks * use.host_bytes)}{of_node}"
     lines = [f"host memory: all ranks take {taken}, each {shares(use.host)}"]
     if use.gpu:
-        size = question.rates.gpu.memory_bytes if question.rates.gpu is not None else 0
+        size = question.rates.link.memory_bytes
         of_gpu = f" of {format_bytes(size)}" if size else ""
         lines.append(f"GPU: {format_bytes(use.gpu_bytes)}{of_gpu}, {shares(use.gpu)}; activations come on top")
     fewest = least(question)

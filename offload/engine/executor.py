@@ -15,25 +15,22 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from offload import waits
-from offload.engine.gpu import GpuLanes, Timed
+from offload.engine.gpu import Timed
+from offload.engine.none import NO_LANES, Lanes
 from offload.engine.operations import (
     AwaitPush,
     Commit,
-    CopyIn,
-    CopyOut,
     CopyTile,
     Done,
     Event,
     Failed,
-    FetchWeights,
     Operation,
-    PushWeights,
     ReadTile,
     Run,
     SaveTile,
     Stop,
     Sync,
-    WeightOperation,
+    Transfer,
     WriteTile,
 )
 from offload.engine.seals import DamagedError, Seals
@@ -105,7 +102,7 @@ class LiveExecutor:
         tier_error: Turns a failed completion into the error to raise.
         verify: Whether tiles have checksums, and are compared with those that the index has when they are read.
         stall_s: See `STALL_S`.
-        gpu: Lanes of a GPU; None where no plan uses one.
+        lanes: Those of a device.
         others: Stores that are no path of the plan, by number: those that are only read, and one that takes a copy.
             Whoever opens one puts it there.
     """
@@ -119,7 +116,7 @@ class LiveExecutor:
         *,
         verify: bool = True,
         stall_s: float = STALL_S,
-        gpu: GpuLanes | None = None,
+        lanes: Lanes = NO_LANES,
         others: Mapping[int, Tier] | None = None,
     ) -> None:
         self.timeline: list[Interval] = []
@@ -136,7 +133,7 @@ class LiveExecutor:
         self._tier_error = tier_error
         self._verify = verify
         self._stall_s = stall_s
-        self._gpu = gpu
+        self._lanes = lanes
         self._seals = Seals(self.slot_address)
         self._waiting: dict[int, tuple[Run, npt.NDArray[Any]]] = {}
         self._silence = waits.Silence()
@@ -195,9 +192,7 @@ class LiveExecutor:
         self._queue.post(WAKE)
 
     def _start(self, operation: Operation) -> None:
-        if isinstance(operation, CopyIn | CopyOut | WeightOperation) or (
-            isinstance(operation, Run) and operation.visit.gpu
-        ):
+        if isinstance(operation, Transfer | AwaitPush) or (isinstance(operation, Run) and operation.visit.gpu):
             self._in_flight[operation.op] = (operation, None)
             self._start_on_gpu(operation)
             return
@@ -210,12 +205,10 @@ class LiveExecutor:
                 fetched = not operation.fresh and not operation.visit.overwrites
                 self._seals.touched(operation.slot, operation.visit.subgroup if fetched else None)
             table = self._visitor(operation)
-            inputs = self._gpu.inputs(operation.visit.subgroup) if self._gpu is not None else None
             if table is None:
                 self._queue.post(operation.op, started_s=started_s, finished_s=time.monotonic())
-            elif inputs is not None and self._gpu is not None:
+            elif self._lanes.report_inputs(operation.visit.subgroup, operation.op):
                 self._waiting[operation.op] = operation, table
-                self._gpu.device.report(inputs, self._queue, operation.op)
             else:
                 self._update(operation, table)
             return
@@ -271,29 +264,22 @@ class LiveExecutor:
         state = self._seals.state(subgroup, self._state_address(run.slot, subgroup.index))
         self._seals.started(run, self._kernel.submit_sealed(run.op, table, state, expected))
 
-    def _start_on_gpu(self, operation: CopyIn | CopyOut | WeightOperation | Run) -> None:
-        gpu, due_s = self._gpu, self._due_s[operation.op]
-        if gpu is None:
-            raise InternalError(f"{operation} needs a GPU, and this executor has none")
+    def _start_on_gpu(self, operation: Transfer | AwaitPush | Run) -> None:
+        gpu, due_s = self._lanes, self._due_s[operation.op]
         match operation:
-            case CopyIn():
-                if operation.slot is not None:
-                    self._seals.touched(operation.slot, operation.subgroup)
-                gpu.copy_in(operation, self._state_address(operation.slot, operation.subgroup), due_s)
             case Run():
                 gpu.run(operation, self._visitor(operation), due_s)
-            case CopyOut():
-                if operation.slot is None:
-                    self._seals.touched_home(operation.subgroup)
-                else:
-                    self._seals.touched(operation.slot, None)
-                gpu.copy_out(operation, self._state_address(operation.slot, operation.subgroup), due_s)
-            case FetchWeights():
-                gpu.fetch_weights(operation, due_s)
-            case PushWeights():
-                gpu.push(operation, due_s)
             case AwaitPush():
                 gpu.await_push(operation)
+            case Transfer(what="weights"):
+                (gpu.fetch_weights if operation.way == "fetch" else gpu.push)(operation, due_s)
+            case Transfer(subgroup=subgroup, slot=slot):
+                leaves = operation.way == "fetch"
+                if slot is not None:
+                    self._seals.touched(slot, subgroup if leaves else None)
+                elif not leaves:
+                    self._seals.touched_home(subgroup)
+                (gpu.copy_in if leaves else gpu.copy_out)(operation, self._state_address(slot, subgroup), due_s)
 
     def _state_address(self, slot: int | None, subgroup: int) -> int:
         """Return where a subgroup's state lies: in a staging slot, or at home."""
@@ -317,10 +303,16 @@ class LiveExecutor:
             source.gather(operation)
         return source.buffer_address(operation.buffer)
 
+    def end_turn(self) -> None:
+        """Note what the thread has worked since it woke up, or ended a turn: what it does now is another one's."""
+        if self._woke_s is not None:
+            now_s = time.monotonic()
+            self.timeline.append(Interval(ENGINE, "", self._woke_s, now_s, 0))
+            self._woke_s = now_s
+
     def wait(self) -> list[Event]:
         """Return what has happened; an empty list if that is only a request, or nothing for long."""
-        if self._woke_s is not None:
-            self.timeline.append(Interval(ENGINE, "", self._woke_s, time.monotonic(), 0))
+        self.end_turn()
         # A commit may wait for other ranks, and says itself when it has waited for too long.
         watched = any(not isinstance(operation, Commit) for operation, _ in self._in_flight.values())
         left_s = self._stall_s - self._silence.lasts_s
@@ -366,8 +358,7 @@ class LiveExecutor:
 
     def take_timed(self) -> None:
         """Add what the GPU's lanes have done to the timeline."""
-        if self._gpu is not None:
-            self._gpu.take_timed(self._add_timed)
+        self._lanes.take_timed(self._add_timed)
 
     def _add_timed(self, timed: Timed) -> None:
         label = f"subgroup {timed.subgroup}"
@@ -377,14 +368,14 @@ class LiveExecutor:
     def _report(self, completion: Completion) -> Event:
         operation, request = self._in_flight.pop(completion.op)
         due_s = self._due_s.pop(completion.op)
-        if completion.op in self._waiting or isinstance(operation, CopyIn | CopyOut | WeightOperation):
+        if completion.op in self._waiting or isinstance(operation, Transfer | AwaitPush):
             tier, path = self._place(operation)
             self._waiting.pop(completion.op, None)
             if completion.error == 0:
-                if self._gpu is not None and isinstance(operation, CopyOut | FetchWeights | AwaitPush):
+                if isinstance(operation, AwaitPush) or (isinstance(operation, Transfer) and operation.lane == "d2h"):
                     # Here, while lanes work: at a step's begin all would wait for the times of the last.
                     with contextlib.suppress(OffloadError):  # a device that has failed says so with its next report
-                        self._gpu.take_timed(self._add_timed, operation.subgroup)
+                        self._lanes.take_timed(self._add_timed, operation.subgroup)
                 return Done(completion.op)
             return Failed(
                 completion.op, TierError("copy", tier=tier, path=path, detail="the GPU has failed; see the log")
@@ -455,10 +446,9 @@ class LiveExecutor:
             tier = self._tier(operation.record.location.path)
         if tier is not None:
             return tier.name, tier.path
-        if isinstance(operation, CopyIn | PushWeights | AwaitPush):
-            return "gpu", "h2d"
-        for_gradients = operation.op in self._waiting
-        return ("gpu", "d2h") if for_gradients or isinstance(operation, CopyOut | FetchWeights) else ("host", "cpu")
+        if isinstance(operation, Transfer | AwaitPush):
+            return "gpu", operation.lane
+        return ("gpu", "d2h") if operation.op in self._waiting else ("host", "cpu")  # a run waits for gradients
 
     def _awaited(self) -> str:
         """Return what a lane has been asked and does not answer, for the log."""

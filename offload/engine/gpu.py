@@ -19,15 +19,19 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from offload.engine.memory import Arena
-from offload.engine.operations import AwaitPush, CopyIn, CopyOut, FetchWeights, PushWeights, Run, Visit
+from offload.engine.none import Lanes
+from offload.engine.operations import AwaitPush, Run, Transfer, Visit
 from offload.engine.pieces import PieceCopies, Pieces
 from offload.engine.pinning import PinnedMemory
 from offload.engine.touching import nodes_for
 from offload.errors import InternalError, OffloadError
+from offload.kernels.table import active_rows
 from offload.layout import Layout
-from offload.plan.budget import PIECE_BUFFERS, Plan
+from offload.plan import Home, Plan, Rates
+from offload.plan.budget import PIECE_BUFFERS
 from offload.protocols import LANES, WAKE, Device, DeviceLane, Mark, Queue
 
 
@@ -43,12 +47,12 @@ class Timed:
     ended: Mark
 
 
-def no_weights(subgroup: int, image_address: int) -> npt.NDArray[np.uint64]:
+def no_weights(subgroup: int, image_address: int, chosen: npt.NDArray[np.bool_] | None = None) -> Pieces:
     """Return where nothing lies."""
     return np.zeros((0, 3), np.uint64)
 
 
-class GpuLanes:
+class GpuLanes(Lanes):
     """Homes, staging slots and lanes of one session on a device.
 
     Args:
@@ -58,22 +62,21 @@ class GpuLanes:
         cpu_updates: Whether the CPU may update some of the state.
     """
 
+    on_gpu = True
+    names = ("gpu", "h2d", "d2h")
+
     def __init__(
         self,
         device: Device,
         queue: Queue,
-        weight_copies: Callable[[int, int], npt.NDArray[np.uint64]] = no_weights,
+        weight_copies: Callable[..., Pieces] = no_weights,
         *,
         cpu_updates: bool = True,
     ) -> None:
-        self.device = device
-        self.given_up = False
-        """Whether nobody wants memory any more that is still being taken."""
+        super().__init__(device)
         self._nodes = nodes_for(device.node, cpu_updates)
         self.timed: dict[int, deque[Timed]] = {}
         """Operations put on lanes whose times were not taken, by subgroup."""
-        self.wakes = False
-        """Whether the engine thread is to hear of gradients that have come to host memory during backward."""
         self.pinned = PinnedMemory(device)
         """Host memory that the device reaches by itself."""
         self.pieces = PieceCopies(device, self.copy)
@@ -85,7 +88,6 @@ class GpuLanes:
         self._slots_bytes = 0
         self._ready: dict[int, Mark] = {}
         self._updated: dict[int, Mark] = {}
-        self._left: dict[int, Mark] = {}
         self._weight_copies = weight_copies
         self._weights_address = 0
         self._to_push: dict[int, npt.NDArray[np.uint64]] = {}
@@ -166,9 +168,10 @@ class GpuLanes:
     def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
         """Return host memory, pinned for the device as far as the system allows.
 
-        Its pages are touched first, by many threads, as whoever pins them would do so by one, and on its node.
+        Its pages are touched first, by many threads, as whoever pins them would do so by one, and on its node. Forked
+        processes never see it: written to after a fork, a page would not be the one that is pinned.
         """
-        arena = Arena(nbytes, inherit=inherit)
+        arena = Arena(nbytes)
         try:
             arena.touch(self._nodes, lambda: self.given_up)
         except BaseException:
@@ -181,6 +184,16 @@ class GpuLanes:
         """Free an arena that `arena` returned; no work uses it any more."""
         self.pinned.unpin(arena)
         arena.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is at home on the device, and how much host memory it reaches by itself, and does not."""
+        pinned, gpu_bytes = self.pinned, self._plan.home_bytes[Home.GPU] if self._plan is not None else 0
+        found = gpu_bytes, pinned.pinned_bytes, pinned.unpinned_bytes
+        return dict(zip(("gpu_bytes", "pinned_bytes", "unpinned_bytes"), found, strict=True))
+
+    def known_rates(self, rates: Rates) -> Rates | None:
+        """Return rates that were measured elsewhere, unless they are of no GPU."""
+        return rates if rates.gpu is not None else None
 
     # Around the caller's work; on the caller's thread
 
@@ -205,6 +218,10 @@ class GpuLanes:
         for lane in LANES:
             self.device.mark(lane, timed=False).wait()
 
+    def in_use(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return all: lanes may still be at it."""
+        return tensors
+
     def wake(self, after: Mark | None = None) -> None:
         """Let the engine thread look for gradients that have come, if it wants to: now, or after a timed mark."""
         if not self.wakes:
@@ -222,12 +239,12 @@ class GpuLanes:
         for offset, size in self.pinned.whole_copies(host, nbytes):
             self.device.copy(lane, target + offset, source + offset, size)
 
-    def copy_in(self, operation: CopyIn, host_address: int, due_s: float) -> None:
-        """Copy a subgroup's state into a staging slot on the device."""
-        slot, nbytes = operation.gpu_slot, self._state_bytes(operation.subgroup)
-        for mark in (self._updated.get(slot), self._left.get(slot)):  # of the slot's owner before
-            if mark is not None:
-                self.device.follow(DeviceLane.H2D, mark)
+    def copy_in(self, operation: Transfer, host_address: int, due_s: float) -> None:
+        """Copy a subgroup's state into a staging slot on the device, which nothing leaves any more."""
+        slot, nbytes = operation.through, operation.nbytes
+        updated = self._updated.get(slot)
+        if updated is not None:  # of the slot's owner before, which may have changed nothing, and was not copied out
+            self.device.follow(DeviceLane.H2D, updated)
         began = self.device.mark(DeviceLane.H2D)
         self.copy(DeviceLane.H2D, self._slot(slot), host_address, nbytes)
         self._ready[slot] = self.device.mark(DeviceLane.H2D)
@@ -252,15 +269,15 @@ class GpuLanes:
         self._time("gpu", subgroup, self._state_bytes(subgroup), due_s, began, ended)
         self._post(operation.op)
 
-    def copy_out(self, operation: CopyOut, host_address: int, due_s: float) -> None:
+    def copy_out(self, operation: Transfer, host_address: int, due_s: float) -> None:
         """Copy a subgroup's state back; reports when it is whole in host memory."""
-        slot, nbytes = operation.gpu_slot, self._state_bytes(operation.subgroup)
+        slot, nbytes = operation.through, operation.nbytes
         self.device.follow(DeviceLane.D2H, self._updated[slot])
         began = self.device.mark(DeviceLane.D2H)
         self.copy(DeviceLane.D2H, host_address, self._slot(slot), nbytes)
-        self._left[slot] = self.device.mark(DeviceLane.D2H)
-        self._time("d2h", operation.subgroup, nbytes, due_s, began, self._left[slot])
-        self.device.report(self._left[slot], self._queue, operation.op)
+        left = self.device.mark(DeviceLane.D2H)
+        self._time("d2h", operation.subgroup, nbytes, due_s, began, left)
+        self.device.report(left, self._queue, operation.op)
 
     def _post(self, op: int) -> None:
         now_s = time.monotonic()
@@ -274,13 +291,14 @@ class GpuLanes:
             raise InternalError("a subgroup's weights are wanted in host memory, and it has no weight slot")
         return self._weights_address + weight_slot * self._plan.weight_slot_bytes
 
-    def will_push(self, run: Run, copies: npt.NDArray[np.uint64]) -> None:
-        """Say what the push after a run is to copy: rows of `Tables.weight_copies`."""
-        self._to_push[run.visit.subgroup] = copies
+    def will_push(self, run: Run, table: npt.NDArray[Any] | None = None) -> None:
+        """Say that the push after a run is to copy the weights of all segments, or of those in its table."""
+        subgroup, chosen = run.visit.subgroup, None if table is None else active_rows(table)
+        self._to_push[subgroup] = self._weight_copies(subgroup, self.image(run.weight_slot), chosen)
 
-    def fetch_weights(self, operation: FetchWeights, due_s: float) -> None:
+    def fetch_weights(self, operation: Transfer, due_s: float) -> None:
         """Copy a subgroup's weights from the device, as `bring` does; reports when they are in their slot."""
-        copies = self._weight_copies(operation.subgroup, self.image(operation.weight_slot))
+        copies = self._weight_copies(operation.subgroup, self.image(operation.through))
         for mark in self._written.get(operation.subgroup, ()):
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES):
                 self.device.follow(lane, mark)
@@ -290,7 +308,7 @@ class GpuLanes:
         self._time("d2h", operation.subgroup, operation.nbytes, due_s, began, ended)
         self.device.report(ended, self._queue, operation.op)
 
-    def push(self, operation: PushWeights, due_s: float) -> None:
+    def push(self, operation: Transfer, due_s: float) -> None:
         """Send a subgroup's new weights to the device."""
         self.send_weights(operation.subgroup, self._to_push.pop(operation.subgroup), due_s)
         self._post(operation.op)
@@ -328,18 +346,23 @@ class GpuLanes:
         if visit.gpu:
             self._inputs[visit.subgroup] = tuple(marks)
         elif marks or len(copies):
-            for mark in marks:
-                self.device.follow(DeviceLane.LEAVING, mark)
             began, due_s = self.device.mark(DeviceLane.LEAVING), time.monotonic()
             self.pieces.to_host(copies, gap_bytes, DeviceLane.LEAVING)
             ended = self.device.mark(DeviceLane.LEAVING)
-            self._inputs[visit.subgroup] = (ended,)
+            self._inputs[visit.subgroup] = (ended,)  # for all: what arrived during backward left on this lane
             if len(copies):
                 self._time("d2h", visit.subgroup, int(copies[:, 2].sum()), due_s, began, ended)
 
     def inputs(self, subgroup: int) -> Mark | None:
         """Return a mark that a run on the CPU still has to wait for; None if its gradients are there."""
         return next((mark for mark in self._inputs.get(subgroup, ()) if not mark.reached()), None)
+
+    def report_inputs(self, subgroup: int, op: int) -> bool:
+        """Report operation `op` when the gradients of a run on the CPU are there; return False if they are."""
+        mark = self.inputs(subgroup)
+        if mark is not None:
+            self.device.report(mark, self._queue, op)
+        return mark is not None
 
     def forget_inputs(self) -> None:
         """Forget the marks of a step that has ended."""
@@ -366,9 +389,7 @@ class GpuLanes:
             self.device.follow(DeviceLane.H2D, self.device.mark(lane, timed=False))
         for target, source, nbytes in copies:
             self.copy(DeviceLane.H2D, target, source, nbytes)
-        mark = self.device.mark(DeviceLane.H2D, timed=False)
-        self.device.follow(DeviceLane.UPDATE, mark)
-        mark.wait()
+        self.device.mark(DeviceLane.H2D, timed=False).wait()
 
     def _time(self, lane: str, subgroup: int, nbytes: int, due_s: float, began: Mark, ended: Mark) -> None:
         self.timed.setdefault(subgroup, deque()).append(Timed(lane, subgroup, nbytes, due_s, began, ended))

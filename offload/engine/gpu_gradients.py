@@ -27,11 +27,19 @@ import torch
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.additions import Additions, Sending
 from offload.engine.gpu import GpuLanes
+from offload.engine.gradients import GradientSlots, GradientStore
+from offload.engine.host import HostMemory
 from offload.engine.memory import Arena
-from offload.engine.pieces import as_pieces
+from offload.engine.operations import Visit
+from offload.engine.pieces import Pieces, as_pieces
+from offload.engine.tables import Tables
 from offload.errors import ConfigError, InternalError
 from offload.kernels import CpuUpdateKernel
-from offload.protocols import NORM_BLOCK_NUMEL, DeviceLane, Mark
+from offload.kernels.reference import TORCH_DTYPES
+from offload.layout import SEGMENT_ALIGN_NUMEL, Segment
+from offload.plan import Plan
+from offload.plan.budget import BROUGHT_AHEAD
+from offload.protocols import DeviceLane, Mark
 
 BLOCK_BYTES = 8
 
@@ -132,60 +140,95 @@ class _Bucket:
     sending: Sending | None = None
 
 
-@dataclass
-class GpuGradients:
+class GpuGradients(GradientStore):
     """Gradients of one session whose weights lie on a GPU.
 
-    `arrived`, `hold` and `leave` belong to the threads of backward; all else is called between passes.
+    `arrived`, `hold` and `leave` belong to the threads of backward.
+
+    Args:
+        slots, tables, kernel, memory: See `GradientStore`.
+        lanes: The session's.
 
     Attributes:
-        lanes: The session's lanes.
-        kernel: Sums the squares of gradients that were added in host memory.
-        positions: One for each parameter.
-        gap_bytes: See `PieceCopies.to_host`.
+        positions: What is known of each parameter's gradient.
+        in_transit: Gradients that the caller has dropped and that are still read, each with the mark after which it
+            is not.
     """
 
-    lanes: GpuLanes
-    kernel: CpuUpdateKernel
-    positions: list[_Parameter] = field(default_factory=list)
-    gap_bytes: int = 0
-    in_transit: deque[tuple[Mark, torch.Tensor]] = field(default_factory=deque)
-    """Gradients that the caller has dropped and that are still read, each with the mark after which it is not."""
-    _in_transit_bytes: int = 0
-    _bucket: _Bucket | None = None
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    _regions: list[_Region] = field(default_factory=list)
-    _slots_bytes: int = 0
+    def __init__(
+        self, slots: GradientSlots, tables: Tables, kernel: CpuUpdateKernel, memory: HostMemory, lanes: GpuLanes
+    ) -> None:
+        super().__init__(slots, tables, kernel, memory)
+        self.lanes = lanes
+        self.positions: list[_Parameter] = []
+        self.in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
+        self.additions = Additions(lanes, kernel)
+        self._in_transit_bytes = 0
+        self._bucket: _Bucket | None = None
+        self._lock = threading.RLock()
+        self._regions: list[_Region] = []
+        self._slots_bytes = 0
+        self._slot_addresses: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        self._wide: dict[int, torch.Tensor] = {}
+        self._to_bring: dict[int, tuple[Visit, list[Mark], Pieces]] = {}
+        self._gap_bytes = 0  # see `PieceCopies.to_host`
+        self._ahead: set[int] = set()  # visits that have not begun, and whose gradients are on their way
 
-    def __post_init__(self) -> None:
-        self.additions = Additions(self.lanes, self.kernel)
+    # Memory
 
-    def add(self, numels: list[int], slots: list[torch.Tensor], stay: list[bool], region: Arena | None) -> None:
-        """Take up more parameters.
+    def used_bytes(self, plan: Plan) -> int:
+        """See `GradientStore.used_bytes`."""
+        return super().used_bytes(plan) + sum(wide.nbytes for wide in self._wide.values())
 
-        Args:
-            numels: Elements of each.
-            slots: Flat slots in host memory for gradients that the CPU uses; empty for others.
-            stay: Whether the GPU uses any part of a parameter.
-            region: Host memory for all their block sums; None if there are none.
-        """
-        if region is None:
-            device = 0
-        else:
+    def _needs_slot(self, plan: Plan, position: int) -> bool:
+        return any(not plan.updates_on_gpu(subgroup) for subgroup, _ in plan.layout.places[position])
+
+    def _give_back(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
+        if unused:
+            self.lanes.wait()
+        super()._give_back(unused)
+
+    def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
+        del self.positions[first:]  # left by an `adopt` that failed
+        region, device = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None, 0
+        if region is not None:
             device = self.lanes.device.allocate(region.nbytes)
             self._regions.append(_Region(device, region))
-        offset = 0
-        for numel, slot, stays in zip(numels, slots, stay, strict=True):
-            count = -(-numel // NORM_BLOCK_NUMEL)
+        offset, empty = 0, torch.empty(0)
+        for parameter, count in zip(self._parameters[first:], counts, strict=True):
             blocks = region.numpy(offset, count, np.float64) if region is not None else np.zeros(0)
-            self.positions.append(_Parameter(numel, slot, stays, blocks, device + offset))
+            self.positions.append(_Parameter(parameter.numel, empty, False, blocks, device + offset))
             offset += count * BLOCK_BYTES
+        for found, slot, places in zip(self.positions, self._slots, plan.layout.places, strict=False):
+            found.slot, found.stays = slot, any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
+        self._slots_bytes = sum(slot.nbytes for slot in self._slots)
+        self._slot_addresses, _ = self.slots_at()
+        # Gaps between slots that are smaller than any slot are padding.
+        items = (TORCH_DTYPES[self._like.dtype_of(parameter)].itemsize for parameter in self._parameters)
+        self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(items, default=0)
+        return [found.blocks for found in self.positions[first:]]
 
-    def place(self, slots: list[torch.Tensor], stay: list[bool]) -> None:
-        """Exchange the slots of the first parameters, of which nothing has arrived, and whether each one stays."""
-        for found, slot, stays in zip(self.positions, slots, stay, strict=False):
-            found.slot, found.stays = slot, stays
-        self._slots_bytes = sum(found.slot.nbytes for found in self.positions)
+    def bound_at(self) -> npt.NDArray[np.uint64]:
+        """See `GradientStore.bound_at`."""
+        has_left = [found.mark is not None for found in self.positions]
+        return np.where(has_left, self._slot_addresses, self._tables.gradients)
+
+    def has_landed(self, segments: Sequence[Segment]) -> bool:
+        """See `GradientStore.has_landed`."""
+        marks = dict.fromkeys(self.positions[segment.parameter].mark for segment in segments)
+        return all(mark is None or mark.landed() for mark in marks)
+
+    def stays(self, position: int) -> bool:
+        """Return whether the GPU updates part of a parameter, and so reads its gradient where it lies."""
+        return self.positions[position].stays
+
+    def has_arrived(self, position: int) -> bool:
+        """See `Engine.has_gradient`."""
+        return self.positions[position].arrivals > 0
+
+    def have_arrived(self) -> bool:
+        """Return whether gradients have arrived that have not been forgotten."""
+        return any(found.arrivals for found in self.positions)
 
     # During backward
 
@@ -214,7 +257,10 @@ class GpuGradients:
                     found.added = True
                 found.mark = mark
             found.arrivals += 1
-            return found.mark
+            mark = found.mark
+        self.bind(position, found.kept, dtype, True)
+        self._gathered[position] = dtype
+        return mark
 
     def _collect(self, position: int, address: int, dtype: DtypeCode, *, first: bool) -> Departure:
         """Have a gradient leave to its slot, or to be added there; by itself or with others."""
@@ -260,7 +306,7 @@ class GpuGradients:
             for lane in (DeviceLane.LEAVING, DeviceLane.PIECES)[:count]:
                 device.follow(lane, made)
             if leaving:
-                self.lanes.pieces.to_host(as_pieces(leaving), self.gap_bytes, DeviceLane.LEAVING)
+                self.lanes.pieces.to_host(as_pieces(leaving), self._gap_bytes, DeviceLane.LEAVING)
             device.follow(DeviceLane.GRADIENTS, made)
             self._sum(bucket.first)
             if bucket.further:
@@ -335,19 +381,24 @@ class GpuGradients:
 
     # Between passes
 
-    def gather(self, gradients: Sequence[tuple[int, int, DtypeCode]]) -> None:
-        """Sum the blocks of gradients that the caller keeps, behind the caller's work: (position, address, dtype)."""
-        device = self.lanes.device
-        if gradients:
-            device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
-            self._sum(gradients)
-
-    def replace(self, position: int) -> None:
-        """Drop what arrived of one parameter: the caller has another gradient for it."""
+    def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
+        """See `Engine.bind_gradient`."""
+        super().bind(position, address, dtype, gathered)
         found = self.positions[position]
-        if found.arrivals:
+        if not gathered and found.arrivals:  # the caller has another gradient for it
             self.finish()
             found.forget()
+
+    def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
+        tables, chosen = self._tables, np.array(positions, np.int64)
+        anew = chosen[self._gathered[chosen] == DtypeCode.NONE]
+        dtypes = map(DtypeCode, tables.gradient_dtypes[anew].tolist())
+        if anew.size:  # the caller keeps them: behind its work
+            device = self.lanes.device
+            device.follow(DeviceLane.GRADIENTS, device.mark(DeviceLane.CALLER, timed=False))
+            self._sum(list(zip(anew.tolist(), tables.gradients[anew].tolist(), dtypes, strict=True)))
+        self.settle()
+        return chosen
 
     def finish(self) -> None:
         """Have all gradients leave, and wait until those of further passes have been added in host memory."""
@@ -365,7 +416,7 @@ class GpuGradients:
         for found in self.positions:
             if found.added and not found.stays:
                 address, blocks = found.slot.data_ptr(), found.blocks.ctypes.data
-                self.kernel.gradient_blocks(address, found.dtype, found.numel, blocks)
+                self._kernel.gradient_blocks(address, found.dtype, found.numel, blocks)
 
     def forget(self) -> None:
         """Drop all gradients: the next to arrive is the first of its parameter."""
@@ -387,8 +438,79 @@ class GpuGradients:
         self.in_transit.clear()
         self._in_transit_bytes = 0
 
+    # In a step
+
+    def begin_step(self, plan: Plan, visits: Sequence[Visit]) -> bool:
+        """Find out what each visit of a step needs, and fetch the gradients that the CPU will use first.
+
+        Returns:
+            Whether `used_bytes` has grown by that.
+        """
+        tables, wide = self._tables, len(self._wide)
+        self.lanes.forget_inputs()
+        self._to_bring.clear()
+        self._ahead.clear()
+        self.addresses = addresses = self._slot_addresses.copy()
+        for visit in visits:
+            copies: list[tuple[int, int, int]] = []
+            marks: list[Mark] = []
+            for segment in plan.layout.subgroups[visit.subgroup].segments:
+                position = segment.parameter
+                if not tables.is_active(position) or not segment.numel:
+                    continue
+                mark = self.positions[position].mark
+                if mark is not None:  # it arrived during backward
+                    marks.append(mark.on_lane())
+                elif not visit.gpu:
+                    item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
+                    slot = self._slots[position]
+                    if item > slot.element_size() and addresses[position] == self._slot_addresses[position]:
+                        addresses[position] = self._wide_slot(position).data_ptr()
+                    start, nbytes = segment.start * item, segment.numel * item
+                    source = int(tables.gradients[position]) + start
+                    copies.append((source, int(addresses[position]) + start, nbytes))
+            self._to_bring[visit.subgroup] = visit, list(dict.fromkeys(marks)), as_pieces(copies)
+        self._bring_ahead()
+        return len(self._wide) > wide
+
+    def bring(self, subgroup: int) -> None:
+        """Fetch the gradients of a visit that begins, and of those after it; make each run wait for its own.
+
+        Not all at the step's begin: enqueueing a copy takes time in which no update starts, and what else leaves the
+        GPU would wait behind all of them.
+        """
+        if subgroup in self._to_bring:
+            self.lanes.bring(*self._to_bring.pop(subgroup), self._gap_bytes)
+        self._ahead.discard(subgroup)
+        self._bring_ahead()
+
+    def coming(self, subgroup: int) -> None:
+        """Fetch the gradients of a visit whose state is being fetched: it runs as soon as that is there."""
+        if subgroup in self._to_bring:
+            self._bring_early(subgroup)
+
+    def _bring_early(self, subgroup: int) -> None:
+        visit, marks, copies = self._to_bring.pop(subgroup)
+        self.lanes.bring(visit, marks, copies, self._gap_bytes)
+        if len(copies):
+            self._ahead.add(subgroup)
+
+    def _bring_ahead(self) -> None:
+        """Have gradients of `BROUGHT_AHEAD` visits on their way that have not begun."""
+        while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:
+            self._bring_early(next(iter(self._to_bring)))
+
+    def _wide_slot(self, position: int) -> torch.Tensor:
+        """Return the second slot of a parameter: for the fp32 gradient of a 16-bit weight."""
+        if position not in self._wide:
+            numel = self._slots[position].numel()
+            self._wide[position] = self._memory.arena(4 * numel).tensor(0, numel, torch.float32)
+        return self._wide[position]
+
     def close(self) -> None:
-        """Give the memory for additions back; the device has been closed."""
+        """Let go of all slots and buffers, and give the memory for additions back; the device has been closed."""
         self._bucket = None
         self._drop_all()
         self.additions.close()
+        self._wide.clear()
+        super().close()

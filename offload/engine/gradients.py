@@ -11,19 +11,15 @@ import torch
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.engine.additions import BUFFERS, buffer_bytes
-from offload.engine.gpu import GpuLanes
-from offload.engine.gpu_gradients import BLOCK_BYTES, GpuGradients
 from offload.engine.host import HostMemory
 from offload.engine.memory import Arena
-from offload.engine.operations import Visit
-from offload.engine.pieces import Pieces, as_pieces
+from offload.engine.none import never, nothing
 from offload.engine.tables import Tables
 from offload.errors import ConfigError
 from offload.kernels import CpuUpdateKernel, norm_sq_at
 from offload.kernels.reference import TORCH_DTYPES
 from offload.layout import SEGMENT_ALIGN_NUMEL, Layout, Parameter, Segment
 from offload.plan import Plan
-from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import NORM_BLOCK_NUMEL, Mark
 
 
@@ -58,66 +54,53 @@ class GradientSlots:
         return slots + (BUFFERS * buffer_bytes(slots) if self.passing else 0)
 
 
-class Gradients:
-    """The gradients of one session.
+class GradientStore:
+    """The gradients of one session: `HostGradients`, or `GpuGradients` where the weights are on a GPU.
 
-    `begin_step` and `bring` belong to the engine thread, all else to the caller's or to that of backward, between
-    requests.
+    `begin_step`, `bring` and `coming` belong to the engine thread, all else to the caller's or to that of backward,
+    between requests.
 
     Args:
         slots: How its slots are made.
         tables: Keep the address of each gradient.
         kernel: Sums squares for norms.
         memory: Gives the memory of the slots.
-        gpu: Lanes of the GPU that the weights are on; None where they are in host memory.
 
     Attributes:
-        on_gpu: Gradients on a GPU; None without one.
-        addresses: With a GPU, the host address of each parameter's gradient in the step under way.
+        addresses: The host address of each parameter's gradient in the step under way; None for where it is bound.
     """
 
-    def __init__(
-        self,
-        slots: GradientSlots,
-        tables: Tables,
-        kernel: CpuUpdateKernel,
-        memory: HostMemory,
-        gpu: GpuLanes | None,
-    ) -> None:
-        self.on_gpu = GpuGradients(gpu, kernel) if gpu is not None else None
-        self.addresses: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+    leave = hold = forget = settle = finish = bring = coming = nothing
+    stays = has_arrived = have_arrived = begin_step = never
+    """What gradients in host memory need none of; see `GpuGradients`."""
+
+    def __init__(self, slots: GradientSlots, tables: Tables, kernel: CpuUpdateKernel, memory: HostMemory) -> None:
+        self.addresses: npt.NDArray[np.uint64] | None = None
         self._like = slots
         self._tables = tables
         self._kernel = kernel
         self._memory = memory
-        self._gpu = gpu
         self._parameters: tuple[Parameter, ...] = ()
         self._slots: list[torch.Tensor] = []
         self._taken: dict[int, torch.Tensor] = {}  # memory of slots, by parameter, those that are not needed included
         self._arenas: list[tuple[Arena, tuple[int, ...]]] = []  # ... and what it was cut from
-        self._slot_addresses = self.addresses
         self._blocks: list[npt.NDArray[np.float64]] = []
         self._blocks_at: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._block_counts: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         self._numels: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        # The gradient that `_blocks` are the sums of: its dtype (NONE: there is none) and its fingerprint.
+        # The dtype of the gradient that `_blocks` are the sums of; NONE: there is none.
         self._gathered: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self._fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-        self._wide: dict[int, torch.Tensor] = {}
-        self._to_bring: dict[int, tuple[Visit, list[Mark], Pieces]] = {}
-        self._gap_bytes = 0
-        self._ahead: set[int] = set()  # visits that have not begun, and whose gradients are on their way
 
     # Memory
 
     def used_bytes(self, plan: Plan) -> int:
-        """Return the host memory for gradients, with weights on a GPU: those that the CPU uses, and unused slots."""
+        """Return the host memory for gradients: those that the CPU uses, and unused slots."""
         used = [
             parameter
             for number, parameter in enumerate(plan.layout.parameters)
-            if number in self._taken or _uses_cpu(plan, number)
+            if number in self._taken or self._needs_slot(plan, number)
         ]
-        return self._like.total_bytes(used) + sum(wide.nbytes for wide in self._wide.values())
+        return self._like.total_bytes(used)
 
     def missing_bytes(self, plan: Plan) -> int:
         """Return the host memory that `adopt` would take."""
@@ -132,7 +115,7 @@ class Gradients:
         ]
 
     def _needs_slot(self, plan: Plan, position: int) -> bool:
-        return self._gpu is None or _uses_cpu(plan, position)
+        return True
 
     def adopt(self, plan: Plan, before: Layout) -> None:
         """Take memory for the gradients that `plan` has the CPU use, and for the parameters that it adds.
@@ -147,8 +130,7 @@ class Gradients:
             OffloadError: There is not that much; what is there stays as it is.
         """
         first = len(before.parameters)
-        for known in (self._slots, self._blocks, self.on_gpu.positions if self.on_gpu else []):
-            del known[first:]  # left by an `adopt` that failed
+        del self._slots[first:], self._blocks[first:]  # left by an `adopt` that failed
         self._give_back([each for each in self._arenas if each[1][0] >= first])  # likewise
         self._parameters = plan.layout.parameters
         self._take(self._missing(plan))
@@ -158,19 +140,10 @@ class Gradients:
                 slot = torch.empty(0, dtype=TORCH_DTYPES[self._like.dtype_of(parameter)], device="cpu")
             self._slots[number : number + 1] = [slot]
         added = len(self._parameters) - first
-        # Gaps between slots that are smaller than any slot are padding.
-        items = (TORCH_DTYPES[self._like.dtype_of(parameter)].itemsize for parameter in self._parameters)
-        self._gap_bytes = SEGMENT_ALIGN_NUMEL * min(items, default=0)
-        if self.on_gpu is not None:
-            self.on_gpu.gap_bytes = self._gap_bytes
         self._gathered = np.concatenate([self._gathered[:first], np.zeros(added, np.int32)])
-        self._fingerprints = np.concatenate([self._fingerprints[:first], np.zeros(added, np.uint64)])
         self._numels = np.array([parameter.numel for parameter in self._parameters], np.uint64)
         counts = [-(-parameter.numel // NORM_BLOCK_NUMEL) for parameter in self._parameters[first:]]
-        if self.on_gpu is None:
-            self._blocks += [np.zeros(count, np.float64) for count in counts]
-        else:
-            self._adopt_gpu(self.on_gpu, plan, first, counts)
+        self._blocks += self._new_blocks(plan, first, counts)
         self._blocks_at = np.array([blocks.ctypes.data for blocks in self._blocks], np.uint64)
         self._block_counts = np.array([blocks.size for blocks in self._blocks], np.uint64)
         self._give_back([each for each in self._arenas if not any(self._slots[n].numel() for n in each[1])])
@@ -181,7 +154,7 @@ class Gradients:
         if not positions:
             return
         # A forked child may look at .grad, so gradients are inherited as torch's own are.
-        arena = self._memory.arena(sum(sizes), inherit=self._gpu is None)
+        arena = self._memory.arena(sum(sizes), inherit=True)
         self._arenas.append((arena, tuple(positions)))
         offset = 0
         for number, nbytes in zip(positions, sizes, strict=True):
@@ -192,24 +165,15 @@ class Gradients:
 
     def _give_back(self, unused: Sequence[tuple[Arena, tuple[int, ...]]]) -> None:
         """Free arenas of which no slot is in use."""
-        if unused and self._gpu is not None:
-            self._gpu.wait()
         for arena, positions in unused:
             self._arenas.remove((arena, positions))
             for number in positions:
                 del self._taken[number]
             self._memory.give_back(arena)
 
-    def _adopt_gpu(self, on_gpu: GpuGradients, plan: Plan, first: int, counts: list[int]) -> None:
-        region = self._memory.arena(BLOCK_BYTES * sum(counts)) if sum(counts) else None
-        stays = [
-            any(plan.updates_on_gpu(subgroup) for subgroup, _ in places)
-            for places in plan.layout.places[: len(self._parameters)]
-        ]
-        on_gpu.add([p.numel for p in self._parameters[first:]], self._slots[first:], stays[first:], region)
-        on_gpu.place(self._slots[:first], stays[:first])
-        self._blocks += [found.blocks for found in on_gpu.positions[first:]]
-        self._slot_addresses, _ = self.slots_at()
+    def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
+        """Take up the parameters from number `first` on; return memory for so many sums of each."""
+        raise NotImplementedError
 
     def slot(self, position: int) -> torch.Tensor:
         """See `Engine.gradient_slot`; empty where a parameter has none.
@@ -235,47 +199,17 @@ class Gradients:
 
     def bound_at(self) -> npt.NDArray[np.uint64]:
         """Return where a step on the CPU reads each parameter's gradient: of those that have left a GPU, the slot."""
-        if self.on_gpu is None:
-            return self._tables.gradients
-        has_left = [found.mark is not None for found in self.on_gpu.positions]
-        return np.where(has_left, self._slot_addresses, self._tables.gradients)
+        return self._tables.gradients
 
     def has_landed(self, segments: Sequence[Segment]) -> bool:
         """Return whether those gradients of some segments that have left a GPU are in their slots."""
-        if self.on_gpu is None:
-            return True
-        marks = dict.fromkeys(self.on_gpu.positions[segment.parameter].mark for segment in segments)
-        return all(mark is None or mark.landed() for mark in marks)
-
-    def stays(self, position: int) -> bool:
-        """Return whether the GPU updates part of a parameter, and so reads its gradient where it lies."""
-        return self.on_gpu is not None and self.on_gpu.positions[position].stays
-
-    def has_arrived(self, position: int) -> bool:
-        """See `Engine.has_gradient`."""
-        return self.on_gpu is not None and self.on_gpu.positions[position].arrivals > 0
-
-    @property
-    def have_arrived(self) -> bool:
-        """Whether gradients have arrived on a GPU that have not been forgotten."""
-        return self.on_gpu is not None and any(found.arrivals for found in self.on_gpu.positions)
+        return True
 
     # Between steps
 
     def arrived(self, position: int, address: int, dtype: DtypeCode) -> Mark | None:
         """See `Engine.gradient_arrived`."""
-        if self.on_gpu is not None:
-            mark = self.on_gpu.arrived(position, address, dtype)
-            self.bind(position, self.on_gpu.positions[position].kept, dtype, True)
-            self._gathered[position] = dtype
-            return mark
-        slot = self._slots[position]
-        kept, kept_dtype = address, dtype
-        if slot.numel():
-            kept, kept_dtype = slot.data_ptr(), self._like.dtype_of(self._parameters[position])
-        self._gather(position, address, dtype, kept, kept_dtype)
-        self.bind(position, kept, kept_dtype, True)
-        return None
+        raise NotImplementedError
 
     def bind(self, position: int, address: int, dtype: DtypeCode, gathered: bool) -> None:
         """See `Engine.bind_gradient`."""
@@ -283,28 +217,6 @@ class Gradients:
         self._tables.gradient_dtypes[position] = dtype
         if not gathered:
             self._gathered[position] = DtypeCode.NONE
-            if self.on_gpu is not None:
-                self.on_gpu.replace(position)
-
-    def leave(self) -> None:
-        """See `Engine.end_backward`."""
-        if self.on_gpu is not None:
-            self.on_gpu.leave()
-
-    def hold(self, gradient: torch.Tensor, mark: Mark, *, elsewhere: bool) -> None:
-        """See `Engine.hold_until_read`."""
-        if self.on_gpu is not None:
-            self.on_gpu.hold(gradient, mark, elsewhere=elsewhere)
-
-    def forget(self) -> None:
-        """See `Engine.forget_gradients`."""
-        if self.on_gpu is not None:
-            self.on_gpu.forget()
-
-    def settle(self) -> None:
-        """See `Engine.settle_gradients`."""
-        if self.on_gpu is not None:
-            self.on_gpu.settle()
 
     def norm_sq(self, positions: Sequence[int]) -> float:
         """See `Engine.gradient_norm_sq`."""
@@ -317,17 +229,38 @@ class Gradients:
         return [norm_sq_at(self._blocks_at[[n]], self._block_counts[[n]]) for n in chosen.tolist()]
 
     def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Bring the block sums of some gradients up to date."""
+        """Bring the block sums of some gradients up to date; return their positions."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of all slots and buffers."""
+        self._slots.clear()
+        self._taken.clear()
+
+
+class HostGradients(GradientStore):
+    """Gradients in host memory: in their slots, or where the caller has them."""
+
+    _fingerprints: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)  # of what `_blocks` are the sums of
+
+    def _new_blocks(self, plan: Plan, first: int, counts: list[int]) -> list[npt.NDArray[np.float64]]:
+        self._fingerprints = np.concatenate([self._fingerprints[:first], np.zeros(len(counts), np.uint64)])
+        return [np.zeros(count, np.float64) for count in counts]
+
+    def arrived(self, position: int, address: int, dtype: DtypeCode) -> None:
+        """See `Engine.gradient_arrived`."""
+        slot = self._slots[position]
+        kept, kept_dtype = address, dtype
+        if slot.numel():
+            kept, kept_dtype = slot.data_ptr(), self._like.dtype_of(self._parameters[position])
+        self._gather(position, address, dtype, kept, kept_dtype)
+        self.bind(position, kept, kept_dtype, True)
+
+    def _all_gathered(self, positions: Sequence[int]) -> npt.NDArray[np.int64]:
         tables, chosen = self._tables, np.array(positions, np.int64)
-        if self.on_gpu is not None:
-            anew = chosen[self._gathered[chosen] == DtypeCode.NONE]
-            dtypes = map(DtypeCode, tables.gradient_dtypes[anew].tolist())
-            self.on_gpu.gather(list(zip(anew.tolist(), tables.gradients[anew].tolist(), dtypes, strict=True)))
-            self.on_gpu.settle()
-        else:
-            for position in chosen[~self._are_as_gathered(chosen)].tolist():
-                address, dtype = int(tables.gradients[position]), DtypeCode(tables.gradient_dtypes[position])
-                self._gather(position, address, dtype, address, dtype)
+        for position in chosen[~self._are_as_gathered(chosen)].tolist():
+            address, dtype = int(tables.gradients[position]), DtypeCode(tables.gradient_dtypes[position])
+            self._gather(position, address, dtype, address, dtype)
         return chosen
 
     def _gather(self, position: int, address: int, dtype: DtypeCode, kept: int, kept_dtype: DtypeCode) -> None:
@@ -358,94 +291,3 @@ class Gradients:
         found = self._kernel.fingerprints(tables.gradients[known], sizes)
         same[same] = found == self._fingerprints[known]
         return same
-
-    # In a step
-
-    def finish(self) -> None:
-        """Have all gradients leave a GPU, and wait until those of further passes have been added."""
-        if self.on_gpu is not None:
-            self.on_gpu.finish()
-
-    def begin_step(self, plan: Plan, visits: Sequence[Visit]) -> bool:
-        """Find out what each visit of a step needs, and fetch the gradients that the CPU will use first.
-
-        Returns:
-            Whether `used_bytes` has grown by that.
-        """
-        gpu, gradients, tables = self._gpu, self.on_gpu, self._tables
-        if gpu is None or gradients is None:
-            return False
-        wide = len(self._wide)
-        gpu.forget_inputs()
-        self._to_bring.clear()
-        self._ahead.clear()
-        self.addresses = addresses = self._slot_addresses.copy()
-        for visit in visits:
-            copies: list[tuple[int, int, int]] = []
-            marks: list[Mark] = []
-            for segment in plan.layout.subgroups[visit.subgroup].segments:
-                position = segment.parameter
-                if not tables.is_active(position) or not segment.numel:
-                    continue
-                mark = gradients.positions[position].mark
-                if mark is not None:  # it arrived during backward
-                    marks.append(mark.on_lane())
-                elif not visit.gpu:
-                    item = TORCH_DTYPES[DtypeCode(tables.gradient_dtypes[position])].itemsize
-                    slot = self._slots[position]
-                    if item > slot.element_size() and addresses[position] == self._slot_addresses[position]:
-                        addresses[position] = self._wide_slot(position).data_ptr()
-                    start, nbytes = segment.start * item, segment.numel * item
-                    source = int(tables.gradients[position]) + start
-                    copies.append((source, int(addresses[position]) + start, nbytes))
-            self._to_bring[visit.subgroup] = visit, list(dict.fromkeys(marks)), as_pieces(copies)
-        self._bring_ahead(gpu)
-        return len(self._wide) > wide
-
-    def bring(self, subgroup: int) -> None:
-        """Fetch the gradients of a visit that begins, and of those after it; make each run wait for its own.
-
-        Not all at the step's begin: enqueueing a copy takes time in which no update starts, and what else leaves the
-        GPU would wait behind all of them.
-        """
-        if self._gpu is None:
-            return
-        if subgroup in self._to_bring:
-            self._gpu.bring(*self._to_bring.pop(subgroup), self._gap_bytes)
-        self._ahead.discard(subgroup)
-        self._bring_ahead(self._gpu)
-
-    def coming(self, subgroup: int) -> None:
-        """Fetch the gradients of a visit whose state is being fetched: it runs as soon as that is there."""
-        if self._gpu is not None and subgroup in self._to_bring:
-            self._bring_early(self._gpu, subgroup)
-
-    def _bring_early(self, gpu: GpuLanes, subgroup: int) -> None:
-        visit, marks, copies = self._to_bring.pop(subgroup)
-        gpu.bring(visit, marks, copies, self._gap_bytes)
-        if len(copies):
-            self._ahead.add(subgroup)
-
-    def _bring_ahead(self, gpu: GpuLanes) -> None:
-        """Have gradients of `BROUGHT_AHEAD` visits on their way that have not begun."""
-        while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:
-            self._bring_early(gpu, next(iter(self._to_bring)))
-
-    def _wide_slot(self, position: int) -> torch.Tensor:
-        """Return the second slot of a parameter: for the fp32 gradient of a 16-bit weight."""
-        if position not in self._wide:
-            numel = self._slots[position].numel()
-            self._wide[position] = self._memory.arena(4 * numel).tensor(0, numel, torch.float32)
-        return self._wide[position]
-
-    def close(self) -> None:
-        """Let go of all slots and buffers."""
-        if self.on_gpu is not None:
-            self.on_gpu.close()
-        self._slots.clear()
-        self._taken.clear()
-        self._wide.clear()
-
-
-def _uses_cpu(plan: Plan, position: int) -> bool:
-    return any(not plan.updates_on_gpu(subgroup) for subgroup, _ in plan.layout.places[position])

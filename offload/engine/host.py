@@ -6,8 +6,8 @@ import contextlib
 import ctypes
 from collections.abc import Mapping, Sequence
 
-from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
+from offload.engine.none import Lanes
 from offload.errors import OffloadError
 from offload.layout import Layout
 from offload.plan import Home, Plan
@@ -18,17 +18,17 @@ class HostMemory:
     """All arenas of a session, and what its plan has put into them.
 
     Args:
-        gpu: Lanes of the GPU that arenas are pinned for; None without a GPU.
+        lanes: Those of the device that arenas are for.
 
     Attributes:
         arenas: All that have not been given back.
         bounce: Buffer for visits by the CPU of state at home on the GPU; None where the plan has no room for it.
     """
 
-    def __init__(self, gpu: GpuLanes | None) -> None:
+    def __init__(self, lanes: Lanes) -> None:
         self.arenas: list[Arena] = []
         self.bounce: Arena | None = None
-        self._gpu = gpu
+        self._lanes = lanes
         self._homes: dict[int, int] = {}
         self._staging: Arena | None = None
         self._slot_bytes = 0
@@ -40,12 +40,13 @@ class HostMemory:
 
         Args:
             nbytes: Its size.
-            inherit: Whether forked processes see it, copied on write; otherwise it is not mapped there.
+            inherit: Whether forked processes see it, copied on write, unless it is for a device; otherwise it is not
+                mapped there.
 
         Raises:
             OffloadError: The system has no such memory.
         """
-        arena = Arena(nbytes, inherit=inherit) if self._gpu is None else self._gpu.arena(nbytes, inherit=inherit)
+        arena = self._lanes.arena(nbytes, inherit=inherit)
         self.arenas.append(arena)
         return arena
 
@@ -53,10 +54,7 @@ class HostMemory:
         """Free an arena that nothing uses any more."""
         if arena is not None:
             self.arenas.remove(arena)
-            if self._gpu is None:
-                arena.close()
-            else:
-                self._gpu.give_back(arena)
+            self._lanes.give_back(arena)
 
     def home(self, subgroup: int) -> int:
         """Return the address of the state of a subgroup at home in host memory."""
@@ -99,8 +97,8 @@ class HostMemory:
             self._staging = staging
         self._slot_bytes = plan.slot_bytes
 
-    def adopt_gpu(self, gpu: GpuLanes, plan: Plan, before: Layout) -> None:
-        """Take memory for what `plan` adds on the GPU, and for buffers on the way there.
+    def adopt_device(self, plan: Plan, before: Layout) -> None:
+        """Take memory for what `plan` adds on the device, and for buffers on the way there.
 
         Raises:
             OffloadError: The device has no room; nothing has changed then.
@@ -109,12 +107,12 @@ class HostMemory:
         if nbytes > (old.nbytes if old is not None else 0):
             weights = self.arena(nbytes)
         try:
-            gpu.adopt(plan, before, weights.address if weights is not None else 0)
+            self._lanes.adopt(plan, before, weights.address if weights is not None else 0)
         except OffloadError:
             self.give_back(weights)
             raise
         if weights is not None:
-            gpu.wait()  # weights may still be on their way from the old slots
+            self._lanes.wait()  # weights may still be on their way from the old slots
             self.give_back(old)
             self._weights = weights
         if plan.bounce_bytes > (self.bounce.nbytes if self.bounce is not None else 0):

@@ -47,6 +47,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Literal
 
 from offload.dtypes import DtypeCode
 from offload.engine.index import Record, TileIndex
@@ -56,16 +57,12 @@ from offload.engine.operations import (
     Begin,
     BeginSave,
     Confirm,
-    CopyIn,
-    CopyOut,
     Done,
     Event,
     Extend,
     Failed,
-    FetchWeights,
     Hold,
     Operation,
-    PushWeights,
     ReadTile,
     Release,
     Reshare,
@@ -76,6 +73,7 @@ from offload.engine.operations import (
     Sweep,
     Taken,
     TakeUp,
+    Transfer,
     Visit,
     WriteTile,
 )
@@ -166,6 +164,34 @@ def update_visits(
     return tuple(visits)
 
 
+class _Slots:
+    """Slots of one kind, and which subgroup has each."""
+
+    def __init__(self) -> None:
+        self.owners: list[int | None] = []
+
+    def take(self, subgroup: int) -> int | None:
+        """Return the first free slot, from now on a subgroup's; None if there is none."""
+        if None not in self.owners:
+            return None
+        slot = self.owners.index(None)
+        self.owners[slot] = subgroup
+        return slot
+
+    def free(self, slot: int) -> None:
+        self.owners[slot] = None
+
+
+@dataclass(slots=True)
+class _Subgroup:
+    phase: Phase
+    version: int | None = None  # step of its last change; None while it is fresh
+    slot: int | None = None  # in staging memory
+    unread: int = 0  # tiles that are being fetched
+    visit: Visit | None = None  # of the sweep under way, not begun
+    passing: tuple[int, Visit] | None = None  # a visit that has not run, and its GPU staging slot or weight slot
+
+
 @dataclass(slots=True)
 class _Flush:
     left: int
@@ -210,31 +236,25 @@ class Machine:
         there, or on their way on the lane of pushes."""
         self._on_warning = on_warning
         self._on_break = on_break
-        self._phases: list[Phase] = []
-        self._owners: list[int | None] = []
-        self._slots: dict[int, int] = {}
+        self._subgroups: list[_Subgroup] = []
+        self._staging, self._gpu_slots, self._weight_slots = _Slots(), _Slots(), _Slots()
         self._in_flight: dict[int, Operation] = {}
-        self._fetches: dict[int, int] = {}
         self._flushes: dict[int, _Flush] = {}
         self._dirty: dict[int, None] = {}  # in the order of their last change
-        self._versions: dict[int, int] = {}  # of subgroups that are not fresh
         self._sweep: Sweep | None = None
         self._beside: dict[int, list[tuple[TileId, Record]] | None] = {}
         """Subgroups with a version beside the live one, and where its tiles lie once all are written."""
-        self._admitted: set[int] = set()
-        self._places: dict[int, int] = {}  # of visits, in the sweep ahead
+        self._turns: dict[int, tuple[bool, int]] = {}
+        """Of each visit in the sweep ahead: whether it is not admitted, and its place."""
         self._held = False
         self._room: Counter[int] = Counter()  # slots that are reserved for the sweep ahead
         self._confirmed: list[int] = []  # since the last sweep
-        self._pending: dict[int, Visit] = {}  # not yet run; of these:
+        # Visits that have not run:
         self._unfetched: deque[int] = deque()  # ... streamed and without a staging slot
         self._cpu = _Waiting()  # ... whole in host memory
         self._copies = _Waiting()  # ... whole in host memory, wanted on the GPU
         self._for_weights = _Waiting()  # ... whole in host memory, and its weights are to be fetched
         self._gpu = _Waiting()  # ... at home on the GPU; also visits under way whose state has been copied there
-        self._gpu_slots: dict[int, tuple[int, Visit]] = {}
-        self._weight_slots: dict[int, Visit] = {}  # by weight slot
-        self._with_weights: dict[int, tuple[int, Visit]] = {}  # ... of visits under way, until they run
         self._stopped = False
         self._unfinished = 0
         self._next_op = 1
@@ -274,16 +294,16 @@ class Machine:
     @property
     def slots(self) -> Mapping[int, int]:
         """The staging slot of each streamed subgroup that has one."""
-        return self._slots
+        return {n: subgroup.slot for n, subgroup in enumerate(self._subgroups) if subgroup.slot is not None}
 
     @property
     def phases(self) -> Sequence[Phase]:
         """Where each subgroup's state is."""
-        return self._phases
+        return [subgroup.phase for subgroup in self._subgroups]
 
     def is_fresh(self, subgroup: int) -> bool:
         """Return whether a subgroup's state has never been changed."""
-        return subgroup not in self._versions
+        return self._subgroups[subgroup].version is None
 
     def take_finished(self) -> Sweep | None:
         """Return the sweep that has ended since the last call, if any."""
@@ -354,32 +374,29 @@ class Machine:
         Raises:
             InternalError: If one does not hold.
         """
-        for subgroup, phase in enumerate(self._phases):
-            slot, resident = self._slots.get(subgroup), self.plan.is_resident(subgroup)
+        for number, subgroup in enumerate(self._subgroups):
+            phase, slot, resident = subgroup.phase, subgroup.slot, self.plan.is_resident(number)
             at_home = phase in (Phase.RESIDENT, Phase.BUSY) if resident else phase is not Phase.RESIDENT
-            invariant(at_home, f"subgroup {subgroup} is {phase}, resident: {resident}")
+            invariant(at_home, f"subgroup {number} is {phase}, resident: {resident}")
             without = resident or phase is Phase.ABSENT
-            invariant(without == (slot is None), f"subgroup {subgroup} is {phase} and has slot {slot}")
-            invariant(slot is None or self._owners[slot] == subgroup, f"slot {slot} is not subgroup {subgroup}'s")
-            invariant((phase is Phase.FETCHING) == (subgroup in self._fetches), f"fetch of {subgroup} is lost")
-            invariant((phase is Phase.FLUSHING) == (subgroup in self._flushes), f"flush of {subgroup} is lost")
-        owners = [owner for owner in self._owners if owner is not None]
-        invariant(len(owners) == len(self._slots), "a slot has an owner that left it")
-        for subgroup, visit in self._pending.items():
-            invariant(visit.subgroup == subgroup, f"the visit of {subgroup} is filed wrongly")
-            phase = self._phases[subgroup]
-            queue = self._unfetched if phase is Phase.ABSENT else self._queue_of(visit)
-            waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(subgroup)
-            waits = waits or (visit.ahead and (subgroup not in self._admitted or phase is Phase.DIRTY))
-            waits = waits or self.broken is not None  # then nobody is let on any more
-            invariant(waits or subgroup in queue, f"subgroup {subgroup} is {phase} and waits for nothing")
-        for owner, (gpu_slot, _) in self._gpu_slots.items():
-            invariant(self._phases[owner] is Phase.BUSY, f"GPU slot {gpu_slot} is {self._phases[owner]}'s")
-        used = {gpu_slot for gpu_slot, _ in self._gpu_slots.values()}
-        invariant(len(used) == len(self._gpu_slots), "two subgroups have one GPU slot")
-        for subgroup, (weight_slot, visit) in self._with_weights.items():
-            mine = self._phases[subgroup] is Phase.BUSY and self._weight_slots.get(weight_slot) is visit
-            invariant(mine, f"weight slot {weight_slot} is not that of the visit of {subgroup}")
+            invariant(without == (slot is None), f"subgroup {number} is {phase} and has slot {slot}")
+            owned = slot is None or self._staging.owners[slot] == number
+            invariant(owned, f"slot {slot} is not subgroup {number}'s")
+            invariant((phase is Phase.FETCHING) == (subgroup.unread > 0), f"fetch of {number} is lost")
+            invariant((phase is Phase.FLUSHING) == (number in self._flushes), f"flush of {number} is lost")
+            if subgroup.visit is not None:
+                self._check_waits(number, subgroup, subgroup.visit)
+            if subgroup.passing is not None:
+                through, visit = subgroup.passing
+                slots = self._gpu_slots if visit.gpu else self._weight_slots
+                mine = phase is Phase.BUSY and slots.owners[through] == number
+                invariant(mine, f"slot {through} is not that of the visit of {number}")
+        owners = [owner for owner in self._staging.owners if owner is not None]
+        invariant(len(owners) == len(self.slots), "a slot has an owner that left it")
+        on_gpu = [owner for owner in self._gpu_slots.owners if owner is not None]
+        invariant(len(set(on_gpu)) == len(on_gpu), "a subgroup has two GPU slots")
+        busy = all(self._subgroups[owner].phase is Phase.BUSY for owner in on_gpu)
+        invariant(busy, "the owner of a GPU slot is not busy")
         for device in (self._cpu, self._gpu):
             runs = sum(
                 isinstance(operation, Run) and self._device_of(operation.visit) is device
@@ -389,33 +406,45 @@ class Machine:
         invariant(
             not self._beside or self.is_ahead or self.broken is not None, "a version beside the live one is left"
         )
-        for subgroup, records in self._beside.items():
-            flush = self._flushes.get(subgroup)
+        for number, records in self._beside.items():
+            flush = self._flushes.get(number)
             written = records is not None or (flush is not None and flush.beside)
-            invariant(written or self.broken is not None, f"a version of subgroup {subgroup} is not written")
+            invariant(written or self.broken is not None, f"a version of subgroup {number} is not written")
         self.index.check()
+
+    def _check_waits(self, number: int, subgroup: _Subgroup, visit: Visit) -> None:
+        """Verify that a visit that has not begun waits for something."""
+        invariant(visit.subgroup == number, f"the visit of {number} is filed wrongly")
+        phase = subgroup.phase
+        waits = phase in (Phase.FETCHING, Phase.FLUSHING, Phase.BUSY) or self.saver.blocks(number)
+        waits = waits or (visit.ahead and (not self._is_admitted(number) or phase is Phase.DIRTY))
+        waits = waits or self.broken is not None  # then nobody is let on any more
+        queue = self._unfetched if phase is Phase.ABSENT else self._queue_of(visit)
+        invariant(waits or number in queue, f"subgroup {number} is {phase} and waits for nothing")
 
     # Events ---------------------------------------------------------------------------------------------------
 
     def _extend(self, plan: Plan) -> None:
         invariant(self.idle and self.saver.under_way is None, "the plan changes between sweeps and saves only")
         invariant(not self._in_flight, "the plan changes while memory is in use")
-        invariant(plan.staging_slots >= len(self._owners), "a plan takes staging slots away")
+        invariant(plan.staging_slots >= len(self._staging.owners), "a plan takes staging slots away")
         self.plan = plan
         self.index.allow(plan.slot_counts)
         self._adopt(plan)
 
     def _adopt(self, plan: Plan) -> None:
-        for home in plan.homes[len(self._phases) :]:
-            self._phases.append(Phase.ABSENT if home is Home.STREAMED else Phase.RESIDENT)
-        self._owners.extend([None] * (plan.staging_slots - len(self._owners)))
+        for home in plan.homes[len(self._subgroups) :]:
+            self._subgroups.append(_Subgroup(Phase.ABSENT if home is Home.STREAMED else Phase.RESIDENT))
+        self._staging.owners.extend([None] * (plan.staging_slots - len(self._staging.owners)))
+        for slots, count in ((self._gpu_slots, plan.gpu_slots), (self._weight_slots, plan.weight_slots)):
+            slots.owners = [None] * count
 
-    def _to(self, subgroup: int, phase: Phase) -> None:
+    def _to(self, number: int, phase: Phase) -> None:
         """Bring a subgroup into another phase; the one place where a phase changes."""
-        if phase not in ARROWS[self._phases[subgroup]]:  # not by `invariant`: a step does this for every subgroup
-            before = self._phases[subgroup]
-            raise InternalError(f"subgroup {subgroup} goes from {before} to {phase} (this is a bug in offload)")
-        self._phases[subgroup] = phase
+        subgroup = self._subgroups[number]
+        if phase not in ARROWS[subgroup.phase]:  # not by `invariant`: a step does this for every subgroup
+            raise InternalError(f"subgroup {number} goes from {subgroup.phase} to {phase} (this is a bug in offload)")
+        subgroup.phase = phase
 
     def _pop(self, op: int) -> Operation:
         invariant(op in self._in_flight, f"operation {op} reports back but is not in flight")
@@ -430,15 +459,16 @@ class Machine:
         self._unfinished = len(subgroups)
         self.moved, self._confirmed = self._confirmed, []
         self.ended = []
-        self._pending = {visit.subgroup: visit for visit in sweep.visits}
-        for subgroup in subgroups:
-            match self._phases[subgroup]:
-                case Phase.RESIDENT if self.saver.blocks(subgroup):
-                    self.saver.hurry(subgroup)
+        for visit in sweep.visits:
+            subgroup = self._subgroups[visit.subgroup]
+            subgroup.visit = visit
+            match subgroup.phase:
+                case Phase.RESIDENT if self.saver.blocks(visit.subgroup):
+                    self.saver.hurry(visit.subgroup)
                 case Phase.ABSENT:
-                    self._unfetched.append(subgroup)
+                    self._unfetched.append(visit.subgroup)
                 case Phase.RESIDENT | Phase.READY | Phase.DIRTY:
-                    self._let_on(subgroup)
+                    self._let_on(visit.subgroup)
 
     # Sweeps ahead
 
@@ -446,7 +476,7 @@ class Machine:
         """Open a sweep, of the visits that the stores have room for beside the live versions."""
         invariant(self._sweep is None and self.finished is None, "a sweep begins while another is under way")
         self._sweep, self._held = sweep, self.broken is not None
-        self._admitted, self._places = set(), {}
+        self._turns = {}
         for place, visit in enumerate(sweep.visits):
             subgroup = visit.subgroup
             able = not self.plan.is_resident(subgroup) and not self.is_fresh(subgroup)
@@ -457,20 +487,24 @@ class Machine:
             if self.broken is not None or not self.index.reserve(room, spare=True):
                 break
             self._room += room
-            self._pending[subgroup], self._places[subgroup] = visit, place
-            if self._phases[subgroup] is Phase.DIRTY:
+            self._subgroups[subgroup].visit, self._turns[subgroup] = visit, (True, place)
+            phase = self._subgroups[subgroup].phase
+            if phase is Phase.DIRTY:
                 self._flush(subgroup)  # the live version is whole on storage before there is one beside it
-            elif self._phases[subgroup] is Phase.ABSENT:
+            elif phase is Phase.ABSENT:
                 self._unfetched.append(subgroup)
 
     def _admit(self, subgroups: Iterable[int]) -> None:
-        for subgroup in subgroups:
-            if self.is_ahead and subgroup not in self._admitted and subgroup in self._pending:
-                self._admitted.add(subgroup)
-                if subgroup in self._unfetched:
-                    self._unfetched.remove(subgroup)
-                    self._file(subgroup)
-                self._let_on(subgroup)
+        for number in subgroups:
+            if self.is_ahead and not self._is_admitted(number) and self._subgroups[number].visit is not None:
+                self._turns[number] = False, self._turns[number][1]
+                if number in self._unfetched:
+                    self._unfetched.remove(number)
+                    self._file(number)
+                self._let_on(number)
+
+    def _is_admitted(self, number: int) -> bool:
+        return number in self._turns and not self._turns[number][0]
 
     def _confirm(self, subgroups: Collection[int]) -> None:
         if self.broken is not None:
@@ -482,7 +516,7 @@ class Machine:
         self._forget_waiting()
         made, self._beside = self._beside, {}
         for subgroup in subgroups:
-            self._versions[subgroup] = sweep.step if sweep else 0
+            self._subgroups[subgroup].version = sweep.step if sweep else 0
             self._confirmed.append(subgroup)
             records = made.pop(subgroup)
             if records is None:
@@ -513,8 +547,7 @@ class Machine:
         """Give back the slots of a version beside the live one, and the staging slot that holds it."""
         for _, record in records:
             self.index.abandon(record.location)
-        if subgroup in self._slots:
-            self._vacate(self._slots[subgroup])
+        self._vacate(subgroup)
 
     def _commit(self, records: Iterable[tuple[TileId, Record]]) -> None:
         """Make a version the newest: all of its tiles are there, and only now do the old slots go."""
@@ -523,46 +556,44 @@ class Machine:
 
     def _evict(self, wanted: int) -> int | None:
         """Take the staging slot of a visit ahead whose turn comes later than that of a subgroup."""
-        wants = self._turn(wanted)
-        later = [
-            (self._turn(owner), slot)
-            for slot, owner in enumerate(self._owners)
-            if owner in self._pending and owner not in self._admitted and self._phases[owner] is Phase.READY
-        ]
-        turn, slot = max(later, default=(wants, -1))
-        if turn <= wants:
+        turn, owner = self._turns[wanted], None
+        for number in self._staging.owners:
+            subgroup = None if number is None else self._subgroups[number]
+            waits = subgroup is not None and subgroup.visit is not None and subgroup.phase is Phase.READY
+            if number is not None and waits and not self._is_admitted(number) and self._turns[number] > turn:
+                turn, owner = self._turns[number], number
+        if owner is None:
             return None
-        self._file(known(self._owners[slot], "a slot of nobody"))
-        self._vacate(slot)
-        return slot
+        self._file(owner)
+        return self._vacate(owner)
 
     def _file(self, subgroup: int) -> None:
         """Have a streamed visit wait for a staging slot; ahead, those that are admitted first, each kind in order."""
         behind = 0
         if self.is_ahead:
-            turn = self._turn(subgroup)
+            turn = self._turns[subgroup]
             for other in reversed(self._unfetched):
-                if self._turn(other) < turn:
+                if self._turns[other] < turn:
                     break
                 behind += 1
         self._unfetched.insert(len(self._unfetched) - behind, subgroup)
 
-    def _turn(self, subgroup: int) -> tuple[bool, int]:
-        return subgroup not in self._admitted, self._places[subgroup]
-
     def _forget_waiting(self) -> None:
-        for waiting in (self._pending, self._unfetched, self._cpu, self._copies, self._for_weights, self._gpu):
+        for waiting in (self._unfetched, self._cpu, self._copies, self._for_weights, self._gpu):
             waiting.clear()
+        for subgroup in self._subgroups:
+            subgroup.visit = None
 
     # Saves
 
     def _begin_save(self, save: Save) -> None:
-        invariant(self._sweep is None and Phase.BUSY not in self._phases, "a save begins during a visit")
-        invariant(save.empty or len(self._versions) == len(self._phases), "a save begins while there is fresh state")
+        invariant(self._sweep is None and Phase.BUSY not in self.phases, "a save begins during a visit")
+        versions = [subgroup.version for subgroup in self._subgroups if subgroup.version is not None]
+        invariant(save.empty or len(versions) == len(self._subgroups), "a save begins while there is fresh state")
         unsaved = dict.fromkeys([*self._dirty, *(n for n, flush in self._flushes.items() if not flush.beside)])
         if self.broken is not None:
             self.saver.ended = save, self.broken
-        elif self.saver.begin(save, self.plan, unsaved, self._versions):
+        elif self.saver.begin(save, self.plan, unsaved, versions):
             for subgroup in () if save.empty else list(self._dirty):
                 self._flush(subgroup, for_save=True)
 
@@ -578,20 +609,19 @@ class Machine:
             invariant(
                 not self.plan.is_resident(subgroup), f"state of subgroup {subgroup} at home in memory is exchanged"
             )
-            if subgroup in self._slots:
-                self._vacate(self._slots[subgroup])
+            self._vacate(subgroup)
             self._dirty.pop(subgroup, None)
-            self._versions[subgroup] = record.step
+            self._subgroups[subgroup].version = record.step
             self.index.adopt(tile, record)
 
     def _done(self, operation: Operation, checksum: int) -> bool:
         """Take in that an operation has ended well; return whether a subgroup's state has changed."""
         match operation:
             case ReadTile(tile=tile):
-                self._fetches[tile.subgroup] -= 1
-                if self._fetches[tile.subgroup]:
+                fetched = self._subgroups[tile.subgroup]
+                fetched.unread -= 1
+                if fetched.unread:
                     return False
-                del self._fetches[tile.subgroup]
                 self._settle(tile.subgroup, changed=False)
             case WriteTile(tile=tile, record=record):
                 flush = self._flushes[tile.subgroup]
@@ -599,19 +629,18 @@ class Machine:
                 return self._flushed_tile(tile.subgroup)
             case Run():
                 self._ran(operation)
-            case CopyIn(subgroup=subgroup):
-                self._gpu.under_way.append(subgroup)
-            case CopyOut(subgroup=subgroup):
-                del self._gpu_slots[subgroup]
+            case Transfer(subgroup=subgroup, way="fetch"):
+                device = self._gpu if operation.what == "state" else self._cpu
+                device.under_way.append(subgroup)
+            case Transfer(subgroup=subgroup, what="state"):
+                self._gpu_slots.free(operation.through)
                 self._settle(subgroup, changed=True)
-            case FetchWeights(subgroup=subgroup):
-                self._cpu.under_way.append(subgroup)
-            case PushWeights(subgroup=subgroup, weight_slot=weight_slot):
+            case Transfer(subgroup=subgroup, through=weight_slot):
                 self._end_visit(subgroup)
                 if self.broken is None:
                     self._issue(AwaitPush(self._take_op(), subgroup, weight_slot))
             case AwaitPush(weight_slot=weight_slot):
-                del self._weight_slots[weight_slot]
+                self._weight_slots.free(weight_slot)
             case _:
                 self.saver.landed(operation, checksum, None)
         return True
@@ -645,7 +674,7 @@ class Machine:
             self._beside[subgroup] = flush.records
             return
         self._revoke(subgroup, flush.records)
-        if subgroup in self._pending:  # of a sweep that has begun since
+        if self._subgroups[subgroup].visit is not None:  # of a sweep that has begun since
             self._file(subgroup)
 
     def _give_up_beside(self, subgroup: int, error: Exception) -> None:
@@ -665,39 +694,38 @@ class Machine:
         copied = visit.gpu and not self.plan.at_home_on_gpu(visit.subgroup)
         return self._copies if copied else self._device_of(visit)
 
-    def _let_on(self, subgroup: int) -> None:
+    def _let_on(self, number: int) -> None:
         """Let the visit go on that waits for a subgroup's state, if one does."""
-        ready = self._phases[subgroup] is Phase.READY and subgroup in self._admitted
-        if subgroup in self._pending and (ready or not self.is_ahead):
-            queue = self._queue_of(self._pending[subgroup])
-            (queue.resident if self.plan.is_resident(subgroup) else queue.streamed).append(subgroup)
+        subgroup = self._subgroups[number]
+        ready = not self.is_ahead or (subgroup.phase is Phase.READY and self._is_admitted(number))
+        if subgroup.visit is not None and ready:
+            queue = self._queue_of(subgroup.visit)
+            (queue.resident if self.plan.is_resident(number) else queue.streamed).append(number)
 
     def _ran(self, run: Run) -> None:
-        visit, subgroup = run.visit, run.visit.subgroup
+        visit, number = run.visit, run.visit.subgroup
         self._device_of(visit).runs -= 1
         if visit.ahead:
-            self._to(subgroup, Phase.DIRTY)
+            self._to(number, Phase.DIRTY)
             if self.broken is None:
-                self._beside[subgroup] = None
-                self._flush(subgroup, beside=True)
+                self._beside[number] = None
+                self._flush(number, beside=True)
             return
         if visit.changes:
-            self._versions[subgroup] = self._sweep.step if self._sweep else self._versions.get(subgroup, 0)
-            self.moved.append(subgroup)
-        if run.weight_slot is None:
-            self._end_visit(subgroup)
-        elif not visit.changes:
-            self._end_visit(subgroup)
-            del self._weight_slots[run.weight_slot]
-        elif self.broken is None:  # else the GPU keeps old weights, and the visit does not end
-            self._issue(PushWeights(self._take_op(), subgroup, run.weight_slot, visit.weight_bytes))
-        if run.gpu_slot is None:
-            self._settle(subgroup, changed=visit.changes)
-        elif not visit.changes:
-            del self._gpu_slots[subgroup]
-            self._settle(subgroup, changed=False)
-        elif self.broken is None:
-            self._issue(CopyOut(self._take_op(), subgroup, run.slot, run.gpu_slot))
+            subgroup = self._subgroups[number]
+            subgroup.version = self._sweep.step if self._sweep else subgroup.version or 0
+            self.moved.append(number)
+        through = run.gpu_slot if visit.gpu else run.weight_slot
+        flushes = visit.changes and through is not None
+        if not (flushes and not visit.gpu):  # else when the weights are on their lane
+            self._end_visit(number)
+        if through is not None and not visit.changes:
+            (self._gpu_slots if visit.gpu else self._weight_slots).free(through)
+        if not (flushes and visit.gpu):  # else when the state has come back
+            self._settle(number, changed=visit.changes)
+        if flushes and through is not None and self.broken is None:
+            # Where it has broken, the GPU keeps old weights, and the visit does not end.
+            self._transfer(visit, "flush", through)
 
     def _end_visit(self, subgroup: int) -> None:
         self._unfinished -= 1
@@ -772,8 +800,7 @@ class Machine:
             self.saver.advance()
             self._assign_slots()
         if self.broken is None:  # or a flush has just found no room
-            self._start_copies()
-            self._start_fetches()
+            self._start_transfers()
             self._start_runs()
         if self.is_ahead:
             if self.broken is not None and self._gives_up():
@@ -795,57 +822,43 @@ class Machine:
         most = MAX_RUNS_IN_FLIGHT if self.plan.staging_slots else RESIDENT_RUNS_IN_FLIGHT
         for device in (self._cpu, self._gpu):
             while self._sweep is not None and device.runs < most and device:
-                subgroup = device.first()
-                gpu_slot = weight_slot = None
-                if subgroup in self._gpu_slots:
-                    gpu_slot, visit = self._gpu_slots[subgroup]
-                elif subgroup in self._with_weights:
-                    weight_slot, visit = self._with_weights.pop(subgroup)
-                else:
-                    visit = self._pending[subgroup]
-                    if visit.weight_bytes and (weight_slot := self._take_weight_slot(visit)) is None:
+                number = device.first()
+                subgroup = self._subgroups[number]
+                through, visit = subgroup.passing or (None, subgroup.visit)
+                visit = known(visit, "a visit that is not there is to run")
+                if subgroup.passing is None:
+                    if visit.weight_bytes and (through := self._weight_slots.take(number)) is None:
                         break
-                    del self._pending[subgroup]
-                    self._to(subgroup, Phase.BUSY)
+                    self._to(number, Phase.BUSY)
+                subgroup.passing = subgroup.visit = None
                 device.take()
                 device.runs += 1
-                slot, fresh = self._slots.get(subgroup), self.is_fresh(subgroup)
-                self._issue(Run(self._take_op(), self._sweep.number, visit, slot, fresh, gpu_slot, weight_slot))
+                gpu_slot, weight_slot = (through, None) if visit.gpu else (None, through)
+                op, sweep, fresh = self._take_op(), self._sweep.number, subgroup.version is None
+                self._issue(Run(op, sweep, visit, subgroup.slot, fresh, gpu_slot, weight_slot))
 
-    def _start_copies(self) -> None:
-        """Give GPU staging slots to the visits that wait for one."""
-        while self._copies and (gpu_slot := self._free_gpu_slot()) is not None:
-            subgroup = self._copies.take()
-            visit = self._pending.pop(subgroup)
-            self._gpu_slots[subgroup] = gpu_slot, visit
-            self._to(subgroup, Phase.BUSY)
-            if self.is_fresh(subgroup) or visit.overwrites:
-                self._gpu.under_way.append(subgroup)
-            else:
-                self._issue(CopyIn(self._take_op(), subgroup, self._slots.get(subgroup), gpu_slot))
+    def _start_transfers(self) -> None:
+        """Give slots to the visits that need their state on the GPU, or weights from there, and fetch these."""
+        for waiting, slots in ((self._copies, self._gpu_slots), (self._for_weights, self._weight_slots)):
+            while waiting and (through := slots.take(waiting.first())) is not None:
+                number = waiting.take()
+                subgroup = self._subgroups[number]
+                visit, subgroup.visit = known(subgroup.visit, "nobody waits for a transfer"), None
+                subgroup.passing = through, visit
+                self._to(number, Phase.BUSY)
+                if visit.gpu and (subgroup.version is None or visit.overwrites):
+                    self._gpu.under_way.append(number)
+                else:
+                    self._transfer(visit, "fetch", through)
 
-    def _start_fetches(self) -> None:
-        """Give weight slots to the visits whose weights are to be fetched."""
-        while self._for_weights:
-            visit = self._pending[self._for_weights.first()]
-            weight_slot = self._take_weight_slot(visit)
-            if weight_slot is None:
-                return
-            subgroup = self._for_weights.take()
-            self._with_weights[subgroup] = weight_slot, self._pending.pop(subgroup)
-            self._to(subgroup, Phase.BUSY)
-            self._issue(FetchWeights(self._take_op(), subgroup, weight_slot, visit.weight_bytes))
-
-    def _take_weight_slot(self, visit: Visit) -> int | None:
-        slots = range(self.plan.weight_slots)
-        found = next((slot for slot in slots if slot not in self._weight_slots), None)
-        if found is not None:
-            self._weight_slots[found] = visit
-        return found
-
-    def _free_gpu_slot(self) -> int | None:
-        used = [gpu_slot for gpu_slot, _ in self._gpu_slots.values()]
-        return next((gpu_slot for gpu_slot in range(self.plan.gpu_slots) if gpu_slot not in used), None)
+    def _transfer(self, visit: Visit, way: Literal["fetch", "flush"], through: int) -> None:
+        """Copy what a visit needs: its state where it runs on the GPU, else its weights."""
+        op, number = self._take_op(), visit.subgroup
+        if visit.gpu:
+            nbytes = self.plan.layout.subgroups[number].state_bytes
+            self._issue(Transfer(op, number, "state", way, through, nbytes, self._subgroups[number].slot))
+        else:
+            self._issue(Transfer(op, number, "weights", way, through, visit.weight_bytes))
 
     def _assign_slots(self) -> None:
         """Give staging slots to the next visits; empty as many as the remaining visits need, and no more."""
@@ -860,44 +873,47 @@ class Machine:
             self._fetch(self._unfetched.popleft(), slot)
         if not self._unfetched:
             return
-        coming = sum(subgroup not in self._pending for subgroup in self._flushes)
-        for subgroup in list(self._dirty):
+        coming = sum(self._subgroups[number].visit is None for number in self._flushes)
+        for number in list(self._dirty):
             if coming >= len(self._unfetched) or self.broken is not None:
                 return
-            if self._phases[subgroup] is Phase.DIRTY and subgroup not in self._pending:
+            subgroup = self._subgroups[number]
+            if subgroup.phase is Phase.DIRTY and subgroup.visit is None:
                 coming += 1
-                self._flush(subgroup)
+                self._flush(number)
 
     def _free_slot(self) -> int | None:
         """Return a slot that is empty or whose content is on storage and not wanted in this sweep."""
         clean = None
-        for slot, owner in enumerate(self._owners):
+        for slot, owner in enumerate(self._staging.owners):
             if owner is None:
                 return slot
-            if clean is None and self._phases[owner] is Phase.READY and owner not in self._pending:
-                clean = slot
-        if clean is not None:
-            owner = self._owners[clean]
-            invariant(owner is not None and owner not in self._dirty, "a dirty slot is given away")
-            self._vacate(clean)
-        return clean
+            if clean is None:
+                subgroup = self._subgroups[owner]
+                if subgroup.phase is Phase.READY and subgroup.visit is None:
+                    clean = owner
+        invariant(clean is None or clean not in self._dirty, "a dirty slot is given away")
+        return None if clean is None else self._vacate(clean)
 
-    def _vacate(self, slot: int) -> None:
-        owner = self._owners[slot]
-        if owner is not None:
-            self._to(owner, Phase.ABSENT)
-            del self._slots[owner]
-        self._owners[slot] = None
+    def _vacate(self, number: int) -> int | None:
+        """Take a subgroup's staging slot, if it has one, and return it."""
+        subgroup = self._subgroups[number]
+        slot, subgroup.slot = subgroup.slot, None
+        if slot is not None:
+            self._to(number, Phase.ABSENT)
+            self._staging.free(slot)
+        return slot
 
-    def _fetch(self, subgroup: int, slot: int) -> None:
-        self._owners[slot] = subgroup
-        self._slots[subgroup] = slot
-        if self.is_fresh(subgroup) or self._pending[subgroup].overwrites:
-            self._settle(subgroup, changed=False)
+    def _fetch(self, number: int, slot: int) -> None:
+        subgroup = self._subgroups[number]
+        self._staging.owners[slot] = number
+        subgroup.slot = slot
+        if subgroup.version is None or (subgroup.visit is not None and subgroup.visit.overwrites):
+            self._settle(number, changed=False)
             return
-        tiles = self.plan.layout.subgroups[subgroup].tiles
-        self._to(subgroup, Phase.FETCHING)
-        self._fetches[subgroup] = len(tiles)
+        tiles = self.plan.layout.subgroups[number].tiles
+        self._to(number, Phase.FETCHING)
+        subgroup.unread = len(tiles)
         for tile, offset, _ in tiles:
             record = self.index.get(tile)
             if record is None:
@@ -906,10 +922,10 @@ class Machine:
 
     def _flush(self, subgroup: int, *, for_save: bool = False, beside: bool = False) -> None:
         tiles = self.plan.layout.subgroups[subgroup].tiles
-        slot = self._slots[subgroup]
+        slot = known(self._subgroups[subgroup].slot, "what is flushed has no slot")
         self._to(subgroup, Phase.FLUSHING)
         self._dirty.pop(subgroup, None)
-        step = self._sweep.step if beside and self._sweep else self._versions[subgroup]
+        step = self._sweep.step if beside and self._sweep else self._subgroups[subgroup].version or 0
         self._flushes[subgroup] = flush = _Flush(len(tiles), step, for_save=for_save, beside=beside)
         for number, (tile, offset, nbytes) in enumerate(tiles):
             if not self._write(tile, slot, offset, nbytes):

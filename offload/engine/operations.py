@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from offload.engine.index import Record
 from offload.errors import OffloadError
@@ -107,52 +108,44 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyIn:
-    """Copy a subgroup's state from host memory (staging slot `slot`, or None: its home) to a GPU staging slot."""
+class Transfer:
+    """Copy what a visit needs between host memory and the GPU: fetched before its run, or flushed after it.
+
+    That is the state of a visit on the GPU, and the weights of a visit on the CPU. A flush of weights ends when it is
+    on its lane; `AwaitPush` waits for its end.
+
+    Attributes:
+        op: Operation id.
+        subgroup: Whose.
+        what: "state" or "weights".
+        way: "fetch", towards the device that runs the visit, or "flush", away from it.
+        through: GPU staging slot of the state, or weight slot of the weights.
+        nbytes: Size.
+        slot: Staging slot in host memory of the state, or None for its home.
+    """
 
     op: int
     subgroup: int
-    slot: int | None
-    gpu_slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOut:
-    """Copy a subgroup's state back to where `CopyIn` took it from."""
-
-    op: int
-    subgroup: int
-    slot: int | None
-    gpu_slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class FetchWeights:
-    """Copy a subgroup's weights from the GPU to a weight slot, for a run on the CPU that reads them."""
-
-    op: int
-    subgroup: int
-    weight_slot: int
+    what: Literal["state", "weights"]
+    way: Literal["fetch", "flush"]
+    through: int
     nbytes: int
+    slot: int | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class PushWeights:
-    """Put the copy of the weights that a run on the CPU has made to the GPU on its lane; ends when it is there."""
-
-    op: int
-    subgroup: int
-    weight_slot: int
-    nbytes: int
+    @property
+    def lane(self) -> str:
+        """The copy engine of the GPU that carries it."""
+        return "h2d" if (self.what == "state") == (self.way == "fetch") else "d2h"
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitPush:
-    """Wait until pushed weights have left their weight slot."""
+    """Wait until weights that were flushed have left their weight slot."""
 
     op: int
     subgroup: int
     weight_slot: int
+    lane: ClassVar[str] = "h2d"
 
 
 # Saves ------------------------------------------------------------------------------------------------------------
@@ -224,10 +217,7 @@ class Commit:
 SaveOperation = SaveTile | CopyTile | Sync | Commit
 
 
-WeightOperation = FetchWeights | PushWeights | AwaitPush
-
-
-Operation = ReadTile | WriteTile | Run | CopyIn | CopyOut | WeightOperation | SaveOperation
+Operation = ReadTile | WriteTile | Run | Transfer | AwaitPush | SaveOperation
 
 
 # Events -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ Non-goals: what a commit does (the executor), which checkpoints are released and
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.engine.index import Location, Record, TileIndex
@@ -160,7 +160,7 @@ class Saver:
         save: Save,
         plan: Plan,
         unsaved: Mapping[int, None],
-        versions: Mapping[int, int],
+        versions: Sequence[int],
     ) -> bool:
         """Start a save.
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from offload.dtypes import DtypeCode
-from offload.engine.gpu import GpuLanes
 from offload.engine.host import HostMemory
+from offload.engine.none import Lanes
 from offload.engine.operations import Run
 from offload.engine.pieces import as_pieces
 from offload.engine.tables import Tables
@@ -22,7 +22,6 @@ from offload.kernels import CpuUpdateKernel
 from offload.kernels.reference import TORCH_DTYPES
 from offload.kernels.reference.minifloat import blocks_numel
 from offload.kernels.stored import as_fp32, store_rounded, stored_dtype
-from offload.kernels.table import active_rows
 from offload.layout import Segment
 from offload.plan import Plan
 from offload.protocols import TileId
@@ -55,7 +54,7 @@ class StateViews:
         kernel: Makes state whole.
         memory: The session's host memory.
         slot_address: Where a staging slot lies.
-        gpu: Lanes of the GPU that the weights are on; None where they are in host memory.
+        lanes: Those of the device that the weights are on.
     """
 
     def __init__(
@@ -65,34 +64,34 @@ class StateViews:
         kernel: CpuUpdateKernel,
         memory: HostMemory,
         slot_address: Callable[[int], int],
-        gpu: GpuLanes | None,
+        lanes: Lanes,
     ) -> None:
         self.plan = plan
         self._tables = tables
         self._kernel = kernel
         self._memory = memory
         self._slot_address = slot_address
-        self._gpu = gpu
+        self._lanes = lanes
 
     def _address(self, run: Run) -> int:
         return self._memory.home(run.visit.subgroup) if run.slot is None else self._slot_address(run.slot)
 
     # Tables of an update
 
-    def update_table(self, run: Run, gradients: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
+    def update_table(self, run: Run, gradients: npt.NDArray[np.uint64] | None) -> npt.NDArray[Any]:
         """Return what the kernel of a run of a step is told.
 
         Args:
             run: Which one.
-            gradients: Where the CPU finds each parameter's gradient, with weights on a GPU.
+            gradients: Where the CPU finds each parameter's gradient, if not where it is bound.
         """
-        subgroup = run.visit.subgroup
-        if self._gpu is None:
-            table = self._tables.fill(subgroup, self._address(run), fresh=run.fresh, update=True)
-        elif run.visit.gpu:
-            table = self._tables.fill(subgroup, self._gpu.state_address(run), fresh=run.fresh, update=True)
+        subgroup, lanes, fill = run.visit.subgroup, self._lanes, self._tables.fill
+        if run.visit.gpu:
+            table = fill(subgroup, lanes.state_address(run), fresh=run.fresh, update=True)
         else:
-            table = self._fill_for_push(self._gpu, run, gradients)
+            image, address = lanes.image(run.weight_slot), self._address(run)
+            table = fill(subgroup, address, fresh=run.fresh, update=True, weights_address=image, gradients=gradients)
+            lanes.will_push(run, table)
         self._tables.changed(subgroup)
         return table
 
@@ -105,44 +104,31 @@ class StateViews:
     ) -> tuple[int, npt.NDArray[Any]]:
         """Return where a run ahead finds its state, and what its kernel is told; see `Tables.fill_ahead`."""
         address = self._address(run)
-        on_gpu = self._gpu is not None
+        on_gpu = self.plan.weights_on_gpu
         return address, self._tables.fill_ahead(
             run.visit.subgroup, address, image_address, slots, sums, on_gpu=on_gpu
         )
-
-    def _fill_for_push(self, gpu: GpuLanes, run: Run, gradients: npt.NDArray[np.uint64]) -> npt.NDArray[Any]:
-        """Return the table of a run on the CPU that makes weights for the GPU."""
-        subgroup, image = run.visit.subgroup, gpu.image(run.weight_slot)
-        table = self._tables.fill(
-            subgroup, self._address(run), fresh=run.fresh, update=True, weights_address=image, gradients=gradients
-        )
-        gpu.will_push(run, self._tables.weight_copies(subgroup, image, active_rows(table)))
-        return table
 
     # Tensors
 
     @contextlib.contextmanager
     def on_host(self, run: Run) -> Iterator[View]:
         """Let a run work in host memory, wherever state and weights lie; what it changes goes back."""
-        gpu, subgroup = self._gpu, run.visit.subgroup
-        if gpu is None:
-            yield View(self._address(run), None)
-            return
+        lanes, subgroup = self._lanes, run.visit.subgroup
         nbytes = self.plan.layout.subgroups[subgroup].state_bytes
         at_home, bounce = self.plan.at_home_on_gpu(subgroup), self._memory.bounce
         if at_home and bounce is not None:
             address = bounce.address
             if not run.fresh and not run.visit.overwrites:
-                gpu.fetch(as_pieces([(gpu.home(subgroup), address, nbytes)]))
+                lanes.fetch(as_pieces([(lanes.home(subgroup), address, nbytes)]))
         else:
             address = self._address(run)
-        image = gpu.image(run.weight_slot)
-        yield View(address, image)
+        yield View(address, lanes.image(run.weight_slot))
         if not run.visit.changes:
             return
-        gpu.will_push(run, self._tables.weight_copies(subgroup, image))
+        lanes.will_push(run)
         if at_home:
-            gpu.store([(gpu.home(subgroup), address, nbytes)])
+            lanes.store([(lanes.home(subgroup), address, nbytes)])
 
     def make_whole(self, run: Run, view: View) -> None:
         """Fill memory that is undefined, and masters that are to be taken from their weights, before it is read."""
@@ -199,10 +185,9 @@ class StateViews:
     def gather_tile(self, tile: TileId, address: int) -> None:
         """Copy a tile of state on the GPU to `address`, or the masters that a weight tile is; padding is zero."""
         subgroup = self.plan.layout.subgroups[tile.subgroup]
-        gpu = self._gpu
-        if gpu is not None and tile.tensor < len(subgroup.tensors):
+        if tile.tensor < len(subgroup.tensors):
             offset, nbytes = next((offset, nbytes) for found, offset, nbytes in subgroup.tiles if found == tile)
-            gpu.fetch(as_pieces([(gpu.home(tile.subgroup) + offset, address, nbytes)]))
+            self._lanes.fetch(as_pieces([(self._lanes.home(tile.subgroup) + offset, address, nbytes)]))
             return
         first = tile.tile * subgroup.tile_numel
         nbytes = next(nbytes for found, _, nbytes in subgroup.weight_tiles if found == tile)
@@ -214,11 +199,7 @@ class StateViews:
                 weight = int(self._tables.weights[segment.parameter])
                 source = weight + (segment.start + begin - segment.offset) * FP32.item_bytes
                 pieces.append((source, address + (begin - first) * FP32.item_bytes, (end - begin) * FP32.item_bytes))
-        if gpu is None:
-            for source, target, size in pieces:
-                ctypes.memmove(target, source, size)
-        else:
-            gpu.fetch(as_pieces(pieces))
+        self._lanes.fetch(as_pieces(pieces))
         at = address
         for _, target, size in (*pieces, (0, address + nbytes, 0)):
             ctypes.memset(at, 0, target - at)

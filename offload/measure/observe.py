@@ -267,8 +267,9 @@ def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, float]:
 
     Its reaction is the mean time from when an operation was due until an idle lane took it up, less what the thread
     worked meanwhile. A path's two directions count as one lane: where they share a device, one waits for the other's
-    turn. What the first turn takes beside its operations is what the step takes; behind the last operation's end,
-    one turn still belongs to it. With a GPU whose calls are known apart, the thread's costs are not learnt.
+    turn. What the first turn takes beside its operations is what the step takes to begin; in the next one the thread
+    learns from the last step's operations. Behind the last operation's end, one turn still belongs to the step. With
+    a GPU whose calls are known apart, the thread's costs are not learnt.
     """
     turns = _turns(timeline)
     edges_s = np.array([turns.begins_s, turns.ends_s]).T.ravel() if turns.begins_s else np.zeros(1)

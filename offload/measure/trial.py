@@ -151,6 +151,7 @@ class _Session:
         order = visit_order(subgroups, machine.slots)
         machine.handle(Begin(Sweep(number, number, update_visits(self._plan, order, machine.is_fresh))))
         executor.submit(machine.take_operations())
+        executor.end_turn()
         if timeline:
             observe(known, timeline)
         pump(machine, executor, lambda machine: machine.finished is not None)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from offload.config import OffloadConfig
+from offload.engine.none import NoDevice
 from offload.errors import ConfigError, SessionBrokenError
 from offload.layout import Parameter
 from offload.protocols import Device, DeviceLane
@@ -26,23 +27,24 @@ class LateEngine:
         opens: Describes parameters and calls `start`.
 
     Attributes:
-        device: The GPU that all weights lie on; None for the CPU.
+        device: The one that all weights lie on.
         opened: The engine, once there is one.
+        waits: Whether it is left until somebody needs it.
     """
 
     def __init__(self, config: OffloadConfig, rule: UpdateRule, opens: Callable[[OffloadConfig], None]) -> None:
         self.config = config
         self.rule = rule
-        self.device: Device | None = None
+        self.use(NoDevice())
         self.opened: Engine | None = None
+        self.waits = False
         self._opens = opens
         self._closed = False
-        self._unopened: weakref.finalize[[], LateEngine] | None = None
 
-    def use(self, device: Device | None) -> None:
+    def use(self, device: Device) -> None:
         """Take a device, which is closed if no engine is opened for it."""
-        self.device = device
-        self._unopened = weakref.finalize(self, device.close) if device is not None else None
+        self.device: Device = device
+        self._unopened = weakref.finalize(self, device.close)
 
     @property
     def engine(self) -> Engine:
@@ -51,7 +53,7 @@ class LateEngine:
 
     def open(self) -> Engine:
         """Return the engine; if it was left until now, it is opened with no state at home on the GPU."""
-        if self.opened is None and self.device is not None and not self._closed:
+        if self.opened is None and self.waits and not self._closed:
             log.info("no state is at home on the GPU, as it is asked for before the first step")
             self._opens(dataclasses.replace(self.config, gpu_memory=0))
         if self.opened is None:
@@ -66,7 +68,7 @@ class LateEngine:
 
     def open_after_backward(self) -> None:
         """Open the engine, if it was left until now: it is known now what backward leaves free."""
-        if self.device is not None and not self._closed:
+        if not self._closed:
             # Before anything changes: refused while a CUDA graph is captured.
             self.device.mark(DeviceLane.CALLER, timed=False)
             if self.opened is None:
@@ -74,8 +76,7 @@ class LateEngine:
 
     def start(self, parameters: Sequence[Parameter], config: OffloadConfig, gradient_slots: bool) -> None:
         """Open the engine; if that fails, it is closed, and the device with it."""
-        if self._unopened is not None:
-            self._unopened.detach()
+        self._unopened.detach()
         self._closed = True
         config = dataclasses.replace(config, shard=False)  # the parameters say which pieces they are
         self.opened = Engine(parameters, config, gradient_slots=gradient_slots, device=self.device, rule=self.rule)
@@ -86,5 +87,5 @@ class LateEngine:
         self._closed = True
         if self.opened is not None:
             self.opened.close()
-        elif self._unopened is not None:
+        else:
             self._unopened()

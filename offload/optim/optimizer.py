@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from offload.backends import BACKENDS
 from offload.config import OffloadConfig
+from offload.engine.none import NoDevice
 from offload.engine.timeline import ENGINE, Interval, covered_s, trace
 from offload.errors import ConfigError, invariant
 from offload.layout import Parameter
@@ -81,13 +82,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._is_last_pass: Callable[[], bool] | None = None
         self._steps_seen = 0
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
-        if late.device is None or config.gpu_memory != "auto":
-            self._open(late.config)
-        else:
+        late.waits = not isinstance(late.device, NoDevice) and config.gpu_memory == "auto"
+        if late.waits:
             self._widen_gradients(parameters)
+        else:
+            self._open(late.config)
 
-    def _find_device(self, parameters: list[torch.Tensor]) -> Device | None:
-        """Return the GPU that all weights lie on; None for the CPU."""
+    def _find_device(self, parameters: list[torch.Tensor]) -> Device:
+        """Return the device that all weights lie on."""
         devices = {shards.local(parameter).device for parameter in parameters}
         if len(devices) > 1:
             found = ", ".join(sorted(map(str, devices)))
@@ -96,7 +98,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             from offload.engine.accelerator import AcceleratorDevice
 
             return AcceleratorDevice(next(iter(devices)))
-        return None
+        return NoDevice()
 
     def _open(self, config: OffloadConfig) -> None:
         wanted = [parameter for parameter in self._parameters() if parameter.requires_grad]
@@ -138,7 +140,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         (forward_s, backward_s), follows = pace, bool(self._overlap.following)
         plan, rates = self.engine.plan, self.engine.rates
         if follows:
-            waited_s = backward_s + self._forecast.with_forward_s(plan, rates, forward_s, self._late.device is None)
+            waited_s = backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
         else:
             waited_s = forward_s + backward_s + self._forecast.carried_on(plan, rates).step_s
         hidden_s = self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
@@ -503,14 +505,14 @@ class OffloadedOptimizer(StatefulOptimizer):
         plan, rates, follows = self.engine.plan, self.engine.rates, bool(self._overlap.following)
         if self.engine.speculates:
             return self._forecast.with_backward_s(plan, rates, forward_s, backward_s, follows)
-        return backward_s + self._forecast.with_forward_s(plan, rates, forward_s, self._late.device is None)
+        return backward_s + self._forecast.with_forward_s(plan, rates, forward_s, not plan.weights_on_gpu)
 
     def explain(self) -> Explanation:
         """Return predicted and measured seconds of the last step, lane by lane; print it.
 
         Warns, once a process, where weights on the CPU make forward and backward slow by their dtype.
         """
-        if self._late.device is None:
+        if not self.engine.plan.weights_on_gpu:
             tell_once(parameter.dtype for group in self.param_groups for parameter in group["params"])
         return self._explanation()
 

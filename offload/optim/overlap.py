@@ -146,8 +146,7 @@ class Overlap:
             copy = self._hidden.get(bound)
             if copy is not None:
                 bound.parameter.data.copy_(copy)
-                if self._late.device is not None:
-                    self._late.device.give_up(copy)  # `step` may have made it on another stream
+                self._late.device.give_up(copy)  # `step` may have made it on another stream
                 if not closed:
                     self._late.engine.bind_weight(bound.position, bound.parameter.data_ptr())
                 self._hidden.pop(bound, None)  # another thread may have been as quick

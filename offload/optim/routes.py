@@ -14,6 +14,7 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offload.engine.none import NoDevice
 from offload.errors import ConfigError
 from offload.kernels.reference import DTYPE_CODES
 from offload.optim import shards
@@ -41,22 +42,22 @@ def choose_route(
             raise
     is_alone = world()[0] == 1 and not any(map(shards.is_sharded, parameters))
     arrive = is_alone or late.config.shard or all(_arrives_reduced(p) and _is_heard(p) for p in parameters)
-    if late.config.overlap == "backward":
-        allowed = ""
-        if late.device is not None and late.config.keep_grads:
+    kind: type[Route]
+    if isinstance(late.device, NoDevice):
+        kind, come = Slots if is_alone else Reduced, arrive
+    else:
+        kind, come = (AtStep, False) if late.config.keep_grads else (Departing, is_alone)
+    if late.config.overlap == "backward" and not come:
+        allowed = (
+            'use "off": gradients have to come to host memory, of one process, or where weights are there, too, '
+            "of FSDP2 or of DDP with shard=True"
+        )
+        if kind is AtStep:
             allowed = "set keep_grads=False, so that gradients leave the GPU during backward"
-        elif not (arrive if late.device is None else is_alone):
-            allowed = (
-                'use "off": gradients have to come to host memory, of one process, or where weights are there, too, '
-                "of FSDP2 or of DDP with shard=True"
-            )
-        if allowed:
-            late.close()
-            raise ConfigError("overlap", late.config.overlap, allowed)
-    if late.device is None:
-        return (Slots if is_alone else Reduced)(late, weights, scaling, overlap)
-    route: Route = (AtStep if late.config.keep_grads else Departing)(late, weights, scaling, overlap)
-    route.is_early = is_alone and not late.config.keep_grads
+        late.close()
+        raise ConfigError("overlap", late.config.overlap, allowed)
+    route = kind(late, weights, scaling, overlap)
+    route.is_early = is_alone and kind is not AtStep
     return route
 
 
@@ -266,7 +267,7 @@ class Reduced(Route):
 class Slots(Route):
     """In host memory: on arrival norms are gathered, while the gradient is in cache, and `.grad` becomes a slot."""
 
-    has_slots = is_early = True
+    has_slots = True
 
     def __init__(self, late: LateEngine, weights: Weights, scaling: Scaling, overlap: Overlap) -> None:
         super().__init__(late, weights, scaling, overlap)

@@ -154,6 +154,9 @@ class GpuRates:
     call_s: float = 0.0
 
 
+NO_GPU = GpuRates(math.inf, math.inf, math.inf, memory_cost=0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Speeds of all lanes of a session.
@@ -170,10 +173,10 @@ class Rates:
             that follows from it: threads that wake up, and its own work. Where a lane has more to do, that is hidden.
             Other Python threads that hold the interpreter make it longer, by up to the 5 ms of CPython's switch
             interval.
-        operation_s: What the engine's one thread takes to start an operation and to take in its end, calls of the
-            GPU's runtime (`GpuRates.call_s`) not counted. The thread does one after the other, so this bounds how
-            many operations there are in a second.
-        begin_s: What the engine's thread takes, beside a step's operations, to begin it and to learn from the last.
+        operation_s: What the engine's one thread takes to start an operation, to take in its end and to learn from
+            it, calls of the GPU's runtime (`GpuRates.call_s`) not counted. The thread does one after the other, so
+            this bounds how many operations there are in a second.
+        begin_s: What the engine's thread takes, beside a step's operations, to begin it.
 
     Raises:
         ConfigError: If a rate is not a finite number greater than zero.
@@ -198,6 +201,11 @@ class Rates:
                 if field.name not in ("paths", "gpu"):
                     _check(f"rates.{prefix}{field.name}", field.name, value)
 
+    @property
+    def link(self) -> GpuRates:
+        """Rates of the GPU and its link; without one, those of work that takes no time."""
+        return self.gpu or NO_GPU
+
     def cpu_speed(self, beside_bytes_per_s: float) -> float:
         """Return the part of its own rate that the update keeps beside others.
 
@@ -213,11 +221,10 @@ class Rates:
         """
         paths = tuple(path.part(1 / ranks) for path in self.paths)
         gpu, memory = self.gpu, self.memory_bytes_per_s / ranks
-        if gpu is not None and gpu.memory_cost:
-            part = min(1.0, memory / (gpu.memory_cost * (gpu.h2d_bytes_per_s + gpu.d2h_bytes_per_s)))
-            gpu = dataclasses.replace(
-                gpu, h2d_bytes_per_s=part * gpu.h2d_bytes_per_s, d2h_bytes_per_s=part * gpu.d2h_bytes_per_s
-            )
+        h2d, d2h = self.link.h2d_bytes_per_s, self.link.d2h_bytes_per_s
+        if self.link.memory_cost:
+            part = min(1.0, memory / (self.link.memory_cost * (h2d + d2h)))
+            gpu = dataclasses.replace(self.link, h2d_bytes_per_s=part * h2d, d2h_bytes_per_s=part * d2h)
         cpu = self.cpu_bytes_per_s / ranks
         return dataclasses.replace(self, cpu_bytes_per_s=cpu, memory_bytes_per_s=memory, paths=paths, gpu=gpu)
 

@@ -11,7 +11,6 @@ Not known here: how a version lies beside another one (`offload.engine.machine`)
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import threading
 import time
@@ -256,8 +255,7 @@ class Ahead:
         subgroup = run.visit.subgroup
         segments = len(self._parts.plan.layout.subgroups[subgroup].segments)
         sums = np.zeros((segments, SUMS), np.uint64)
-        if self._parts.gpu is not None:
-            self._parts.gpu.await_sent(subgroup)
+        self._parts.lanes.await_sent(subgroup)
         address, table = self._parts.views.table_ahead(run, self._image_of(subgroup), self._slots, sums)
         self._made[subgroup] = _Made(address, table, sums)
         return table
@@ -329,7 +327,7 @@ class Ahead:
         layout, bound = parts.plan.layout, parts.gradients.bound_at()
 
         def is_alike(number: int) -> bool:
-            image = None if parts.gpu is None else self._image_of(number)
+            image = self._image_of(number) if parts.plan.weights_on_gpu else None
             # Of gradients that are on their way nobody can tell.
             return parts.gradients.has_landed(layout.subgroups[number].segments) and tables.is_as_ahead(
                 number, made[number].address, made[number].table, bound, image
@@ -350,11 +348,7 @@ class Ahead:
         """Put the weights of a version where they belong."""
         active = active_rows(self._made[subgroup].table)
         copies = self._parts.tables.weight_copies(subgroup, self._image_of(subgroup), active)
-        if self._parts.gpu is not None:
-            self._parts.gpu.send_weights(subgroup, copies, time.monotonic())
-            return
-        for weight, copy, nbytes in copies.tolist():
-            ctypes.memmove(weight, copy, nbytes)
+        self._parts.lanes.send_weights(subgroup, copies, time.monotonic())
 
     def stepped(self, scale: float, clip: float) -> None:
         """Take note of a step that has ended well, and choose what to make ahead of the next one."""
@@ -448,8 +442,8 @@ class Ahead:
 
     def _free_images(self) -> None:
         """Free the memory for new weights; no version is beside a live one."""
-        if self._images is not None and self._parts.gpu is not None:
-            self._parts.gpu.wait()  # weights may still be on their way from there
+        if self._images is not None:
+            self._parts.lanes.wait()  # weights may still be on their way from there
         old, self._images = self._images, None
         self._parts.memory.give_back(old)
         self._image_at, self._imaged = {}, frozenset()

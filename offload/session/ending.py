@@ -68,8 +68,7 @@ class Ending:
     def _close(self) -> None:
         self._finish_save()
         self._thread.closed = True
-        if self._parts.gpu is not None:
-            self._parts.gpu.given_up = True
+        self._parts.lanes.given_up = True
         if self.work is None or (self.work.done and self.work.error is not None):
             self._stop = waits.Aside(self._thread.stop, "offload-stop")
             work = partial(self._end_all, self._stop)

@@ -31,6 +31,7 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Snapshot
 from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
+from offload.engine.none import NoDevice
 from offload.engine.timeline import ENGINE, Interval
 from offload.engine.touching import bound, cores_of_rank
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
@@ -93,6 +94,7 @@ class Engine:
                 from offload.engine.accelerator import AcceleratorDevice
 
                 device = AcceleratorDevice(device)
+            device = device or NoDevice()
             try:
                 self._parts = parts = Parts(self.config, gradient_slots, device, rule, among and among[1])
                 self._thread = thread = EngineThread(parts)
@@ -110,8 +112,7 @@ class Engine:
                     self.close()
                     raise
             except BaseException:
-                if device is not None:
-                    device.close()
+                device.close()
                 raise
 
     # State of affairs
@@ -183,15 +184,12 @@ class Engine:
             "streamed_bytes": plan.home_bytes[Home.STREAMED],
             "resident_share": resident_bytes / plan.state_bytes if plan.state_bytes else 1.0,
         }
-        if parts.gpu is not None:
-            found["gpu_bytes"] = plan.home_bytes[Home.GPU]
-            found["pinned_bytes"] = parts.gpu.pinned.pinned_bytes
-            found["unpinned_bytes"] = parts.gpu.pinned.unpinned_bytes
+        found |= parts.lanes.metrics()
         ahead = self._thread.ahead
         if self.speculates:
             found["ahead/confirmed_bytes"], found["ahead/revoked_bytes"] = ahead.confirmed_bytes, ahead.revoked_bytes
         totals = lane_totals(timeline)
-        for lane in (ENGINE, "cpu", "gpu", "h2d", "d2h") if parts.gpu is not None else (ENGINE, "cpu"):
+        for lane in (ENGINE, "cpu", *parts.lanes.names):
             found[f"lane/{lane}/bytes"], found[f"lane/{lane}/busy_s"] = totals.get(lane, (0, 0.0))
         for path, live_bytes in enumerate(parts.machine.index.live_bytes()):
             for verb in ("read", "write"):
@@ -303,10 +301,8 @@ class Engine:
             is_last_pass: Returns whether the backward pass under way is the last before a step; without it, and as
                 long as it says so of all, those before a step count as as many as before the last.
         """
-        gpu = self._parts.gpu
-        if (gpu is None or not self._parts.config.keep_grads) and self.plan.home_bytes[Home.STREAMED]:
-            if gpu is not None:
-                gpu.wakes = hyperparameters is not None
+        if not self.plan.budgets.gradients_on_gpu and self.plan.home_bytes[Home.STREAMED]:
+            self._parts.lanes.wakes = hyperparameters is not None
             self._thread.ahead.is_last_pass = is_last_pass
             self._thread.ahead.hyperparameters = hyperparameters
 
@@ -354,10 +350,9 @@ class Engine:
         Args:
             dropped: Gradients of which `keeps_gradient` is true, and which the caller drops now.
         """
-        gpu = self._parts.gpu
-        if self._thread.is_usable and gpu is not None:
+        if self._thread.is_usable:
             for gradient in dropped:  # first: once they are forgotten, an interrupt may have the caller drop them
-                gpu.device.give_up(gradient)
+                self._parts.lanes.device.give_up(gradient)
             self._parts.gradients.forget()  # the caller's stream comes behind whatever reads them
             # And no gradient is here; a step that goes on is waited for, a few times.
             if self._thread.ahead.restart() or self._visits.placing.due:
@@ -366,9 +361,7 @@ class Engine:
 
     def wait_weights(self) -> None:
         """Wait until the weights on a GPU are those of the last step, whoever reads them on whatever stream."""
-        gpu = self._parts.gpu
-        if gpu is not None:
-            gpu.device.mark(DeviceLane.CALLER, timed=False).wait()
+        self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False).wait()
 
     def bind_gradient(self, parameter: int | str, address: int, dtype: DtypeCode, *, gathered: bool = False) -> None:
         """Say where a parameter's gradient lies for the next norm and step.
@@ -481,8 +474,8 @@ class Engine:
         if not self.is_behind or os.getpid() != self._thread.pid:
             return
         subgroups = self._visits.subgroups_of(map(self._position, parameters))
-        if self._thread.wait_for(subgroups) and self._parts.gpu is not None:
-            self._parts.gpu.lead_caller_to(subgroups)
+        if self._thread.wait_for(subgroups):
+            self._parts.lanes.lead_caller_to(subgroups)
 
     def finish(self) -> None:
         """Wait until a step that goes on behind its caller is over, if one does.
@@ -777,7 +770,7 @@ class Engine:
         parts = self._parts
         with self._thread.turn():
             parameters = parts.plan.layout.parameters
-            restorer = Restorer(checkpoint, parameters, names or {}, parts.views, parts.tables, parts.gpu)
+            restorer = Restorer(checkpoint, parameters, names or {}, parts.views, parts.tables, parts.lanes)
             self._checkpoints.load(checkpoint, restorer, rank, ranks)
 
     @property

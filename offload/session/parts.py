@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from offload import waits
 from offload._native import CompletionQueue
@@ -19,11 +20,13 @@ from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
 from offload.engine.executor import LiveExecutor
 from offload.engine.gpu import GpuLanes
-from offload.engine.gradients import Gradients, GradientSlots
+from offload.engine.gpu_gradients import GpuGradients
+from offload.engine.gradients import GradientSlots, GradientStore, HostGradients
 from offload.engine.host import HostMemory
 from offload.engine.index import TileIndex
 from offload.engine.machine import Machine
 from offload.engine.memory import available_bytes
+from offload.engine.none import Lanes, NoDevice
 from offload.engine.operations import Extend
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews
@@ -65,7 +68,7 @@ class Parts:
     machine: Machine
     views: StateViews
     saves: Saves
-    gradients: Gradients
+    gradients: GradientStore
     plan: Plan
     rates: Rates
 
@@ -73,7 +76,7 @@ class Parts:
         self,
         config: OffloadConfig,
         gradient_slots: bool,
-        device: Device | None,
+        device: Device,
         rule: UpdateRule,
         sharing: int | None = None,
     ) -> None:
@@ -86,35 +89,40 @@ class Parts:
         self.others: dict[int, Tier] = {}
         """Stores that are no path of the plan; see `LiveExecutor`."""
         self.queue = CompletionQueue()
-        copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
-        self.gpu = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates) if device is not None else None
-        self.memory = HostMemory(self.gpu)
+        self.lanes = Lanes(device)
+        self._make_gradients: Callable[..., GradientStore] = HostGradients
+        self._probed: GpuLanes | None = None
+        if not isinstance(device, NoDevice):
+            copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
+            self.lanes = self._probed = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates)
+            self._make_gradients = partial(GpuGradients, lanes=self._probed)
+        self.memory = HostMemory(self.lanes)
         self.closing: list[tuple[Tier, waits.Aside]] = []
         self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
-            wanted=gradient_slots or device is not None,
-            passing=device is not None and not config.keep_grads,
+            wanted=gradient_slots or self.lanes.on_gpu,
+            passing=not config.keep_grads,
         )
-        self._threads = config.threads or default_threads(device, sharing)
+        self._threads = config.threads or default_threads(self.lanes, sharing)
         self._store = uuid.uuid4()
 
     # Putting them together
 
     def open(
-        self, parameters: tuple[Parameter, ...], say_broken: Callable[[BaseException], None], caller: Mark | None
+        self, parameters: tuple[Parameter, ...], say_broken: Callable[[BaseException], None], caller: Mark
     ) -> None:
         """Make the session; whoever gets an error closes `ends`.
 
         Args:
             parameters: Its first.
             say_broken: Is told what breaks it.
-            caller: What the caller has put on the GPU so far; None without one.
+            caller: What the caller has put on the device so far.
         """
         config = self.config
         paths = [path.path for path in config.path_configs]
         check_directories(paths)
-        if self.gpu is None:
+        if not self.lanes.on_gpu:
             refuse_gpu(config)
         parameters = self._with_formats(parameters)
         known = self._known_rates(paths, numels_by_format(parameters, self.rule))
@@ -122,12 +130,11 @@ class Parts:
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes()
         self._measure(known, budgets, caller)
-        if self.gpu is not None:
-            self.plan = self._adopt_gpu(self.gpu, self.plan, NOTHING)
-            self.gpu.bind(self.plan)
+        self.plan = self._adopt_device(self.plan, NOTHING)
+        self.lanes.bind(self.plan)
         self.gradients.adopt(self.plan, NOTHING)
         memory = self.memory
-        self.views = StateViews(self.plan, self.tables, self.kernel, memory, self.executor.slot_address, self.gpu)
+        self.views = StateViews(self.plan, self.tables, self.kernel, memory, self.executor.slot_address, self.lanes)
         shares = self.plan.shares(self.rates)
         limits = [(path.available_bytes, s) for path, s in zip(self.plan.budgets.paths, shares, strict=True)]
         index = TileIndex(limits, self.plan.slot_counts, self.plan.checkpoint_bytes)
@@ -163,9 +170,7 @@ class Parts:
     def _known_rates(self, paths: list[str], numels: Mapping[StateFormat, int]) -> Rates | None:
         """Return the rates that were measured for a session like this one, if they have all its lanes."""
         known = session_rates(str(self.config.rates), paths, self._threads, numels)
-        if known is not None and self.gpu is None:
-            return dataclasses.replace(known, gpu=None)
-        return None if known is None or known.gpu is None else known
+        return self.lanes.known_rates(known) if known is not None else None
 
     def _first_plan(self, parameters: tuple[Parameter, ...], known: Rates | None) -> Budgets:
         """Cut the state and plan it; return the budgets of the plan."""
@@ -179,8 +184,7 @@ class Parts:
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
         layout = extend_layout(Layout((), (), self.rule), parameters, self._subgroup_numel, self._tile_bytes)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
-        device = self.gpu.device if self.gpu is not None else None
-        budgets = first_budgets(config, layout, device, gradient_bytes, leftover_bytes(paths))
+        budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
         if known is None:
             self.plan = make_plan(layout, budgets)
         else:
@@ -210,10 +214,9 @@ class Parts:
             self.tiers.append(self.open_tier(number, self._store, path.depth))
         self.kernel = CpuUpdateKernel(self.queue, self._threads)
         self.ends.callback(self.kernel.close)
-        self.gradients = Gradients(self._gradient_slots, self.tables, self.kernel, self.memory, self.gpu)
+        self.gradients = self._make_gradients(self._gradient_slots, self.tables, self.kernel, self.memory)
         self.ends.callback(self.gradients.close)
-        if self.gpu is not None:
-            self.ends.callback(self.gpu.close)
+        self.ends.callback(self.lanes.close)
         self.executor = LiveExecutor(
             self.tiers,
             self.kernel,
@@ -221,15 +224,15 @@ class Parts:
             self._tier_error,
             verify=config.checksum,
             stall_s=config.stall_timeout_s,
-            gpu=self.gpu,
+            lanes=self.lanes,
             others=self.others,
         )
         self.memory.adopt_homes(self.plan, NOTHING)
         self._adopt_staging(self.plan, {})
         self.tables.extend(self.plan.layout)
 
-    def _measure(self, known: Rates | None, budgets: Budgets, caller: Mark | None) -> None:
-        """Measure the lanes where nobody has; with a GPU, plan again by what was found."""
+    def _measure(self, known: Rates | None, budgets: Budgets, caller: Mark) -> None:
+        """Measure the lanes where nobody has, and plan again by what was found: with a GPU, placements follow it."""
         memory = self.memory
         for path, tier in zip(self.config.path_configs, self.tiers, strict=True):
             if path.depth is None:
@@ -237,14 +240,13 @@ class Parts:
         if known is not None:
             self.rates = known
             return
-        if caller is not None:  # forward and backward would be slower, and seem so
-            caller.wait()
-        self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.gpu)
-        if self.gpu is None:
-            return
-        self.plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=self.plan)
-        log.info("%s", self.plan)
-        self._adopt_staging(self.plan, {})
+        caller.wait()  # forward and backward would be slower, and seem so
+        self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self._probed)
+        plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=self.plan)
+        if plan != self.plan:
+            self.plan = plan
+            log.info("%s", self.plan)
+            self._adopt_staging(self.plan, {})
 
     def open_tier(self, number: int, store: uuid.UUID, depth: int | None, used_bytes: int | None = None) -> Tier:
         """Open a store on the path of a number; see `setup.open_path`."""
@@ -267,17 +269,17 @@ class Parts:
         self.memory.adopt_staging(plan, held, self.tiers)
         self.executor.bind(plan, self.memory.staging[0])
 
-    def _adopt_gpu(self, gpu: GpuLanes, plan: Plan, before: Layout) -> Plan:
-        """Take memory for what `plan` adds on the GPU and for it; return the plan with its gradients' bytes."""
+    def _adopt_device(self, plan: Plan, before: Layout) -> Plan:
+        """Take memory for what `plan` adds on the device and for it; return the plan with its gradients' bytes."""
         slots = self._gradient_slots
         layout = plan.layout
         kinds = {(slots.dtype_of(found), found.dtype, layout.format_of(found)) for found in layout.parameters}
-        gpu.device.prepare(layout.rule.name, kinds)
-        self.memory.adopt_gpu(gpu, plan, before)
+        self.lanes.device.prepare(layout.rule.name, kinds)
+        self.memory.adopt_device(plan, before)
         return self.counting_gradients(plan)
 
     def counting_gradients(self, plan: Plan) -> Plan:
-        """Return a plan with the bytes that its gradients take, with weights on a GPU."""
+        """Return a plan with the bytes that its gradients take."""
         budgets = dataclasses.replace(plan.budgets, gradient_bytes=self.gradients.used_bytes(plan))
         return dataclasses.replace(plan, budgets=budgets)
 
@@ -294,8 +296,9 @@ class Parts:
         layout = extend_layout(before.layout, parameters, self._subgroup_numel, self._tile_bytes)
         gradients = self._gradient_slots.total_bytes(layout.parameters)
         budgets = dataclasses.replace(before.budgets, gradient_bytes=gradients)
-        if self.gpu is not None and self.config.placement not in ("cpu", 0):
-            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(layout, usable_bytes(self.gpu.device, layout)))
+        if self.config.placement not in ("cpu", 0):
+            usable = usable_bytes(self.lanes.device, layout)
+            staging = max(budgets.gpu_staging_bytes, gpu_staging_bytes(layout, usable))
             budgets = dataclasses.replace(budgets, gpu_staging_bytes=staging)
         if self.config.host_memory is None and not self.config.paths:
             budgets = dataclasses.replace(budgets, host_bytes=layout.state_bytes)
@@ -310,8 +313,6 @@ class Parts:
 
     def _place(self, layout: Layout, budgets: Budgets) -> Plan:
         before = self.plan
-        if self.gpu is None:
-            return make_plan(layout, budgets, kept=before)
         fresh = choose_plan(layout, budgets, self.rates, self.config.placement, kept=before).placements
         # What is there stays where it is: memory for its gradients has been given out by that.
         placements = (*before.placements, *fresh[len(before.placements) :])
@@ -330,13 +331,11 @@ class Parts:
             offers = {path.name: path.available_bytes for path in plan.budgets.paths}
             raise InfeasiblePlanError("the added state", plan.storage_bytes, offers, "free space or add a path")
         # Each of these may find no memory; what went before it is not used then.
-        if self.gpu is not None:
-            plan = self._adopt_gpu(self.gpu, plan, before.layout)
+        plan = self._adopt_device(plan, before.layout)
         self.memory.adopt_homes(plan, before.layout)
         self.gradients.adopt(plan, before.layout)
-        if self.gpu is not None:
-            plan = self.counting_gradients(plan)  # which may be less now
-            self.gpu.bind(plan)
+        plan = self.counting_gradients(plan)  # which may be less now
+        self.lanes.bind(plan)
         self._adopt_staging(plan, self.machine.slots)
         self.tables.extend(plan.layout)
         self.machine.handle(Extend(plan))
@@ -348,26 +347,21 @@ class Parts:
         Raises:
             OffloadError: There is no memory for it; nothing has changed then.
         """
-        if self.gpu is not None:
-            for what, needed, free in (
-                ("gradient slots in host memory", self.gradients.missing_bytes(plan), available_bytes()),
-                (
-                    "staging slots on the GPU",
-                    self.gpu.missing_bytes(plan),
-                    usable_bytes(self.gpu.device, plan.layout),
-                ),
-            ):
-                if needed > free:
-                    raise InfeasiblePlanError(what, needed, {"what is free": free}, "free some")
+        usable = usable_bytes(self.lanes.device, plan.layout)
+        for what, needed, free in (
+            ("gradient slots in host memory", self.gradients.missing_bytes(plan), available_bytes()),
+            ("staging slots on the GPU", self.lanes.missing_bytes(plan), usable),
+        ):
+            if needed > free:
+                raise InfeasiblePlanError(what, needed, {"what is free": free}, "free some")
         self.adopt(plan)
 
     # The end
 
     def on_device(self, work: Callable[[], None]) -> None:
-        """Do what a thread of ours is for, as one that works for the session's GPU."""
-        if self.gpu is not None:
-            with contextlib.suppress(OffloadError):  # a device that has failed is closed, too
-                self.gpu.device.adopt_thread()
+        """Do what a thread of ours is for, as one that works for the session's device."""
+        with contextlib.suppress(OffloadError):  # a device that has failed is closed, too
+            self.lanes.device.adopt_thread()
         work()
 
     def _keep_slots(self) -> None:

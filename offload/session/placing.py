@@ -53,7 +53,7 @@ class Placing:
         return self.due or self._is_wanted(self._seen + 1)
 
     def _is_wanted(self, seen: int) -> bool:
-        chooses = self._parts.gpu is not None and self._parts.config.placement == "auto"
+        chooses = self._parts.plan.weights_on_gpu and self._parts.config.placement == "auto"
         return chooses and seen >= self._wanted and self._changes < MOST_CHANGES
 
     def learnt(self) -> None:
@@ -64,7 +64,7 @@ class Placing:
     def review(self) -> None:
         """Choose again if it is due and can be; on the engine thread, between sweeps."""
         parts, machine = self._parts, self._parts.machine
-        if not self.due or parts.gradients.have_arrived or machine.saver.under_way is not None:
+        if not self.due or parts.gradients.have_arrived() or machine.saver.under_way is not None:
             return
         self.due, self._seen, self._wanted = False, 0, 2 * self._wanted
         found = self._better()

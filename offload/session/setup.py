@@ -14,6 +14,7 @@ import torch
 from offload._native import CompletionQueue
 from offload.config import OffloadConfig, PathConfig
 from offload.engine.memory import available_bytes
+from offload.engine.none import Lanes
 from offload.errors import ConfigError, OffloadError, TierError, invariant
 from offload.layout import Layout
 from offload.plan import Budgets, PathBudget
@@ -44,17 +45,17 @@ def refuse_gpu(config: OffloadConfig) -> None:
         raise ConfigError("keep_grads", False, "use true: gradients that are not on a GPU lie in their slots anyway")
 
 
-def default_threads(device: Device | None, sharing: int | None = None) -> int:
+def default_threads(lanes: Lanes, sharing: int | None = None) -> int:
     """Return how many threads update, if nobody says it: the cores that this process may use, shared by local ranks.
 
     With a GPU two are left for the threads that drive it, which would wait for their turn else.
 
     Args:
-        device: The GPU.
+        lanes: The session's.
         sharing: How many ranks share the cores; None for what their launcher says.
     """
     cores = len(os.sched_getaffinity(0)) // (sharing or _local_ranks())
-    return max(1, cores - (CORES_BESIDE if device is not None else 0))
+    return max(1, cores - CORES_BESIDE * lanes.on_gpu)
 
 
 LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -70,14 +71,14 @@ def _local_ranks() -> int:
 
 
 def first_budgets(
-    config: OffloadConfig, layout: Layout, device: Device | None, gradient_bytes: int, leftover_bytes: int
+    config: OffloadConfig, layout: Layout, lanes: Lanes, gradient_bytes: int, leftover_bytes: int
 ) -> Budgets:
     """Return what a session may use.
 
     Args:
         config: The user's.
         layout: All its state.
-        device: The GPU that the weights are on; None for none.
+        lanes: Those of the device that the weights are on.
         gradient_bytes: Host memory that gradients take.
         leftover_bytes: What lies on its paths from sessions that have ended and gives way.
     """
@@ -90,24 +91,23 @@ def first_budgets(
         offered = free if path.max_bytes is None else min(free, path.max_bytes)
         paths.append(PathBudget(path.path, offered, path.share or 1.0))
     invariant(not isinstance(host, str) and not isinstance(staging, str), "sizes are parsed by the config")
-    gpu_bytes = gpu_slots_bytes = 0
-    if device is not None:
-        left = usable_bytes(device, layout)
-        if config.placement not in ("cpu", 0):
-            gpu_slots_bytes = gpu_staging_bytes(layout, left)
-        if config.gpu_memory == "auto":
-            gpu_slots_bytes = _given_bytes(device, gpu_slots_bytes)
-            gpu_bytes = left - gpu_slots_bytes
-            wanted = min(gpu_bytes, layout.state_bytes)
-            given = _given_bytes(device, wanted, beside=gpu_slots_bytes)
-            gpu_bytes = gpu_bytes if given == wanted else given
-        else:
-            gpu_bytes = int(config.gpu_memory)
+    device, gpu_slots_bytes = lanes.device, 0
+    left = usable_bytes(device, layout)
+    if config.placement not in ("cpu", 0):
+        gpu_slots_bytes = gpu_staging_bytes(layout, left)
+    if config.gpu_memory == "auto":
+        gpu_slots_bytes = _given_bytes(device, gpu_slots_bytes)
+        gpu_bytes = left - gpu_slots_bytes
+        wanted = min(gpu_bytes, layout.state_bytes)
+        given = _given_bytes(device, wanted, beside=gpu_slots_bytes)
+        gpu_bytes = gpu_bytes if given == wanted else given
+    else:
+        gpu_bytes = int(config.gpu_memory)
     return Budgets(
         gpu_bytes=gpu_bytes,
         gpu_staging_bytes=gpu_slots_bytes,
-        weights_on_gpu=device is not None,
-        gradients_on_gpu=device is not None and config.keep_grads,
+        weights_on_gpu=lanes.on_gpu,
+        gradients_on_gpu=lanes.on_gpu and config.keep_grads,
         host_bytes=int(host),
         staging_bytes=None if staging is None else int(staging),
         paths=tuple(paths),

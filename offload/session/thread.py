@@ -98,8 +98,7 @@ class EngineThread:
 
     def open(self, parameters: tuple[Parameter, ...]) -> None:
         """Make the session and serve it; whoever gets an error closes it."""
-        gpu = self._parts.gpu
-        caller = gpu.device.mark(DeviceLane.CALLER, timed=False) if gpu is not None else None
+        caller = self._parts.lanes.device.mark(DeviceLane.CALLER, timed=False)
         # Aside, so that no interrupt comes between what is made and taking note of it.
         work = partial(self._parts.on_device, partial(self._open, parameters, caller))
         self._opening = waits.Aside(work, "offload-open")
@@ -108,7 +107,7 @@ class EngineThread:
         if self._opening.error is not None:
             raise self._opening.error
 
-    def _open(self, parameters: tuple[Parameter, ...], caller: Mark | None) -> None:
+    def _open(self, parameters: tuple[Parameter, ...], caller: Mark) -> None:
         self._parts.open(parameters, self.say_broken, caller)
         self._thread = threading.Thread(target=self._serve, name="offload-engine", daemon=True)
         self._thread.start()
@@ -181,12 +180,11 @@ class EngineThread:
         if behind is None or os.getpid() != self.pid:
             return
         behind.wait()
-        gpu = self._parts.gpu
-        if gpu is not None:
-            with contextlib.suppress(OffloadError):  # a device that has failed ends nothing
-                gpu.lead_caller()
-                for tensor in behind.kept:
-                    gpu.device.give_up(tensor)
+        lanes = self._parts.lanes
+        with contextlib.suppress(OffloadError):  # a device that has failed ends nothing
+            lanes.lead_caller()
+            for tensor in behind.kept:
+                lanes.device.give_up(tensor)
         self.raise_untold()
 
     def wait_for(self, subgroups: Iterable[int]) -> bool:
@@ -251,20 +249,18 @@ class EngineThread:
         """Hand over a request; while this is on a thread's stack, a close there waits for the answer."""
         self.check_usable()
         self._next = request
-        gpu = self._parts.gpu
-        if gpu is not None:
-            gpu.follow_caller()
+        lanes = self._parts.lanes
+        lanes.follow_caller()
         try:
             self._parts.queue.exchange(REQUEST, self._reply, waits.QUIET_S, INTERRUPT)
             if request.error is not None:
                 raise request.error
         except BaseException:  # whatever came of it, weights may be on their way
-            if gpu is not None:
-                with contextlib.suppress(OffloadError):
-                    gpu.lead_caller()
+            with contextlib.suppress(OffloadError):
+                lanes.lead_caller()
             raise
-        if gpu is not None and request.behind is None:
-            gpu.lead_caller()
+        if request.behind is None:
+            lanes.lead_caller()
 
     def stop(self) -> None:
         """End the engine thread, once it has begun if it does."""
@@ -285,8 +281,7 @@ class EngineThread:
                 return
             self._serving = True
         try:
-            if self._parts.gpu is not None:
-                self._parts.gpu.device.adopt_thread()
+            self._parts.lanes.device.adopt_thread()
             self._serve_requests()
         except Exception as error:
             # Nobody waits for this thread itself: whoever waits for an answer, and whoever asks next, is told.
@@ -374,6 +369,7 @@ class EngineThread:
                 self._told = 0
                 self._next = None  # as in `_answer`
                 self._reply.post(0)
+            executor.end_turn()
             request.meanwhile()
 
     def _tell_ended(self) -> None:
@@ -450,8 +446,8 @@ class EngineThread:
             return
         self._current = None
         self._parts.executor.visit_with(visit_nothing)
-        if self._parts.gpu is None and error is None:  # else lanes may still be at it
-            behind.kept = ()
+        if error is None:  # else lanes may still be at it
+            behind.kept = self._parts.lanes.in_use(behind.kept)
         behind.end(error)
 
     def _answer(self, error: BaseException | None) -> None:

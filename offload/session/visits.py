@@ -114,7 +114,7 @@ class Visits:
         parts = self._parts
         visits = []
         for number in visit_order(subgroups, parts.machine.slots):
-            weight_bytes = parts.plan.layout.subgroups[number].weight_bytes if parts.gpu is not None else 0
+            weight_bytes = parts.plan.layout.subgroups[number].weight_bytes if parts.plan.weights_on_gpu else 0
             visits.append(Visit(number, changes, overwrites, weight_bytes=weight_bytes, fetches=weight_bytes > 0))
         return self._sweep(tuple(visits), visitor, changes)
 

@@ -69,10 +69,8 @@ rule).
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 from offload.engine.index import Location, Record
 from offload.engine.loop import Executor
@@ -83,170 +81,30 @@ from offload.engine.operations import (
     BeginSave,
     Commit,
     Confirm,
-    CopyIn,
-    CopyOut,
     CopyTile,
     Done,
     Event,
     Extend,
     Failed,
-    FetchWeights,
     Hold,
     Operation,
-    PushWeights,
     ReadTile,
     Release,
     Reshare,
     Run,
-    Save,
     SaveTile,
     Stop,
     Sweep,
     Sync,
     TakeUp,
+    Transfer,
     Visit,
-    WeightOperation,
     WriteTile,
 )
-from offload.errors import InternalError, TierError
+from offload.errors import TierError
 from offload.plan.budget import Plan
 from offload.protocols import SECTOR_BYTES, TileId
-
-STORY_LENGTH = 60
-"""Operations and events that a violation tells of."""
-
-
-@dataclass(slots=True)
-class _Beside:
-    """A version beside the live one, which was neither confirmed nor revoked.
-
-    Attributes:
-        step: Under which it is written.
-        held: Its tiles that lie in its subgroup's staging slot.
-        arrived: Its tiles that are on storage.
-        writes: Writes in flight, by tile.
-    """
-
-    step: int
-    held: set[TileId]
-    arrived: dict[TileId, Record] = field(default_factory=dict)
-    writes: dict[TileId, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Subgroup:
-    """What is known of one subgroup.
-
-    Attributes:
-        version: How often visits have changed it; 0 while fresh.
-        step: Step of its last change.
-        slot: Its staging slot.
-        held: Tiles of the newest version that lie in that slot.
-        stored_version: The version that is whole on storage; `stored` says where its tiles lie.
-        arriving: Tiles of the newest version that are on storage while not all are.
-        gpu_slot: Its staging slot on the GPU.
-        gpu_holds: Whether that slot holds the newest state, whole.
-        gpu_ahead: Whether only that slot does.
-        copy: The copy in flight between the GPU and host memory.
-        beside: The version beside the live one.
-    """
-
-    version: int = 0
-    step: int = 0
-    slot: int | None = None
-    held: set[TileId] = field(default_factory=set)
-    stored_version: int = 0
-    stored: dict[TileId, Record] = field(default_factory=dict)
-    arriving: dict[TileId, Record] = field(default_factory=dict)
-    reads: dict[TileId, int] = field(default_factory=dict)
-    writes: dict[TileId, int] = field(default_factory=dict)
-    run: int | None = None
-    gpu_slot: int | None = None
-    gpu_holds: bool = False
-    gpu_ahead: bool = False
-    copy: int | None = None
-    beside: _Beside | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a visit or a copy works on its memory."""
-        return self.run is not None or self.gpu_slot is not None
-
-
-@dataclass(slots=True)
-class _WeightSlot:
-    """A weight slot in use.
-
-    Attributes:
-        subgroup: Whose it is.
-        stage: "fetching", "fetched", "running", "made", "pushing", "pushed", "leaving", in this order.
-    """
-
-    subgroup: int
-    stage: str
-
-
-@dataclass(slots=True)
-class _Save:
-    """A save under way.
-
-    Attributes:
-        sink: The path number of the store that takes copies, or None.
-        versions: Version of each subgroup at the begin.
-        steps: Step of each subgroup's last change by then.
-        unwritten: For each subgroup, the tiles that have to be written from memory that a visit would change.
-        flushes: Subgroups that have to be flushed.
-        named: Where tiles lie that are whole on storage (with a sink: in the sink).
-        copied: Where tiles lie that have to be copied into the sink.
-        read: Tiles of `copied` that have been read.
-        dirty: Paths that have not been synced since the last write to them.
-        syncing: Syncs in flight and their paths.
-        unlanded: Writes in flight, by path.
-        again: Tiles whose write has failed and was not issued again yet.
-        failed: Whether an operation of it has failed, for good.
-    """
-
-    save: Save
-    versions: list[int]
-    steps: list[int]
-    unwritten: list[set[TileId]]
-    flushes: dict[int, None]
-    named: dict[TileId, Record] = field(default_factory=dict)
-    copied: dict[TileId, Record] = field(default_factory=dict)
-    read: dict[TileId, None] = field(default_factory=dict)
-    dirty: set[int] = field(default_factory=set)
-    syncing: dict[int, int] = field(default_factory=dict)
-    unlanded: dict[int, int] = field(default_factory=dict)
-    again: dict[TileId, None] = field(default_factory=dict)
-    failed: bool = False
-
-
-class _Extents:
-    """Byte ranges in use on one path, none overlapping."""
-
-    __slots__ = ("end", "failed", "limit", "starts", "stops", "used")
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.starts: list[int] = []
-        self.stops: dict[int, int] = {}
-        self.used = 0
-        self.end = 0
-        self.failed = False
-
-    def overlaps(self, start: int, stop: int) -> bool:
-        position = bisect_left(self.starts, stop)
-        return position > 0 and self.stops[self.starts[position - 1]] > start
-
-    def take(self, start: int, stop: int) -> None:
-        insort(self.starts, start)
-        self.stops[start] = stop
-        self.used += stop - start
-        self.end = max(self.end, stop)
-
-    def leave(self, start: int) -> None:
-        self.starts.pop(bisect_left(self.starts, start))
-        self.used -= self.stops.pop(start) - start
+from offload.sim.books import Beside, DeviceBook, Ground, KnownSubgroup, SaveBook, StorageBook, subgroup_of
 
 
 class CheckedExecutor:
@@ -263,15 +121,14 @@ class CheckedExecutor:
         self.moved: list[int] = []
         """Subgroups whose changing visit has ended well in the current (or last) sweep, in that order."""
         self._inner = inner
-        self._plan = plan
         self._events: deque[Event] = deque()
-        self._story: deque[str | Operation | Event] = deque(maxlen=STORY_LENGTH)
-        self._places: list[dict[TileId, tuple[int, int]]] = []
-        self._subgroups: list[_Subgroup] = []
+        self._ground = Ground(plan)
+        self._storage = StorageBook(self._ground)
+        self._device = DeviceBook(self._ground)
+        self._saves = SaveBook(self._ground, self._storage)
+        self._places, self._subgroups = self._ground.places, self._ground.subgroups
+        self._require, self._violation = self._ground.require, self._ground.violation
         self._owners: list[int | None] = []
-        self._gpu_owners: list[int | None] = []
-        self._weight_slots: dict[int, _WeightSlot] = {}
-        self._extents = [_Extents(path.available_bytes) for path in plan.budgets.paths]
         self._flying: dict[int, Operation] = {}
         self._flying_bytes = 0
         self._last_op = 0
@@ -282,21 +139,11 @@ class CheckedExecutor:
         self._unbegun: dict[int, tuple[int, str]] = {}  # visits: their place in the order, and where state lay
         self._begun: dict[tuple[str, type[Operation], bool, bool], int] = {}  # the last place, by what is alike
         self._fatal: Exception | None = None
-        self._save: _Save | None = None
-        self._kept: dict[int, dict[TileId, tuple[int, Record]]] = {}  # version and place, by save
-        self._holds: dict[Location, int] = {}
-        self._orphans: dict[Location, None] = {}  # held, and no longer of a newest whole version
-        self._saving_bytes = 0
-        self._reshared = False
-        self._lost_bytes = 0  # of slots that a save has failed to write, and that nobody uses again
-        self._for_save: dict[int, None] = {}  # subgroups that are flushed for a save only
-        self._given_up: dict[int, None] = {}  # subgroups whose flush has failed, for a save that needed it
         self._again: dict[TileId, None] = {}  # tiles whose write has failed and was not issued again
         # Of the sweep ahead:
         self._admitted: set[int] = set()
         self._may_run = False
         self._beside_slots: Counter[int] = Counter()  # that it has taken, by payload bytes
-        self._most_beside: Counter[int] = Counter()  # ... most that one may take
         self._revoked: dict[int, Location] = {}  # writes in flight of versions that have been revoked
         self._steps_ahead: set[int] = set()
         self._confirmed: dict[int, None] = {}  # since a sweep has begun
@@ -330,8 +177,8 @@ class CheckedExecutor:
 
     def observe(self, event: Event) -> None:
         """Take in an event that reaches the machine by another way than `wait`."""
-        self._story.append(event)
-        self._settle_again()
+        self._ground.story.append(event)
+        self._saves.settle_again()
         match event:
             case Begin(sweep):
                 self._begin(sweep)
@@ -342,7 +189,7 @@ class CheckedExecutor:
             case Stop(error):
                 self._fatal = self._fatal or error
             case BeginSave(save):
-                self._begin_save(save)
+                self._saves.begin(save, amid_a_sweep=self._sweep is not None)
             case Admit(subgroups):
                 self._admitted |= set(subgroups)
             case Hold():
@@ -352,16 +199,15 @@ class CheckedExecutor:
             case Extend(plan):
                 self._extend(plan)
             case Reshare():
-                self._reshared = True
+                self._storage.reshared = True
             case TakeUp():
                 self._take_up(event)
             case Release(number):
-                for _, record in self._kept.pop(number).values():
-                    self._unhold(record.location)
+                self._saves.release(number)
 
     def saved(self) -> dict[int, dict[TileId, Record]]:
         """Return what each finished save that was not released names."""
-        return {number: {tile: record for tile, (_, record) in named.items()} for number, named in self._kept.items()}
+        return self._saves.saved()
 
     def save_ended(self, *, well: bool) -> None:
         """Verify how the save that was begun last has ended, by what the engine says.
@@ -369,19 +215,7 @@ class CheckedExecutor:
         Raises:
             InternalError: If it is said to have been committed and was not, or the other way round.
         """
-        self._settle_again()
-        save, self._save = self._save, None
-        if save is None:  # it was committed
-            self._require(well, "14: a committed save is said to have failed")
-            return
-        self._require(not well, "14: a save is said to be committed and was not")
-        named = [record for record in save.named.values() if record.location.path < len(self._extents)]
-        unread = [record for tile, record in save.copied.items() if tile not in save.read]
-        for record in named + unread:
-            self._unhold(record.location)
-        for number in list(self._for_save):  # it was refused, so nothing is flushed for it
-            if not self._subgroups[number].writes and not self._subgroups[number].arriving:
-                del self._for_save[number]
+        self._saves.ended(well=well)
 
     def ended(self, *, well: bool) -> None:
         """Verify how the sweep that was begun last has ended, by what the engine says.
@@ -394,6 +228,14 @@ class CheckedExecutor:
         """
         self._require(not (well and self._unended), "2: a sweep ends well before each of its visits")
         self._sweep = None
+
+    def stored(self) -> dict[TileId, tuple[Location, int, int]]:
+        """Return where each tile of the newest whole versions lies, with its step and checksum."""
+        return {
+            tile: (record.location, record.step, record.checksum)
+            for subgroup in self._subgroups
+            for tile, record in subgroup.stored.items()
+        }
 
     def is_clean(self, subgroup: int) -> bool:
         """Return whether a subgroup's newest version is whole on storage."""
@@ -409,7 +251,7 @@ class CheckedExecutor:
         Raises:
             InternalError: If they may not; notes tell the story.
         """
-        self._story.append(f"weights of subgroup {subgroup} are published")
+        self._ground.story.append(f"weights of subgroup {subgroup} are published")
         self._require(subgroup in self._unpublished, "26: weights are published of a version that was not confirmed")
         del self._unpublished[subgroup]
 
@@ -419,30 +261,30 @@ class CheckedExecutor:
         Raises:
             InternalError: If it may not yet; notes tell the story.
         """
-        self._story.append(f"the caller goes on with subgroups {subgroups}")
+        self._ground.story.append(f"the caller goes on with subgroups {subgroups}")
         for subgroup in subgroups:
             self._require(self.is_ended(subgroup), "19: a caller goes on before a visit has ended")
 
     # Issuing --------------------------------------------------------------------------------------------------
 
     def _issued(self, operation: Operation) -> None:
-        self._story.append(operation)
+        self._ground.story.append(operation)
         self._require(operation.op > self._last_op, "1: an operation's id is not new")
         self._last_op = operation.op
         again = isinstance(operation, WriteTile) and operation.tile in self._again
         if not again:
             self._require(self._fatal is None, "9: an operation after a fatal error")
             self._require(not self._again, "9: an operation before a failed write is issued again")
-        if isinstance(operation, Run | CopyIn | FetchWeights | ReadTile):
+        if isinstance(operation, Run | ReadTile) or (isinstance(operation, Transfer) and operation.way == "fetch"):
             self._issued_in_order(operation)
         if isinstance(operation, Run):
             self._issued_run(operation)
         elif isinstance(operation, SaveTile | CopyTile | Sync | Commit):
-            self._issued_save(operation)
-        elif isinstance(operation, CopyIn | CopyOut):
-            self._issued_copy(operation)
-        elif isinstance(operation, WeightOperation):
-            self._issued_weights(operation)
+            self._saves.issued(operation)
+        elif isinstance(operation, Transfer) and operation.what == "state":
+            self._device.issued_copy(operation)
+        elif isinstance(operation, Transfer | AwaitPush):
+            self._device.issued_weights(operation, self._visits.get(operation.subgroup))
         else:
             place = self._places[operation.tile.subgroup].get(operation.tile)
             expected = (operation.buffer_offset, operation.record.location.nbytes)
@@ -457,8 +299,8 @@ class CheckedExecutor:
                 self._issued_write(operation)
         self._flying[operation.op] = operation
 
-    def _issued_in_order(self, operation: Run | CopyIn | FetchWeights | ReadTile) -> None:
-        number = operation.tile.subgroup if isinstance(operation, ReadTile) else _subgroup_of(operation)
+    def _issued_in_order(self, operation: Run | Transfer | ReadTile) -> None:
+        number = operation.tile.subgroup if isinstance(operation, ReadTile) else subgroup_of(operation)
         visit, found = self._visits.get(number), self._unbegun.pop(number, None)
         if visit is None or found is None:
             return
@@ -478,8 +320,8 @@ class CheckedExecutor:
         self._require(run.fresh == (subgroup.version == 0), "3: a wrong word on whether the state is fresh")
         self._require(subgroup.run is None, "4: two visits at once on a subgroup")
         self._require(subgroup.copy is None, "10: a visit amid a copy")
-        save = self._save if self._save is not None and not (self._save.failed or self._save.again) else None
-        waits = save and (save.unwritten[run.visit.subgroup] or run.visit.subgroup in save.flushes)
+        save = self._saves.now
+        waits = save is not None and not (save.failed or save.again) and self._saves.waits_for(run.visit.subgroup)
         self._require(not waits, "13: a visit before the state has been saved")
         at_home = self._plan.at_home_on_gpu(run.visit.subgroup)
         self._require(run.visit.gpu or not at_home, "10: state at home on the GPU is visited elsewhere")
@@ -489,7 +331,7 @@ class CheckedExecutor:
         else:
             self._require(run.visit.gpu and not at_home, "10: a GPU slot for a visit that needs none")
             if subgroup.gpu_slot is None:
-                self._take_gpu_slot(run.visit.subgroup, run.gpu_slot)
+                self._device.take_gpu_slot(run.visit.subgroup, run.gpu_slot)
             self._require(subgroup.gpu_slot == run.gpu_slot, "10: a visit in another's GPU slot")
             filled = run.fresh or run.visit.overwrites
             self._require(filled or subgroup.gpu_holds, "10: a visit before the newest state is on the GPU")
@@ -504,14 +346,14 @@ class CheckedExecutor:
                 whole = len(subgroup.held) == len(self._places[run.visit.subgroup])
                 self._require(whole, "3: a visit before all of the newest state is there")
         if run.visit.fetches:
-            self._next_stage(run, "fetched", "running", "11: a visit before its weights are there")
+            self._device.next_stage(run, "fetched", "running", "11: a visit before its weights are there")
         elif run.visit.weight_bytes:
-            self._take_weight_slot(run, "running")
+            self._device.take_weight_slot(run, "running")
         else:
             self._require(run.weight_slot is None, "11: a weight slot for a visit that needs none")
         subgroup.run = run.op
 
-    def _issued_run_ahead(self, run: Run, subgroup: _Subgroup) -> None:
+    def _issued_run_ahead(self, run: Run, subgroup: KnownSubgroup) -> None:
         visit = run.visit
         self._require(visit.subgroup in self._admitted, "20: a visit ahead that was not admitted")
         self._require(self._may_run, "20: a visit ahead after a request has come in")
@@ -520,88 +362,12 @@ class CheckedExecutor:
         whole = subgroup.stored_version == subgroup.version
         self._require(whole, "20: a visit ahead of state that is not whole on storage")
 
-    # Weights ----------------------------------------------------------------------------------------------------
-
-    def _issued_weights(self, operation: WeightOperation) -> None:
-        number, visit = operation.subgroup, self._visits.get(operation.subgroup)
-        match operation:
-            case FetchWeights():
-                due = visit is not None and visit.fetches and visit.weight_bytes == operation.nbytes
-                self._require(due, "11: a fetch of weights that is not due")
-                self._take_weight_slot(operation, "fetching")
-            case PushWeights():
-                due = self._plan.layout.subgroups[number].weight_bytes == operation.nbytes
-                self._require(due, "11: a push of other weights")
-                self._next_stage(operation, "made", "pushing", "11: a push of weights that is not due")
-            case AwaitPush():
-                self._next_stage(operation, "pushed", "leaving", "11: a wait for a push that has not been")
-
-    def _take_weight_slot(self, operation: FetchWeights | Run, stage: str) -> None:
-        slot, number = operation.weight_slot, _subgroup_of(operation)
-        self._require(slot is not None and 0 <= slot < self._plan.weight_slots, "11: there is no such weight slot")
-        self._require(slot not in self._weight_slots, "11: a weight slot that is in use")
-        if slot is not None:
-            self._weight_slots[slot] = _WeightSlot(number, stage)
-
-    def _next_stage(self, operation: WeightOperation | Run, before: str, after: str, rule: str) -> None:
-        slot = None if operation.weight_slot is None else self._weight_slots.get(operation.weight_slot)
-        known = slot is not None and slot.subgroup == _subgroup_of(operation) and slot.stage == before
-        self._require(known, rule)
-        if slot is not None:
-            slot.stage = after
-
-    def _done_weights(self, operation: WeightOperation) -> None:
-        match operation:
-            case FetchWeights(weight_slot=slot):
-                self._weight_slots[slot].stage = "fetched"
-            case PushWeights(weight_slot=slot):
-                self._weight_slots[slot].stage = "pushed"
-                self._unended.pop(operation.subgroup, None)
-            case AwaitPush(weight_slot=slot):
-                del self._weight_slots[slot]
-
-    # Checkpoints ------------------------------------------------------------------------------------------------
-
-    def _begin_save(self, save: Save) -> None:
-        self._require(self._save is None, "12: a save begins while another is under way")
-        self._require(self._sweep is None, "12: a save begins during a sweep")
-        busy = any(subgroup.busy for subgroup in self._subgroups)
-        self._require(not busy, "12: a save begins during a visit")
-        found = _Save(
-            save,
-            [subgroup.version for subgroup in self._subgroups],
-            [subgroup.step for subgroup in self._subgroups],
-            [set() for _ in self._subgroups],
-            {},
-        )
-        self._save = found
-        known = {tile: known for named in self._kept.values() for tile, known in named.items()}
-        for number, subgroup in enumerate(self._subgroups):
-            layout = self._plan.layout.subgroups[number]
-            home = layout.tiles if self._plan.is_resident(number) else ()
-            for tile, _, _ in (*home, *layout.weight_tiles):
-                version, record = known.get(tile, (-1, None))
-                if record is not None and version == subgroup.version:
-                    self._name(found, tile, record)
-                else:
-                    found.unwritten[number].add(tile)
-            if self._plan.is_resident(number):
-                continue
-            if subgroup.stored_version == subgroup.version:
-                for tile, record in subgroup.stored.items():
-                    self._name(found, tile, record)
-            else:
-                found.flushes[number] = None
-                if not (subgroup.writes or subgroup.arriving):
-                    self._for_save[number] = None
-        tiles = [t for s in self._plan.layout.subgroups for t in (*s.tiles, *s.weight_tiles)]
-        whole = sum(nbytes + SECTOR_BYTES for _, _, nbytes in tiles)
-        self._saving_bytes = max(self._saving_bytes, (len(self._kept) + 1) * whole)
+    # Plans and stores that change ------------------------------------------------------------------------------
 
     def _extend(self, plan: Plan) -> None:
         before, count = self._plan, len(self._subgroups)
         self._require(not self._flying and not self._unended, "17: the plan changes while its memory is in use")
-        self._require(self._save is None, "17: the plan changes during a save")
+        self._require(self._saves.now is None, "17: the plan changes during a save")
         self._require(not self._is_ahead, "20: the plan changes during a sweep ahead")
         self._require(plan.layout.subgroups[:count] == before.layout.subgroups, "17: subgroups are cut anew")
         self._require(plan.homes[:count] == before.homes, "17: a subgroup gets another home")
@@ -610,218 +376,31 @@ class CheckedExecutor:
 
     def _adopt(self, plan: Plan) -> None:
         self._plan = plan
-        for subgroup in plan.layout.subgroups[len(self._subgroups) :]:
-            self._places.append({tile: (offset, nbytes) for tile, offset, nbytes in subgroup.tiles})
-            self._subgroups.append(_Subgroup())
+        self._ground.adopt(plan)
         self._owners += [None] * (plan.staging_slots - len(self._owners))
-        self._gpu_owners = [None] * plan.gpu_slots
+        self._device.gpu_owners = [None] * plan.gpu_slots
 
     def _take_up(self, event: TakeUp) -> None:
         self._require(not self._flying and not self._unended, "16: state is exchanged while it is in use")
-        self._require(self._save is None, "16: state is exchanged during a save")
+        self._require(self._saves.now is None, "16: state is exchanged during a save")
         self._require(not self._is_ahead, "20: state is exchanged during a sweep ahead")
         self._taken_up = True
         for number, slot in [(n, s.slot) for n, s in enumerate(self._subgroups) if s.slot is not None]:
             if any(tile.subgroup == number for tile in event.records):
                 self._owners[slot] = None
                 self._subgroups[number].slot = None
-        for number, records in event.held.items():
-            self._kept[number] = {}
-            for tile, record in records.items():
-                newest = event.records.get(TileId(tile.subgroup, 0, 0))
-                same = newest is not None and newest.step == record.step
-                version = self._subgroups[tile.subgroup].version + 1 if same else -2
-                self._kept[number][tile] = version, record
-                location = record.location
-                if location not in self._holds:
-                    extents = self._extents[location.path]
-                    start, stop = location.offset, location.offset + SECTOR_BYTES + location.nbytes
-                    self._require(not extents.overlaps(start, stop), "16: two tiles in one place are taken up")
-                    extents.take(start, stop)
-                    self._orphans[location] = None
-                self._hold(location)
-        self._lost_bytes += sum(self._extents[path].end for path in event.stores)
+        self._saves.take_up(event)
+        self._storage.lost_bytes += sum(self._storage.extents[path].end for path in event.stores)
         for number in sorted({tile.subgroup for tile in event.records}):
             subgroup = self._subgroups[number]
-            self._leave(subgroup.stored)
+            self._storage.leave(subgroup.stored)
             subgroup.stored = {tile: event.records[tile] for tile in self._places[number]}
             for record in subgroup.stored.values():
-                self._orphans.pop(record.location, None)
+                self._storage.orphans.pop(record.location, None)
             subgroup.version += 1
             subgroup.stored_version = subgroup.version
             subgroup.step = next(iter(subgroup.stored.values())).step
             subgroup.held = set()
-
-    def _name(self, save: _Save, tile: TileId, record: Record) -> None:
-        """Take note that a tile of the save is whole on storage; with a sink it has still to be copied."""
-        self._hold(record.location)
-        if save.save.sink is None:
-            save.named[tile] = record
-            save.dirty.add(record.location.path)
-        else:
-            save.copied[tile] = record
-
-    def _hold(self, location: Location) -> None:
-        self._holds[location] = self._holds.get(location, 0) + 1
-
-    def _unhold(self, location: Location) -> None:
-        self._holds[location] -= 1
-        if not self._holds[location]:
-            del self._holds[location]
-            if self._orphans.pop(location, location) is None:
-                self._extents[location.path].leave(location.offset)
-
-    def _issued_save(self, operation: SaveTile | CopyTile | Sync | Commit) -> None:
-        save = self._save
-        if save is None or save.failed:
-            raise self._violation("12: an operation of a save that is not under way, or has failed")
-        match operation:
-            case CopyTile(tile=tile, record=record):
-                self._require(save.copied.get(tile) == record, "13: a copy from a wrong place or version")
-                self._require(save.save.sink is not None, "13: a copy to nowhere")
-            case SaveTile(tile=tile, record=record):
-                save.again.pop(tile, None)
-                self._issued_save_tile(save, operation)
-                path = record.location.path
-                save.unlanded[path] = save.unlanded.get(path, 0) + 1
-            case Sync(path=path):
-                self._require(not save.unlanded.get(path), "14: a sync before the writes to its path have ended")
-                save.dirty.discard(path)
-                save.syncing[operation.op] = path
-            case Commit(number=number, records=records):
-                self._require(number == save.save.number, "14: a commit of another save")
-                tiles = [t for s in self._plan.layout.subgroups for t, _, _ in (*s.tiles, *s.weight_tiles)]
-                self._require(sorted(tiles) == sorted(records), "14: a commit that does not name every tile")
-                self._require(records == save.named, "14: a commit that names a tile where it does not lie")
-                synced = not save.dirty and not save.syncing
-                self._require(synced, "14: a commit before all paths have been synced")
-                for tile, record in records.items():
-                    right = record.step == save.steps[tile.subgroup]
-                    self._require(right, "14: a commit that names a tile in another version")
-
-    def _issued_save_tile(self, save: _Save, write: SaveTile) -> None:
-        number, location = write.tile.subgroup, write.record.location
-        layout, subgroup = self._plan.layout.subgroups[number], self._subgroups[number]
-        places = {tile: (offset, nbytes) for tile, offset, nbytes in (*layout.tiles, *layout.weight_tiles)}
-        copies = write.tile in save.copied and not write.gathers and write.buffer is not None
-        self._require(write.tile not in save.named, "13: a second write of a tile")
-        self._require(write.record.step == save.steps[number], "13: a write under another step than its change's")
-        if not copies:
-            self._require(write.tile in save.unwritten[number], "13: a write of what need not be written")
-            self._require(subgroup.version == save.versions[number], "13: a write of state that has changed")
-            self._require(not subgroup.busy, "13: a write from memory that a visit works on")
-            expected = places[write.tile] == (write.source_offset, location.nbytes)
-            self._require(expected, "13: a tile is not where the layout puts it")
-        sink = save.save.sink
-        self._require(sink is None or location.path == sink, "13: a copy goes to a path")
-        if sink is not None:
-            return
-        self._require(0 <= location.path < len(self._extents), "13: there is no such path")
-        self._take(location)
-
-    def _take(self, location: Location) -> None:
-        """Verify that a write may go to these bytes, and take them."""
-        extents = self._extents[location.path]
-        start, stop = location.offset, location.offset + SECTOR_BYTES + location.nbytes
-        self._require(start >= 0 and start % SECTOR_BYTES == 0, "7: a slot that is not aligned")
-        self._require(stop <= extents.limit, "7: a write beyond its path's limit")
-        self._require(not extents.failed, "7: a write to a path that has failed a write")
-        self._require(not extents.overlaps(start, stop), "7: a write over bytes that are in use")
-        extents.take(start, stop)
-        bytes_used = sum(path.used if path.failed or self._reshared else path.end for path in self._extents)
-        beside = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in self._most_beside.items())
-        most = self._plan.storage_bytes + self._saving_bytes + self._lost_bytes + beside
-        if bytes_used > most:
-            # What lies on a path that has failed cannot be moved; elsewhere the plan's bound still holds.
-            bytes_used = sum(path.used for path in self._extents)
-            some_failed = any(path.failed for path in self._extents)
-            self._require(some_failed and bytes_used <= most, "8: more storage than planned")
-
-    def _done_save(self, operation: SaveTile | CopyTile | Sync | Commit, checksum: int) -> None:
-        save = self._save
-        if save is None:
-            return
-        match operation:
-            case SaveTile(tile=tile, record=record):
-                save.unlanded[record.location.path] -= 1
-                save.dirty.add(record.location.path)
-                save.unwritten[tile.subgroup].discard(tile)
-                save.named[tile] = Record(record.location, record.step, checksum)
-                if record.location.path < len(self._extents):
-                    self._hold(record.location)
-                    self._orphans[record.location] = None
-            case CopyTile(tile=tile, record=record):
-                self._unhold(record.location)
-                save.read[tile] = None
-            case Sync():
-                del save.syncing[operation.op]
-            case Commit(number=number):
-                self._require(not save.failed, "14: a save that has failed is committed")
-                if save.save.sink is None:
-                    self._kept[number] = {t: (save.versions[t.subgroup], r) for t, r in save.named.items()}
-                self._save = None
-
-    def _failed_save(self, operation: SaveTile | CopyTile | Sync | Commit) -> None:
-        if self._save is None:
-            return
-        if not isinstance(operation, SaveTile):
-            self._save.failed = True
-            return
-        self._save.again[operation.tile] = None
-        self._save.unlanded[operation.record.location.path] -= 1
-        if operation.record.location.path < len(self._extents):
-            self._lose(operation.record.location)
-
-    def _settle_again(self) -> None:
-        """A failed write that has not been issued again by now never will be: fail its save."""
-        if self._save is None or not self._save.again:
-            return
-        for tile in self._save.again:
-            self._save.unwritten[tile.subgroup].discard(tile)
-            if tile.subgroup in self._for_save and tile.subgroup not in self._given_up:
-                # Only the save needed it: it is given up, and the state is as unsaved as it was.
-                subgroup = self._subgroups[tile.subgroup]
-                self._leave(subgroup.arriving)
-                subgroup.arriving = {}
-                self._given_up[tile.subgroup] = None
-                self._end_given_up(tile.subgroup)
-        self._save.again.clear()
-        self._save.failed = True
-
-    def _lose(self, location: Location) -> None:
-        self._extents[location.path].leave(location.offset)
-        self._lost_bytes += location.nbytes + SECTOR_BYTES
-
-    def _issued_copy(self, copy: CopyIn | CopyOut) -> None:
-        subgroup = self._subgroups[copy.subgroup]
-        resident = self._plan.is_resident(copy.subgroup)
-        self._require(not self._plan.at_home_on_gpu(copy.subgroup), "10: a copy of state at home on the GPU")
-        self._require(subgroup.run is None and subgroup.copy is None, "10: a copy amid a visit or another copy")
-        self._require(not subgroup.reads and not subgroup.writes, "10: a copy amid transfers")
-        self._require(copy.slot == (None if resident else subgroup.slot), "10: a copy from or to another's memory")
-        self._require(resident or copy.slot is not None, "10: a copy from or to no memory")
-        if isinstance(copy, CopyIn):
-            self._require(subgroup.version > 0, "10: a copy of state that was never changed")
-            whole = resident or len(subgroup.held) == len(self._places[copy.subgroup])
-            self._require(whole, "10: a copy before all of the newest state is there")
-            self._require(subgroup.gpu_slot is None, "10: a second copy to the GPU")
-            self._take_gpu_slot(copy.subgroup, copy.gpu_slot)
-        else:
-            self._require(subgroup.gpu_slot == copy.gpu_slot, "10: a copy out of another's GPU slot")
-            self._require(subgroup.gpu_ahead, "10: a copy back of what has not changed")
-        subgroup.copy = copy.op
-
-    def _take_gpu_slot(self, number: int, gpu_slot: int) -> None:
-        self._require(0 <= gpu_slot < len(self._gpu_owners), "10: there is no such GPU slot")
-        self._require(self._gpu_owners[gpu_slot] is None, "10: a GPU slot that is in use")
-        self._gpu_owners[gpu_slot] = number
-        self._subgroups[number].gpu_slot = gpu_slot
-
-    def _leave_gpu(self, number: int) -> None:
-        subgroup = self._subgroups[number]
-        if subgroup.gpu_slot is not None:
-            self._gpu_owners[subgroup.gpu_slot] = None
-        subgroup.gpu_slot, subgroup.gpu_holds, subgroup.gpu_ahead = None, False, False
 
     def _issued_read(self, read: ReadTile) -> None:
         subgroup = self._subgroups[read.tile.subgroup]
@@ -841,8 +420,8 @@ class CheckedExecutor:
         subgroup = self._subgroups[write.tile.subgroup]
         location = write.record.location
         self._again.pop(write.tile, None)
-        if self._save is not None:
-            self._save.again.pop(write.tile, None)
+        if self._saves.now is not None:
+            self._saves.now.again.pop(write.tile, None)
         self._require(subgroup.slot == write.slot, "4: a write from a slot that is not its subgroup's")
         self._require(not subgroup.busy, "4: a write from a slot that a visit works on")
         self._require(not subgroup.reads, "4: a write from a slot that is being read into")
@@ -855,24 +434,24 @@ class CheckedExecutor:
         self._require(subgroup.version > subgroup.stored_version, "7: a write of state that is on storage")
         self._require(write.tile not in subgroup.arriving, "7: a second write of a tile that has arrived")
         self._require(write.record.step == subgroup.step, "7: a write under another step than that of its change")
-        self._require(0 <= location.path < len(self._extents), "7: there is no such path")
-        self._take(location)
+        self._require(0 <= location.path < len(self._storage.extents), "7: there is no such path")
+        self._storage.take(location)
         subgroup.writes[write.tile] = write.op
 
-    def _issued_write_beside(self, write: WriteTile, beside: _Beside) -> None:
+    def _issued_write_beside(self, write: WriteTile, beside: Beside) -> None:
         nbytes = write.record.location.nbytes
         self._require(write.tile in beside.held, "21: a write of what is not in the staging slot")
         self._require(write.tile not in beside.arrived, "21: a second write of a tile that has arrived")
         self._require(write.record.step == beside.step, "21: a write under another step than that of its sweep")
-        self._require(0 <= write.record.location.path < len(self._extents), "21: there is no such path")
+        self._require(0 <= write.record.location.path < len(self._storage.extents), "21: there is no such path")
         self._beside_slots[nbytes] += 1
-        self._take(write.record.location)
+        self._storage.take(write.record.location)
         beside.writes[write.tile] = write.op
-        if self._taken_up or any(path.failed for path in self._extents):
+        if self._taken_up or any(path.failed for path in self._storage.extents):
             return
         taken = sum((size + SECTOR_BYTES) * count for size, count in self._beside_slots.items())
         promised = self._plan.checkpoint_bytes if self._plan.has_room_for_checkpoints else 0
-        room = sum(path.limit for path in self._extents) - self._plan.storage_bytes - self._lost_bytes
+        room = sum(path.limit for path in self._storage.extents) - self._plan.storage_bytes - self._storage.lost_bytes
         self._require(taken + promised <= room, "25: a version beside the live one takes room of checkpoints")
 
     def _take_slot(self, number: int, slot: int) -> None:
@@ -921,7 +500,7 @@ class CheckedExecutor:
             self._admitted, self._may_run = set(), True
             self._beside_slots.clear()
             places = (self._places[visit.subgroup].values() for visit in sweep.visits)
-            self._most_beside |= Counter(nbytes for each in places for _, nbytes in each)
+            self._storage.most_beside |= Counter(nbytes for each in places for _, nbytes in each)
             return
         self._unended = dict.fromkeys(self._visits)
         again = self._visits.keys() & self._confirmed
@@ -958,11 +537,11 @@ class CheckedExecutor:
         for subgroup in self._subgroups:
             self._revoke(subgroup)
 
-    def _revoke(self, subgroup: _Subgroup) -> None:
+    def _revoke(self, subgroup: KnownSubgroup) -> None:
         """Forget a version beside the live one, if there is one; its slot has nothing of use any more."""
         beside, subgroup.beside = subgroup.beside, None
         if beside is not None:
-            self._leave(beside.arrived)
+            self._storage.leave(beside.arrived)
             self._revoked.update((op, self._location_of(op)) for op in beside.writes.values())
 
     def _location_of(self, op: int) -> Location:
@@ -976,20 +555,15 @@ class CheckedExecutor:
         subgroup = self._subgroups[number]
         if len(subgroup.arriving) < len(self._places[number]):
             return
-        self._leave(subgroup.stored)
+        self._storage.leave(subgroup.stored)
         subgroup.stored, subgroup.arriving = subgroup.arriving, {}
         subgroup.stored_version = subgroup.version
-        self._for_save.pop(number, None)
-        save = self._save
-        if save is not None and number in save.flushes:
-            del save.flushes[number]
-            for written, stored in subgroup.stored.items():
-                self._name(save, written, stored)
+        self._saves.flushed(number)
 
     def _where(self, number: int) -> str:
         """Return where a subgroup's state lies, or "" if something works on it that a visit has to wait for."""
-        subgroup, save = self._subgroups[number], self._save
-        if save is not None and (save.unwritten[number] or number in save.flushes):
+        subgroup = self._subgroups[number]
+        if self._saves.waits_for(number):
             return ""
         if subgroup.busy or subgroup.copy is not None or subgroup.reads or subgroup.writes:
             return ""
@@ -1009,7 +583,7 @@ class CheckedExecutor:
     def _done(self, operation: Operation, checksum: int) -> None:
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
-                self._done_save(operation, checksum)
+                self._saves.done(operation, checksum)
             case ReadTile(tile=tile):
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.reads[tile]
@@ -1018,16 +592,16 @@ class CheckedExecutor:
                 subgroup = self._subgroups[tile.subgroup]
                 del subgroup.writes[tile]
                 if operation.op in self._revoked:
-                    self._extents[record.location.path].leave(record.location.offset)
+                    self._storage.extents[record.location.path].leave(record.location.offset)
                     del self._revoked[operation.op]
                     return
                 if subgroup.beside is not None and tile in subgroup.beside.writes:
                     del subgroup.beside.writes[tile]
                     subgroup.beside.arrived[tile] = Record(record.location, record.step, checksum)
                     return
-                if tile.subgroup in self._given_up:
-                    self._extents[record.location.path].leave(record.location.offset)
-                    self._end_given_up(tile.subgroup)
+                if tile.subgroup in self._saves.given_up:
+                    self._storage.extents[record.location.path].leave(record.location.offset)
+                    self._saves.end_given_up(tile.subgroup)
                     return
                 subgroup.arriving[tile] = Record(record.location, record.step, checksum)
                 self._arrived(tile.subgroup)
@@ -1035,15 +609,15 @@ class CheckedExecutor:
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run, subgroup.held = None, set()
                 places = set(self._places[visit.subgroup])
-                subgroup.beside = _Beside(self._steps[operation.sweep], places)
+                subgroup.beside = Beside(self._steps[operation.sweep], places)
             case Run(visit=visit):
                 subgroup = self._subgroups[visit.subgroup]
                 subgroup.run = None
                 pushes = operation.weight_slot is not None and visit.changes
                 if operation.weight_slot is not None and pushes:
-                    self._weight_slots[operation.weight_slot].stage = "made"
+                    self._device.weight_slots[operation.weight_slot].stage = "made"
                 elif operation.weight_slot is not None:
-                    del self._weight_slots[operation.weight_slot]
+                    del self._device.weight_slots[operation.weight_slot]
                 if (
                     not pushes
                     and operation.sweep in self._steps
@@ -1054,43 +628,45 @@ class CheckedExecutor:
                 if operation.gpu_slot is not None and visit.changes:
                     subgroup.gpu_holds = subgroup.gpu_ahead = True
                 elif operation.gpu_slot is not None:
-                    self._leave_gpu(visit.subgroup)
+                    self._device.leave_gpu(visit.subgroup)
                 if visit.changes:
                     self.moved.append(visit.subgroup)
                     subgroup.version += 1
                     subgroup.step = self._steps[operation.sweep]
                     subgroup.held = set(self._places[visit.subgroup])
-                    self._leave(subgroup.arriving)
+                    self._storage.leave(subgroup.arriving)
                     subgroup.arriving = {}
-            case CopyIn(subgroup=number):
+            case Transfer(what="state", subgroup=number):
                 self._subgroups[number].copy = None
-                self._subgroups[number].gpu_holds = True
-            case CopyOut(subgroup=number):
-                self._subgroups[number].copy = None
-                self._leave_gpu(number)
-            case FetchWeights() | PushWeights() | AwaitPush():
-                self._done_weights(operation)
+                if operation.way == "fetch":
+                    self._subgroups[number].gpu_holds = True
+                else:
+                    self._device.leave_gpu(number)
+            case Transfer() | AwaitPush():
+                self._device.done_weights(operation)
+                if isinstance(operation, Transfer) and operation.way == "flush":
+                    self._unended.pop(operation.subgroup, None)
 
     def _failed(self, operation: Operation, error: Exception) -> None:
         match operation:
             case SaveTile() | CopyTile() | Sync() | Commit():
-                self._failed_save(operation)
+                self._saves.failed(operation)
             case WriteTile(tile=tile) if operation.op in self._revoked or self._subgroups[tile.subgroup].beside:
                 self._failed_beside(operation)
-            case WriteTile(tile=tile, record=record) if tile.subgroup in self._given_up:
+            case WriteTile(tile=tile, record=record) if tile.subgroup in self._saves.given_up:
                 del self._subgroups[tile.subgroup].writes[tile]
-                self._lose(record.location)
-                self._end_given_up(tile.subgroup)
-            case WriteTile(tile=tile, record=record) if tile.subgroup in self._for_save:
+                self._storage.lose(record.location)
+                self._saves.end_given_up(tile.subgroup)
+            case WriteTile(tile=tile, record=record) if tile.subgroup in self._saves.for_save:
                 del self._subgroups[tile.subgroup].writes[tile]
-                self._lose(record.location)
-                if self._save is not None:
-                    self._save.again[tile] = None
+                self._storage.lose(record.location)
+                if self._saves.now is not None:
+                    self._saves.now.again[tile] = None
             case WriteTile(tile=tile, record=record):
                 del self._subgroups[tile.subgroup].writes[tile]
-                self._extents[record.location.path].leave(record.location.offset)
+                self._storage.extents[record.location.path].leave(record.location.offset)
                 if isinstance(error, TierError):
-                    self._extents[record.location.path].failed = True
+                    self._storage.extents[record.location.path].failed = True
                     self._again[tile] = None
                 else:
                     self._fatal = self._fatal or error
@@ -1100,17 +676,16 @@ class CheckedExecutor:
             case Run(visit=visit):
                 self._subgroups[visit.subgroup].run = None
                 self._fatal = self._fatal or error
-            case CopyIn(subgroup=number) | CopyOut(subgroup=number):
-                self._subgroups[number].copy = None
-                self._fatal = self._fatal or error
-            case FetchWeights() | PushWeights() | AwaitPush():
+            case Transfer(subgroup=number) | AwaitPush(subgroup=number):
+                if isinstance(operation, Transfer) and operation.what == "state":
+                    self._subgroups[number].copy = None
                 self._fatal = self._fatal or error
 
     def _failed_beside(self, write: WriteTile) -> None:
         """A version goes with a write of it that has failed, and with it bytes that nobody uses again."""
         subgroup = self._subgroups[write.tile.subgroup]
         del subgroup.writes[write.tile]
-        self._lose(write.record.location)
+        self._storage.lose(write.record.location)
         if self._revoked.pop(write.op, None) is None and subgroup.beside is not None:
             beside = subgroup.beside
             places = [record.location for record in beside.arrived.values()]
@@ -1118,39 +693,3 @@ class CheckedExecutor:
             self._beside_slots -= Counter(place.nbytes for place in (*places, write.record.location))
             del beside.writes[write.tile]
             self._revoke(subgroup)
-
-    def _end_given_up(self, number: int) -> None:
-        if not self._subgroups[number].writes:
-            del self._given_up[number], self._for_save[number]
-            if self._save is not None:
-                self._save.flushes.pop(number, None)
-
-    def _leave(self, records: dict[TileId, Record]) -> None:
-        for record in records.values():
-            if record.location in self._holds:
-                self._orphans[record.location] = None
-                continue
-            self._extents[record.location.path].leave(record.location.offset)
-
-    # Violations -----------------------------------------------------------------------------------------------
-
-    def stored(self) -> dict[TileId, tuple[Location, int, int]]:
-        """Return where each tile of the newest whole versions lies, with its step and checksum."""
-        return {
-            tile: (record.location, record.step, record.checksum)
-            for subgroup in self._subgroups
-            for tile, record in subgroup.stored.items()
-        }
-
-    def _require(self, condition: object, rule: str) -> None:
-        if not condition:
-            raise self._violation(rule)
-
-    def _violation(self, rule: str) -> InternalError:
-        error = InternalError(f"rule {rule} (this is a bug in offload, please report it)")
-        error.add_note("last operations and events:\n  " + "\n  ".join(f"{what!r:.300}" for what in self._story))
-        return error
-
-
-def _subgroup_of(operation: WeightOperation | Run | CopyIn) -> int:
-    return operation.visit.subgroup if isinstance(operation, Run) else operation.subgroup

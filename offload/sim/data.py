@@ -22,14 +22,12 @@ import numpy.typing as npt
 from offload.engine.index import Record
 from offload.engine.operations import (
     Commit,
-    CopyIn,
-    CopyOut,
     CopyTile,
-    PushWeights,
     ReadTile,
     Run,
     SaveTile,
     Sync,
+    Transfer,
     WriteTile,
 )
 from offload.engine.saving import SAVE_DEPTH
@@ -110,7 +108,7 @@ class SimData:
     """
 
     def __init__(
-        self, plan: Plan, update: Update = mix, pushed: Callable[[PushWeights], None] = lambda push: None
+        self, plan: Plan, update: Update = mix, pushed: Callable[[Transfer], None] = lambda push: None
     ) -> None:
         self.plan = plan
         self.update = update
@@ -251,20 +249,24 @@ class SimData:
         if subgroup in self.weights:
             self.weights[subgroup][:] = self.ahead[subgroup]
 
-    def begin_copy(self, copy: CopyIn | CopyOut) -> None:
-        """Let a copy between host memory and the GPU start: what its target held is lost."""
-        self._ends(copy)[1][:] = RUBBISH
+    def begin_copy(self, copy: Transfer) -> None:
+        """Let a copy of state start: what its target held is lost."""
+        if copy.what == "state":
+            self._ends(copy)[1][:] = RUBBISH
 
-    def end_copy(self, copy: CopyIn | CopyOut) -> None:
-        """Let a copy end: take its source as it is at the last moment."""
-        source, target = self._ends(copy)
-        target[:] = source
+    def end_copy(self, copy: Transfer) -> None:
+        """Let a copy end: take the state at its source as it is at the last moment."""
+        if copy.what == "state":
+            source, target = self._ends(copy)
+            target[:] = source
+        elif copy.way == "flush":
+            self.pushed(copy)
 
-    def _ends(self, copy: CopyIn | CopyOut) -> tuple[State, State]:
+    def _ends(self, copy: Transfer) -> tuple[State, State]:
         words = self.plan.layout.subgroups[copy.subgroup].state_bytes // FP32.item_bytes
         host = self.resident[copy.subgroup] if copy.slot is None else self.staging[copy.slot][:words]
-        gpu = self.gpu[copy.gpu_slot][:words]
-        return (host, gpu) if isinstance(copy, CopyIn) else (gpu, host)
+        gpu = self.gpu[copy.through][:words]
+        return (host, gpu) if copy.way == "fetch" else (gpu, host)
 
     def tile_in_memory(self, tile: TileId, offset: int, nbytes: int) -> npt.NDArray[Any]:
         """Return a tile of state at home in memory, or of weights."""

@@ -14,7 +14,7 @@ from offload.errors import ConfigError, invariant
 from offload.plan.budget import Plan
 from offload.plan.order import visit_order
 from offload.plan.rates import Rates
-from offload.sim.executor import SimExecutor
+from offload.sim.timing import TimingExecutor
 from offload.units import format_bytes, format_seconds
 
 
@@ -142,7 +142,7 @@ def predict(
         plan.slot_counts,
     )
     machine = Machine(plan, index)
-    executor = SimExecutor(plan, rates)
+    executor = TimingExecutor(plan, rates)
     everything = range(len(plan.layout.subgroups))
 
     def has_finished(machine: Machine) -> bool:

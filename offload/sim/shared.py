@@ -23,7 +23,7 @@ AT_ONCE_S = 1e-12
 
 
 @dataclass(slots=True)
-class Transfer(Generic[T]):
+class Flow(Generic[T]):
     """What a direction has been given.
 
     Attributes:
@@ -49,8 +49,8 @@ class _Lane(Generic[T]):
     rates: Direction
     latency_s: float
     at_once: int
-    queue: deque[Transfer[T]] = field(default_factory=deque)
-    served: list[tuple[float, int, Transfer[T]]] = field(default_factory=list)
+    queue: deque[Flow[T]] = field(default_factory=deque)
+    served: list[tuple[float, int, Flow[T]]] = field(default_factory=list)
     """A heap: at what `share_s` each transfer ends."""
     share_s: float = 0.0
     begun: int = 0
@@ -62,10 +62,10 @@ class _Lane(Generic[T]):
     nbytes: int = 0
     """and their bytes."""
 
-    def work_s(self, transfer: Transfer[T], bytes_per_s: float) -> float:
+    def work_s(self, transfer: Flow[T], bytes_per_s: float) -> float:
         return self.latency_s + transfer.nbytes / bytes_per_s
 
-    def count(self, transfer: Transfer[T], sign: int) -> None:
+    def count(self, transfer: Flow[T], sign: int) -> None:
         self.alone_s += sign * self.work_s(transfer, self.rates.alone)
         self.beside_s += sign * self.work_s(transfer, self.rates.beside)
         self.nbytes += sign * transfer.nbytes
@@ -87,7 +87,7 @@ class _Lane(Generic[T]):
             heappush(self.served, (ends, self.begun, transfer))
             self.count(transfer, 1)
 
-    def end(self) -> Transfer[T]:
+    def end(self) -> Flow[T]:
         """End the transfer that is due first."""
         self.share_s, _, transfer = heappop(self.served)
         self.count(transfer, -1)
@@ -120,13 +120,13 @@ class SharedPath(Generic[T]):
         """Return the seconds in which a direction has worked up to the last change."""
         return self._lanes[verb].busy_s
 
-    def give(self, verb: str, transfer: Transfer[T], now_s: float) -> None:
+    def give(self, verb: str, transfer: Flow[T], now_s: float) -> None:
         """Put a transfer behind those of its direction; there has been no change before `now_s`."""
         self._go_on(now_s)
         self._lanes[verb].queue.append(transfer)
         self._look_ahead()
 
-    def change(self) -> list[tuple[str, Transfer[T]]]:
+    def change(self) -> list[tuple[str, Flow[T]]]:
         """Go on to the next change; return what ended there, with its direction."""
         at_s = self.changes_s
         alone = self._alone()

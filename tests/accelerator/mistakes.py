@@ -439,7 +439,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "sums of squares of gradients that stay in .grad do not follow the caller",
         "a wrong norm",
         Shows.BITS,
-        left_out("follow", "GpuGradients.gather"),
+        left_out("follow", "GpuGradients._all_gathered"),
         workload="kept",
     ),
     Mistake(

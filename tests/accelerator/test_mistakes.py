@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 
 import pytest
 
-from accelerator import build, mistakes, runner
+from accelerator import build, leave_out, mistakes, runner
 from accelerator.mistakes import MISTAKES, Mistake, Shows
 from accelerator.processes import NO_SKIPS
 from accelerator.runner import Outcome, Task
@@ -87,6 +88,16 @@ def test_ten_seeds_without_a_mistake_end_as_on_the_cpu() -> None:
 @pytest.mark.timeout(1800)
 def test_all_trainings_end_as_on_the_cpu_ten_seeds_each() -> None:
     assert not failed([Task("", name, seed) for name in WORKLOADS for seed in range(5, 15)])
+
+
+def test_each_call_that_orders_work_is_missed_where_it_is_left_out_or_explained() -> None:
+    """The report is of these calls: `python -m accelerator.leave_out` tries those that it does not have."""
+    found = {key for key, how in json.loads(leave_out.REPORT.read_text())["calls"].items() if how}
+    keys = {call.key for call in leave_out.calls()}
+    assert keys - found <= leave_out.UNNOTICED.keys()
+    assert not found & leave_out.UNNOTICED.keys()
+    assert leave_out.UNNOTICED.keys() <= keys
+    assert len(keys & found) >= 0.8 * len(keys)
 
 
 def test_each_mistake_has_a_training_or_a_reason() -> None:

@@ -17,11 +17,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -31,6 +32,7 @@ from accelerator.mistakes import Host, replaced
 from offload import backends
 from offload.engine import accelerator, gpu_gradients, pieces
 from offload.integrations.deepspeed.transfers import Transfers
+from offload.kernels.gpu import Uploads
 from offload.plan import budget
 from offload.protocols import LANES, DeviceLane
 
@@ -511,8 +513,8 @@ def added(run: Run) -> None:
     with run.optimizer(first) as optimizer, run.working(stream):
         for step in range(4):
             if step == 2:
-                lanes = optimizer.engine._parts.gpu
-                before = [] if lanes is None else [tensor.numel() for tensor in lanes.device._memory.values()]
+                lanes = optimizer.engine._parts.lanes
+                before = [tensor.numel() for tensor in getattr(lanes.device, "_memory", {}).values()]
                 ids = {id(parameter) for parameter in first}
                 optimizer.add_param_group({"params": [p for p in model.parameters() if id(p) not in ids]})
                 with contextlib.nullcontext() if stream is None else run.outside:
@@ -534,8 +536,8 @@ def ending(run: Run) -> None:
         for step in range(2):
             _passes(run, model, step, 1)
             _step(run, optimizer, clip=False)
-        lanes = optimizer.engine._parts.gpu
-        before = [] if lanes is None else [tensor.numel() for tensor in lanes.device._memory.values()]
+        lanes = optimizer.engine._parts.lanes
+        before = [tensor.numel() for tensor in getattr(lanes.device, "_memory", {}).values()]
         optimizer.close()
         if run.pace is not None:
             with run.outside:
@@ -595,6 +597,34 @@ def host(run: Run) -> None:
         run.keep(f"{number}", Host.download(staging, x))
         run.keep(f"{number} first", torch.tensor([Host.first(x)], device="cpu"))
         del scratch
+
+
+def tables(run: Run) -> None:
+    """Kernels' tables; an interrupt lets go of one whose work is on a stream that has not come so far."""
+    words = np.arange(1000)
+    if run.pace is None:
+        run.keep("words", torch.from_numpy(words))
+        return
+    lane, backend = run.user(), backends.BACKENDS["late"]
+    uploads = Uploads(torch.device(run.device), backend)
+    found = torch.zeros(1000, dtype=torch.int64, device=run.device)
+    torch.accelerator.synchronize()
+
+    class Interrupted(torch.Event):
+        def record(self, stream: Any = None) -> None:
+            if stream == lane:
+                raise KeyboardInterrupt
+            super().record(stream)
+
+    with late.held(lane), Host.working_on(lane):
+        stubborn = replaced(uploads, "_backend", replace(backend, event=lambda device, timed: Interrupted(device)))
+        with stubborn, contextlib.suppress(KeyboardInterrupt), uploads.lend(words) as there:
+            found.copy_(there)
+        del there
+        with uploads.lend(words + 5000):
+            uploads._stream.synchronize()
+    lane.synchronize()
+    run.keep("words", found)
 
 
 PLAIN = {"gpu_memory": 0, "subgroup_numel": 2048, "staging_memory": "120KiB"}
@@ -666,6 +696,7 @@ WORKLOADS = {
         Workload("collected-gpu", collected, {**PLAIN, "placement": "gpu", "keep_grads": False}),
         Workload("ending", ending, {"subgroup_numel": 2048, "gpu_memory": "300KiB", "placement": "gpu"}),
         Workload("transfers", transfers, {}),
+        Workload("tables", tables, {}),
         Workload("host", host, {}),
     )
 }

@@ -12,6 +12,7 @@ import offload
 from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.dtypes import ITEM_BYTES
+from offload.engine.gpu_gradients import GpuGradients
 from offload.kernels.table import checked
 from offload.rules import ADAM
 from offload.sim import SimulatedDevice
@@ -60,8 +61,8 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
 
     parts.kernel.submit = submit  # type: ignore[method-assign]
     parts.kernel.submit_sealed = submit_sealed  # type: ignore[method-assign]
-    if parts.gradients.on_gpu is not None:
-        additions = parts.gradients.on_gpu.additions
+    if isinstance(parts.gradients, GpuGradients):
+        additions = parts.gradients.additions
 
         def add(filling: Any, plain: Any = additions._add) -> None:
             for dtype, rows in filling.rows.items():

@@ -20,6 +20,7 @@ from test_small_tensors import Counting, vectors
 import offload
 from offload.engine import additions, gpu_gradients
 from offload.engine.additions import BUFFERS, Additions, Filling, buffer_bytes
+from offload.engine.gpu_gradients import GpuGradients
 from offload.sim import HazardError, SimulatedDevice
 
 SHAPES = ((70, 40), (3000,), (17,), (150, 100))
@@ -55,9 +56,9 @@ def expected(passes: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Ten
 
 
 def of(optimizer: offload.AdamW) -> Additions:
-    on_gpu = optimizer.engine._parts.gradients.on_gpu
-    assert on_gpu is not None
-    return on_gpu.additions
+    store = optimizer.engine._parts.gradients
+    assert isinstance(store, GpuGradients)
+    return store.additions
 
 
 @pytest.fixture(params=[True, False], ids=["lazy", "threads"])
@@ -334,7 +335,7 @@ def test_gradients_are_let_go_although_a_review_is_interrupted(monkeypatch: pyte
                 optimizer.zero_grad()
         optimizer.engine._visits.placing.due = False
         assert not optimizer._route._left
-        assert not optimizer.engine._parts.gradients.on_gpu.in_transit  # type: ignore[union-attr]
+        assert not optimizer.engine._parts.gradients.in_transit  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

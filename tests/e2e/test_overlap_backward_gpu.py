@@ -515,7 +515,7 @@ def test_an_addition_that_fails_ends_the_step_before_anything_is_confirmed(tmp_p
     """Backward goes on, also where it waits for that addition's buffer."""
     training = trained(tmp_path, passes=2)
     before = weights_of(training)
-    additions = training.optimizer.engine._parts.gradients.on_gpu.additions
+    additions = training.optimizer.engine._parts.gradients.additions
     wait, waits = additions._wait, threading.Event()
     additions._wait = lambda filling: (waits.set(), wait(filling))
     additions._add = lambda rows: (waits.wait(30 if awaited else 0), refuse())

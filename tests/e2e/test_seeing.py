@@ -87,6 +87,10 @@ def test_a_trace_is_written_from_any_session(tmp_path: Path) -> None:
         names = [event["args"]["name"] for event in events if event["ph"] == "M"]
         assert names[0] == "offload, step 2"
         assert f"read:0 ({path})" in names
+        begins, learns = sorted(
+            (event for event in operations if event["cat"] == "engine"), key=lambda event: event["ts"]
+        )[:2]
+        assert learns["ts"] == pytest.approx(begins["ts"] + begins["dur"]), "two turns, with no wait between them"
 
 
 def test_written_bytes_are_those_of_the_whole_session(tmp_path: Path) -> None:

@@ -26,12 +26,14 @@ from simulated import OnDevice, OnDeviceAdam, hung_commit
 from test_exact import GROUPS, make_groups
 
 import offload
+from offload._native import CompletionQueue
 from offload.checkpoint import saves
 from offload.dtypes import DtypeCode
 from offload.engine import gpu_gradients, pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
 from offload.engine.machine import RESIDENT_RUNS_IN_FLIGHT
+from offload.engine.none import NO_LANES
 from offload.plan import Home
 from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import SEGMENT_DTYPE, DeviceLane, StateFormat
@@ -203,9 +205,9 @@ def test_a_forgotten_wait_is_found(bug: str, tmp_path: Path, monkeypatch: pytest
     settings = config(tmp_path, keep_grads="added" not in bug, gpu_memory=0)
     optimizer = OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=settings)
     parts = optimizer.engine._parts
-    assert parts.gpu is not None
-    assert parts.gradients.on_gpu is not None
-    PLANTED[bug](parts.gpu, parts.gradients.on_gpu)
+    assert isinstance(parts.lanes, GpuLanes)
+    assert isinstance(parts.gradients, GpuGradients)
+    PLANTED[bug](parts.lanes, parts.gradients)
     try:
         for step in range(3):
             if "added" in bug:
@@ -297,7 +299,7 @@ def test_the_order_of_a_step_and_of_forward_and_backward(
             assert same(seen[3], on_cpu(range(3), clip=clip)[: len(parameters)])
             assert same(states(optimizer, parameters), on_cpu(range(4), clip=clip))
         return
-    lanes = optimizer.engine._parts.gpu
+    lanes = optimizer.engine._parts.lanes
     setattr(lanes, forgotten, lambda: None)
     with pytest.raises(offload.OffloadError) as raised, optimizer:
         train_behind(optimizer, parameters, device, range(4), clip)
@@ -415,7 +417,7 @@ def test_gradients_leave_during_backward(tmp_path: Path) -> None:
     with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
         backward(parameters, 0)
         assert all(parameter.grad is None for parameter in parameters)
-        held = [weakref.ref(gradient) for _, gradient in optimizer.engine._parts.gradients.on_gpu.in_transit]  # type: ignore[union-attr]
+        held = [weakref.ref(gradient) for _, gradient in optimizer.engine._parts.gradients.in_transit]  # type: ignore[attr-defined]
         optimizer.step()
         assert all(reference() is None for reference in held)
         # Torch's own scaler finds no gradients and says so; a step without any changes nothing.
@@ -457,7 +459,7 @@ def test_copies_of_gradients_do_not_wait_for_their_sums(tmp_path: Path) -> None:
         torch.autograd.backward(parameters, gradients)
         device.mark(DeviceLane.LEAVING).wait()
         assert device.done == before + len(parameters)
-        for number, position in enumerate(parts.gradients.on_gpu.positions):  # type: ignore[union-attr]
+        for number, position in enumerate(parts.gradients.positions):  # type: ignore[attr-defined]
             assert (position.slot == number + 1).all()
         device.mark(DeviceLane.GRADIENTS).wait()
         assert device.done == before + len(parameters) + 1  # one kernel sums all of them
@@ -751,7 +753,7 @@ def test_memory_is_pinned_as_far_as_the_system_allows(
             backward(parameters, 10 + step)  # which is added in host memory
             train(optimizer, parameters, range(step, step + 1))
         found, parts = optimizer.metrics(), optimizer.engine._parts
-        arenas = [*parts.memory.arenas, parts.gradients.on_gpu.additions.arena]  # type: ignore[union-attr]
+        arenas = [*parts.memory.arenas, parts.gradients.additions.arena]  # type: ignore[attr-defined]
         assert found["pinned_bytes"] == sum(device.pinned.values())
         assert found["pinned_bytes"] + found["unpinned_bytes"] == sum(arena.nbytes for arena in arenas if arena)
         assert all_pinned == (found["unpinned_bytes"] == 0) == (device.pageable_bytes == 0)
@@ -801,13 +803,13 @@ def test_kernels_are_made_ready_when_the_session_opens(tmp_path: Path) -> None:
 def test_threads_leave_cores_for_those_that_drive_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda which: set(range(48)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    device = SimulatedDevice()
-    assert (setup.default_threads(None), setup.default_threads(device)) == (48, 46)
+    lanes = GpuLanes(SimulatedDevice(), CompletionQueue())
+    assert [setup.default_threads(each) for each in (NO_LANES, lanes)] == [48, 46]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    assert (setup.default_threads(None), setup.default_threads(device)) == (6, 4)
+    assert [setup.default_threads(each) for each in (NO_LANES, lanes)] == [6, 4]
     monkeypatch.setattr(os, "sched_getaffinity", lambda which: {0, 1})
-    assert setup.default_threads(device) == 1
-    device.close()
+    assert setup.default_threads(lanes) == 1
+    lanes.close()
 
 
 def test_weights_on_two_devices_are_refused() -> None:
@@ -854,7 +856,7 @@ def test_a_gpu_without_room_for_more_goes_on_with_what_it_has(tmp_path: Path) ->
             train(optimizer, parameters, range(step, step + 1))
             train(twin, twins, range(step, step + 1))
             if step == 1:
-                optimizer.engine._parts.gpu.wait()  # type: ignore[union-attr]
+                optimizer.engine._parts.lanes.wait()  # type: ignore[attr-defined]
                 device._memory_bytes -= device.free_bytes() - 60_000
                 with pytest.raises(offload.OffloadError, match="no memory for"):
                     optimizer.add_param_group({"params": [parameter(600), parameter(5000)]})
@@ -956,7 +958,7 @@ def test_gradients_that_have_left_are_forgotten_by_close(tmp_path: Path) -> None
     device = SimulatedDevice()
     with OnDevice(parameters, device=device, offload=config(tmp_path, keep_grads=False)) as optimizer:
         backward(parameters, 0)
-        held = [weakref.ref(gradient) for _, gradient in optimizer.engine._parts.gradients.on_gpu.in_transit]  # type: ignore[union-attr]
+        held = [weakref.ref(gradient) for _, gradient in optimizer.engine._parts.gradients.in_transit]  # type: ignore[attr-defined]
         assert held
     assert all(reference() is None for reference in held)
     optimizer.zero_grad()
@@ -1049,7 +1051,7 @@ def test_the_plan_names_the_host_memory_that_is_used(tmp_path: Path, keep_grads:
         optimizer.step()
         optimizer.state_for(parameters[0])
         parts, plan = optimizer.engine._parts, optimizer.engine.plan
-        arenas = [*parts.memory.arenas, parts.gradients.on_gpu.additions.arena]  # type: ignore[union-attr]
+        arenas = [*parts.memory.arenas, parts.gradients.additions.arena]  # type: ignore[attr-defined]
         used = sum(arena.nbytes for arena in arenas if arena is not None)
         assert used <= plan.host_bytes - plan.overhead_bytes + 8 * -(-410_000 // 4096) + 65536  # block sums; rounding
         assert used > 0.9 * (plan.host_bytes - plan.overhead_bytes)
@@ -1117,7 +1119,7 @@ def test_gradients_of_streamed_state_are_sent_for_with_it(tmp_path: Path, monkey
     settings = config(tmp_path, gpu_memory=0, placement="cpu")
     with OnDevice(parameters, device=SimulatedDevice(), offload=settings) as optimizer:
         train(optimizer, parameters, range(2))
-        monkeypatch.setattr("offload.engine.gradients.BROUGHT_AHEAD", 0)
+        monkeypatch.setattr("offload.engine.gpu_gradients.BROUGHT_AHEAD", 0)
         gradients, late = optimizer.engine._parts.gradients, []
         plain = gradients.bring
         monkeypatch.setattr(

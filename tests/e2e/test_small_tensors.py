@@ -151,7 +151,7 @@ def test_forward_and_backward_come_before_and_after_a_step(
     parameters, twins = vectors(20, 130), vectors(20, 130)
     device = SimulatedDevice(lazy=True, caller_is_host=False)
     optimizer = OnDevice(parameters, device=device, offload=config(tmp_path, keep_grads=keep_grads))
-    lanes = optimizer.engine._parts.gpu
+    lanes = optimizer.engine._parts.lanes
     assert lanes is not None
     if forgotten is None:
         with optimizer, offload.AdamW(twins) as twin:
@@ -194,7 +194,7 @@ def test_buffers_are_part_of_the_plan(tmp_path: Path) -> None:
         blocks = 8 * sum(-(-p.numel() // 4096) for p in parameters)
         assert before - device.free_bytes() == budget.PIECE_BUFFERS * plan.piece_buffer_bytes + blocks
         assert "small tensors on their way to and from the CPU" in str(optimizer.plan)
-        assert optimizer.engine._parts.gpu.pieces.buffer_bytes == plan.piece_buffer_bytes  # type: ignore[union-attr]
+        assert optimizer.engine._parts.lanes.pieces.buffer_bytes == plan.piece_buffer_bytes  # type: ignore[attr-defined]
         larger = [torch.nn.Parameter(torch.zeros(300, dtype=torch.bfloat16)) for _ in range(12)]
         train(optimizer, parameters, range(1), 1)
         optimizer.add_param_group({"params": larger})
@@ -280,8 +280,8 @@ def test_when_a_bucket_leaves(
 
 
 def on_gpu(optimizer: offload.AdamW) -> gpu_gradients.GpuGradients:
-    found = optimizer.engine._parts.gradients.on_gpu
-    assert found is not None
+    found = optimizer.engine._parts.gradients
+    assert isinstance(found, gpu_gradients.GpuGradients)
     return found
 
 

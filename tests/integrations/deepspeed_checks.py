@@ -1108,7 +1108,7 @@ def lanes_last(engine: Any) -> Iterator[None]:
 
     from offload.protocols import LANES
 
-    device = engine.optimizer.offload._parts.gpu.device
+    device = engine.optimizer.offload._parts.lanes.device
     streams = [device.stream(lane) for lane in LANES]
     for stream in streams:
         late.last(stream)

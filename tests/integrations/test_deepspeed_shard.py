@@ -373,17 +373,17 @@ def test_copies_of_gradients_take_no_more_memory_than_allowed(
     most = {"MAX_IN_TRANSIT_BYTES": 500, "COPIED_BYTES": 100}[limit]
     monkeypatch.setattr(gpu_gradients if limit == "MAX_IN_TRANSIT_BYTES" else gradients_module, limit, most)
     near, far = small_on_device(None), small_on_device(SimulatedDevice(**DEVICES[how]))
-    on_gpu = far.engine._parts.gradients.on_gpu
-    assert on_gpu is not None
+    store = far.engine._parts.gradients
+    assert isinstance(store, gpu_gradients.GpuGradients)
     for step in range(3):
         for shard in (near, far):
             for number in range(2):
                 reduce_all(shard, 10 * step + number)
-                held = sum(gradient.nbytes for _, gradient in on_gpu.in_transit)
+                held = sum(gradient.nbytes for _, gradient in store.in_transit)
                 assert held <= (most if limit == "MAX_IN_TRANSIT_BYTES" else 0)
         assert far.norms() == near.norms()
         assert stepped(far) == stepped(near)
-        assert not on_gpu.in_transit
+        assert not store.in_transit
         for shard in (near, far):
             shard.close_window()
     near.close()

@@ -27,17 +27,18 @@ from offload._native import CompletionQueue
 from offload.engine.executor import visit_nothing
 from offload.engine.loop import pump
 from offload.engine.machine import Machine, Phase, update_visits
+from offload.engine.none import NO_LANES
 from offload.engine.operations import (
     BeginSave,
     Done,
     Event,
     Failed,
-    PushWeights,
     Run,
     Save,
     Stop,
     Sweep,
     Taken,
+    Transfer,
     Visit,
 )
 from offload.errors import InternalError, OffloadError, SessionBrokenError, StepAbortedError, TierError
@@ -57,6 +58,9 @@ class Lanes(CheckedExecutor):
 
     def visit_with(self, visitor: Any) -> None:
         self.visitor = visitor
+
+    def end_turn(self) -> None:
+        """Nobody asks how long the engine's thread works."""
 
 
 class Latch(waits.Latch):
@@ -202,7 +206,7 @@ class Session(saves.Session):
         return SimpleNamespace(
             machine=self.machine,
             executor=self.executor,
-            gpu=None,
+            lanes=NO_LANES,
             is_whole=True,
             queue=SimpleNamespace(exchange=self.exchange),
             saves=SimpleNamespace(ended=self.saved),
@@ -267,8 +271,8 @@ class Session(saves.Session):
         else:
             self.passing[run.weight_slot] = made
 
-    def pushed(self, push: PushWeights) -> None:
-        self.weights[push.subgroup] = self.passing[push.weight_slot]
+    def pushed(self, push: Transfer) -> None:
+        self.weights[push.subgroup] = self.passing[push.through]
 
     # The caller's side
 

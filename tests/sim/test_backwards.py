@@ -43,7 +43,8 @@ def test_a_planted_bug_is_found(wrong: type) -> None:
     """The checker, the bits or what the caller is told give each bug away, without the machine's own checks."""
     parts = (Machine, TileIndex, EngineThread, Ahead, backwards.Session)
     kinds = [wrong if issubclass(wrong, part) else part for part in parts]
-    planted.assert_found(lambda seed: backwards.run_seed(seed, *kinds, self_check=False), range(2000))
+    by = planted.BACKWARDS[wrong]
+    planted.assert_found(lambda seed: backwards.run_seed(seed, *kinds, self_check=False), range(2000), by)
 
 
 @pytest.mark.slow

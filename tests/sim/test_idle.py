@@ -31,7 +31,7 @@ class FlushesWhenIdle(Machine):
     def _advance(self) -> None:
         super()._advance()
         for subgroup in list(self._dirty) if self.idle and self.broken is None else []:
-            if self._phases[subgroup] is Phase.DIRTY:
+            if self.phases[subgroup] is Phase.DIRTY:
                 self._flush(subgroup)
 
 
@@ -54,8 +54,9 @@ def steady(kind: type[Machine], slots: int, read: float, write: float, freed: in
     begun_s, moved, step_s, unfinished = 0.0, executor.lane_bytes, 0.0, 0
     for number in range(1, 6):
         pump(machine, executor, lambda m: m.in_flight == 0)
-        for slot in range(freed if number > 1 else 0):
-            machine._vacate(slot)
+        owners = machine._staging.owners[: freed if number > 1 else 0]
+        for owner in (owner for owner in owners if owner is not None):
+            machine._vacate(owner)
         before, moved = moved, executor.lane_bytes
         begun_s = executor.now_s
         order = visit_order(range(SUBGROUPS), machine.slots)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from dataclasses import replace
 
 import planted
 import pytest
@@ -14,7 +13,6 @@ import swarm
 
 from offload.dtypes import DtypeCode
 from offload.engine.machine import Machine
-from offload.engine.operations import Commit, SaveTile, Sync
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, PathBudget, PathRates, Rates, make_plan
 from offload.sim import Crash, Disorder
@@ -85,148 +83,13 @@ def test_a_crash_at_every_event_leaves_a_whole_checkpoint(resident: float, monke
     assert found[2], "no crash met the moment between a commit and the release of the one before"
 
 
-class VisitsBeforeTheStateIsSaved(planted.Careless):
-    def __init__(self, *arguments, **more):
-        super().__init__(*arguments, **more)
-        self.saver.blocks = lambda subgroup: False
-
-
-class CommitsWithoutSync(planted.Careless):
-    def _begin_save(self, save):
-        super()._begin_save(save)
-        if self.saver.under_way:
-            self.saver.under_way.synced = True
-
-
-class SyncsBeforeTheLastWrite(planted.Careless):
-    def handle(self, event):
-        super().handle(event)
-        now = self.saver.under_way
-        idle = now and not (now.weights or now.todo or now.copies or now.flushing)
-        if idle and not now.synced and now.flying and self.broken is None:
-            now.synced = True
-            for path in sorted({record.location.path for record in now.records.values()}):
-                self.saver._fly(now, Sync(self._take_op(), path))
-
-
-class ReleasesTooEarly(planted.Careless):
-    def handle(self, event):
-        super().handle(event)
-        if self.saver.ended is not None and self.saver.ended[1] is None and self.saver.held:
-            number = next(reversed(self.saver.held))
-            records = dict(self.saver.held[number])
-            self.saver.release(number)
-            self.saver.held[number] = records
-            self.saver.release = lambda number: self.saver.held.pop(number)
-
-
-class ForgetsMastersThatAreWeights(planted.Careless):
-    def _begin_save(self, save):
-        super()._begin_save(save)
-        if self.saver.under_way:
-            self.saver.under_way.weights.clear()
-
-
-class TakesDirtyForClean(planted.Careless):
-    def _begin_save(self, save):
-        dirty, self._dirty = self._dirty, {}
-        known = all(self.index.get(tile) for s in dirty for tile, _, _ in self.plan.layout.subgroups[s].tiles)
-        if not known:
-            self._dirty = dirty
-        super()._begin_save(save)
-        self._dirty = dirty if known else self._dirty
-
-
-class CommitsWithOldChecksums(planted.Careless):
-    def _issue(self, operation):
-        if isinstance(operation, Commit):
-            records = {tile: replace(record, checksum=0) for tile, record in operation.records.items()}
-            operation = replace(operation, records=records)
-        super()._issue(operation)
-
-
-class IgnoresFailedSaves(planted.Careless):
-    def _failed(self, operation, error):
-        if isinstance(operation, SaveTile):
-            self.saver.landed(operation, 0, None)
-        else:
-            super()._failed(operation, error)
-
-
-class SavesUnderTheWrongStep(planted.Careless):
-    def _issue(self, operation):
-        if isinstance(operation, SaveTile):
-            operation = replace(operation, record=replace(operation.record, step=operation.record.step + 1))
-        super()._issue(operation)
-
-
-class SavesFromTheWrongPlace(planted.Careless):
-    def _issue(self, operation):
-        if isinstance(operation, SaveTile) and operation.source_offset:
-            operation = replace(operation, source_offset=0)
-        super()._issue(operation)
-
-
-class WritesOverWhatIsHeld(planted.Careless):
-    def __init__(self, *arguments, **more):
-        super().__init__(*arguments, **more)
-        release = self.index._release
-
-        def forgets(location):
-            held = self.index._held.pop(location, None)
-            release(location)
-            if held:
-                self.index._held[location] = held
-
-        self.index._release = forgets
-
-
-class LetsGoBeforeTheCopy(planted.Careless):
-    def _begin_save(self, save):
-        super()._begin_save(save)
-        if save.sink is not None and self.saver.under_way:
-            for location in [item.stored.location for item in self.saver.under_way.copies]:
-                self.index._held.pop(location, None)
-            self.index.let_go = lambda tile, location: None
-
-
-class TakesWhatIsHeldForFree(planted.Careless):
-    def _take_up(self, event):
-        super()._take_up(event)
-        for location in list(self.index._held)[::3]:
-            self.index._stores[location.path].free.setdefault(location.nbytes, []).append(location.offset)
-
-
-class TakesUpAnotherVersion(planted.Careless):
-    def _take_up(self, event):
-        super()._take_up(event)
-        for subgroup in {tile.subgroup for tile in event.records}:
-            self._versions[subgroup] -= 1  # what is written for the next checkpoint passes for older than it is
-
-
-PLANTED = [
-    VisitsBeforeTheStateIsSaved,
-    CommitsWithoutSync,
-    SyncsBeforeTheLastWrite,
-    ReleasesTooEarly,
-    ForgetsMastersThatAreWeights,
-    TakesDirtyForClean,
-    CommitsWithOldChecksums,
-    IgnoresFailedSaves,
-    SavesUnderTheWrongStep,
-    SavesFromTheWrongPlace,
-    WritesOverWhatIsHeld,
-    LetsGoBeforeTheCopy,
-    TakesWhatIsHeldForFree,
-    TakesUpAnotherVersion,
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", PLANTED, ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize("wrong", planted.SAVES, ids=lambda wrong: wrong.__name__)
 def test_a_planted_bug_is_found(wrong: type[Machine]) -> None:
     """The checker or the bytes give each bug away, without the machine's own checks."""
-    planted.assert_found(lambda seed: saves.run_seed(seed, wrong, self_check=False), range(1500))
+    planted.assert_found(
+        lambda seed: saves.run_seed(seed, wrong, self_check=False), range(1500), planted.SAVES[wrong]
+    )
 
 
 @pytest.mark.slow

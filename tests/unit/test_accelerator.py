@@ -309,37 +309,6 @@ def test_tables_of_several_threads_are_in_no_memory_at_once(events: Any) -> None
     assert len(events) < 100  # memory is used again
 
 
-@ON_LATE
-def test_a_table_that_an_interrupt_lets_go_of_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its work is on a stream that has not come so far, and nobody holds its memory any more."""
-    with torch.accelerator.device_index(INDEX):
-        lane, words = torch.Stream(here()), np.arange(1000)
-        uploads = kernels.Uploads(here(), backends.BACKENDS["late"])
-        found = torch.zeros(1000, dtype=torch.int64, device=here())
-        torch.accelerator.synchronize()
-        record = torch.Event.record
-
-        def interrupted(self: torch.Event, stream: torch.Stream) -> None:
-            if stream == lane:
-                raise KeyboardInterrupt
-            record(self, stream)
-
-        class Event(torch.Event):
-            record = interrupted  # type: ignore[assignment]
-
-        with late.held(lane), backends.working_on(lane):
-            with monkeypatch.context() as patch:
-                stubborn = replace(uploads._backend, event=lambda device, timed: Event(device))
-                patch.setattr(uploads, "_backend", stubborn)
-                with pytest.raises(KeyboardInterrupt), uploads.lend(words) as there:
-                    found.copy_(there)
-            del there
-            with uploads.lend(words + 5000):
-                uploads._stream.synchronize()
-        lane.synchronize()
-        assert found.tolist() == words.tolist()
-
-
 class Recorder:
     """A kernel of Triton's that notes what it is compiled for."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from offload import OffloadConfig
+from offload.engine.none import NO_LANES
 from offload.layout import build_layout
 from offload.session import setup
 
@@ -28,7 +29,8 @@ def test_ranks_of_a_node_divide_cores_and_memory(
     if said is not None:
         monkeypatch.setenv(launcher, said)
     layout = build_layout([], 1024)
-    assert setup.default_threads(None) == 8 // sharing
-    assert setup.first_budgets(OffloadConfig(paths=[str(tmp_path)]), layout, None, 0, 0).host_bytes == 400 // sharing
-    given = OffloadConfig(paths=[str(tmp_path)], host_memory=300)
-    assert setup.first_budgets(given, layout, None, 0, 0).host_bytes == 300
+    assert setup.default_threads(NO_LANES) == 8 // sharing
+    paths = [str(tmp_path)]
+    assert setup.first_budgets(OffloadConfig(paths=paths), layout, NO_LANES, 0, 0).host_bytes == 400 // sharing
+    given = OffloadConfig(paths=paths, host_memory=300)
+    assert setup.first_budgets(given, layout, NO_LANES, 0, 0).host_bytes == 300

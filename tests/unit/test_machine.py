@@ -16,19 +16,16 @@ from offload.engine.operations import (
     AwaitPush,
     Begin,
     Confirm,
-    CopyIn,
-    CopyOut,
     Done,
     Extend,
     Failed,
-    FetchWeights,
     Hold,
-    PushWeights,
     ReadTile,
     Run,
     Stop,
     Sweep,
     Taken,
+    Transfer,
     Visit,
     WriteTile,
 )
@@ -413,13 +410,13 @@ def test_a_visit_on_the_gpu_is_copied_in_and_out_through_its_slot():
     (run,) = give(machine, step(machine, 1))  # fresh: there is nothing to copy in
     assert run == Run(run.op, 1, Visit(0, gpu=True), None, fresh=True, gpu_slot=0)
     (out,) = give(machine, Done(run.op))
-    assert out == CopyOut(out.op, 0, None, 0)
+    assert out == Transfer(out.op, 0, "state", "flush", 0, SUBGROUP_BYTES)
     assert machine.take_finished().number == 1, "the update has ended; the copy out is behind the step"
     assert machine.phases[0] is Phase.BUSY
     # The next step wants the state while it is still on its way.
     assert not give(machine, step(machine, 2))
     (copy,) = give(machine, Done(out.op))
-    assert copy == CopyIn(copy.op, 0, None, 0)
+    assert copy == Transfer(copy.op, 0, "state", "fetch", 0, SUBGROUP_BYTES)
     (run,) = give(machine, Done(copy.op))
     assert run == Run(run.op, 2, Visit(0, gpu=True), None, fresh=False, gpu_slot=0)
     (out,) = give(machine, Done(run.op))
@@ -432,7 +429,7 @@ def test_both_devices_work_at_once_and_weights_follow_updates_on_the_cpu():
     cpu, gpu = give(machine, step(machine, 1))
     assert (cpu.visit.gpu, gpu.visit.gpu) == (False, True)
     (push,) = give(machine, Done(cpu.op))
-    assert (cpu.weight_slot, push) == (0, PushWeights(push.op, 0, 0, 2 * 1024))
+    assert (cpu.weight_slot, push) == (0, Transfer(push.op, 0, "weights", "flush", 0, 2 * 1024))
     (out,) = give(machine, Done(gpu.op))
     assert not machine.finished, "the weights are not there yet"
     give(machine, Done(push.op))
@@ -445,7 +442,7 @@ def test_weights_that_are_masters_are_fetched_to_a_slot_which_is_free_when_they_
     machine = machine_for(make_plan(layout, Budgets(layout.state_bytes, weights_on_gpu=True)))
     assert machine.plan.weight_slots == 4
     fetches = give(machine, step(machine, 1))
-    assert fetches == [FetchWeights(fetch.op, number, number, 4 * 1024) for number, fetch in enumerate(fetches)]
+    assert fetches == [Transfer(f.op, n, "weights", "fetch", n, 4 * 1024) for n, f in enumerate(fetches)]
     runs = give(machine, *(Done(fetch.op) for fetch in fetches[:2]))
     assert [(run.visit.subgroup, run.weight_slot) for run in runs] == [(0, 0), (1, 1)]
     (push,) = give(machine, Done(runs[0].op))
@@ -454,20 +451,24 @@ def test_weights_that_are_masters_are_fetched_to_a_slot_which_is_free_when_they_
     finish(machine, give(machine, *(Done(o.op) for o in (*fetches[2:], runs[1]))))
     assert machine.take_finished().number == 1, "the last of the weights may still be on their way"
     # The next step wants slot 0, which has not been left.
-    second = [o for o in give(machine, step(machine, 2)) if isinstance(o, FetchWeights)]
-    assert [(fetch.subgroup, fetch.weight_slot) for fetch in second] == [(0, 1), (1, 2), (2, 3)]
+    second = [o for o in give(machine, step(machine, 2)) if isinstance(o, Transfer)]
+    assert [(fetch.subgroup, fetch.through) for fetch in second] == [(0, 1), (1, 2), (2, 3)]
     (last,) = give(machine, Done(waiting.op))
-    assert last == FetchWeights(last.op, 3, 0, 4 * 1024)
+    assert last == Transfer(last.op, 3, "weights", "fetch", 0, 4 * 1024)
+
+
+def kind_of(operation) -> str:
+    return operation.way if isinstance(operation, Transfer) else type(operation).__name__
 
 
 def test_streamed_state_passes_through_both_memories():
     machine = make_gpu([True, True], resident=0)
-    kinds = [type(operation).__name__ for operation in finish(machine, give(machine, step(machine, 1)))]
+    kinds = [kind_of(operation) for operation in finish(machine, give(machine, step(machine, 1)))]
     machine.take_finished()
-    assert kinds == ["Run", "CopyOut", *["WriteTile"] * 3, "Run", "CopyOut"]
-    kinds = [type(operation).__name__ for operation in finish(machine, give(machine, step(machine, 2)))]
+    assert kinds == ["Run", "flush", *["WriteTile"] * 3, "Run", "flush"]
+    kinds = [kind_of(operation) for operation in finish(machine, give(machine, step(machine, 2)))]
     # It begins with what lies in the staging slot: the last one.
-    there, back = ["CopyIn", "Run", "CopyOut"], [*["WriteTile"] * 3, *["ReadTile"] * 3]
+    there, back = ["fetch", "Run", "flush"], [*["WriteTile"] * 3, *["ReadTile"] * 3]
     assert kinds == [*there, *back, *there]
 
 
@@ -500,8 +501,8 @@ def test_gpu_slots_follow_the_plan_between_steps():
     plan = machine.plan
     budgets = replace(plan.budgets, gpu_staging_bytes=SUBGROUP_BYTES)
     give(machine, Extend(make_plan(plan.layout, budgets, placements=plan.placements)))
-    slots = [operation.gpu_slot for operation in finish(machine, give(machine, step(machine, 2)))]
-    assert set(slots) == {0}, "one is left"
+    operations = finish(machine, give(machine, step(machine, 2)))
+    assert {o.through if isinstance(o, Transfer) else o.gpu_slot for o in operations} == {0}, "one is left"
 
 
 @pytest.mark.parametrize("fails_before", [False, True])

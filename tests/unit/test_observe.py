@@ -137,6 +137,14 @@ def test_what_the_engine_s_thread_takes_is_no_lane_s_and_no_reaction() -> None:
     assert silent.reaction_s == pytest.approx((0.8 + 0.15) / 2)
 
 
+def test_what_the_engine_s_thread_learns_from_operations_is_a_part_of_their_costs() -> None:
+    """It is in the turn behind the one that begins a step, and grows with the operations, as their costs do."""
+    learns = [*a_step(), *worked((0.9, 1.05))]
+    found = observe(rates_of(), learns)
+    assert found.begin_s == pytest.approx(0.9 - 2 * found.operation_s)
+    assert found.operation_s == pytest.approx(0.1 + 0.15 / 5)
+
+
 def test_the_engine_s_turns_behind_a_step_are_not_its() -> None:
     """One turn takes in the last operation's end; requests that come later are others' affairs."""
     timeline = [*a_step(), *worked((3.05, 3.05), (5.0, 9.0), (10.0, 11.0))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from offload.dtypes import DtypeCode
@@ -89,6 +89,20 @@ def test_no_budget_is_exceeded_and_no_fixed_choice_is_better(problem):
     for placement in others:
         other = choose_plan(layout, budgets, found, placement)
         assert cost.step_s <= estimate(other, found).step_s * (1.011 if not plan.staging_slots else 1.001), placement
+
+
+@settings(max_examples=50)
+@given(problems())
+def test_without_a_gpu_a_plan_stays_as_it_is_whatever_is_measured(problem):
+    """A session chooses again when it knows its rates: placements follow them, and there is but one."""
+    layout, budgets, found = problem
+    budgets = replace(budgets, gpu_bytes=0, gpu_staging_bytes=0, weights_on_gpu=False)
+    try:
+        plan = make_plan(layout, budgets)
+    except InfeasiblePlanError:
+        assume(False)
+    for placement in ("auto", "cpu", 0):
+        assert choose_plan(layout, budgets, replace(found, gpu=None), placement, kept=plan) == plan
 
 
 def test_the_gpu_takes_what_the_cpu_cannot():

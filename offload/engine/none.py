@@ -1,0 +1,131 @@
+"""A device that is not there: weights, gradients and state lie in host memory, and what is asked for is done at once.
+
+`NoDevice` stands where a `Device` does, `Lanes` where `GpuLanes` does. A session chooses once, when it is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.engine.memory import Arena
+from offload.engine.pieces import Pieces
+from offload.errors import InternalError
+from offload.plan import Plan, Rates
+from offload.protocols import Device, Mark
+
+
+def nothing(*work: Any, **options: Any) -> None:
+    """Order, keep or take what only a device needs ordered, kept or taken."""
+
+
+def never(*of: Any) -> bool:
+    """Return False: only a device is waited for, or keeps anything."""
+    return False
+
+
+def _refuse(*work: Any, **options: Any) -> Any:
+    raise InternalError("there is work for a device, and there is none (this is a bug in offload, please report it)")
+
+
+class NoDevice:
+    """A `Device` that is not there: it has no memory, and no work is ever put on it. It is its own reached `Mark`."""
+
+    name = "none"
+    reserve_bytes = 0
+    node: int | None = None
+
+    adopt_thread = prepare = release = give_up = pin = unpin = follow = wait = close = nothing
+    allocate = caller = copy = copy_pieces = update = gradient_blocks = sum_gradients = report = time_s = _refuse
+
+    def free_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def mark(self, *lane: Any, timed: bool = True) -> Mark:
+        """Return this."""
+        return self
+
+    mark_caller = mark
+
+    def reached(self) -> bool:
+        """Return True."""
+        return True
+
+
+class Lanes:
+    """What a session asks of the lanes of its device, and `GpuLanes` does. This is for none: nothing needs an order.
+
+    Args:
+        device: The device.
+
+    Attributes:
+        on_gpu: Whether the weights lie on a GPU.
+        names: The lanes that timelines and metrics know.
+        given_up: Whether nobody wants memory any more that is still being taken.
+        wakes: Whether the engine thread is to hear of gradients that have come to host memory during backward.
+    """
+
+    on_gpu: ClassVar[bool] = False
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.given_up = False
+        self.wakes = False
+
+    adopt = bind = follow_caller = lead_caller = lead_caller_to = wait = await_sent = will_push = nothing
+    take_timed = close = nothing
+    report_inputs = never
+    home = state_address = copy_in = run = copy_out = fetch_weights = push = await_push = _refuse
+
+    def missing_bytes(self, plan: Plan) -> int:
+        """Return the device memory that `adopt` would take for staging slots; what there is goes then."""
+        return 0
+
+    def arena(self, nbytes: int, *, inherit: bool = False) -> Arena:
+        """Return host memory for work of the device; `inherit` as for `Arena`, where the device has no use of it."""
+        return Arena(nbytes, inherit=inherit)
+
+    def give_back(self, arena: Arena) -> None:
+        """Free an arena that `arena` returned; no work uses it any more."""
+        arena.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what `Engine.metrics` says of the device's memory."""
+        return {}
+
+    def known_rates(self, rates: Rates) -> Rates | None:
+        """Return what rates measured elsewhere say of a session with these lanes; None if they miss some."""
+        return dataclasses.replace(rates, gpu=None)
+
+    def in_use(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return those of a sweep's tensors that lanes may still use when it is over."""
+        return ()
+
+    def image(self, weight_slot: int | None) -> int | None:
+        """Return the address of a weight slot; None where weights themselves are in host memory."""
+        return None
+
+    def send_weights(self, subgroup: int, copies: npt.NDArray[np.uint64], due_s: float) -> None:
+        """Send new weights of a subgroup to where they belong: rows of `Tables.weight_copies`."""
+        self.store(copies.tolist())
+
+    def fetch(self, copies: Pieces) -> None:
+        """Copy from where weights and state lie, behind all work that may have changed them, and wait."""
+        for source, target, nbytes in copies.tolist():
+            ctypes.memmove(target, source, nbytes)
+
+    def store(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """Copy to where they lie, behind all work on it, and wait: rows of (where, host address, bytes)."""
+        for target, source, nbytes in copies:
+            ctypes.memmove(target, source, nbytes)
+
+
+NO_LANES = Lanes(NoDevice())

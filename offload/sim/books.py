@@ -1,0 +1,593 @@
+"""What the checker keeps account of: storage, devices and saves, each in a book. `checker.py` has the rules.
+
+A book takes in what it is told and verifies that it may be; it decides nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from offload.engine.index import Location, Record
+from offload.engine.operations import (
+    AwaitPush,
+    Commit,
+    CopyTile,
+    Event,
+    Operation,
+    Run,
+    Save,
+    SaveTile,
+    Sync,
+    TakeUp,
+    Transfer,
+    Visit,
+)
+from offload.errors import InternalError
+from offload.plan.budget import Plan
+from offload.protocols import SECTOR_BYTES, TileId
+
+STORY_LENGTH = 60
+"""Operations and events that a violation tells of."""
+
+
+@dataclass(slots=True)
+class Beside:
+    """A version beside the live one, which was neither confirmed nor revoked.
+
+    Attributes:
+        step: Under which it is written.
+        held: Its tiles that lie in its subgroup's staging slot.
+        arrived: Its tiles that are on storage.
+        writes: Writes in flight, by tile.
+    """
+
+    step: int
+    held: set[TileId]
+    arrived: dict[TileId, Record] = field(default_factory=dict)
+    writes: dict[TileId, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class KnownSubgroup:
+    """What is known of one subgroup.
+
+    Attributes:
+        version: How often visits have changed it; 0 while fresh.
+        step: Step of its last change.
+        slot: Its staging slot.
+        held: Tiles of the newest version that lie in that slot.
+        stored_version: The version that is whole on storage; `stored` says where its tiles lie.
+        arriving: Tiles of the newest version that are on storage while not all are.
+        gpu_slot: Its staging slot on the GPU.
+        gpu_holds: Whether that slot holds the newest state, whole.
+        gpu_ahead: Whether only that slot does.
+        copy: The copy in flight between the GPU and host memory.
+        beside: The version beside the live one.
+    """
+
+    version: int = 0
+    step: int = 0
+    slot: int | None = None
+    held: set[TileId] = field(default_factory=set)
+    stored_version: int = 0
+    stored: dict[TileId, Record] = field(default_factory=dict)
+    arriving: dict[TileId, Record] = field(default_factory=dict)
+    reads: dict[TileId, int] = field(default_factory=dict)
+    writes: dict[TileId, int] = field(default_factory=dict)
+    run: int | None = None
+    gpu_slot: int | None = None
+    gpu_holds: bool = False
+    gpu_ahead: bool = False
+    copy: int | None = None
+    beside: Beside | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a visit or a copy works on its memory."""
+        return self.run is not None or self.gpu_slot is not None
+
+
+@dataclass(slots=True)
+class WeightSlot:
+    """A weight slot in use.
+
+    Attributes:
+        subgroup: Whose it is.
+        stage: "fetching", "fetched", "running", "made", "pushing", "pushed", "leaving", in this order.
+    """
+
+    subgroup: int
+    stage: str
+
+
+@dataclass(slots=True)
+class SaveUnderWay:
+    """A save under way.
+
+    Attributes:
+        sink: The path number of the store that takes copies, or None.
+        versions: Version of each subgroup at the begin.
+        steps: Step of each subgroup's last change by then.
+        unwritten: For each subgroup, the tiles that have to be written from memory that a visit would change.
+        flushes: Subgroups that have to be flushed.
+        named: Where tiles lie that are whole on storage (with a sink: in the sink).
+        copied: Where tiles lie that have to be copied into the sink.
+        read: Tiles of `copied` that have been read.
+        dirty: Paths that have not been synced since the last write to them.
+        syncing: Syncs in flight and their paths.
+        unlanded: Writes in flight, by path.
+        again: Tiles whose write has failed and was not issued again yet.
+        failed: Whether an operation of it has failed, for good.
+    """
+
+    save: Save
+    versions: list[int]
+    steps: list[int]
+    unwritten: list[set[TileId]]
+    flushes: dict[int, None]
+    named: dict[TileId, Record] = field(default_factory=dict)
+    copied: dict[TileId, Record] = field(default_factory=dict)
+    read: dict[TileId, None] = field(default_factory=dict)
+    dirty: set[int] = field(default_factory=set)
+    syncing: dict[int, int] = field(default_factory=dict)
+    unlanded: dict[int, int] = field(default_factory=dict)
+    again: dict[TileId, None] = field(default_factory=dict)
+    failed: bool = False
+
+
+class Extents:
+    """Byte ranges in use on one path, none overlapping."""
+
+    __slots__ = ("end", "failed", "limit", "starts", "stops", "used")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.starts: list[int] = []
+        self.stops: dict[int, int] = {}
+        self.used = 0
+        self.end = 0
+        self.failed = False
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        position = bisect_left(self.starts, stop)
+        return position > 0 and self.stops[self.starts[position - 1]] > start
+
+    def take(self, start: int, stop: int) -> None:
+        insort(self.starts, start)
+        self.stops[start] = stop
+        self.used += stop - start
+        self.end = max(self.end, stop)
+
+    def leave(self, start: int) -> None:
+        self.starts.pop(bisect_left(self.starts, start))
+        self.used -= self.stops.pop(start) - start
+
+
+class Ground:
+    """What all books stand on: the plan, what is known of each subgroup, and the story that a violation tells."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.subgroups: list[KnownSubgroup] = []
+        self.places: list[dict[TileId, tuple[int, int]]] = []
+        """Of each subgroup: where its tiles lie in its state, and how long they are."""
+        self.story: deque[str | Operation | Event] = deque(maxlen=STORY_LENGTH)
+        self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on with a plan that has more subgroups."""
+        self.plan = plan
+        for subgroup in plan.layout.subgroups[len(self.subgroups) :]:
+            self.places.append({tile: (offset, nbytes) for tile, offset, nbytes in subgroup.tiles})
+            self.subgroups.append(KnownSubgroup())
+
+    def require(self, condition: object, rule: str) -> None:
+        """Verify what a rule says.
+
+        Raises:
+            InternalError: If it does not hold; notes tell the story.
+        """
+        if not condition:
+            raise self.violation(rule)
+
+    def violation(self, rule: str) -> InternalError:
+        """Return the error that says that a rule is broken."""
+        error = InternalError(f"rule {rule} (this is a bug in offload, please report it)")
+        error.add_note("last operations and events:\n  " + "\n  ".join(f"{what!r:.300}" for what in self.story))
+        return error
+
+
+class StorageBook:
+    """Which bytes of the paths are in use, and by what.
+
+    Attributes:
+        extents: Bytes in use, by path.
+        holds: How many checkpoints name each place.
+        orphans: Places that are held, and no longer of a newest whole version.
+        saving_bytes: What saves may take.
+        lost_bytes: Of slots that a write has failed to fill, and that nobody uses again.
+        reshared: Whether tiles have been spread in other proportions.
+        most_beside: Most slots that versions beside the live ones of one sweep may take, by payload bytes.
+    """
+
+    def __init__(self, ground: Ground) -> None:
+        self.ground, self._require = ground, ground.require
+        self.extents = [Extents(path.available_bytes) for path in ground.plan.budgets.paths]
+        self.holds: dict[Location, int] = {}
+        self.orphans: dict[Location, None] = {}
+        self.saving_bytes = self.lost_bytes = 0
+        self.reshared = False
+        self.most_beside: Counter[int] = Counter()
+
+    def take(self, location: Location) -> None:
+        """Verify that a write may go to these bytes, and take them."""
+        extents = self.extents[location.path]
+        start, stop = location.offset, location.offset + SECTOR_BYTES + location.nbytes
+        self._require(start >= 0 and start % SECTOR_BYTES == 0, "7: a slot that is not aligned")
+        self._require(stop <= extents.limit, "7: a write beyond its path's limit")
+        self._require(not extents.failed, "7: a write to a path that has failed a write")
+        self._require(not extents.overlaps(start, stop), "7: a write over bytes that are in use")
+        extents.take(start, stop)
+        bytes_used = sum(path.used if path.failed or self.reshared else path.end for path in self.extents)
+        beside = sum((nbytes + SECTOR_BYTES) * count for nbytes, count in self.most_beside.items())
+        most = self.ground.plan.storage_bytes + self.saving_bytes + self.lost_bytes + beside
+        if bytes_used > most:
+            # What lies on a path that has failed cannot be moved; elsewhere the plan's bound still holds.
+            bytes_used = sum(path.used for path in self.extents)
+            some_failed = any(path.failed for path in self.extents)
+            self._require(some_failed and bytes_used <= most, "8: more storage than planned")
+
+    def leave(self, records: dict[TileId, Record]) -> None:
+        """Free the bytes of a version, but for those that checkpoints hold."""
+        for record in records.values():
+            if record.location in self.holds:
+                self.orphans[record.location] = None
+                continue
+            self.extents[record.location.path].leave(record.location.offset)
+
+    def lose(self, location: Location) -> None:
+        """Give up bytes that a write has failed to fill."""
+        self.extents[location.path].leave(location.offset)
+        self.lost_bytes += location.nbytes + SECTOR_BYTES
+
+    def hold(self, location: Location) -> None:
+        """Have a checkpoint name a place."""
+        self.holds[location] = self.holds.get(location, 0) + 1
+
+    def unhold(self, location: Location) -> None:
+        """Take in that a checkpoint names a place no more."""
+        self.holds[location] -= 1
+        if not self.holds[location]:
+            del self.holds[location]
+            if self.orphans.pop(location, location) is None:
+                self.extents[location.path].leave(location.offset)
+
+
+class DeviceBook:
+    """Staging slots on the GPU, and weight slots."""
+
+    def __init__(self, ground: Ground) -> None:
+        self.ground, self._require = ground, ground.require
+        self.gpu_owners: list[int | None] = []
+        self.weight_slots: dict[int, WeightSlot] = {}
+
+    def issued_weights(self, operation: Transfer | AwaitPush, visit: Visit | None) -> None:
+        """Verify a transfer of weights, of which the visit has perhaps not run."""
+        number = operation.subgroup
+        match operation:
+            case Transfer(way="fetch"):
+                due = visit is not None and visit.fetches and visit.weight_bytes == operation.nbytes
+                self._require(due, "11: a fetch of weights that is not due")
+                self.take_weight_slot(operation, "fetching")
+            case Transfer():
+                due = self.ground.plan.layout.subgroups[number].weight_bytes == operation.nbytes
+                self._require(due, "11: a push of other weights")
+                self.next_stage(operation, "made", "pushing", "11: a push of weights that is not due")
+            case AwaitPush():
+                self.next_stage(operation, "pushed", "leaving", "11: a wait for a push that has not been")
+
+    def take_weight_slot(self, operation: Transfer | Run, stage: str) -> None:
+        """Verify that a weight slot is free, and take it."""
+        slot, number = _weight_slot(operation), subgroup_of(operation)
+        self._require(
+            slot is not None and 0 <= slot < self.ground.plan.weight_slots, "11: there is no such weight slot"
+        )
+        self._require(slot not in self.weight_slots, "11: a weight slot that is in use")
+        if slot is not None:
+            self.weight_slots[slot] = WeightSlot(number, stage)
+
+    def next_stage(self, operation: Transfer | AwaitPush | Run, before: str, after: str, rule: str) -> None:
+        """Verify that a weight slot is a subgroup's and at a stage, and bring it to another."""
+        number = _weight_slot(operation)
+        slot = None if number is None else self.weight_slots.get(number)
+        known = slot is not None and slot.subgroup == subgroup_of(operation) and slot.stage == before
+        self._require(known, rule)
+        if slot is not None:
+            slot.stage = after
+
+    def done_weights(self, operation: Transfer | AwaitPush) -> None:
+        """Take in that a transfer of weights has ended."""
+        match operation:
+            case Transfer(way="fetch", through=slot):
+                self.weight_slots[slot].stage = "fetched"
+            case Transfer(through=slot):
+                self.weight_slots[slot].stage = "pushed"
+            case AwaitPush(weight_slot=slot):
+                del self.weight_slots[slot]
+
+    def issued_copy(self, copy: Transfer) -> None:
+        """Verify a copy of state."""
+        subgroup = self.ground.subgroups[copy.subgroup]
+        resident = self.ground.plan.is_resident(copy.subgroup)
+        self._require(not self.ground.plan.at_home_on_gpu(copy.subgroup), "10: a copy of state at home on the GPU")
+        self._require(subgroup.run is None and subgroup.copy is None, "10: a copy amid a visit or another copy")
+        self._require(not subgroup.reads and not subgroup.writes, "10: a copy amid transfers")
+        self._require(copy.slot == (None if resident else subgroup.slot), "10: a copy from or to another's memory")
+        self._require(resident or copy.slot is not None, "10: a copy from or to no memory")
+        if copy.way == "fetch":
+            self._require(subgroup.version > 0, "10: a copy of state that was never changed")
+            whole = resident or len(subgroup.held) == len(self.ground.places[copy.subgroup])
+            self._require(whole, "10: a copy before all of the newest state is there")
+            self._require(subgroup.gpu_slot is None, "10: a second copy to the GPU")
+            self.take_gpu_slot(copy.subgroup, copy.through)
+        else:
+            self._require(subgroup.gpu_slot == copy.through, "10: a copy out of another's GPU slot")
+            self._require(subgroup.gpu_ahead, "10: a copy back of what has not changed")
+        subgroup.copy = copy.op
+
+    def take_gpu_slot(self, number: int, gpu_slot: int) -> None:
+        """Verify that a GPU staging slot is free, and take it."""
+        self._require(0 <= gpu_slot < len(self.gpu_owners), "10: there is no such GPU slot")
+        self._require(self.gpu_owners[gpu_slot] is None, "10: a GPU slot that is in use")
+        self.gpu_owners[gpu_slot] = number
+        self.ground.subgroups[number].gpu_slot = gpu_slot
+
+    def leave_gpu(self, number: int) -> None:
+        """Take in that a subgroup's state is not on the GPU any more."""
+        subgroup = self.ground.subgroups[number]
+        if subgroup.gpu_slot is not None:
+            self.gpu_owners[subgroup.gpu_slot] = None
+        subgroup.gpu_slot, subgroup.gpu_holds, subgroup.gpu_ahead = None, False, False
+
+
+class SaveBook:
+    """The save under way, and what finished ones name.
+
+    Attributes:
+        now: The save under way.
+        kept: Version and place of each tile, by finished save.
+        for_save: Subgroups that are flushed for a save only.
+        given_up: Subgroups whose flush has failed, for a save that needed it.
+    """
+
+    def __init__(self, ground: Ground, storage: StorageBook) -> None:
+        self.ground, self.storage, self._require = ground, storage, ground.require
+        self.now: SaveUnderWay | None = None
+        self.kept: dict[int, dict[TileId, tuple[int, Record]]] = {}
+        self.for_save: dict[int, None] = {}
+        self.given_up: dict[int, None] = {}
+
+    def waits_for(self, number: int) -> bool:
+        """Return whether a save under way has still to write a subgroup's state."""
+        return self.now is not None and bool(self.now.unwritten[number] or number in self.now.flushes)
+
+    def flushed(self, number: int) -> None:
+        """Take in that the newest version of a subgroup is whole on storage."""
+        self.for_save.pop(number, None)
+        if self.now is not None and number in self.now.flushes:
+            del self.now.flushes[number]
+            for written, stored in self.ground.subgroups[number].stored.items():
+                self.name(self.now, written, stored)
+
+    def take_up(self, event: TakeUp) -> None:
+        """Take in what checkpoints hold in stores that an earlier session has written."""
+        for number, records in event.held.items():
+            self.kept[number] = {}
+            for tile, record in records.items():
+                newest = event.records.get(TileId(tile.subgroup, 0, 0))
+                same = newest is not None and newest.step == record.step
+                version = self.ground.subgroups[tile.subgroup].version + 1 if same else -2
+                self.kept[number][tile] = version, record
+                location = record.location
+                if location not in self.storage.holds:
+                    extents = self.storage.extents[location.path]
+                    start, stop = location.offset, location.offset + SECTOR_BYTES + location.nbytes
+                    self._require(not extents.overlaps(start, stop), "16: two tiles in one place are taken up")
+                    extents.take(start, stop)
+                    self.storage.orphans[location] = None
+                self.storage.hold(location)
+
+    def release(self, number: int) -> None:
+        """Take in that what a finished save names goes."""
+        for _, record in self.kept.pop(number).values():
+            self.storage.unhold(record.location)
+
+    def saved(self) -> dict[int, dict[TileId, Record]]:
+        """Return what each finished save that was not released names."""
+        return {number: {tile: record for tile, (_, record) in named.items()} for number, named in self.kept.items()}
+
+    def ended(self, *, well: bool) -> None:
+        """Verify how the save that was begun last has ended, by what the engine says.
+
+        Raises:
+            InternalError: If it is said to have been committed and was not, or the other way round.
+        """
+        self.settle_again()
+        save, self.now = self.now, None
+        if save is None:  # it was committed
+            self._require(well, "14: a committed save is said to have failed")
+            return
+        self._require(not well, "14: a save is said to be committed and was not")
+        named = [record for record in save.named.values() if record.location.path < len(self.storage.extents)]
+        unread = [record for tile, record in save.copied.items() if tile not in save.read]
+        for record in named + unread:
+            self.storage.unhold(record.location)
+        for number in list(self.for_save):  # it was refused, so nothing is flushed for it
+            if not self.ground.subgroups[number].writes and not self.ground.subgroups[number].arriving:
+                del self.for_save[number]
+
+    def begin(self, save: Save, *, amid_a_sweep: bool) -> None:
+        """Take in that a save begins, of the state as it is."""
+        self._require(self.now is None, "12: a save begins while another is under way")
+        self._require(not amid_a_sweep, "12: a save begins during a sweep")
+        busy = any(subgroup.busy for subgroup in self.ground.subgroups)
+        self._require(not busy, "12: a save begins during a visit")
+        found = SaveUnderWay(
+            save,
+            [subgroup.version for subgroup in self.ground.subgroups],
+            [subgroup.step for subgroup in self.ground.subgroups],
+            [set() for _ in self.ground.subgroups],
+            {},
+        )
+        self.now = found
+        known = {tile: known for named in self.kept.values() for tile, known in named.items()}
+        for number, subgroup in enumerate(self.ground.subgroups):
+            layout = self.ground.plan.layout.subgroups[number]
+            home = layout.tiles if self.ground.plan.is_resident(number) else ()
+            for tile, _, _ in (*home, *layout.weight_tiles):
+                version, record = known.get(tile, (-1, None))
+                if record is not None and version == subgroup.version:
+                    self.name(found, tile, record)
+                else:
+                    found.unwritten[number].add(tile)
+            if self.ground.plan.is_resident(number):
+                continue
+            if subgroup.stored_version == subgroup.version:
+                for tile, record in subgroup.stored.items():
+                    self.name(found, tile, record)
+            else:
+                found.flushes[number] = None
+                if not (subgroup.writes or subgroup.arriving):
+                    self.for_save[number] = None
+        tiles = [t for s in self.ground.plan.layout.subgroups for t in (*s.tiles, *s.weight_tiles)]
+        whole = sum(nbytes + SECTOR_BYTES for _, _, nbytes in tiles)
+        self.storage.saving_bytes = max(self.storage.saving_bytes, (len(self.kept) + 1) * whole)
+
+    def name(self, save: SaveUnderWay, tile: TileId, record: Record) -> None:
+        """Take note that a tile of the save is whole on storage; with a sink it has still to be copied."""
+        self.storage.hold(record.location)
+        if save.save.sink is None:
+            save.named[tile] = record
+            save.dirty.add(record.location.path)
+        else:
+            save.copied[tile] = record
+
+    def issued(self, operation: SaveTile | CopyTile | Sync | Commit) -> None:
+        """Verify an operation of a save."""
+        save = self.now
+        if save is None or save.failed:
+            raise self.ground.violation("12: an operation of a save that is not under way, or has failed")
+        match operation:
+            case CopyTile(tile=tile, record=record):
+                self._require(save.copied.get(tile) == record, "13: a copy from a wrong place or version")
+                self._require(save.save.sink is not None, "13: a copy to nowhere")
+            case SaveTile(tile=tile, record=record):
+                save.again.pop(tile, None)
+                self._issued_tile(save, operation)
+                path = record.location.path
+                save.unlanded[path] = save.unlanded.get(path, 0) + 1
+            case Sync(path=path):
+                self._require(not save.unlanded.get(path), "14: a sync before the writes to its path have ended")
+                save.dirty.discard(path)
+                save.syncing[operation.op] = path
+            case Commit(number=number, records=records):
+                self._require(number == save.save.number, "14: a commit of another save")
+                tiles = [t for s in self.ground.plan.layout.subgroups for t, _, _ in (*s.tiles, *s.weight_tiles)]
+                self._require(sorted(tiles) == sorted(records), "14: a commit that does not name every tile")
+                self._require(records == save.named, "14: a commit that names a tile where it does not lie")
+                synced = not save.dirty and not save.syncing
+                self._require(synced, "14: a commit before all paths have been synced")
+                for tile, record in records.items():
+                    right = record.step == save.steps[tile.subgroup]
+                    self._require(right, "14: a commit that names a tile in another version")
+
+    def _issued_tile(self, save: SaveUnderWay, write: SaveTile) -> None:
+        number, location = write.tile.subgroup, write.record.location
+        layout, subgroup = self.ground.plan.layout.subgroups[number], self.ground.subgroups[number]
+        places = {tile: (offset, nbytes) for tile, offset, nbytes in (*layout.tiles, *layout.weight_tiles)}
+        copies = write.tile in save.copied and not write.gathers and write.buffer is not None
+        self._require(write.tile not in save.named, "13: a second write of a tile")
+        self._require(write.record.step == save.steps[number], "13: a write under another step than its change's")
+        if not copies:
+            self._require(write.tile in save.unwritten[number], "13: a write of what need not be written")
+            self._require(subgroup.version == save.versions[number], "13: a write of state that has changed")
+            self._require(not subgroup.busy, "13: a write from memory that a visit works on")
+            expected = places[write.tile] == (write.source_offset, location.nbytes)
+            self._require(expected, "13: a tile is not where the layout puts it")
+        sink = save.save.sink
+        self._require(sink is None or location.path == sink, "13: a copy goes to a path")
+        if sink is not None:
+            return
+        self._require(0 <= location.path < len(self.storage.extents), "13: there is no such path")
+        self.storage.take(location)
+
+    def done(self, operation: SaveTile | CopyTile | Sync | Commit, checksum: int) -> None:
+        """Take in that an operation of a save has ended."""
+        save = self.now
+        if save is None:
+            return
+        match operation:
+            case SaveTile(tile=tile, record=record):
+                save.unlanded[record.location.path] -= 1
+                save.dirty.add(record.location.path)
+                save.unwritten[tile.subgroup].discard(tile)
+                save.named[tile] = Record(record.location, record.step, checksum)
+                if record.location.path < len(self.storage.extents):
+                    self.storage.hold(record.location)
+                    self.storage.orphans[record.location] = None
+            case CopyTile(tile=tile, record=record):
+                self.storage.unhold(record.location)
+                save.read[tile] = None
+            case Sync():
+                del save.syncing[operation.op]
+            case Commit(number=number):
+                self._require(not save.failed, "14: a save that has failed is committed")
+                if save.save.sink is None:
+                    self.kept[number] = {t: (save.versions[t.subgroup], r) for t, r in save.named.items()}
+                self.now = None
+
+    def failed(self, operation: SaveTile | CopyTile | Sync | Commit) -> None:
+        """Take in that an operation of a save has failed."""
+        if self.now is None:
+            return
+        if not isinstance(operation, SaveTile):
+            self.now.failed = True
+            return
+        self.now.again[operation.tile] = None
+        self.now.unlanded[operation.record.location.path] -= 1
+        if operation.record.location.path < len(self.storage.extents):
+            self.storage.lose(operation.record.location)
+
+    def settle_again(self) -> None:
+        """A failed write that has not been issued again by now never will be: fail its save."""
+        if self.now is None or not self.now.again:
+            return
+        for tile in self.now.again:
+            self.now.unwritten[tile.subgroup].discard(tile)
+            if tile.subgroup in self.for_save and tile.subgroup not in self.given_up:
+                # Only the save needed it: it is given up, and the state is as unsaved as it was.
+                subgroup = self.ground.subgroups[tile.subgroup]
+                self.storage.leave(subgroup.arriving)
+                subgroup.arriving = {}
+                self.given_up[tile.subgroup] = None
+                self.end_given_up(tile.subgroup)
+        self.now.again.clear()
+        self.now.failed = True
+
+    def end_given_up(self, number: int) -> None:
+        """Take in that a write has ended of a flush that was given up."""
+        if not self.ground.subgroups[number].writes:
+            del self.given_up[number], self.for_save[number]
+            if self.now is not None:
+                self.now.flushes.pop(number, None)
+
+
+def subgroup_of(operation: Transfer | AwaitPush | Run) -> int:
+    """Return the subgroup that an operation is for."""
+    return operation.visit.subgroup if isinstance(operation, Run) else operation.subgroup
+
+
+def _weight_slot(operation: Transfer | AwaitPush | Run) -> int | None:
+    return operation.through if isinstance(operation, Transfer) else operation.weight_slot

@@ -1,0 +1,177 @@
+"""Lanes on a virtual clock: what both simulated executors have in common.
+
+A lane is a serial resource: each path's reads, each path's writes, the CPU; with a GPU also its updates ("gpu") and
+its copy engines, one each way ("h2d", "d2h"), that carry state, weights and gradients in the order in which they are
+given. An operation takes the lane's latency and its bytes over the lane's rate, after what was given to the lane
+before it, and not before the engine has reacted to what it follows from. Completions wait in a heap.
+
+Invariants:
+  * an operation is reported once, or (stuck) never;
+  * virtual time never goes back.
+"""
+
+from __future__ import annotations
+
+from heapq import heappush
+from typing import Any
+
+from offload.engine.operations import (
+    AwaitPush,
+    Commit,
+    CopyTile,
+    Event,
+    Operation,
+    ReadTile,
+    Run,
+    SaveTile,
+    Sync,
+    Transfer,
+    WriteTile,
+)
+from offload.engine.timeline import Interval
+from offload.errors import ConfigError
+from offload.plan.budget import Plan
+from offload.plan.rates import Rates
+from offload.sim.shared import SharedPath
+
+COMMIT_S = 1e-3
+
+
+class Lane:
+    """A serial resource: when each of its servers is free, and what it has done."""
+
+    __slots__ = ("busy_s", "free_s", "latency_s", "memory_cost", "name", "nbytes", "s_per_byte", "shared")
+
+    def __init__(
+        self, name: str, bytes_per_s: float, latency_s: float = 0.0, memory_cost: float = 0.0, servers: int = 1
+    ) -> None:
+        self.name = name
+        self.latency_s = latency_s
+        self.memory_cost = memory_cost
+        self.s_per_byte = servers / bytes_per_s
+        self.free_s = [0.0] * servers
+        self.busy_s = 0.0
+        self.nbytes = 0
+        self.shared: SharedPath[Operation] | None = None
+
+
+class VirtualLanes:
+    """Lanes, a clock and a heap of completions.
+
+    Args:
+        plan: What the operations belong to.
+        rates: Speed of every lane; one entry for each path of the plan.
+        servers: Operations that each lane works on at once, every one at its share of the lane's rate.
+
+    Raises:
+        ConfigError: If `rates` has not one entry for each path.
+    """
+
+    def __init__(self, plan: Plan, rates: Rates, servers: int = 1) -> None:
+        if len(rates.paths) != len(plan.budgets.paths):
+            allowed = f"give one entry for each of the plan's {len(plan.budgets.paths)} paths"
+            raise ConfigError("rates.paths", len(rates.paths), allowed)
+        self.now_s = 0.0
+        self.record_timeline = True
+        """Whether operations that start are added to the timeline."""
+        self._plan = plan
+        self._rates = rates
+        self._sizes = [subgroup.state_bytes for subgroup in plan.layout.subgroups]
+        self._cpu = Lane("cpu", rates.cpu_bytes_per_s, servers=servers)
+        self._reads: list[Lane] = []
+        self._writes: list[Lane] = []
+        for number, path in enumerate(rates.paths):
+            even = (path.latency_s, path.memory_cost, servers)
+            self._reads.append(Lane(f"read:{number}", path.read_bytes_per_s, *even))
+            self._writes.append(Lane(f"write:{number}", path.write_bytes_per_s, *even))
+        # What checkpoints need besides: a store that takes copies, as fast as the first path, and their commits.
+        copies = rates.paths[0] if rates.paths else None
+        self._copies = Lane("copies", copies.write_bytes_per_s if copies else rates.cpu_bytes_per_s, servers=servers)
+        self._commits = Lane("commits", rates.cpu_bytes_per_s, COMMIT_S)
+        self._pushes = Lane("pushes", rates.cpu_bytes_per_s)
+        self._gpu: dict[str, Lane] = {}
+        if rates.gpu is not None:
+            gpu, cost = rates.gpu, rates.gpu.memory_cost
+            self._gpu = {
+                "gpu": Lane("gpu", gpu.update_bytes_per_s, servers=servers),
+                "h2d": Lane("h2d", gpu.h2d_bytes_per_s, 0.0, cost, servers),
+                "d2h": Lane("d2h", gpu.d2h_bytes_per_s, 0.0, cost, servers),
+            }
+        elif plan.uses_gpu:
+            raise ConfigError("rates.gpu", None, "is missing, and the plan uses the GPU; measure it")
+        self._heap: list[tuple[float, int, Operation | Event, Any]] = []
+        self._pushed = 0  # breaks ties in time: first given, first reported
+        self._started: list[tuple[Lane, Operation | int | None, float, float, int]] = []
+
+    @property
+    def timeline(self) -> list[Interval]:
+        """All operations that were started while `record_timeline` was set, in that order."""
+        return [
+            Interval(lane.name, label(operation), started_s, finished_s, nbytes)
+            for lane, operation, started_s, finished_s, nbytes in self._started
+        ]
+
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """Virtual seconds that each lane has worked for, by name."""
+        return {lane.name: lane.busy_s for lane in self._lanes()}
+
+    @property
+    def lane_bytes(self) -> dict[str, int]:
+        """Bytes that each lane has been given, by name."""
+        return {lane.name: lane.nbytes for lane in self._lanes()}
+
+    def _lanes(self) -> list[Lane]:
+        return [self._cpu, *self._gpu.values(), *self._reads, *self._writes]
+
+    def lane_of(self, operation: Operation) -> tuple[Lane, int]:
+        """Return the lane that an operation goes to and the bytes that it costs there."""
+        match operation:
+            case ReadTile(record=record):
+                return self._reads[record.location.path], record.location.nbytes
+            case WriteTile(record=record):
+                return self._writes[record.location.path], record.location.nbytes
+            case Run(visit=visit):
+                return self._gpu["gpu"] if visit.gpu else self._cpu, self._sizes[visit.subgroup]
+            case Transfer(nbytes=nbytes):
+                return self._gpu[operation.lane], nbytes
+            case AwaitPush():
+                return self._pushes, 0
+            case CopyTile(record=record):
+                return self._reads[record.location.path], record.location.nbytes
+            case SaveTile(record=record):
+                return self._write_lane(record.location.path), record.location.nbytes
+            case Sync(path=path):
+                return self._write_lane(path), 0
+            case Commit():
+                return self._commits, 0
+
+    def _write_lane(self, path: int) -> Lane:
+        return self._writes[path] if path < len(self._writes) else self._copies
+
+    def inject(self, event: Event, at_s: float | None = None) -> None:
+        """Have `wait` report an event that no lane makes, such as `Begin`; now or at a later virtual time."""
+        self._push(self.now_s if at_s is None else at_s, event)
+
+    def _push(self, at_s: float, what: Operation | Event, fault: Any = None) -> None:
+        self._pushed += 1
+        heappush(self._heap, (at_s, self._pushed, what, fault))
+
+
+def label(operation: Operation | int | None) -> str:
+    """Return what a timeline calls an operation, or the gradients of a subgroup."""
+    if operation is None:
+        return ""
+    if isinstance(operation, int):
+        return f"gradients of subgroup {operation}"
+    if isinstance(operation, Run):
+        return f"subgroup {operation.visit.subgroup}"
+    if isinstance(operation, Transfer | AwaitPush):
+        is_state = isinstance(operation, Transfer) and operation.what == "state"
+        return f"subgroup {operation.subgroup}" if is_state else f"weights of subgroup {operation.subgroup}"
+    if isinstance(operation, Sync):
+        return f"sync of path {operation.path}"
+    if isinstance(operation, Commit):
+        return f"commit of save {operation.number}"
+    tile = operation.tile
+    return f"subgroup {tile.subgroup} tensor {tile.tensor} tile {tile.tile}"

@@ -1,0 +1,341 @@
+"""The simulated executor of predictions: even lanes, no bytes, no faults.
+
+It adds to `VirtualLanes` what sets the pace of a real step. Directions of a path may be slower beside each other, and
+serve several transfers at once (`SharedPath`). Where the rates know what the engine's own thread takes for an
+operation, that is a lane, too ("engine"). Where they know the host's memory bandwidth, updates on the CPU have what
+the other lanes leave of it at each moment (`Rates.cpu_speed`).
+
+The GPU is driven as the live engine drives it: a copy to it or an update there counts as done once it is enqueued,
+and what follows waits for it on the GPU. Gradients that wait on the GPU (`Budgets.gradients_on_gpu`) are fetched a
+few visits ahead, on a stream beside that of state, and an update on the CPU waits for its own. Of two streams the
+copy engine takes what has been ready for longer.
+
+Non-goals: a host so much slower than its lanes that they wait for it in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+from offload.engine.operations import AwaitPush, Begin, Done, Event, Operation, ReadTile, Run, Sweep, Transfer
+from offload.engine.timeline import ENGINE
+from offload.errors import InternalError
+from offload.plan.budget import BROUGHT_AHEAD, Plan
+from offload.plan.cost import CALLS, PASSING_CALLS
+from offload.plan.rates import Rates
+from offload.sim.lanes import Lane, VirtualLanes
+from offload.sim.shared import Flow, SharedPath
+
+
+class TimingExecutor(VirtualLanes):
+    """Runs operations on a virtual clock; an `offload.engine.loop.Executor`.
+
+    Args:
+        plan: What the operations belong to.
+        rates: Speed of every lane; one entry for each path of the plan.
+
+    Raises:
+        ConfigError: If `rates` has not one entry for each path.
+    """
+
+    gradient_stream = 1
+    """The stream on which gradients leave the GPU: 0 is that of state."""
+
+    def __init__(self, plan: Plan, rates: Rates) -> None:
+        super().__init__(plan, rates)
+        # Paths whose transfers share what there is: what one takes there is known when it has ended.
+        self._shared: list[SharedPath[Operation]] = []
+        for number, path in enumerate(rates.paths):
+            if path.is_shared or round(path.at_once) > 1:
+                self._shared.append(SharedPath(path))
+                self._reads[number].shared = self._writes[number].shared = self._shared[-1]
+        # What the engine's thread does, one thing after the other.
+        self._engine = Lane(ENGINE, 1.0)
+        self._call_s = rates.gpu.call_s if rates.gpu is not None else 0.0
+        self._reaction_s = rates.reaction_s  # to what has been reported last: nothing where the engine did it itself
+        self._costly = bool(rates.operation_s or rates.begin_s or self._call_s)
+        # Updates that share the memory end when the others let them: they wait here, not in the heap.
+        demand = sum(lane.memory_cost / lane.s_per_byte for lane in self._lanes())
+        demand += sum(
+            path.memory_cost * (path.read.alone + path.write.alone) for path in rates.paths if path.is_shared
+        )
+        # So do those that wait for gradients.
+        self._contended = rates.cpu_speed(demand) < 1 or plan.budgets.gradients_on_gpu
+        self._updates: deque[tuple[Run, float]] = deque()  # and when each may begin
+        self._update_left_s = 0.0  # of the first one, at the CPU's own speed
+        self._update_from_s = 0.0
+        self._demand = 0.0  # of the other lanes for the memory, a second,
+        self._demands: list[tuple[float, float]] = []  # and how it will change: a heap of (when, by how much)
+        # What the GPU orders by itself: when the state in each of its slots is there, or updated.
+        self._there_s: dict[int, float] = {}
+        # Gradients: of which visits they are not asked for yet, of which ahead of the visit, and when they are there.
+        self._to_bring: dict[int, int] = {}
+        self._ahead: set[int] = set()
+        self._brought_s: dict[int, float] = {}
+        # What waits to leave the GPU: state, and weights or gradients (by subgroup), and from when on it may.
+        self._leaving: tuple[deque[tuple[float, Transfer | int, int]], ...] = (deque(), deque())
+        self._pushed_s: dict[int, float] = {}  # when each weight slot has been left
+
+    @property
+    def device_ends_s(self) -> float:
+        """When the GPU has ended all updates and copies to it that it has been given."""
+        return max((self._gpu[name].free_s[0] for name in ("gpu", "h2d") if self._gpu), default=0.0)
+
+    def _lanes(self) -> list[Lane]:
+        return [*super()._lanes(), self._engine] if self._costly else super()._lanes()
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Give operations to their lanes, which take them up when the engine has reacted."""
+        ready_s = self.now_s + self._reaction_s
+        for operation in operations:
+            lane, nbytes = self.lane_of(operation)
+            if self._costly:
+                ready_s = self._work(ready_s, self._rates.operation_s + self._calls(operation) * self._call_s)
+            if isinstance(operation, ReadTile) and operation.tile[1:] == (0, 0) and self._to_bring:
+                ready_s = self._coming(operation.tile.subgroup, ready_s)
+            may_start_s = ready_s
+            gpu_slot = _gpu_slot(operation)
+            if gpu_slot is not None:
+                may_start_s = max(ready_s, self._there_s.pop(gpu_slot, 0.0))
+            elif lane is self._cpu and isinstance(operation, Run):
+                number = operation.visit.subgroup
+                if self._to_bring or self._ahead:
+                    ready_s = self._bring(number, ready_s)
+                if self._contended:
+                    self._updates.append((operation, ready_s))
+                    if len(self._updates) == 1:
+                        self._start_update()
+                    continue
+            if isinstance(operation, Transfer) and operation.lane == "d2h":
+                stream = 0 if operation.what == "state" else self.gradient_stream
+                self._leaving[stream].append((may_start_s, operation, nbytes))
+                continue
+            if isinstance(operation, AwaitPush):
+                self._push(max(ready_s, self._pushed_s.pop(operation.weight_slot)), operation)
+                continue
+            if lane.shared is not None:
+                self._give_shared(lane, lane.shared, operation, nbytes, may_start_s)
+                continue
+            finished_s = reported_s = self._give(lane, operation, nbytes, may_start_s)
+            if _is_enqueued(operation):
+                reported_s = ready_s
+                if gpu_slot is not None:
+                    self._there_s[gpu_slot] = finished_s
+                elif isinstance(operation, Transfer):
+                    self._pushed_s[operation.through] = finished_s
+            self._pushed += 1
+            heappush(self._heap, (reported_s, self._pushed, operation, None))
+
+    def _give(self, lane: Lane, what: Operation | int, nbytes: int, may_start_s: float) -> float:
+        """Put work on an even lane (predictions spend their time here); return its end."""
+        started_s = lane.free_s[0]
+        if started_s < may_start_s:
+            started_s = may_start_s
+        duration_s = lane.latency_s + nbytes * lane.s_per_byte
+        finished_s = lane.free_s[0] = started_s + duration_s
+        lane.busy_s += duration_s
+        lane.nbytes += nbytes
+        if self._contended and lane.memory_cost and duration_s:
+            demand = lane.memory_cost * nbytes / duration_s  # its mean traffic, latency included
+            heappush(self._demands, (started_s, demand))
+            heappush(self._demands, (finished_s, -demand))
+        if self.record_timeline:
+            self._started.append((lane, what, started_s, finished_s, nbytes))
+        return finished_s
+
+    def _give_shared(
+        self, lane: Lane, path: SharedPath[Operation], operation: Operation, nbytes: int, may_start_s: float
+    ) -> None:
+        """Put work on a lane whose path is shared by what is given to it."""
+        before = path.demand
+        path.give(lane.name.partition(":")[0], Flow(operation, nbytes, may_start_s), self.now_s)
+        self._note_demand(path.demand - before)
+
+    def _change(self, path: SharedPath[Operation]) -> None:
+        """Let the next transfers of a shared path begin or end, now."""
+        before = path.demand
+        for verb, flow in path.change():
+            lane, _ = self.lane_of(flow.what)
+            lane.busy_s = path.busy_s(verb)
+            lane.nbytes += flow.nbytes
+            if self.record_timeline:
+                self._started.append((lane, flow.what, flow.started_s, self.now_s, flow.nbytes))
+            self._push(self.now_s, flow.what)
+        self._note_demand(path.demand - before)
+
+    def _note_demand(self, change: float) -> None:
+        if self._contended and change:
+            heappush(self._demands, (self.now_s, change))
+
+    def _work(self, from_s: float, seconds: float) -> float:
+        """Let the engine's thread work; return when it is through."""
+        engine = self._engine
+        started_s = max(engine.free_s[0], from_s)
+        engine.free_s[0] = started_s + seconds
+        engine.busy_s += seconds
+        if self.record_timeline and seconds:
+            self._started.append((engine, None, started_s, engine.free_s[0], 0))
+        return engine.free_s[0]
+
+    def _calls(self, operation: Operation) -> int:
+        """Return how often the GPU's runtime is called for an operation."""
+        if isinstance(operation, Transfer) and operation.what == "weights":
+            return PASSING_CALLS + len(self._plan.layout.subgroups[operation.subgroup].segments)
+        on_gpu = isinstance(operation, Transfer) or (isinstance(operation, Run) and operation.visit.gpu)
+        return CALLS if on_gpu else 0
+
+    def _begin(self, sweep: Sweep) -> None:
+        """Have the gradients of the first visits on their way, as far as they lie on the GPU."""
+        self._ahead.clear()
+        self._brought_s.clear()
+        if self._costly:
+            self._work(self.now_s + self._rates.reaction_s, self._rates.begin_s)
+        if self._plan.budgets.gradients_on_gpu:
+            # A gradient has its weight's dtype.
+            self._to_bring = {visit.subgroup: visit.weight_bytes for visit in sweep.visits if visit.weight_bytes}
+            self._bring_ahead(self.now_s + self._rates.reaction_s)
+
+    def _bring(self, subgroup: int, ready_s: float) -> float:
+        """Fetch the gradients of a visit that begins, if they are not on their way, and of those after it."""
+        if subgroup in self._to_bring:
+            ready_s = self._fetch(subgroup, ready_s)
+        self._ahead.discard(subgroup)
+        return self._bring_ahead(ready_s)
+
+    def _coming(self, subgroup: int, ready_s: float) -> float:
+        """Fetch the gradients of a visit whose state is being fetched."""
+        if subgroup in self._to_bring:
+            ready_s = self._fetch(subgroup, ready_s)
+            self._ahead.add(subgroup)
+        return ready_s
+
+    def _bring_ahead(self, ready_s: float) -> float:
+        while self._to_bring and len(self._ahead) < BROUGHT_AHEAD:
+            subgroup = next(iter(self._to_bring))
+            ready_s = self._fetch(subgroup, ready_s)
+            self._ahead.add(subgroup)
+        return ready_s
+
+    def _fetch(self, subgroup: int, ready_s: float) -> float:
+        nbytes = self._to_bring.pop(subgroup)
+        if self._costly:
+            segments = len(self._plan.layout.subgroups[subgroup].segments)
+            ready_s = self._work(ready_s, (PASSING_CALLS + segments) * self._call_s)
+        self._brought_s[subgroup] = math.inf
+        self._leaving[self.gradient_stream].append((ready_s, subgroup, nbytes))
+        return ready_s
+
+    def _leaves_s(self) -> float:
+        """Return when the next copy from the GPU begins, as far as is known; infinite for none."""
+        ready_s = min((stream[0][0] for stream in self._leaving if stream), default=math.inf)
+        return max(ready_s, self._gpu["d2h"].free_s[0]) if self._gpu else ready_s
+
+    def _leave(self) -> None:
+        """Begin the next copy from the GPU."""
+        stream = min((stream for stream in self._leaving if stream), key=lambda stream: stream[0][0])
+        ready_s, what, nbytes = stream.popleft()
+        finished_s = self._give(self._gpu["d2h"], what, nbytes, ready_s)
+        if isinstance(what, int):
+            self._brought_s[what] = finished_s
+        else:
+            self._push(finished_s, what)
+
+    def _start_update(self) -> None:
+        run, may_start_s = self._updates[0]
+        self._update_left_s = self.lane_of(run)[1] * self._cpu.s_per_byte
+        self._update_from_s = max(self.now_s, may_start_s)
+
+    def _update_starts_s(self) -> float:
+        """Return when the update under way began or will; infinite while its gradients have not left."""
+        return max(self._update_from_s, self._brought_s.get(self._updates[0][0].visit.subgroup, 0.0))
+
+    def _work_until(self, until_s: float) -> float | None:
+        """Let the update under way proceed, beside whatever the other lanes have been given.
+
+        Returns:
+            When it is through, if that is before `until_s`; else None, with `_update_left_s` brought up to then.
+        """
+        at_s, starts_s = self.now_s, self._update_starts_s()
+        while True:
+            while self._demands and self._demands[0][0] <= at_s:
+                self._demand += heappop(self._demands)[1]
+            end_s = min(until_s, self._demands[0][0]) if self._demands else until_s
+            from_s = max(at_s, starts_s)
+            if from_s <= end_s:
+                speed = self._rates.cpu_speed(self._demand)
+                if from_s + self._update_left_s / speed <= end_s:
+                    return from_s + self._update_left_s / speed
+                self._update_left_s -= (end_s - from_s) * speed
+            if until_s <= end_s:
+                return None
+            at_s = end_s
+
+    def _end_update(self, at_s: float) -> list[Event]:
+        started_s = self._update_starts_s()
+        run, _ = self._updates.popleft()
+        nbytes = self.lane_of(run)[1]
+        self.now_s = at_s
+        self._cpu.busy_s += at_s - started_s
+        self._cpu.nbytes += nbytes
+        if self.record_timeline:
+            self._started.append((self._cpu, run, started_s, at_s, nbytes))
+        if self._updates:
+            self._start_update()
+        self._reaction_s = self._rates.reaction_s
+        return [Done(run.op)]
+
+    def wait(self) -> list[Event]:
+        """Advance the clock to the next completion and report it, with all others of the same moment.
+
+        Raises:
+            InternalError: If nothing is out and nothing was injected: a live engine would wait for ever.
+        """
+        while self._updates or self._leaving[0] or self._leaving[1] or self._shared:
+            leaves_s, reported_s = self._leaves_s(), self._heap[0][0] if self._heap else math.inf
+            path = min(self._shared, key=lambda path: path.changes_s, default=None)
+            changes_s = min(leaves_s, path.changes_s) if path is not None else leaves_s
+            if self._updates:
+                through_s = self._work_until(min(changes_s, reported_s))
+                if through_s is not None:
+                    return self._end_update(through_s)
+            if changes_s > reported_s or changes_s == math.inf:
+                break
+            self.now_s = max(self.now_s, changes_s)
+            if path is None or leaves_s <= path.changes_s:
+                self._leave()
+            else:
+                self._change(path)
+        if not self._heap:
+            raise InternalError(f"the engine waits at {self.now_s} s with nothing in flight")
+        until_s = self._heap[0][0]
+        self.now_s = max(self.now_s, until_s)
+        self._reaction_s = 0.0
+        events: list[Event] = []
+        while self._heap and self._heap[0][0] <= until_s:
+            _, _, what, _ = heappop(self._heap)
+            if not _is_enqueued(what):
+                self._reaction_s = self._rates.reaction_s
+            if isinstance(what, Operation):
+                events.append(Done(what.op))
+            else:
+                if isinstance(what, Begin):
+                    self._begin(what.sweep)
+                events.append(what)
+        return events
+
+
+def _is_enqueued(what: Operation | Event) -> bool:
+    """Return whether that counts as done once the GPU knows of it."""
+    if isinstance(what, Transfer):
+        return what.lane == "h2d"
+    return isinstance(what, Run) and what.visit.gpu
+
+
+def _gpu_slot(operation: Operation) -> int | None:
+    """Return the GPU staging slot that an operation works on."""
+    if isinstance(operation, Transfer):
+        return operation.through if operation.what == "state" else None
+    return operation.gpu_slot if isinstance(operation, Run) else None

@@ -1,0 +1,196 @@
+"""Texts of all errors of the package, read from its source: every place that makes one of its error classes.
+
+A line is a class and its message, or the arguments that its message is made of, parted by ` | `. What is known at run
+time only is `{}`; a name stands for what is assigned to it in the function or the module, and a parameter for what
+the module's own calls of that function pass. No file names: a text that moves stays the same. Not here: `invariant`
+and `known`, which are for our own bugs.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice, product
+from pathlib import Path
+
+FILE = "errors.txt"
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("offload", "integrations")
+
+HOLE = "{}"
+MOST = 40
+"""Texts that one place may have; more of them are as if nothing were known."""
+DEPTH = 3
+"""How many names, and calls, a text is followed through."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass
+class Module:
+    """A file: its functions' assignments, its constants, and who calls which of its functions."""
+
+    tree: ast.Module
+    parent: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    calls: defaultdict[str, list[ast.Call]] = field(default_factory=lambda: defaultdict(list))
+    assigned: dict[tuple[ast.AST, str], list[ast.expr]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nodes: list[ast.AST] = [self.tree]
+        for node in self.nodes:  # which grows
+            children = list(ast.iter_child_nodes(node))
+            self.parent.update(dict.fromkeys(children, node))
+            self.nodes += children
+        for node in self.nodes:
+            if isinstance(node, ast.Call):
+                self.calls[name_of(node.func)].append(node)
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    pairs = [(target, node.value)]
+                    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                        pairs = list(zip(target.elts, node.value.elts, strict=False))
+                    for name, value in pairs:
+                        if isinstance(name, ast.Name):
+                            self.assigned.setdefault((self.scope(node), name.id), []).append(value)
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """Return the function or module that a node is in."""
+        while node in self.parent:
+            node = self.parent[node]
+            if isinstance(node, FUNCTIONS):
+                return node
+        return self.tree
+
+    def calls_of(self, function: Function) -> list[ast.Call]:
+        """Return the module's calls of a function, or of a method by its own object or class; not by `super()`."""
+        owner = self.parent[function]
+        if not isinstance(owner, ast.ClassDef):
+            return [call for call in self.calls.get(function.name, []) if isinstance(call.func, ast.Name)]
+        by = ("self", "cls", owner.name)
+        calls = [(call, call.func) for call in self.calls.get(function.name, [])]
+        return [call for call, found in calls if isinstance(found, ast.Attribute) and name_of(found.value) in by]
+
+
+def name_of(node: ast.AST) -> str:
+    """Return a name without what it is an attribute of."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def parameters_of(function: Function) -> list[str]:
+    """Return the names of a function's parameters, without `self` and `cls`."""
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
+
+
+def every_parameter_of(function: Function) -> list[str]:
+    """Return the names of a function's parameters, with those that are given by name alone."""
+    return [*parameters_of(function), *(given.arg for given in function.args.kwonlyargs)]
+
+
+def argument(call: ast.Call, function: Function, name: str) -> ast.expr | None:
+    """Return what a call passes for a parameter, or what that is without."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    names = parameters_of(function)
+    position = names.index(name) if name in names else len(call.args)
+    if any(isinstance(given, ast.Starred) for given in call.args):
+        return None
+    if position < len(call.args):
+        return call.args[position]
+    arguments = function.args
+    defaults = dict(zip(reversed(names), reversed(arguments.defaults), strict=False))
+    only_named = zip((given.arg for given in arguments.kwonlyargs), arguments.kw_defaults, strict=True)
+    return {**defaults, **dict(only_named)}.get(name)
+
+
+def texts(node: ast.expr | None, module: Module, depth: int = DEPTH, by: ast.Call | None = None) -> list[str]:
+    """Return all texts that an expression may be, `HOLE` for what is not known.
+
+    Args:
+        node: The expression.
+        module: Where it stands.
+        depth: How many names it may be followed through.
+        by: The call of its function that it is asked for; None for all.
+    """
+    match node:
+        case ast.Constant(value=str(value)):
+            return [value.replace("{", "(").replace("}", ")")]
+        case ast.JoinedStr(values=parts):
+            return joined([texts(part, module, depth, by) for part in parts])
+        case ast.FormattedValue(value=ast.IfExp() as value):
+            return texts(value, module, 0)
+        case ast.FormattedValue(value=value):
+            return texts(value, module, depth, by)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return joined([texts(left, module, depth, by), texts(right, module, depth, by)])
+        case ast.IfExp(body=body, orelse=orelse):
+            return few([*texts(body, module, depth, by), *texts(orelse, module, depth, by)])
+        case ast.Name() if depth > 0:
+            scope = module.scope(node)
+            values: list[ast.expr | None] = [*module.assigned.get((scope, node.id), [])]
+            if not values and isinstance(scope, FUNCTIONS) and node.id in every_parameter_of(scope):
+                calls = [by] if by is not None else module.calls_of(scope)
+                passed = [argument(call, scope, node.id) for call in calls]
+                return few([text for value in passed for text in texts(value, module, depth - 1)] or [HOLE])
+            values = values or [*module.assigned.get((module.tree, node.id), [None])]
+            return few([text for value in values for text in texts(value, module, depth - 1, by)])
+    return [HOLE]
+
+
+def joined(parts: list[list[str]]) -> list[str]:
+    """Return every text that is made of one of each."""
+    return few("".join(chosen) for chosen in islice(product(*parts), MOST + 1))
+
+
+def few(found: Iterable[str]) -> list[str]:
+    """Return texts without those that are there twice, or what stands for too many."""
+    one_each = sorted(set(found))
+    return one_each if len(one_each) <= MOST else [HOLE]
+
+
+def error_classes(modules: list[Module]) -> set[str]:
+    """Return `OffloadError` and the names of all classes that derive from it."""
+    found, size = {"OffloadError"}, 0
+    classes = [node for module in modules for node in module.nodes if isinstance(node, ast.ClassDef)]
+    while len(found) > size:
+        size = len(found)
+        found |= {node.name for node in classes if any(name_of(base) in found for base in node.bases)}
+    return found
+
+
+def lines_of(module: Module, classes: set[str]) -> Iterator[str]:
+    """Yield the texts of all errors that a module makes, and of the messages that its error classes make."""
+    for node in module.nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        name, arguments = name_of(node.func), [*node.args, *(keyword.value for keyword in node.keywords)]
+        keys = [""] * len(node.args) + [f"{keyword.arg}=" for keyword in node.keywords]
+        if name == "__init__":  # of the class above: the message
+            owner = module.parent.get(module.scope(node))
+            if not (isinstance(owner, ast.ClassDef) and owner.name in classes):
+                continue
+            name = f"{owner.name} says"
+        elif name not in classes:
+            continue
+        scope = module.scope(node)
+        for by in (module.calls_of(scope) if isinstance(scope, FUNCTIONS) else []) or [None]:
+            parts = [
+                [f"{' | ' if number else ''}{key}{text}" for text in texts(value, module, by=by)]
+                for number, (key, value) in enumerate(zip(keys, arguments, strict=True))
+            ]
+            yield from (f"{name}: {chosen}" for chosen in joined(parts))
+
+
+def observe(folder: Path | None = None, root: Path = ROOT) -> str:
+    """Return all lines, sorted."""
+    files = [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
+    modules = [Module(ast.parse(file.read_text(encoding="utf-8"))) for file in files]
+    classes = error_classes(modules)
+    found = {line for module in modules for line in lines_of(module, classes)}
+    return "".join(f"{line}\n" for line in sorted(line.replace("\n", "\\n") for line in found))

@@ -1,0 +1,180 @@
+"""What the machine decides for 10,000 seeds, as digests: a change of its inside must not change what it does.
+
+Events and operations are written down in words of their own (kind, subgroup, tile, slot, direction), so that
+operations may be renamed or merged and the recording stays what it was.
+
+Run as a script from the repository::
+
+    python tests/sim/recording.py write                      replace the recording
+    python tests/sim/recording.py print saves 1700 1800      print what is written down for these seeds
+    python tests/sim/recording.py compare OTHER saves 1700   print the first difference of a hundred seeds to another
+                                                             checkout, which has an environment of its own
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import backwards
+import forwards
+import saves
+import swarm
+
+from offload.engine import operations as ops
+from offload.engine.machine import Machine
+
+FILE = Path(__file__).with_name("recording.json")
+HUNDRED = 100
+SEEDS = {"sweeps": 2000, "changing": 1000, "saves": 2500, "forwards": 2500, "backwards": 2000}
+"""How many seeds of each driver are recorded."""
+
+RUNS: dict[str, Callable[[int, type[Machine]], object]] = {
+    "sweeps": lambda seed, machine: swarm.run_scenario(swarm.make_scenario(seed), machine),
+    "changing": lambda seed, machine: swarm.run_scenario(swarm.make_changing_scenario(seed), machine),
+    "saves": saves.run_seed,
+    "forwards": forwards.run_seed,
+    "backwards": backwards.run_seed,
+}
+
+
+def place(record: Any) -> tuple[object, ...]:
+    """Return where a record says that a tile lies."""
+    location = record.location
+    return location.path, location.offset, location.nbytes, record.step, record.checksum
+
+
+def neutral_operation(operation: Any) -> tuple[object, ...]:
+    """Return an operation in neutral words."""
+    match operation:
+        case ops.Run():
+            visit, slots = operation.visit, (operation.slot, operation.gpu_slot, operation.weight_slot)
+            return "run", visit.subgroup, operation.sweep, operation.fresh, *slots, *neutral_visit(visit)
+        case ops.ReadTile():
+            return "tile", "fetch", *operation.tile, operation.slot, operation.buffer_offset, *place(operation.record)
+        case ops.WriteTile():
+            return "tile", "flush", *operation.tile, operation.slot, operation.buffer_offset, *place(operation.record)
+        case ops.CopyTile():
+            return "saved tile", "fetch", *operation.tile, operation.buffer, *place(operation.record)
+        case ops.SaveTile():
+            source = operation.source_offset, operation.buffer, operation.gathers
+            return "saved tile", "flush", *operation.tile, *source, *place(operation.record)
+        case ops.Transfer(what="state"):
+            return "state", operation.lane, operation.subgroup, operation.slot, operation.through
+        case ops.Transfer():
+            return "weights", operation.lane, operation.subgroup, operation.through, operation.nbytes
+        case ops.AwaitPush():
+            return "weights", "left", operation.subgroup, operation.weight_slot
+        case ops.Sync():
+            return "sync", operation.path
+        case ops.Commit():
+            return "commit", operation.number, [(*tile, *place(r)) for tile, r in operation.records.items()]
+    raise AssertionError(f"{operation} has no neutral words")
+
+
+def neutral_visit(visit: Any) -> tuple[object, ...]:
+    """Return a visit in neutral words."""
+    flags = visit.changes, visit.overwrites, visit.gpu, visit.fetches, visit.ahead
+    return visit.subgroup, *(int(flag) for flag in flags), visit.weight_bytes
+
+
+def neutral_event(event: Any) -> tuple[object, ...]:
+    """Return an event in neutral words."""
+    match event:
+        case ops.Begin(sweep):
+            return "begin", sweep.number, sweep.step, sweep.ahead, [neutral_visit(visit) for visit in sweep.visits]
+        case ops.Done(op, checksum):
+            return "done", op, checksum
+        case ops.Failed(op, error):
+            return "failed", op, type(error).__name__
+        case ops.Admit(subgroups) | ops.Confirm(subgroups):
+            return type(event).__name__.lower(), subgroups
+        case ops.BeginSave(save):
+            return "begin save", save.number, save.sink, save.empty
+        case ops.Taken(ended):
+            return "taken", ended.number
+        case ops.Reshare(shares):
+            return "reshare", shares
+        case ops.TakeUp():
+            held = [(number, len(records)) for number, records in event.held.items()]
+            return "take up", sorted(event.stores.items()), held, [(*t, *place(r)) for t, r in event.records.items()]
+        case ops.Release(number):
+            return "release", number
+        case ops.Stop() | ops.Extend() | ops.Hold():
+            return (type(event).__name__.lower(),)
+    raise AssertionError(f"{event} has no neutral words")
+
+
+def lines_of(driver: str, seed: int) -> Iterator[str]:
+    """Yield what machines are told in a seed's run, what they decide, and what they say at a sweep's end."""
+    lines = [f"{driver} {seed}"]
+    made = itertools.count()
+
+    class Recorded(Machine):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            self.number = next(made)
+            super().__init__(*arguments, **more)
+
+        def handle(self, event: Any) -> None:
+            lines.append(f"{self.number} <- {neutral_event(event)}")
+            super().handle(event)
+            if isinstance(event, ops.Taken):
+                lines.append(f"{self.number}    moved {self.moved}, ended {self.ended}, failed {self.failed}")
+
+        def take_operations(self) -> list[Any]:
+            out = super().take_operations()
+            lines.extend(f"{self.number} -> {operation.op} {neutral_operation(operation)}" for operation in out)
+            return out
+
+    RUNS[driver](seed, Recorded)
+    yield from lines
+
+
+def digest(driver: str, first: int, count: int = HUNDRED) -> str:
+    """Return the digest of some seeds' lines."""
+    whole = hashlib.sha256()
+    for seed in range(first, first + count):
+        for line in lines_of(driver, seed):
+            whole.update(line.encode() + b"\n")
+    return whole.hexdigest()[:16]
+
+
+def recorded(driver: str, first: int) -> str:
+    """Return the recorded digest of the hundred seeds from `first` on."""
+    return str(json.loads(FILE.read_text())[driver][first // HUNDRED])
+
+
+def compare(other: Path, driver: str, first: int) -> str:
+    """Return the first difference between this checkout and another in a hundred seeds, with what came before it."""
+    command = [str(other / ".venv/bin/python"), "tests/sim/recording.py", "print", driver, str(first)]
+    printed = subprocess.run([*command, str(first + HUNDRED)], cwd=other, check=True, capture_output=True, text=True)
+    theirs = printed.stdout.splitlines()
+    ours = [line for seed in range(first, first + HUNDRED) for line in lines_of(driver, seed)]
+    for number, (mine, before) in enumerate(itertools.zip_longest(ours, theirs)):
+        if mine != before:
+            seed = next(line for line in reversed(ours[: number + 1]) if line.startswith(driver))
+            story = "\n".join(ours[max(number - 10, 0) : number])
+            return f"{seed}\n{story}\n! here:  {mine}\n! there: {before}"
+    return "no difference"
+
+
+def main(what: str, *more: str) -> None:
+    """Do what the command line says."""
+    if what == "write":
+        found = {driver: [digest(driver, n) for n in range(0, SEEDS[driver], HUNDRED)] for driver in SEEDS}
+        FILE.write_text(json.dumps(found, indent=1) + "\n")
+    elif what == "print":
+        for seed in range(int(more[1]), int(more[2])):
+            sys.stdout.writelines(f"{line}\n" for line in lines_of(more[0], seed))
+    else:
+        sys.stdout.write(compare(Path(more[0]), more[1], int(more[2])) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
