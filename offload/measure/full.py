@@ -39,7 +39,7 @@ from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import SECTOR_BYTES, StateFormat
 from offload.rules import ADAMW
-from offload.tiers import check_directories, open_tier, slot_bytes
+from offload.tiers import check_places, open_tier, slot_bytes
 from offload.units import format_bytes, format_count
 
 ROUNDS = (3, 15)
@@ -98,7 +98,7 @@ def full_probe(
         TierError: If a path fails.
         OffloadError: If there is not enough memory.
     """
-    check_directories(paths)
+    check_places(paths)
     threads = threads or len(os.sched_getaffinity(0))
     if numel is None:
         most = available_bytes() // 4 // sum(trial_bytes(ADAMW.stored_in(form)) for form in StateFormat)

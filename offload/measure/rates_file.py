@@ -40,7 +40,7 @@ from offload.plan import Rates
 from offload.plan.rates import mean_rate
 from offload.protocols import StateFormat
 from offload.rules import STATE_FORMATS
-from offload.tiers import file_system
+from offload.tiers import parse_place
 from offload.tiers.places import read_json, replacing
 
 FORMAT = 2
@@ -402,16 +402,8 @@ def path_facts(path: str) -> dict[str, str]:
     Raises:
         ConfigError: If there is no such directory.
     """
-    scheme, separator, rest = path.partition("://")
-    if separator and scheme == "s3":
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "AWS"
-        return {"path": path, "file_system": "s3", "device": f"{rest.partition('/')[0]} at {endpoint}"}
-    directory = os.path.realpath(rest if separator else path)
     try:
-        # File systems without an id of their own (network mounts, mostly) are known by what is mounted.
-        number = os.statvfs(directory).f_fsid
-        device = f"{number:016x}" if number else _mount_source(directory)
-        return {"path": directory, "file_system": file_system(directory), "device": device}
+        return parse_place(path).facts()
     except OSError as cause:
         raise ConfigError("paths", path, f"it cannot be used: {cause.strerror}") from cause
 
@@ -419,14 +411,6 @@ def path_facts(path: str) -> dict[str, str]:
 def _place(facts: Mapping[str, Any]) -> str:
     """Return what two paths have in common that are equally fast."""
     return f"{facts.get('file_system')} on {facts.get('device')}"
-
-
-def _mount_source(directory: str) -> str:
-    mounts = {mount.mountpoint: mount.device for mount in psutil.disk_partitions(all=True)}
-    place = Path(directory)
-    while str(place) not in mounts and place != place.parent:
-        place = place.parent
-    return str(mounts.get(str(place), ""))
 
 
 def _cpu_model() -> str:

@@ -44,7 +44,7 @@ from offload.session.setup import (
     refuse_gpu,
     usable_bytes,
 )
-from offload.tiers import check_directories, innermost
+from offload.tiers import check_places, innermost
 
 log = logging.getLogger("offload")
 
@@ -106,7 +106,7 @@ class Parts:
         """
         config = self.config
         paths = [path.path for path in config.path_configs]
-        check_directories(paths)
+        check_places(paths)
         if self.gpu is None:
             refuse_gpu(config)
         parameters = self._with_formats(parameters)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import offload
-from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.dtypes import ITEM_BYTES
 from offload.kernels.table import checked
 from offload.rules import ADAM
 from offload.sim import SimulatedDevice
 from offload.sim.device import spans_of
+from offload.tiers.directories import DirectoryFolder
 
 
 class OnDevice(offload.AdamW):

@@ -13,8 +13,9 @@ from tier_harness import Build, Harness
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, TierFullError
-from offload.tiers import AsyncFileTier, FileTier, asyncfile, open_tier, supports_direct, tier_error
+from offload.tiers import AsyncFileTier, FileTier, asyncfile, open_tier, tier_error
 from offload.tiers import places as places_module
+from offload.tiers.asyncfile import supports_direct
 
 NBYTES = 256 << 10
 TARGET = 4 << 20
@@ -31,13 +32,13 @@ def test_chosen_where_asked_for_or_where_nothing_better_works(
 ) -> None:
     assert opened(tmp_path, io_backend="asyncio") is AsyncFileTier
     assert opened(tmp_path) is FileTier
-    monkeypatch.setattr("offload.tiers.supports_direct", lambda directory: False)
+    monkeypatch.setattr("offload.tiers.directories.supports_direct", lambda directory: False)
     assert opened(tmp_path) is FileTier  # a local file system
     for kind in ("nfs", "fuse", "lustre"):
-        monkeypatch.setattr("offload.tiers.file_system", lambda directory, kind=kind: kind)
+        monkeypatch.setattr("offload.tiers.directories.file_system", lambda directory, kind=kind: kind)
         assert opened(tmp_path) is AsyncFileTier
         assert opened(tmp_path, io_backend="threads") is FileTier
-    monkeypatch.setattr("offload.tiers.supports_direct", lambda directory: True)
+    monkeypatch.setattr("offload.tiers.directories.supports_direct", lambda directory: True)
     assert opened(tmp_path) is FileTier
     with pytest.raises(ConfigError, match="no such directory"):
         opened(tmp_path / "absent", io_backend="asyncio")

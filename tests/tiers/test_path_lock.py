@@ -564,10 +564,10 @@ def test_the_switch() -> None:
 def test_where_the_lock_has_no_effect_is_said(
     tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.tiers.supports_direct", lambda directory: False)
+    monkeypatch.setattr("offload.tiers.directories.supports_direct", lambda directory: False)
     weight = torch.nn.Parameter(torch.randn(5000))
     for path, kind in ((str(tmp_path), "nfs"), (f"s3://{BUCKET}/turns", "ext")):
-        monkeypatch.setattr("offload.tiers.file_system", lambda directory, kind=kind: kind)
+        monkeypatch.setattr("offload.tiers.directories.file_system", lambda directory, kind=kind: kind)
         for lock, times in (("on", 1), ("auto", 0)):
             caplog.clear()
             config = offload.OffloadConfig(host_memory=0, paths=[path], path_lock=lock)

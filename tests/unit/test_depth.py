@@ -18,7 +18,8 @@ from offload.engine.memory import Arena
 from offload.errors import ConfigError
 from offload.measure import choose_depth, tune_depth
 from offload.measure.depth import DEPTHS, TILE_BYTES, TILES, goes_on_rising
-from offload.tiers import open_tier, supports_direct
+from offload.tiers import open_tier
+from offload.tiers.asyncfile import supports_direct
 
 ENOUGH = 2 * TILES * TILE_BYTES[0]
 

@@ -1,0 +1,211 @@
+"""A prefix of a bucket as a place: its tier, its stores, and folders of small objects."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+from offload._native import CompletionQueue
+from offload.errors import CheckpointError, TierError
+from offload.protocols import Tier
+from offload.tiers.objects import HASTY, ObjectMissingError, S3Client, import_botocore, split_url
+from offload.tiers.place import TEMPORARY, Place, limit_bytes, saying
+from offload.tiers.places import UNLIMITED_BYTES
+from offload.tiers.remote import ExistingRemoteStore, RemoteTier
+from offload.tiers.store import RANK_NAME, RECORD_NAME, STORE_NAME
+
+_log = logging.getLogger("offload")
+
+_STORE_KEY = re.compile(rf"((?:{RANK_NAME.pattern}/)?{STORE_NAME.pattern})/")
+
+
+class Bucket:
+    """A `Place` in an object store.
+
+    Args:
+        path: "s3://bucket/prefix".
+        field: What errors call it.
+
+    Raises:
+        ConfigError: It cannot be the name of a bucket.
+    """
+
+    lock_path = None
+    has_locks = False
+
+    def __init__(self, path: str, field: str = "paths") -> None:
+        self.path = self.name = path
+        self._place = split_url(path, field)
+
+    def check(self, field: str) -> Hashable:
+        """See `Place.check`."""
+        import_botocore(self.path, field)
+        return self._place
+
+    def room(self) -> tuple[int, None]:
+        """See `Place.room`: there is no limit."""
+        return UNLIMITED_BYTES, None
+
+    def facts(self) -> dict[str, str]:
+        """See `Place.facts`; a bucket is known by its name and its endpoint."""
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "AWS"
+        return {"path": self.path, "file_system": "s3", "device": f"{self._place[0]} at {endpoint}"}
+
+    def for_rank(self, rank: int, field: str) -> Bucket:
+        """See `Place.for_rank`."""
+        return Bucket(f"{self.path.rstrip('/')}/rank-{rank}", field)
+
+    def open(self, store: uuid.UUID, queue: CompletionQueue, **options: Any) -> Tier:
+        """See `Place.open`."""
+        if options.get("used_bytes") is not None:
+            detail = "stores are taken over on local file systems only"
+            raise TierError("take over", tier="storage", path=self.path, detail=detail)
+        if options.get("turns") is not None:
+            _log.warning("path_lock has no effect on %s: requests to an object store take no turns", self.path)
+        known = {name: options[name] for name in ("max_bytes", "checksum", "depth") if options.get(name) is not None}
+        return RemoteTier(self.path, store, queue, **known)
+
+    def open_existing(self, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool) -> Tier:
+        """See `Place.open_existing`."""
+        return ExistingRemoteStore(self.path, store, queue, checksum=checksum)
+
+    def folder(self) -> BucketFolder:
+        """See `Place.folder`."""
+        return BucketFolder(self.path)
+
+    def store(self, store: uuid.UUID) -> BucketStore:
+        """See `Place.store`."""
+        return BucketStore(f"{self.path.rstrip('/')}/offload-{store}")
+
+    def stores(self, *, ranks: bool = True) -> list[BucketStore]:
+        """See `Place.stores`."""
+        folder, found = self.folder(), dict[str, int]()
+        for key, nbytes in folder.walk():
+            store = _STORE_KEY.match(key)
+            if store is not None and (ranks or RANK_NAME.match(key) is None):
+                found[store[1]] = found.get(store[1], 0) + nbytes
+        return [BucketStore(f"{folder.path}/{name}", nbytes) for name, nbytes in sorted(found.items())]
+
+    def search(self, store: uuid.UUID, places: Iterable[Place]) -> list[str]:
+        """See `Place.search`: nobody moves a bucket."""
+        return []
+
+    def roots(self) -> list[str]:
+        """See `Place.roots`."""
+        return []
+
+
+class BucketFolder:
+    """A `Folder` in an object store: an object is whole or not there by nature.
+
+    Args:
+        path: "s3://bucket/prefix".
+    """
+
+    has_locks = False
+    fails_late = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path.rstrip("/")
+        bucket, prefix = split_url(path, "checkpoint")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._client = S3Client(path, bucket, retry=HASTY)
+
+    def read(self, name: str) -> bytes | None:
+        """See `Folder.read`."""
+        key = self._prefix + name
+        with saying("read", f"{self.path}/{name}"), contextlib.suppress(ObjectMissingError):
+            nbytes = self._client.head(key)
+            if nbytes is None:
+                return None
+            if nbytes > limit_bytes(name):
+                raise CheckpointError(f"cannot read {self.path}/{name}: it has {nbytes} bytes")
+            content = bytearray(nbytes)
+            if nbytes and self._client.get_into(key, [memoryview(content)]) != nbytes:
+                raise CheckpointError(f"{self.path}/{name} changed while it was read; try again")
+            return bytes(content)
+        return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Folder.write`."""
+        with saying("write", f"{self.path}/{name}"):
+            self._client.put(self._prefix + name, [memoryview(content)])
+
+    def delete(self, name: str) -> None:
+        """See `Folder.delete`."""
+        with saying("delete", f"{self.path}/{name}"):
+            self._client.delete([self._prefix + name])
+
+    def names(self) -> list[str]:
+        """See `Folder.names`."""
+        with saying("list", f"{self.path}/"):
+            keys = self._client.list(self._prefix)
+        names = (key.removeprefix(self._prefix) for key in keys)
+        return sorted(name for name in names if "/" not in name)
+
+    def prepare(self) -> None:
+        """See `Folder.prepare`."""
+        name = f"{TEMPORARY}{uuid.uuid4().hex}"
+        self.write(name, b"trial")
+        self.delete(name)
+
+    def walk(self) -> list[tuple[str, int]]:
+        """Return name and size of all objects below, sorted."""
+        with saying("list", f"{self.path}/"):
+            found = self._client.sizes(self._prefix)
+        return sorted((key.removeprefix(self._prefix), nbytes) for key, nbytes in found.items())
+
+
+class BucketStore(BucketFolder):
+    """A `StoreFolder` in an object store, where nobody can tell who uses it or reads it.
+
+    Args:
+        path: "s3://bucket/prefix/offload-<uuid>".
+        nbytes: What it takes, if that is known.
+    """
+
+    def __init__(self, path: str, nbytes: int | None = None) -> None:
+        super().__init__(path)
+        self.label = path
+        self._nbytes = nbytes
+
+    def nbytes(self) -> int:
+        """See `StoreFolder.nbytes`."""
+        return sum(nbytes for _, nbytes in self.walk()) if self._nbytes is None else self._nbytes
+
+    def opened_by(self) -> str:
+        """See `StoreFolder.opened_by`."""
+        try:
+            opened = json.loads(self.read(RECORD_NAME) or b"{}")
+            return f"process {opened.get('pid', '?')} on {opened.get('host', '?')}"
+        except (ValueError, AttributeError, RecursionError) as cause:
+            raise CheckpointError(str(cause)) from cause
+
+    def used_by(self) -> int | None:
+        """See `StoreFolder.used_by`."""
+        return None
+
+    def is_read(self, *, own: int = 0) -> bool:
+        """See `StoreFolder.is_read`."""
+        return False
+
+    def take_lock(self) -> int | None:
+        """See `StoreFolder.take_lock`."""
+        return None
+
+    def remove(self) -> None:
+        """See `StoreFolder.remove`.
+
+        Descriptions (*.json) go last, so that an interrupted delete can be recognised and finished.
+        """
+        with saying("delete", f"{self.path}/"):
+            keys = self._client.list(self._prefix)
+            described = [key for key in keys if key.endswith(".json")]
+            self._client.delete([key for key in keys if key not in described])
+            self._client.delete(described)
