@@ -30,7 +30,7 @@ from offload.engine.operations import Commit, Save, SaveTile
 from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.layout import Layout
 from offload.protocols import Tier, TileId
-from offload.tiers import innermost, open_existing, open_tier, parse_place, slot_bytes
+from offload.tiers import StoreOptions, open_existing, open_tier, parse_place, slot_bytes
 from offload.tiers.place import Folder
 from offload.tiers.places import release_lock
 from offload.tiers.remote import crc32c_of
@@ -257,9 +257,11 @@ class Saves:
                     folder.path,
                     store,
                     self._queue,
-                    extent_bytes=max(1 << 20, min(total, 256 << 20)),
-                    checksum=self._checksum,
-                    io_backend=io_backend,
+                    options=StoreOptions(
+                        extent_bytes=max(1 << 20, min(total, 256 << 20)),
+                        checksum=self._checksum,
+                        io_backend=io_backend,
+                    ),
                 ),
             )
             self._others[number] = sink[1]
@@ -328,7 +330,7 @@ class Saves:
         if pending.sink is not None:
             # It stays in `others` when it is closed: a session that breaks still hears of writes to it.
             if error is None or self.named:
-                innermost(pending.sink[1]).kept = frozenset(r.location.offset for r in pending.records.values())  # type: ignore[attr-defined]
+                pending.sink[1].keep({record.location.offset for record in pending.records.values()})
             if not broke:  # else it is closed with the session, as it may hang
                 pending.sink[1].close()
         if error is None and pending.job is not None:

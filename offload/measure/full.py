@@ -39,7 +39,7 @@ from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import SECTOR_BYTES, StateFormat
 from offload.rules import ADAMW
-from offload.tiers import check_places, open_tier, slot_bytes
+from offload.tiers import StoreOptions, check_places, open_tier, slot_bytes
 from offload.units import format_bytes, format_count
 
 ROUNDS = (3, 15)
@@ -335,7 +335,7 @@ class _PathProbe:
         needed = sum(2 * PATH_SLOTS * slot_bytes(size) for size in sizes)
         self.shares = False
         """Whether transfers of one direction have been under way together."""
-        self.tier = open_tier(path, uuid.uuid4(), queue, extent_bytes=min(needed, 64 << 20))
+        self.tier = open_tier(path, uuid.uuid4(), queue, options=StoreOptions(extent_bytes=min(needed, 64 << 20)))
         stack.callback(self.tier.close)
         self.tier.register_memory(self._arena.address, self._arena.nbytes)
         room = self.tier.free_bytes()  # before slots are written: these are written again

@@ -44,7 +44,7 @@ from offload.session.setup import (
     refuse_gpu,
     usable_bytes,
 )
-from offload.tiers import check_places, innermost
+from offload.tiers import check_places
 
 log = logging.getLogger("offload")
 
@@ -371,7 +371,7 @@ class Parts:
                 held.setdefault(record.location.path, set()).add(record.location.offset)
         for number, tier in enumerate(self.tiers):
             if held.get(number):
-                innermost(tier).kept = frozenset(held[number])  # type: ignore[attr-defined]
+                tier.keep(held[number])
 
     def _close_tiers(self) -> None:
         """Close them side by side: one whose device hangs keeps no other open."""

@@ -7,14 +7,13 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError
 from offload.protocols import Tier
 from offload.tiers.asyncfile import AsyncFileTier
 from offload.tiers.buckets import Bucket
-from offload.tiers.common import SLOT_HEADER_BYTES, slot_bytes, tier_error
+from offload.tiers.common import DEFAULTS, SLOT_HEADER_BYTES, StoreOptions, slot_bytes, tier_error
 from offload.tiers.directories import Directory
 from offload.tiers.existing import ExistingStore
 from offload.tiers.file import IO_BACKENDS, FileTier, choose_io_backend
@@ -39,6 +38,7 @@ __all__ = [
     "RemoteTier",
     "RetryPolicy",
     "S3Client",
+    "StoreOptions",
     "Turns",
     "check_places",
     "choose_io_backend",
@@ -107,14 +107,14 @@ def free_bytes(paths: Sequence[str]) -> list[int]:
     return [room if device is None else room // devices.count(device) for room, device in rooms]
 
 
-def open_tier(path: str, store: uuid.UUID, queue: CompletionQueue, **options: Any) -> Tier:
+def open_tier(path: str, store: uuid.UUID, queue: CompletionQueue, *, options: StoreOptions = DEFAULTS) -> Tier:
     """Open a new store on a path.
 
     Args:
         path: See `parse_place`.
         store: The session's store.
         queue: Where completions go; must outlive the tier.
-        **options: See `FileTier`.
+        options: How.
 
     Returns:
         The tier; the caller closes it.
@@ -123,7 +123,7 @@ def open_tier(path: str, store: uuid.UUID, queue: CompletionQueue, **options: An
         ConfigError: The path or the backend cannot be used; nothing has been created.
         TierError: The store could not be created, or not taken over.
     """
-    return parse_place(path).open(store, queue, **options)
+    return parse_place(path).open(store, queue, options)
 
 
 def open_existing(path: str, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool = True) -> Tier:

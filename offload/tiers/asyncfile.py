@@ -24,8 +24,10 @@ from aiofiles.os import wrap
 from offload._native import crc32c, make_slot_header
 from offload.protocols import ERROR_CHECKSUM, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
 from offload.tiers.common import (
+    DEFAULTS,
     SLOT_HEADER_BYTES,
     Owned,
+    StoreOptions,
     admit,
     check_depth,
     check_limits,
@@ -86,10 +88,8 @@ class AsyncFileTier(Owned):
         path: An existing, writable directory.
         store: The session's store.
         queue: Where completions go; must outlive the tier.
-        max_bytes: Most that the file may grow to; None for what the file system has.
-        depth: System calls at a time for each direction, which share them.
+        options: How; the depth is of system calls, which both directions share.
         piece_bytes: Most that one system call moves, a multiple of 4096.
-        checksum: Compute payload checksums on write and verify them on read.
 
     Attributes:
         store_path: The store's directory.
@@ -108,19 +108,17 @@ class AsyncFileTier(Owned):
         path: str | os.PathLike[str],
         store: uuid.UUID,
         queue: Queue,
+        options: StoreOptions = DEFAULTS,
         *,
-        max_bytes: int | None = None,
-        depth: int = DEFAULT_DEPTH,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
-        checksum: bool = True,
     ) -> None:
         super().__init__(os.fspath(path))
-        check_limits(max_bytes, depth, piece_bytes)
+        self.depth = depth = DEFAULT_DEPTH if options.depth is None else options.depth
+        check_limits(options.max_bytes, depth, piece_bytes)
         self._store = store.bytes
-        self.depth = depth
         self._queue = queue
-        self._max_bytes = max_bytes
-        self._checksum = checksum
+        self._max_bytes = options.max_bytes
+        self._checksum = options.checksum
         self._piece_bytes = piece_bytes
         self._used_bytes = 0
         self._sync_error = 0

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import uuid
 from collections.abc import Hashable, Iterable
-from typing import Any
 
 from offload._native import CompletionQueue
-from offload.errors import CheckpointError, TierError
+from offload.errors import CheckpointError
 from offload.protocols import Tier
+from offload.tiers.common import StoreOptions, check_new
 from offload.tiers.objects import HASTY, ObjectMissingError, S3Client, import_botocore, split_url
 from offload.tiers.place import TEMPORARY, Place, limit_bytes, saying
 from offload.tiers.places import UNLIMITED_BYTES
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
 from offload.tiers.store import RANK_NAME, RECORD_NAME, STORE_NAME
-
-_log = logging.getLogger("offload")
 
 _STORE_KEY = re.compile(rf"((?:{RANK_NAME.pattern}/)?{STORE_NAME.pattern})/")
 
@@ -61,19 +58,14 @@ class Bucket:
         """See `Place.for_rank`."""
         return Bucket(f"{self.path.rstrip('/')}/rank-{rank}", field)
 
-    def open(self, store: uuid.UUID, queue: CompletionQueue, **options: Any) -> Tier:
+    def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
         """See `Place.open`."""
-        if options.get("used_bytes") is not None:
-            detail = "stores are taken over on local file systems only"
-            raise TierError("take over", tier="storage", path=self.path, detail=detail)
-        if options.get("turns") is not None:
-            _log.warning("path_lock has no effect on %s: requests to an object store take no turns", self.path)
-        known = {name: options[name] for name in ("max_bytes", "checksum", "depth") if options.get(name) is not None}
-        return RemoteTier(self.path, store, queue, **known)
+        check_new(self.path, options, "requests to an object store take no turns")
+        return RemoteTier(self.path, store, queue, options)
 
     def open_existing(self, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool) -> Tier:
         """See `Place.open_existing`."""
-        return ExistingRemoteStore(self.path, store, queue, checksum=checksum)
+        return ExistingRemoteStore(self.path, store, queue, StoreOptions(checksum=checksum))
 
     def folder(self) -> BucketFolder:
         """See `Place.folder`."""

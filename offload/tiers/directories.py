@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import uuid
 from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from offload._native import CompletionQueue
-from offload.errors import CheckpointError, ConfigError, TierError
+from offload.errors import CheckpointError, ConfigError
 from offload.protocols import Tier
 from offload.tiers.asyncfile import AsyncFileTier, supports_direct
+from offload.tiers.common import StoreOptions, check_new
 from offload.tiers.existing import ExistingStore
 from offload.tiers.file import FileTier
 from offload.tiers.place import TEMPORARY, Place, limit_bytes, saying
@@ -38,8 +37,6 @@ from offload.tiers.store import RANK_NAME, RECORD_NAME, STORE_NAME, StoreDirecto
 
 _RECORD_BYTES = 1 << 16
 """Most that a store's record may have."""
-
-_log = logging.getLogger("offload")
 
 
 class Directory:
@@ -91,18 +88,12 @@ class Directory:
             raise ConfigError(field, self.path, f"it cannot be written: {error.strerror}") from error
         return Directory(own)
 
-    def open(self, store: uuid.UUID, queue: CompletionQueue, **options: Any) -> Tier:
+    def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
         """See `Place.open`."""
-        backend = options.get("io_backend", "auto")
-        if backend != "asyncio" and not (backend == "auto" and self._wants_asyncio()):
-            return FileTier(self.path, store, queue, **options)
-        if options.get("used_bytes") is not None:
-            detail = "stores are taken over on local file systems only"
-            raise TierError("take over", tier="storage", path=self.path, detail=detail)
-        if options.get("turns") is not None:
-            _log.warning("path_lock has no effect on %s: asyncio takes no turns, other backends do", self.path)
-        known = {name: options[name] for name in ("max_bytes", "checksum", "depth") if options.get(name) is not None}
-        return AsyncFileTier(self.path, store, queue, **known)
+        if options.io_backend != "asyncio" and not (options.io_backend == "auto" and self._wants_asyncio()):
+            return FileTier(self.path, store, queue, options)
+        check_new(self.path, options, "asyncio takes no turns, other backends do")
+        return AsyncFileTier(self.path, store, queue, options)
 
     def _wants_asyncio(self) -> bool:
         """Return whether it is on a network or parallel file system that has no O_DIRECT."""

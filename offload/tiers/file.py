@@ -13,7 +13,7 @@ from pathlib import Path
 from offload._native import CompletionQueue, IoEngine, IoThreads, IoUring, StoreFile, TakingTurns
 from offload.errors import ConfigError
 from offload.protocols import SECTOR_BYTES, TileRequest
-from offload.tiers.common import Owned, check_depth, check_limits, check_request
+from offload.tiers.common import DEFAULTS, Owned, StoreOptions, check_depth, check_limits, check_request
 from offload.tiers.places import open_regular
 from offload.tiers.store import Store
 from offload.tiers.turns import Turns, describe_wait, lock_error, lock_file, watch
@@ -24,7 +24,6 @@ IO_BACKENDS = ("auto", "io_uring", "threads")
 # Measured with bench/paths.py: fewer or smaller pieces in flight lose throughput, more or larger gain none.
 DEFAULT_DEPTHS = {"io_uring": 4, "threads": 2}
 DEFAULT_PIECE_BYTES = 4 << 20
-DEFAULT_EXTENT_BYTES = 256 << 20
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -74,19 +73,11 @@ class FileTier(Owned):
         path: An existing, writable directory.
         store: The session's store.
         queue: Where completions go; must outlive the tier.
-        max_bytes: Most that the file may grow to; None for what the file system has.
-        extent_bytes: What the file is preallocated by.
-        depth: Pieces (with io_uring) or tiles (with threads) in flight for each direction; None for
-            `DEFAULT_DEPTHS`.
+        options: How; the depth is of pieces (with io_uring) or tiles (with threads), by default `DEFAULT_DEPTHS`, and
+            the backend one of `IO_BACKENDS`.
         piece_bytes: Most that one system call moves, a multiple of 4096.
-        checksum: Compute payload checksums on write and verify them on read. Without, completions report 0,
-            headers are still verified, and only the index tells a finished write from a torn one.
         direct: Try O_DIRECT; False for the page cache.
-        turns: Take turns on the path with other processes; None for no lock at all.
-        io_backend: One of `IO_BACKENDS`.
         register_file: Register the file with io_uring where that is used; False to see what it gains.
-        used_bytes: Take over a store that is there and whose session has ended, the first `used_bytes` of which are
-            cut into slots already; `close` leaves it in place. None to make a new one.
 
     Attributes:
         io_backend: What that came to: "io_uring" or "threads".
@@ -106,22 +97,17 @@ class FileTier(Owned):
         path: str | os.PathLike[str],
         store: uuid.UUID,
         queue: CompletionQueue,
+        options: StoreOptions = DEFAULTS,
         *,
-        max_bytes: int | None = None,
-        extent_bytes: int = DEFAULT_EXTENT_BYTES,
-        depth: int | None = None,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
-        checksum: bool = True,
         direct: bool = True,
-        turns: Turns | None = None,
-        io_backend: str = "auto",
         register_file: bool = True,
-        used_bytes: int | None = None,
     ) -> None:
         super().__init__(os.fspath(path))
-        self.io_backend = choose_io_backend(io_backend)
-        self.depth = DEFAULT_DEPTHS[self.io_backend] if depth is None else depth
-        check_limits(max_bytes, self.depth, piece_bytes)
+        self.io_backend = choose_io_backend(options.io_backend)
+        self.depth = DEFAULT_DEPTHS[self.io_backend] if options.depth is None else options.depth
+        check_limits(options.max_bytes, self.depth, piece_bytes)
+        used_bytes, turns = options.used_bytes, options.turns
         existing = used_bytes is not None
         if existing:
             self.kept = frozenset()
@@ -133,11 +119,11 @@ class FileTier(Owned):
             self.cached = not self.direct
             self._bytes_before = os.fstat(descriptor).st_size if existing else 0
             # Takes the descriptor over, whatever happens next.
-            self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, extent_bytes)
+            self._file = StoreFile(descriptor, self.direct, store.bytes, options.max_bytes or 0, options.extent_bytes)
             if used_bytes is not None and (error := self._file.reserve(used_bytes)):
                 raise OSError(error, os.strerror(error))
             kind = IoUring if self.io_backend == "io_uring" else IoThreads
-            self._engine: IoEngine = kind(queue, self.depth, piece_bytes, checksum)
+            self._engine: IoEngine = kind(queue, self.depth, piece_bytes, options.checksum)
             undo.callback(self._engine.close)
             refusal = self._engine.register_file(self._file) if register_file else 0
             if refusal:

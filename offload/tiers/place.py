@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from offload._native import CompletionQueue
 from offload.errors import CheckpointError
 from offload.protocols import Tier
+from offload.tiers.common import StoreOptions
 from offload.tiers.objects import ObjectError
 
 TEMPORARY = ".tmp-"
@@ -150,7 +151,7 @@ class Place(Protocol):
             ConfigError: It is not there or cannot be written; names `field`.
         """
 
-    def open(self, store: uuid.UUID, queue: CompletionQueue, **options: Any) -> Tier:
+    def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
         """Open a store; see `offload.tiers.open_tier`."""
 
     def open_existing(self, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool) -> Tier:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tier_harness
-from tier_harness import Build, Harness
+from tier_harness import Build, Harness, gather
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, TierFullError
@@ -22,7 +22,7 @@ TARGET = 4 << 20
 
 
 def opened(path: Path, **options: object) -> object:
-    tier = open_tier(str(path), uuid.uuid4(), CompletionQueue(), **options)  # type: ignore[arg-type]
+    tier = open_tier(str(path), uuid.uuid4(), CompletionQueue(), **gather(options))
     tier.close()
     return type(tier)
 
@@ -123,6 +123,6 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_sizes_that_cannot_be_used(tmp_path: Path) -> None:
     for options in ({"max_bytes": 4096}, {"depth": 0}, {"piece_bytes": 1000}):
         with pytest.raises(ConfigError):
-            AsyncFileTier(tmp_path, uuid.uuid4(), CompletionQueue(), **options)  # type: ignore[arg-type]
+            AsyncFileTier(tmp_path, uuid.uuid4(), CompletionQueue(), **gather(options))
     assert list(tmp_path.iterdir()) == []
     assert tier_harness.ARENA_BYTES >= TARGET + NBYTES

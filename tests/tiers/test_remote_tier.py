@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from _throttled import ThrottledTier
 from s3_server import BUCKET, FaultProxy, S3Server
-from tier_harness import Harness
+from tier_harness import Harness, gather
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, CorruptRecordError, TierError
@@ -52,7 +52,7 @@ def open_remote(s3: S3Server, request: pytest.FixtureRequest) -> Iterator[Open]:
     def make(retry: RetryPolicy = QUICK, **options: object) -> Harness:
         queue = CompletionQueue()
         path = f"s3://{BUCKET}/{prefix}"
-        tier = RemoteTier(path, uuid.uuid4(), queue, retry=retry, **options)  # type: ignore[arg-type]
+        tier = RemoteTier(path, uuid.uuid4(), queue, retry=retry, **gather(options))
         opened.append(tier)
         return Harness(tier, queue)
 
