@@ -34,7 +34,7 @@ from offload.kernels.stored import Stored, stored_dtype, stored_in
 from offload.layout import Parameter, Subgroup
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
 from offload.rules import FP32, Format, UpdateRule
-from offload.tiers import open_existing, parse_place, tier_error
+from offload.tiers import parse_place, tier_error
 from offload.units import format_seconds
 
 log = logging.getLogger("offload")
@@ -402,7 +402,7 @@ class Checkpoint:
         key = self.store_path(rank, store), ref.store.hex
         if key not in self._tiers:
             try:
-                self._tiers[key] = open_existing(key[0], ref.store, self._queue, checksum=self._verify)
+                self._tiers[key] = parse_place(key[0]).open_existing(ref.store, self._queue, checksum=self._verify)
             except TierError as cause:
                 what = f"{self.path} names the store offload-{ref.store} in {key[0]}, which cannot be opened"
                 raise CheckpointError(f"{what}: {cause}") from cause
@@ -411,7 +411,8 @@ class Checkpoint:
     def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:
         """Have a manifest say where its stores are now, as they and their paths may have been moved."""
         places = [parse_place(path) for path in paths]
-        known = [*places, *(parse_place(ref.path) for ref in self.manifests[rank].stores if ref.path is not None)]
+        named = [ref.path for ref in self.manifests[rank].stores if ref.path is not None]
+        known = [*(place.name for place in places), *named]
         for number, ref in enumerate(self.manifests[rank].stores):
             if ref.path is None:
                 continue

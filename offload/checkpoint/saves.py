@@ -30,7 +30,7 @@ from offload.engine.operations import Commit, Save, SaveTile
 from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.layout import Layout
 from offload.protocols import Tier, TileId
-from offload.tiers import StoreOptions, open_existing, open_tier, parse_place, slot_bytes
+from offload.tiers import StoreOptions, open_tier, parse_place, slot_bytes
 from offload.tiers.place import Folder
 from offload.tiers.places import release_lock
 from offload.tiers.remote import crc32c_of
@@ -547,7 +547,8 @@ class Saves:
             for place in others:
                 if place not in numbers:
                     number = numbers[place] = len(self.stores) + len(foreign)
-                    foreign[number] = open_existing(*place, self._queue, checksum=self._checksum)
+                    path, store = place
+                    foreign[number] = parse_place(path).open_existing(store, self._queue, checksum=self._checksum)
         except BaseException:
             for tier in foreign.values():
                 tier.close()

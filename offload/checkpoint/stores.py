@@ -27,7 +27,7 @@ from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, CommitRecord, seal, unseal, unseal_commit
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers import parse_place
-from offload.tiers.place import Folder, StoreFolder
+from offload.tiers.place import Folder
 from offload.tiers.places import PINS_NAME, release_lock
 
 _log = logging.getLogger("offload")
@@ -52,7 +52,7 @@ class Standing(enum.Enum):
     MISSING = "nobody can tell: it is not in its folder, and nothing there says that it was released"
 
 
-def store_folder(path: str, store: uuid.UUID) -> StoreFolder:
+def store_folder(path: str, store: uuid.UUID) -> Folder:
     """Return the folder of a store on a path."""
     return parse_place(path).store(store)
 
@@ -204,7 +204,7 @@ def is_same(left: str, right: str) -> bool:
     return False
 
 
-def is_read(store: StoreFolder) -> bool:
+def is_read(store: Folder) -> bool:
     """Return whether somebody is known to read what checkpoints name in a store, other than its owner."""
     with contextlib.suppress(OSError):
         return store.is_read()
@@ -238,7 +238,7 @@ class Leftover:
     missing: tuple[Pin, ...]
     problem: str = ""
     opened_by: str = ""
-    folder: StoreFolder = field(kw_only=True, repr=False, compare=False)
+    folder: Folder = field(kw_only=True, repr=False, compare=False)
 
     @property
     def is_unused(self) -> bool:
@@ -277,7 +277,7 @@ def leftover_bytes(paths: Sequence[str]) -> int:
     return found
 
 
-def judge(store: StoreFolder, *, locked: bool = False) -> Leftover:
+def judge(store: Folder, *, locked: bool = False) -> Leftover:
     """Return what is known of a store.
 
     Args:
@@ -300,7 +300,7 @@ def judge(store: StoreFolder, *, locked: bool = False) -> Leftover:
     return Leftover(store.label, nbytes, used_by, being_read, held, missing, problem, opened_by, folder=store)
 
 
-def _split_pins(store: StoreFolder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
+def _split_pins(store: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
     """Return the pins whose checkpoints are in their folders, and those of which nobody can tell."""
     pins, name = read_pins(store), store.label
     if not any(pin.folder == HERE for pin in pins):
@@ -347,7 +347,7 @@ def remove(leftover: Leftover, *, missing: bool = False) -> bool:
             release_lock(lock)
 
 
-def delete_unused(store: StoreFolder, *, missing: bool = False) -> bool:
+def delete_unused(store: Folder, *, missing: bool = False) -> bool:
     """Delete a store whose lock the caller has, if it may be freed; return whether it is gone. See `remove`."""
     found = judge(store, locked=True)
     if not (found.is_free or (missing and found.is_unused)):

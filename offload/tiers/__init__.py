@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from offload._native import CompletionQueue
 from offload.errors import ConfigError
 from offload.protocols import Tier
-from offload.tiers.asyncfile import AsyncFileTier
 from offload.tiers.buckets import Bucket
 from offload.tiers.common import DEFAULTS, SLOT_HEADER_BYTES, StoreOptions, slot_bytes, tier_error
 from offload.tiers.directories import Directory
@@ -29,7 +28,6 @@ __all__ = [
     "IO_BACKENDS",
     "NETWORK_FILE_SYSTEMS",
     "SLOT_HEADER_BYTES",
-    "AsyncFileTier",
     "ExistingRemoteStore",
     "ExistingStore",
     "FileTier",
@@ -47,7 +45,6 @@ __all__ = [
     "identity",
     "innermost",
     "lock_holder",
-    "open_existing",
     "open_tier",
     "parse_place",
     "slot_bytes",
@@ -124,22 +121,6 @@ def open_tier(path: str, store: uuid.UUID, queue: CompletionQueue, *, options: S
         TierError: The store could not be created, or not taken over.
     """
     return parse_place(path).open(store, queue, options)
-
-
-def open_existing(path: str, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool = True) -> Tier:
-    """Open a store that is there, for reading only.
-
-    Args:
-        path: What it lies in; see `parse_place`.
-        store: The store.
-        queue: Where completions go; must outlive the tier.
-        checksum: Verify payload checksums.
-
-    Raises:
-        ConfigError: A bucket cannot be used.
-        TierError: There is no such store, or it cannot be read.
-    """
-    return parse_place(path).open_existing(store, queue, checksum=checksum)
 
 
 def innermost(tier: Tier) -> Tier:

@@ -7,22 +7,21 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 
 from offload._native import CompletionQueue
 from offload.errors import CheckpointError
 from offload.protocols import Tier
 from offload.tiers.common import StoreOptions, check_new
 from offload.tiers.objects import HASTY, ObjectMissingError, S3Client, import_botocore, split_url
-from offload.tiers.place import TEMPORARY, Place, limit_bytes, saying
-from offload.tiers.places import UNLIMITED_BYTES
+from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, saying
 from offload.tiers.remote import ExistingRemoteStore, RemoteTier
 from offload.tiers.store import RANK_NAME, RECORD_NAME, STORE_NAME
 
 _STORE_KEY = re.compile(rf"((?:{RANK_NAME.pattern}/)?{STORE_NAME.pattern})/")
 
 
-class Bucket:
+class Bucket(Place):
     """A `Place` in an object store.
 
     Args:
@@ -33,9 +32,6 @@ class Bucket:
         ConfigError: It cannot be the name of a bucket.
     """
 
-    lock_path = None
-    has_locks = False
-
     def __init__(self, path: str, field: str = "paths") -> None:
         self.path = self.name = path
         self._place = split_url(path, field)
@@ -44,10 +40,6 @@ class Bucket:
         """See `Place.check`."""
         import_botocore(self.path, field)
         return self._place
-
-    def room(self) -> tuple[int, None]:
-        """See `Place.room`: there is no limit."""
-        return UNLIMITED_BYTES, None
 
     def facts(self) -> dict[str, str]:
         """See `Place.facts`; a bucket is known by its name and its endpoint."""
@@ -71,40 +63,33 @@ class Bucket:
         """See `Place.folder`."""
         return BucketFolder(self.path)
 
-    def store(self, store: uuid.UUID) -> BucketStore:
+    def store(self, store: uuid.UUID) -> BucketFolder:
         """See `Place.store`."""
-        return BucketStore(f"{self.path.rstrip('/')}/offload-{store}")
+        return BucketFolder(f"{self.path.rstrip('/')}/offload-{store}")
 
-    def stores(self, *, ranks: bool = True) -> list[BucketStore]:
+    def stores(self, *, ranks: bool = True) -> list[BucketFolder]:
         """See `Place.stores`."""
         folder, found = self.folder(), dict[str, int]()
         for key, nbytes in folder.walk():
             store = _STORE_KEY.match(key)
             if store is not None and (ranks or RANK_NAME.match(key) is None):
                 found[store[1]] = found.get(store[1], 0) + nbytes
-        return [BucketStore(f"{folder.path}/{name}", nbytes) for name, nbytes in sorted(found.items())]
-
-    def search(self, store: uuid.UUID, places: Iterable[Place]) -> list[str]:
-        """See `Place.search`: nobody moves a bucket."""
-        return []
-
-    def roots(self) -> list[str]:
-        """See `Place.roots`."""
-        return []
+        return [BucketFolder(f"{folder.path}/{name}", nbytes) for name, nbytes in sorted(found.items())]
 
 
-class BucketFolder:
-    """A `Folder` in an object store: an object is whole or not there by nature.
+class BucketFolder(Folder):
+    """A `Folder` in an object store: an object is whole or not there by nature. Nobody can tell who uses or reads it.
 
     Args:
         path: "s3://bucket/prefix".
+        nbytes: What it takes, if that is known.
     """
 
-    has_locks = False
     fails_late = True
 
-    def __init__(self, path: str) -> None:
-        self.path = path.rstrip("/")
+    def __init__(self, path: str, nbytes: int | None = None) -> None:
+        self.path = self.label = path.rstrip("/")
+        self._nbytes = nbytes
         bucket, prefix = split_url(path, "checkpoint")
         self._prefix = f"{prefix}/" if prefix else ""
         self._client = S3Client(path, bucket, retry=HASTY)
@@ -153,46 +138,20 @@ class BucketFolder:
             found = self._client.sizes(self._prefix)
         return sorted((key.removeprefix(self._prefix), nbytes) for key, nbytes in found.items())
 
-
-class BucketStore(BucketFolder):
-    """A `StoreFolder` in an object store, where nobody can tell who uses it or reads it.
-
-    Args:
-        path: "s3://bucket/prefix/offload-<uuid>".
-        nbytes: What it takes, if that is known.
-    """
-
-    def __init__(self, path: str, nbytes: int | None = None) -> None:
-        super().__init__(path)
-        self.label = path
-        self._nbytes = nbytes
-
     def nbytes(self) -> int:
-        """See `StoreFolder.nbytes`."""
+        """See `Folder.nbytes`."""
         return sum(nbytes for _, nbytes in self.walk()) if self._nbytes is None else self._nbytes
 
     def opened_by(self) -> str:
-        """See `StoreFolder.opened_by`."""
+        """See `Folder.opened_by`."""
         try:
             opened = json.loads(self.read(RECORD_NAME) or b"{}")
             return f"process {opened.get('pid', '?')} on {opened.get('host', '?')}"
         except (ValueError, AttributeError, RecursionError) as cause:
             raise CheckpointError(str(cause)) from cause
 
-    def used_by(self) -> int | None:
-        """See `StoreFolder.used_by`."""
-        return None
-
-    def is_read(self, *, own: int = 0) -> bool:
-        """See `StoreFolder.is_read`."""
-        return False
-
-    def take_lock(self) -> int | None:
-        """See `StoreFolder.take_lock`."""
-        return None
-
     def remove(self) -> None:
-        """See `StoreFolder.remove`.
+        """See `Folder.remove`.
 
         Descriptions (*.json) go last, so that an interrupted delete can be recognised and finished.
         """

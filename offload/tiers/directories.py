@@ -6,6 +6,7 @@ import contextlib
 import os
 import uuid
 from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -13,11 +14,11 @@ import psutil
 from offload._native import CompletionQueue
 from offload.errors import CheckpointError, ConfigError
 from offload.protocols import Tier
-from offload.tiers.asyncfile import AsyncFileTier, supports_direct
+from offload.tiers.asyncfile import supports_direct
 from offload.tiers.common import StoreOptions, check_new
 from offload.tiers.existing import ExistingStore
 from offload.tiers.file import FileTier
-from offload.tiers.place import TEMPORARY, Place, limit_bytes, saying
+from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, saying
 from offload.tiers.places import (
     LOCK_NAME,
     NETWORK_FILE_SYSTEMS,
@@ -39,12 +40,12 @@ _RECORD_BYTES = 1 << 16
 """Most that a store's record may have."""
 
 
-class Directory:
+class Directory(Place):
     """A `Place` on a file system.
 
     Args:
         path: The directory, or "file://" and it.
-        field: What errors call it; unused, as any name may be a directory's.
+        field: Not used: anything may be the name of a directory.
     """
 
     has_locks = True
@@ -90,10 +91,12 @@ class Directory:
 
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
         """See `Place.open`."""
-        if options.io_backend != "asyncio" and not (options.io_backend == "auto" and self._wants_asyncio()):
-            return FileTier(self.path, store, queue, options)
-        check_new(self.path, options, "asyncio takes no turns, other backends do")
-        return AsyncFileTier(self.path, store, queue, options)
+        if options.io_backend == "auto" and self._wants_asyncio():
+            options = replace(options, io_backend="asyncio")
+        if options.io_backend == "asyncio":
+            check_new(self.path, options, "asyncio takes no turns, other backends do")
+            options = replace(options, turns=None)
+        return FileTier(self.path, store, queue, options)
 
     def _wants_asyncio(self) -> bool:
         """Return whether it is on a network or parallel file system that has no O_DIRECT."""
@@ -110,31 +113,27 @@ class Directory:
         """See `Place.folder`."""
         return DirectoryFolder(self.path)
 
-    def store(self, store: uuid.UUID) -> DirectoryStore:
+    def store(self, store: uuid.UUID) -> DirectoryFolder:
         """See `Place.store`."""
-        return DirectoryStore(f"{self.path.rstrip('/')}/offload-{store}")
+        return DirectoryFolder(f"{self.path.rstrip('/')}/offload-{store}", follow=False)
 
-    def stores(self, *, ranks: bool = True) -> list[DirectoryStore]:
+    def stores(self, *, ranks: bool = True) -> list[DirectoryFolder]:
         """See `Place.stores`; a link in the place of a store is none."""
         root = Path(self.path)
         folders = [root, *filter(_is_directory, _ranks_in(root) if ranks else ())]
-        names = (
-            entry for folder in folders for entry in sorted(folder.iterdir()) if STORE_NAME.fullmatch(entry.name)
-        )
-        return [DirectoryStore(str(entry)) for entry in names if _is_directory(entry)]
+        entries = [entry for folder in folders for entry in sorted(folder.iterdir())]
+        names = [str(entry) for entry in entries if STORE_NAME.fullmatch(entry.name) and _is_directory(entry)]
+        return [DirectoryFolder(name, follow=False) for name in names]
 
-    def search(self, store: uuid.UUID, places: Iterable[Place]) -> list[str]:
+    def search(self, store: uuid.UUID, names: Iterable[str]) -> list[str]:
         """See `Place.search`."""
-        roots = dict.fromkeys(root for place in places for root in place.roots())
-        return [root for root in roots if _is_directory(Path(root, f"offload-{store}"))]
-
-    def roots(self) -> list[str]:
-        """See `Place.roots`."""
-        root = Path(self.name)
-        top = root.parent if RANK_NAME.fullmatch(root.name) else root
-        with contextlib.suppress(OSError):
-            return [str(folder) for folder in (root, top, *_ranks_in(top))]
-        return []
+        found: list[Path] = []
+        for root in map(Path, names):
+            top = root.parent if RANK_NAME.fullmatch(root.name) else root
+            with contextlib.suppress(OSError):
+                roots = [root, top, *_ranks_in(top)]
+                found += [folder for folder in roots if _is_directory(folder / f"offload-{store}")]
+        return list(dict.fromkeys(map(str, found)))
 
 
 def _ranks_in(root: Path) -> list[Path]:
@@ -153,18 +152,18 @@ def _mount_source(directory: str) -> str:
     return str(mounts.get(str(place), ""))
 
 
-class DirectoryFolder:
+class DirectoryFolder(Folder):
     """A `Folder` on a file system.
 
     Args:
         path: Where it is; made absolute and free of links, which may point elsewhere tomorrow.
-        follow: Whether its last name, and its files, may be links.
+        follow: Whether its last name, and its files, may be links; not those of a store.
     """
 
     has_locks = True
-    fails_late = False
 
     def __init__(self, path: str, *, follow: bool = True) -> None:
+        self.label = path
         if follow:
             self.path = os.path.realpath(path)
         else:
@@ -213,58 +212,45 @@ class DirectoryFolder:
                 with contextlib.suppress(PermissionError):
                     sync_directory(directory)
 
-
-class DirectoryStore(DirectoryFolder):
-    """A `StoreFolder` on a file system; nothing of it is read through a link.
-
-    Args:
-        path: `<path>/offload-<uuid>`.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path, follow=False)
-        self.label = path
-        self._store = Path(path)
-
     def nbytes(self) -> int:
-        """See `StoreFolder.nbytes`."""
-        with StoreDirectory(self._store) as files:
+        """See `Folder.nbytes`."""
+        with StoreDirectory(self._root) as files:
             return sum(status.st_blocks * 512 for status in files.files().values())
 
     def opened_by(self) -> str:
-        """See `StoreFolder.opened_by`; its record, if it has one, is its own: it may be a copy made by hand."""
-        owner = os.stat(self._store, follow_symlinks=False).st_uid
+        """See `Folder.opened_by`; its record, if it has one, is its own: it may be a copy made by hand."""
+        owner = os.stat(self._root, follow_symlinks=False).st_uid
         if os.geteuid() not in (0, owner):
             raise CheckpointError(f"it belongs to the user with number {owner}")
         try:
-            record = read_json(self._store / RECORD_NAME, _RECORD_BYTES)
+            record = read_json(self._root / RECORD_NAME, _RECORD_BYTES)
             name = f"offload-{record['uuid']}"
         except FileNotFoundError:
             return ""  # its session was killed while it was made, or deleted
         except (ValueError, TypeError, KeyError):
             name = ""
-        if name != self._store.name:
-            raise CheckpointError(f"{self._store / RECORD_NAME} is not the record of this store")
+        if name != self._root.name:
+            raise CheckpointError(f"{self._root / RECORD_NAME} is not the record of this store")
         return ""
 
     def used_by(self) -> int | None:
-        """See `StoreFolder.used_by`."""
-        return lock_holder(self._store)
+        """See `Folder.used_by`."""
+        return lock_holder(self._root)
 
     def is_read(self, *, own: int = 0) -> bool:
-        """See `StoreFolder.is_read`."""
-        return is_being_read(self._store, own=own)
+        """See `Folder.is_read`."""
+        return is_being_read(self._root, own=own)
 
     def take_lock(self) -> int | None:
-        """See `StoreFolder.take_lock`."""
+        """See `Folder.take_lock`."""
         try:
-            return hold_lock(self._store / LOCK_NAME, existing=True)
+            return hold_lock(self._root / LOCK_NAME, existing=True)
         except OSError:
             return None
 
     def remove(self) -> None:
-        """See `StoreFolder.remove`."""
-        with StoreDirectory(self._store) as files:
+        """See `Folder.remove`."""
+        with StoreDirectory(self._root) as files:
             names = list(files.files())
             files.delete([*STORE_FILES, *(name for name in names if name.startswith(TEMPORARY))])
             files.remove()

@@ -12,6 +12,7 @@ from offload.errors import CheckpointError
 from offload.protocols import Tier
 from offload.tiers.common import StoreOptions
 from offload.tiers.objects import ObjectError
+from offload.tiers.places import UNLIMITED_BYTES
 
 TEMPORARY = ".tmp-"
 """Prefix of the names of unfinished files."""
@@ -39,16 +40,23 @@ def saying(verb: str, what: str) -> Iterator[None]:
 
 
 class Folder(Protocol):
-    """A place for small files. Every method raises `CheckpointError`, naming the file, if it cannot do its work."""
+    """Small files: a checkpoint's, or those of a store, of which somebody else may have made anything.
+
+    Every method raises `CheckpointError`, naming the file, if it cannot do its work; those that are about a store may
+    raise `OSError`, too. Defaults are those of a folder that has no locks.
+    """
 
     path: str
     """The prefix of a bucket as the user wrote it, or an absolute path without links."""
 
-    has_locks: bool
+    label: str
+    """What it was called when it was looked for."""
+
+    has_locks: bool = False
     """Whether sessions can lock it."""
 
-    fails_late: bool
-    """Whether a write that failed may be done all the same, later: a request whose answer was lost is on its way."""
+    fails_late: bool = False
+    """Whether a write that failed may be done later all the same, as by a request whose answer was lost."""
 
     def read(self, name: str) -> bytes | None:
         """Return a file's content, or None if there is none of that name."""
@@ -65,51 +73,32 @@ class Folder(Protocol):
     def prepare(self) -> None:
         """Make the folder if it is not there, and find out whether it can be written."""
 
-
-class StoreFolder(Folder, Protocol):
-    """The folder of a store, of which somebody else may have made anything."""
-
-    label: str
-    """What it is called where it was looked for."""
+    # Of a store
 
     def nbytes(self) -> int:
-        """Return the bytes that it takes; `OSError` if it is not there or cannot be read."""
+        """Return the bytes that a store takes."""
 
     def opened_by(self) -> str:
-        """Return who may still use it, where no lock tells; "" elsewhere.
-
-        Raises:
-            CheckpointError: It is not a store of this user's.
-            OSError: It cannot be read.
-        """
+        """Make sure that a store is this user's; return who may still use it where no lock tells, else ""."""
 
     def used_by(self) -> int | None:
-        """Return the pid of the process that has its lock, or None; see `lock_holder`."""
+        """Return the pid of the process that has a store's lock, or None; see `lock_holder`."""
+        return None
 
     def is_read(self, *, own: int = 0) -> bool:
-        """Return whether somebody reads what checkpoints name in it; False where nobody can tell.
-
-        Args:
-            own: Readers in this process that do not count.
-
-        Raises:
-            OSError: It cannot be found out.
-        """
+        """Return whether somebody is known to read a store, beside `own` readers in this process."""
+        return False
 
     def take_lock(self) -> int | None:
-        """Lock it, if its session has ended, for `release_lock`; None where that cannot be done."""
+        """Lock a store whose session has ended, for `release_lock`; None where that cannot be done."""
+        return None
 
     def remove(self) -> None:
-        """Delete the files that stores are made of, and it; what a lock guards, the caller has locked.
-
-        Raises:
-            OSError: Something is left.
-            CheckpointError: Likewise, of a bucket.
-        """
+        """Delete the files that stores are made of, and the folder; where there are locks, the caller has it."""
 
 
 class Place(Protocol):
-    """One path of a storage tier: a directory, or a prefix of a bucket."""
+    """One path of a storage tier: a directory, or a prefix of a bucket. Defaults: no locks, no limit."""
 
     path: str
     """As the user wrote it, for messages."""
@@ -117,53 +106,50 @@ class Place(Protocol):
     name: str
     """As manifests have it: whatever the working directory is."""
 
-    has_locks: bool
+    has_locks: bool = False
     """Whether a store's lock tells that somebody uses it. Where nothing tells, no store goes by itself."""
 
-    @property
-    def lock_path(self) -> str | None:
-        """The directory whose users take turns; None where nobody does."""
+    lock_path: str | None = None
+    """The directory whose users take turns; None where nobody does."""
 
     def check(self, field: str) -> Hashable:
-        """Verify that a store can be opened, touching nothing and asking nobody over a network.
+        """Verify that stores can be opened, touching nothing and asking nobody over a network.
 
         Returns:
             What tells this place from others, however they are written.
 
         Raises:
-            ConfigError: It cannot; names `field`.
+            ConfigError: They cannot; names `field`.
         """
 
     def room(self) -> tuple[int, int | None]:
         """Return the bytes that may still be written, and the number of the device that other places may share."""
+        return UNLIMITED_BYTES, None
 
     def facts(self) -> dict[str, str]:
-        """Return what tells its rates from another's: `path`, `file_system` and `device`.
-
-        Raises:
-            OSError: It is not there.
-        """
+        """Return what tells its rates from another's: `path`, `file_system`, `device`; `OSError` if it has gone."""
 
     def for_rank(self, rank: int, field: str) -> Place:
-        """Return the place of one rank in it, made if need be.
-
-        Raises:
-            ConfigError: It is not there or cannot be written; names `field`.
-        """
+        """Return the place of one rank in it, made if need be; a `ConfigError` names `field`."""
 
     def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
-        """Open a store; see `offload.tiers.open_tier`."""
+        """Open a new store; see `offload.tiers.open_tier`."""
 
     def open_existing(self, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool) -> Tier:
-        """Open a store that is there, for reading only; see `offload.tiers.open_existing`."""
+        """Open a store that is there, for reading only.
+
+        Raises:
+            ConfigError: A bucket cannot be used.
+            TierError: There is no such store, or it cannot be read.
+        """
 
     def folder(self) -> Folder:
         """Return it as the folder of a checkpoint."""
 
-    def store(self, store: uuid.UUID) -> StoreFolder:
+    def store(self, store: uuid.UUID) -> Folder:
         """Return the folder of a store, whether it is there or not."""
 
-    def stores(self, *, ranks: bool = True) -> Sequence[StoreFolder]:
+    def stores(self, *, ranks: bool = True) -> Sequence[Folder]:
         """Return the stores that are there, in order of their names; with `ranks`, also those of `rank-<r>`.
 
         Raises:
@@ -171,8 +157,6 @@ class Place(Protocol):
             CheckpointError: Likewise, of a bucket.
         """
 
-    def search(self, store: uuid.UUID, places: Iterable[Place]) -> list[str]:
-        """Return the names of places with a store of that name: it may have been moved there from here."""
-
-    def roots(self) -> list[str]:
-        """Return the directories that stores may be in if they were moved here, with those of its ranks."""
+    def search(self, store: uuid.UUID, names: Iterable[str]) -> list[str]:
+        """Return which places there are, of these names and of ranks in them, that a store may have been moved to."""
+        return []

@@ -20,7 +20,7 @@ from tier_harness import KINDS, Build, Harness, gather, need_io_uring
 
 from offload._native import CompletionQueue
 from offload.protocols import Tier
-from offload.tiers import AsyncFileTier, FileTier, RemoteTier
+from offload.tiers import FileTier, RemoteTier
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def build(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
                 request.getfixturevalue("s3")
                 tier = RemoteTier(f"s3://{BUCKET}/{tmp_path.name}", store, queue, **gather(options))
             elif kind == "asyncfile":
-                options.setdefault("piece_bytes", 64 << 10)
-                tier = AsyncFileTier(tmp_path, store, queue, **gather(options))
+                options = {"piece_bytes": 64 << 10, **options, "io_backend": "asyncio"}
+                tier = FileTier(tmp_path, store, queue, **gather(options))
             elif kind == "throttled":
                 inner_queue = CompletionQueue()
                 inner = MemoryTier(store, inner_queue, **options)  # type: ignore[arg-type]

@@ -16,7 +16,6 @@ from tier_harness import Harness, need_io_uring
 import offload
 from offload._native import CompletionQueue
 from offload.tiers import (
-    AsyncFileTier,
     FileTier,
     StoreOptions,
     choose_io_backend,
@@ -48,7 +47,8 @@ def test_slots_come_and_go(fuse: Path, backend: str) -> None:
     assert file_system(fuse) == "fuse"
     queue = CompletionQueue()
     tier = open_tier(str(fuse), uuid.uuid4(), queue, options=StoreOptions(io_backend=backend))
-    assert isinstance(tier, AsyncFileTier if backend == "asyncio" else FileTier)
+    assert isinstance(tier, FileTier)
+    assert (tier.io_backend == "asyncio") == (backend == "asyncio")
     assert lock_holder(tier.store_path) == os.getpid()
     harness = Harness(tier, queue)
     data = harness.fill(1 << 20)

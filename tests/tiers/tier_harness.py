@@ -16,7 +16,7 @@ from memory_tier import MemoryTier
 from offload._native import CompletionQueue, IoUring
 from offload.engine.memory import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
-from offload.tiers import SLOT_HEADER_BYTES, AsyncFileTier, FileTier, RemoteTier, StoreOptions, slot_bytes
+from offload.tiers import SLOT_HEADER_BYTES, FileTier, RemoteTier, StoreOptions, slot_bytes
 
 ARENA_BYTES = 8 << 20
 TILE = TileId(1, 2, 3)
@@ -126,7 +126,7 @@ class Harness:
             content[offset - start] ^= mask
             tier._client.put(key, [memoryview(content)])
             return
-        assert isinstance(tier, FileTier | AsyncFileTier)
+        assert isinstance(tier, FileTier)
         with open(tier.data_path, "r+b") as file:
             old = os.pread(file.fileno(), 1, offset)
             os.pwrite(file.fileno(), bytes([old[0] ^ mask]), offset)
@@ -150,7 +150,7 @@ class Harness:
                 else:
                     tier._client.delete([key])
             return
-        assert isinstance(tier, FileTier | AsyncFileTier)
+        assert isinstance(tier, FileTier)
         os.truncate(tier.data_path, end)
 
     def take_from(self, other: Harness, nbytes: int) -> None:
@@ -161,8 +161,8 @@ class Harness:
             content = object_content(theirs, theirs._slots[0][0])
             ours._client.put(ours._slots[0][0], [memoryview(content)])
             return
-        assert isinstance(ours, FileTier | AsyncFileTier)
-        assert isinstance(theirs, FileTier | AsyncFileTier)
+        assert isinstance(ours, FileTier)
+        assert isinstance(theirs, FileTier)
         with open(theirs.data_path, "rb") as source, open(ours.data_path, "r+b") as target:
             target.write(source.read(slot_bytes(nbytes)))
 
