@@ -68,6 +68,14 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)
 
 
+def is_name(text: object) -> bool:
+    """Return whether the system could take a text for a path's."""
+    try:
+        return isinstance(text, str) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def open_folder(path: str | os.PathLike[str]) -> Folder:
     """Return the folder that a path names: "s3://bucket/prefix", "file://" and a directory, or a directory.
 
@@ -75,10 +83,6 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
         ConfigError: The name cannot be one, or a bucket's client is not installed.
     """
     name = os.fspath(path)
-    try:
-        known = isinstance(name, str) and name != "" and b"\0" not in os.fsencode(name)
-    except UnicodeEncodeError:
-        known = False
-    if not known:
+    if not name or not is_name(name):
         raise ConfigError("path", path, "name a folder, without null bytes, or s3://bucket/prefix")
     return parse_place(name, "path").folder()

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from offload.checkpoint.contents import read_manifests, read_released
-from offload.checkpoint.folder import open_folder
+from offload.checkpoint.folder import is_name, open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, CommitRecord, seal, unseal, unseal_commit
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers import parse_place
@@ -69,18 +69,10 @@ def read_pins(folder: Folder) -> list[Pin]:
     where = f"{folder.path}/{PINS_NAME}"
     rows = unseal("pins", content, where).get("pins")
     if not isinstance(rows, list) or not all(
-        isinstance(row, list) and len(row) == 2 and all(_is_name(text) for text in row) for row in rows
+        isinstance(row, list) and len(row) == 2 and all(is_name(text) for text in row) for row in rows
     ):
         raise CheckpointError(f"{where} is damaged: pins is {reprlib.repr(rows)}")
     return [Pin(*row) for row in rows]
-
-
-def _is_name(text: object) -> bool:
-    """Return whether the system could take a text for a path's."""
-    try:
-        return isinstance(text, str) and b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
 
 
 def write_pins(folder: Folder, pins: Sequence[Pin]) -> None:

@@ -86,7 +86,7 @@ class RatesFile:
             known how many.
         machine: What `machine_facts` said where it was measured.
         versions: Likewise of `versions`.
-        paths: What `path_facts` said of each path, in the order of `rates.paths`.
+        paths: What `Place.facts` said of each path, in the order of `rates.paths`.
         measurements: Everything that was measured, by name.
         warnings: What the reader should know.
         created: When, in UTC.
@@ -156,7 +156,7 @@ class RatesFile:
         places = [_place(facts) for facts in self.paths]
         rated = []
         for path in paths:
-            place = _place(path_facts(path))
+            place = _place(parse_place(path).facts())
             if place not in places:
                 known = [f"{facts.get('path')} ({_place(facts)})" for facts in self.paths]
                 allowed = f"it has no rates for {path} ({place}), only for {', '.join(known) or 'no path'}; {_ADVICE}"
@@ -392,20 +392,6 @@ def machine_facts() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions that rates depend on."""
     return {name: importlib.metadata.version(name) for name in ("offload", "torch")}
-
-
-def path_facts(path: str) -> dict[str, str]:
-    """Return what tells a path's rates from another's: the file system's type and the device it lies on.
-
-    Directories of one file system have the same. A bucket is known by its name and its endpoint.
-
-    Raises:
-        ConfigError: If there is no such directory.
-    """
-    try:
-        return parse_place(path).facts()
-    except OSError as cause:
-        raise ConfigError("paths", path, f"it cannot be used: {cause.strerror}") from cause
 
 
 def _place(facts: Mapping[str, Any]) -> str:

@@ -73,10 +73,13 @@ class Directory(Place):
     def facts(self) -> dict[str, str]:
         """See `Place.facts`; directories of one file system have the same."""
         directory = os.path.realpath(self.path)
-        # File systems without an id of their own (network mounts, mostly) are known by what is mounted.
-        number = os.statvfs(directory).f_fsid
-        device = f"{number:016x}" if number else _mount_source(directory)
-        return {"path": directory, "file_system": file_system(directory), "device": device}
+        try:
+            # File systems without an id of their own (network mounts, mostly) are known by what is mounted.
+            number = os.statvfs(directory).f_fsid
+            device = f"{number:016x}" if number else _mount_source(directory)
+            return {"path": directory, "file_system": file_system(directory), "device": device}
+        except OSError as cause:
+            raise ConfigError("paths", self.path, f"it cannot be used: {cause.strerror}") from cause
 
     def for_rank(self, rank: int, field: str) -> Directory:
         """See `Place.for_rank`."""

@@ -127,7 +127,7 @@ class Place(Protocol):
         return UNLIMITED_BYTES, None
 
     def facts(self) -> dict[str, str]:
-        """Return what tells its rates from another's: `path`, `file_system`, `device`; `OSError` if it has gone."""
+        """Return its `path`, `file_system` and `device`, which tell its rates; `ConfigError` if it is not there."""
 
     def for_rank(self, rank: int, field: str) -> Place:
         """Return the place of one rank in it, made if need be; a `ConfigError` names `field`."""
