@@ -167,6 +167,7 @@ class ThrottledTier:
         self.name = inner.name
         self.path = inner.path
         self.cached = inner.cached
+        self.paid = inner.paid
         self._inner_queue = inner_queue
         self._queue = queue
         self._latency_s = latency_s

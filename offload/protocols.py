@@ -126,6 +126,9 @@ class Tier(Protocol):
     cached: bool
     """Whether transfers go through the system's page cache, so that a short trial says nothing about the device."""
 
+    paid: bool
+    """Whether every request costs money, so that none is made just to try something."""
+
     def read(self, request: TileRequest) -> None:
         """Start reading a slot into memory; it is verified before it completes, as the request says."""
 

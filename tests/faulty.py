@@ -75,6 +75,7 @@ class FaultyTier:
         self.name = inner.name
         self.path = inner.path
         self.cached = inner.cached
+        self.paid = inner.paid
         self.fired: list[Fault] = []
         self._queue = queue
         self._pending: list[Fault] = []

@@ -104,7 +104,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             optimizer.load_state_dict(states[0])
             return
         path = _absolute(trainer.ckpt_path)
-        path = path if "://" in path else os.path.realpath(path)  # `save_last="link"`
+        path = os.path.realpath(path) if split_protocol(path)[0] is None else path  # `save_last="link"`
         folder = os.path.join(os.path.dirname(path), states[0][POINTER])
         try:
             optimizer.load_checkpoint(folder)

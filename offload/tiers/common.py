@@ -97,6 +97,7 @@ class Owned:
     """
 
     name: str
+    paid = False
 
     def __init__(self, path: str) -> None:
         self.path = path

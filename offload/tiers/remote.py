@@ -82,6 +82,7 @@ class RemoteTier(Owned):
 
     name = "remote"
     cached = False
+    paid = True
 
     def __init__(
         self,
