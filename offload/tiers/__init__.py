@@ -14,24 +14,18 @@ from offload.protocols import Tier
 from offload.tiers.buckets import Bucket
 from offload.tiers.common import DEFAULTS, SLOT_HEADER_BYTES, StoreOptions, slot_bytes, tier_error
 from offload.tiers.directories import Directory
-from offload.tiers.existing import ExistingStore
-from offload.tiers.file import IO_BACKENDS, FileTier, choose_io_backend
-from offload.tiers.objects import ObjectClient, RetryPolicy, S3Client
+from offload.tiers.file import FileTier, choose_io_backend
+from offload.tiers.objects import RetryPolicy, S3Client
 from offload.tiers.place import Place
-from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
-from offload.tiers.remote import ExistingRemoteStore, RemoteTier
+from offload.tiers.places import file_system, identity, lock_holder
+from offload.tiers.remote import RemoteTier
 from offload.tiers.turns import Turns
 
 _log = logging.getLogger("offload")
 
 __all__ = [
-    "IO_BACKENDS",
-    "NETWORK_FILE_SYSTEMS",
     "SLOT_HEADER_BYTES",
-    "ExistingRemoteStore",
-    "ExistingStore",
     "FileTier",
-    "ObjectClient",
     "Place",
     "RemoteTier",
     "RetryPolicy",

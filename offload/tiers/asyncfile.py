@@ -214,17 +214,7 @@ class AsyncIo:
         return total
 
 
-def _request(
-    op: int,
-    subgroup: int,
-    tensor: int,
-    tile: int,
-    step: int,
-    numel: int,
-    offset: int,
-    address: int,
-    nbytes: int,
-    checksum: int | None = None,
-    verify: bool = True,
-) -> TileRequest:
-    return TileRequest(op, TileId(subgroup, tensor, tile), step, offset, address, nbytes, numel, checksum, verify)
+def _request(op: int, subgroup: int, tensor: int, tile: int, step: int, numel: int, *rest: Any) -> TileRequest:
+    """Return the request that `FileTier` had."""
+    offset, address, nbytes, *checks = rest
+    return TileRequest(op, TileId(subgroup, tensor, tile), step, offset, address, nbytes, numel, *checks)
