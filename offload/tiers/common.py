@@ -109,6 +109,9 @@ class Owned:
         """See `Tier.keep`."""
         self.kept = frozenset(offsets)
 
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """See `Tier.register_memory`; of no use in most tiers."""
+
     def _check_open(self, operation: str) -> None:
         if self._closed:
             raise closed_error(operation, self)

@@ -113,10 +113,7 @@ class Place(Protocol):
     """The directory whose users take turns; None where nobody does."""
 
     def check(self, field: str) -> Hashable:
-        """Verify that stores can be opened, touching nothing and asking nobody over a network.
-
-        Returns:
-            What tells this place from others, however they are written.
+        """Verify that stores can be opened, touching nothing; return what tells this place from others.
 
         Raises:
             ConfigError: They cannot; names `field`.
@@ -150,12 +147,7 @@ class Place(Protocol):
         """Return the folder of a store, whether it is there or not."""
 
     def stores(self, *, ranks: bool = True) -> Sequence[Folder]:
-        """Return the stores that are there, in order of their names; with `ranks`, also those of `rank-<r>`.
-
-        Raises:
-            OSError: It cannot be read.
-            CheckpointError: Likewise, of a bucket.
-        """
+        """Return the stores that are there by name, with `ranks` those of `rank-<r>` too; errors as of a `Folder`."""
 
     def search(self, store: uuid.UUID, names: Iterable[str]) -> list[str]:
         """Return which places there are, of these names and of ranks in them, that a store may have been moved to."""

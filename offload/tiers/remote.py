@@ -158,9 +158,6 @@ class RemoteTier(Owned):
             self._writing.add(request.op)
         self._writes.put(lambda: self._write(request))
 
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """See `Tier.register_memory`; of no use here."""
-
     def sync(self, op: int) -> None:
         """Complete as `op` once the writes before have ended: an object that was stored is durable."""
         self._check_open("sync")
