@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,6 +167,7 @@ class ThrottledTier:
         self.name = inner.name
         self.path = inner.path
         self.cached = inner.cached
+        self.paid = inner.paid
         self._inner_queue = inner_queue
         self._queue = queue
         self._latency_s = latency_s
@@ -194,6 +196,10 @@ class ThrottledTier:
         """See `Tier.write`."""
         self._note("write", request)
         self.inner.write(request)
+
+    def keep(self, offsets: Collection[int]) -> None:
+        """See `Tier.keep`."""
+        self.inner.keep(offsets)
 
     def register_memory(self, address: int, nbytes: int) -> None:
         """See `Tier.register_memory`."""

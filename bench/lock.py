@@ -23,7 +23,7 @@ from _common import Target, arguments, environment, progress, report
 from offload._native import CompletionQueue
 from offload.engine.memory import Arena
 from offload.protocols import Completion, TileId, TileRequest
-from offload.tiers import Turns, open_tier, slot_bytes
+from offload.tiers import StoreOptions, Turns, open_tier, slot_bytes
 
 DEPTH = 4
 """Requests of each direction in flight."""
@@ -34,8 +34,9 @@ def worker(pipe: Connection, path: str, tile_bytes: int, tiles: int, turn_bytes:
     arena = Arena(2 * DEPTH * tile_bytes)
     arena.numpy(0, arena.nbytes, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, arena.nbytes, np.uint8)
     queues = [CompletionQueue(), CompletionQueue()]
+    turns = [None, Turns(turn_bytes=turn_bytes)]
     stores = [
-        open_tier(path, uuid.uuid4(), queue, depth=depth, turns=Turns(turn_bytes=turn_bytes) if locked else None)
+        open_tier(path, uuid.uuid4(), queue, options=StoreOptions(depth=depth, turns=turns[locked]))
         for locked, queue in enumerate(queues)
     ]
 

@@ -48,7 +48,7 @@ from offload.engine.memory import Arena
 from offload.measure.depth import DEPTHS, tune_depth
 from offload.protocols import Tier, TileId, TileRequest
 from offload.session import setup
-from offload.tiers import FileTier, open_tier
+from offload.tiers import FileTier, StoreOptions, open_tier
 from offload.units import format_seconds
 
 MB = 1_000_000
@@ -147,10 +147,8 @@ def backends() -> list[str]:
 @contextlib.contextmanager
 def opened(folder: Path, backend: str, *, checksum: bool) -> Iterator[tuple[Tier, CompletionQueue]]:
     queue = CompletionQueue()
-    settings: dict[str, Any] = {"checksum": checksum}
-    if len(backends()) > 1:
-        settings["io_backend"] = backend
-    tier = open_tier(str(folder), uuid.uuid4(), queue, **settings)
+    options = StoreOptions(checksum=checksum, io_backend=backend if len(backends()) > 1 else "auto")
+    tier = open_tier(str(folder), uuid.uuid4(), queue, options=options)
     try:
         yield tier, queue
     finally:
@@ -220,8 +218,8 @@ def registered(folder: Path, smoke: bool, targets: list[Target]) -> dict[str, An
 
             for name, memory, file in (("both", 1, 1), ("memory", 1, 0), ("file", 0, 1), ("neither", 0, 0)):
                 queue = CompletionQueue()
-                settings: dict[str, Any] = {"depth": depth, "checksum": False, "register_file": bool(file)}
-                tier = FileTier(folder, uuid.uuid4(), queue, io_backend="io_uring", **settings)
+                options = StoreOptions(depth=depth, checksum=False, io_backend="io_uring")
+                tier = FileTier(folder, uuid.uuid4(), queue, options, register_file=bool(file))
                 stack.callback(tier.close)
                 mixers[name] = Mixer(tier, queue, tile, depth, 2 * depth)
                 spent[name] = []

@@ -84,8 +84,8 @@ def save(optimizer: Any, folder: str) -> None:
     The state stays on the paths as long as no kept checkpoint has to be released for that: only the framework knows
     which ones are still wanted. Otherwise the checkpoint is a copy.
     """
-    name = folder if "://" in folder else os.path.realpath(folder)
-    kept = [known for known in optimizer.engine.kept_checkpoints if known != name]
+    names = folder, os.path.realpath(folder)
+    kept = [known for known in optimizer.engine.kept_checkpoints if known not in names]
     copy = len(kept) >= optimizer.engine.config.checkpoints
     if copy and kept:
         _log.info("%s gets a copy of the state: checkpoints_kept are kept already: %s", folder, ", ".join(kept))

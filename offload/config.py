@@ -111,7 +111,7 @@ class PathConfig:
         if not isinstance(path, str) or not path:
             raise ConfigError(f"{field}.path", path, "give a directory")
         check_text(f"{field}.path", path)
-        path = path if "://" in path else os.path.expanduser(path)
+        path = os.path.expanduser(path)
         max_bytes = value.get("max_bytes")
         if max_bytes is not None:
             max_bytes = parse_bytes(f"{field}.max_bytes", max_bytes)
@@ -326,19 +326,14 @@ class OffloadConfig:
         Raises:
             ConfigError: If a path is not there or cannot be written.
         """
+        from offload.tiers import parse_place  # loads native code, which not every config needs
+
         paths = []
         for number, path in enumerate(self.path_configs):
-            if path.path.startswith("s3://"):
-                paths.append(dataclasses.replace(path, path=f"{path.path.rstrip('/')}/rank-{rank}"))
-                continue
-            if not os.path.isdir(path.path):
-                raise ConfigError(f"paths[{number}]", path.path, "name a directory that exists")
-            own = os.path.join(path.path, f"rank-{rank}")
-            try:
-                os.makedirs(own, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"paths[{number}]", path.path, f"it cannot be written: {error.strerror}") from error
-            paths.append(dataclasses.replace(path, path=own, lock_path=path.lock_path or path.path))
+            field = f"paths[{number}]"
+            place = parse_place(path.path, field)
+            own = place.for_rank(rank, field)
+            paths.append(dataclasses.replace(path, path=own.path, lock_path=path.lock_path or place.lock_path))
         return dataclasses.replace(self, paths=paths)
 
     def to_json(self) -> str:

@@ -5,7 +5,7 @@ Nothing here does anything: values, `typing.Protocol`s and the layout of one nat
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -124,6 +124,9 @@ class Tier(Protocol):
     cached: bool
     """Whether transfers go through the system's page cache, so that a short trial says nothing about the device."""
 
+    paid: bool
+    """Whether every request costs money, so that none is made just to try something."""
+
     def read(self, request: TileRequest) -> None:
         """Start reading a slot into memory; it is verified before it completes, as the request says."""
 
@@ -151,8 +154,14 @@ class Tier(Protocol):
     def free_bytes(self) -> int:
         """Return the bytes that slots may still grow by: the least of the file system's room and `max_bytes`."""
 
+    def keep(self, offsets: Collection[int]) -> None:
+        """Have `close` leave the store in place, with the slots at these offsets."""
+
     def close(self) -> None:
-        """Finish what is in flight, free every resource, and delete what this session created; idempotent."""
+        """Finish what is in flight, free every resource, and delete what this session created; idempotent.
+
+        What is to be kept stays; see `keep`.
+        """
 
 
 class SegmentFlag(IntFlag):

@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import errno
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -75,6 +75,7 @@ class FaultyTier:
         self.name = inner.name
         self.path = inner.path
         self.cached = inner.cached
+        self.paid = inner.paid
         self.fired: list[Fault] = []
         self._queue = queue
         self._pending: list[Fault] = []
@@ -143,6 +144,10 @@ class FaultyTier:
             self._held[op] = ("sync", None)
         else:
             self._fail(op, fault.errno, 0)
+
+    def keep(self, offsets: Collection[int]) -> None:
+        """See `Tier.keep`."""
+        self.inner.keep(offsets)
 
     def register_memory(self, address: int, nbytes: int) -> None:
         """Tell the inner tier."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ class Shard:
             for p in self.pieces
             for dtype in (DtypeCode.of(self.weights[p.flat].dtype),)
         ]
-        self._scratch = next((path.path for path in config.path_configs if "://" not in path.path), None)
+        self._scratch = next((path.path for path in config.path_configs if os.path.isdir(path.path)), None)
         self.gradients: HostGradients | DeviceGradients
         if device is None:
             self.engine = Engine(parameters, config, among=among)

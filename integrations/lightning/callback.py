@@ -19,7 +19,8 @@ except ImportError:
         Callback = import_module("pytorch_lightning").Callback
     except ImportError as error:
         raise ConfigError("lightning", f"cannot be imported: {error}", "pip install lightning") from error
-url_to_fs = import_module("fsspec.core").url_to_fs  # Lightning reads and writes checkpoints by it
+_FSSPEC = import_module("fsspec.core")  # Lightning reads and writes checkpoints by it
+url_to_fs, split_protocol = _FSSPEC.url_to_fs, _FSSPEC.split_protocol
 
 SUFFIX = ".offload-"
 """What comes between a checkpoint's name and a number in the name of the folder beside it."""
@@ -103,7 +104,7 @@ class OffloadCallback(Callback):  # type: ignore[misc]
             optimizer.load_state_dict(states[0])
             return
         path = _absolute(trainer.ckpt_path)
-        path = path if "://" in path else os.path.realpath(path)  # `save_last="link"`
+        path = os.path.realpath(path) if split_protocol(path)[0] is None else path  # `save_last="link"`
         folder = os.path.join(os.path.dirname(path), states[0][POINTER])
         try:
             optimizer.load_checkpoint(folder)
@@ -149,11 +150,10 @@ def _clip(precision: Any, optimizer: Any, clip_val: float) -> None:
 
 def _absolute(path: Any) -> str:
     name = str(path)
-    if "://" not in name:
-        return os.path.abspath(name)
-    if not name.startswith("s3://"):
+    scheme, _ = split_protocol(name)
+    if scheme not in (None, "s3"):
         raise ConfigError("filepath", name, "a directory, or s3://bucket/prefix, has the optimizer's state beside it")
-    return name
+    return os.path.abspath(name) if scheme is None else name
 
 
 def _beside(path: str) -> list[str]:

@@ -21,7 +21,6 @@ from offload.engine.index import Location, Record
 from offload.errors import CheckpointError
 from offload.layout import Layout
 from offload.protocols import SECTOR_BYTES, TileId
-from offload.tiers.places import is_being_read
 
 Place = tuple[str, uuid.UUID]
 """A store and the path that it lies on; a session's stores on all its paths have one name."""
@@ -132,7 +131,8 @@ def pinned_in(
     found: list[Pinned] = []
     dead = False
     try:
-        for pin in read_pins(store_folder(path, store)):
+        place = store_folder(path, store)
+        for pin in read_pins(place):
             folder, manifests = checkpoint.path, checkpoint.manifests
             if pin.id != checkpoint.id:
                 known = standing(pin, f"{path}/offload-{store}")
@@ -154,7 +154,7 @@ def pinned_in(
                     found.append(Pinned(pin.id, folder, manifest, records))
             if len(found) == before:
                 return None
-        if dead and is_being_read(f"{path}/offload-{store}", own=1):
+        if dead and place.is_read(own=1):
             return None
     except (OSError, CheckpointError):
         return None

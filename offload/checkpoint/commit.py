@@ -39,11 +39,10 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from offload import waits
 from offload.checkpoint.contents import read_commit, read_released
-from offload.checkpoint.folder import Folder, FolderLock, open_folder
+from offload.checkpoint.folder import FolderLock, open_folder
 from offload.checkpoint.manifest import (
     COMMIT_NAME,
     OWN_FILE,
@@ -73,6 +72,8 @@ from offload.checkpoint.stores import (
     unpin,
 )
 from offload.errors import CheckpointError
+from offload.tiers import parse_place
+from offload.tiers.place import Folder
 from offload.tiers.places import release_lock
 
 RANKS_TIMEOUT_S = 600.0
@@ -115,7 +116,7 @@ class CommitJob:
         extra: What else the caller gave.
         older: Checkpoints kept so far, oldest first.
         keep: How many to keep, this one included.
-        paths: Directories whose leftovers go on the way: stores without a pin whose session has ended.
+        paths: Paths whose leftovers go on the way: stores without a pin whose session is known to have ended.
         cancelled: Set when the session breaks: nothing is committed from then on.
         ranks_until_s: Says when other ranks are given up, on the monotonic clock.
         ended: Returns ranks that are known to have ended.
@@ -255,9 +256,7 @@ class CommitJob:
 
     def _is_not_there(self) -> bool:
         """Return whether a `COMMIT` that failed to be written is surely not there, and will not be."""
-        if self.folder.path.startswith("s3://"):  # a request whose answer was lost may still be on its way
-            return False
-        return _is_there(self.folder, self.manifest.id) is False
+        return not self.folder.fails_late and _is_there(self.folder, self.manifest.id) is False
 
     def _settle(self) -> None:
         """Find out what has become of checkpoints in doubt, from what rank 0 says in the `COMMIT` of this one."""
@@ -309,10 +308,9 @@ class CommitJob:
         others = [kept for kept in self.older if kept.folder != path]
         for kept in others[: max(0, len(others) + 1 - self.keep)]:
             self._release(kept)
-        # In the folder there may be a copy that it held before. Nothing goes by itself from an object store.
-        places = [path] if own.rank == 0 and not path.startswith("s3://") else []
-        for place in dict.fromkeys([*places, *self.paths]):
-            for leftover in find_stores(place):
+        # In the folder there may be a copy that it held before. Nothing goes by itself where no lock guards it.
+        for place in dict.fromkeys([*([path] if own.rank == 0 else ()), *self.paths]):
+            for leftover in find_stores(place) if parse_place(place).has_locks else ():
                 if leftover.is_free and remove(leftover):
                     _log.info("deleted %s, which a session that has ended left behind", leftover.path)
 
@@ -413,6 +411,6 @@ def _forget(kept: Kept) -> None:
     for path, store in kept.stores:
         unpin(store_folder(path, store), kept.id)
         if (path, store) in locks:
-            delete_unused(Path(path) / f"offload-{store}")
+            delete_unused(store_folder(path, store))
     for lock in locks.values():
         release_lock(lock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from offload.checkpoint.folder import Folder, open_folder
+from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import (
     COMMIT_NAME,
     RELEASED_NAME,
@@ -17,6 +17,7 @@ from offload.checkpoint.manifest import (
     unseal_released,
 )
 from offload.errors import CheckpointError, ConfigError
+from offload.tiers.place import Folder
 from offload.tiers.remote import crc32c_of
 
 

@@ -24,7 +24,7 @@ from offload._native import CompletionQueue
 from offload.checkpoint.contents import read_commit, read_extra, read_manifests, some_of
 from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import StoreRef, all_tiles
-from offload.checkpoint.stores import is_same, places_of
+from offload.checkpoint.stores import is_same
 from offload.engine.executor import STALL_S
 from offload.engine.flights import Flights
 from offload.engine.memory import Arena
@@ -34,7 +34,7 @@ from offload.kernels.stored import Stored, stored_dtype, stored_in
 from offload.layout import Parameter, Subgroup
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
 from offload.rules import Format, UpdateRule
-from offload.tiers import open_existing, tier_error
+from offload.tiers import parse_place, tier_error
 from offload.units import format_seconds
 
 log = logging.getLogger("offload")
@@ -402,7 +402,7 @@ class Checkpoint:
         key = self.store_path(rank, store), ref.store.hex
         if key not in self._tiers:
             try:
-                self._tiers[key] = open_existing(key[0], ref.store, self._queue, checksum=self._verify)
+                self._tiers[key] = parse_place(key[0]).open_existing(ref.store, self._queue, checksum=self._verify)
             except TierError as cause:
                 what = f"{self.path} names the store offload-{ref.store} in {key[0]}, which cannot be opened"
                 raise CheckpointError(f"{what}: {cause}") from cause
@@ -410,19 +410,21 @@ class Checkpoint:
 
     def _locate_stores(self, rank: int, paths: Sequence[str]) -> None:
         """Have a manifest say where its stores are now, as they and their paths may have been moved."""
-        known = [*paths, *(ref.path for ref in self.manifests[rank].stores if ref.path is not None)]
+        places = [parse_place(path) for path in paths]
+        named = [ref.path for ref in self.manifests[rank].stores if ref.path is not None]
+        known = [*(place.name for place in places), *named]
         for number, ref in enumerate(self.manifests[rank].stores):
-            if ref.path is None or ref.path.startswith("s3://"):
+            if ref.path is None:
                 continue
-            places = places_of(ref.store, known)
             is_there = os.path.isdir(f"{ref.path}/offload-{ref.store}")
-            others = [place for place in places if not is_same(place, ref.path)]
+            homes = parse_place(ref.path).search(ref.store, known)
+            others = [home for home in homes if not is_same(home, ref.path)]
             if others:  # paths may have changed places, as disks do that are mounted in another order
                 self._find_store(rank, number, [ref.path, *others] if is_there else others)
             found = self.store_path(rank, number)
-            for path in paths:  # by the name that it has today
-                if is_same(path, found):
-                    self._place_store(rank, number, os.path.abspath(path))
+            for place in places:  # by the name that it has today
+                if is_same(place.path, found):
+                    self._place_store(rank, number, place.name)
 
     def _find_store(self, rank: int, number: int, places: Sequence[str]) -> None:
         """Find out which place has a store; all stores of a session have one name, so its tiles have to tell."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 import uuid
@@ -23,16 +22,16 @@ from offload import waits
 from offload._native import CompletionQueue
 from offload.checkpoint.adopt import Adopted, Pinned, Place, pinned_in, records_in, used_bytes
 from offload.checkpoint.commit import CommitJob, Kept, release
-from offload.checkpoint.folder import Folder
 from offload.checkpoint.manifest import MAX_RELEASED, Manifest, StoreRef, TileRef, extra_name
 from offload.checkpoint.reader import Checkpoint
-from offload.checkpoint.stores import Pin, Standing, is_elsewhere, note_move, standing, take_over
+from offload.checkpoint.stores import Pin, Standing, is_elsewhere, note_move, standing, store_folder
 from offload.engine.index import Record, TileIndex
 from offload.engine.operations import Commit, Save, SaveTile
 from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.layout import Layout
 from offload.protocols import Tier, TileId
-from offload.tiers import innermost, open_existing, open_tier, slot_bytes
+from offload.tiers import StoreOptions, open_tier, parse_place, slot_bytes
+from offload.tiers.place import Folder
 from offload.tiers.places import release_lock
 from offload.tiers.remote import crc32c_of
 
@@ -188,7 +187,7 @@ class Saves:
         """What is kept, oldest first."""
         self._newer: list[Kept] = []
         """What was saved after the checkpoint that was loaded; it goes when another one is saved to its folder."""
-        self.stores = [(_absolute(path), store) for path, store in stores]
+        self.stores = [(parse_place(path).name, store) for path, store in stores]
         """Path and store of each path number; foreign ones, which are only read, come after the session's own."""
         self._paths = len(stores)
         self._queue = queue
@@ -258,9 +257,11 @@ class Saves:
                     folder.path,
                     store,
                     self._queue,
-                    extent_bytes=max(1 << 20, min(total, 256 << 20)),
-                    checksum=self._checksum,
-                    io_backend=io_backend,
+                    options=StoreOptions(
+                        extent_bytes=max(1 << 20, min(total, 256 << 20)),
+                        checksum=self._checksum,
+                        io_backend=io_backend,
+                    ),
                 ),
             )
             self._others[number] = sink[1]
@@ -329,7 +330,7 @@ class Saves:
         if pending.sink is not None:
             # It stays in `others` when it is closed: a session that breaks still hears of writes to it.
             if error is None or self.named:
-                innermost(pending.sink[1]).kept = frozenset(r.location.offset for r in pending.records.values())  # type: ignore[attr-defined]
+                pending.sink[1].keep({record.location.offset for record in pending.records.values()})
             if not broke:  # else it is closed with the session, as it may hang
                 pending.sink[1].close()
         if error is None and pending.job is not None:
@@ -432,11 +433,7 @@ class Saves:
         # A copy holds no slots, so it displaces no kept checkpoint, except the one that its folder held before.
         older = [*self.kept, *(kept for kept in self._newer if kept.folder == pending.folder.path)]
         keep = len(older) + 1 if snapshot.copy else self._keep
-        paths = (
-            [path for path, _ in self.stores[: self._paths] if not path.startswith("s3://")]
-            if not snapshot.copy
-            else []
-        )
+        paths = [path for path, _ in self.stores[: self._paths]] if not snapshot.copy else []
         return CommitJob(
             pending.folder,
             manifest,
@@ -488,7 +485,7 @@ class Saves:
                 if found is not None:
                     owned.tiers[number] = found
                     continue
-            lock = take_over(path, store)
+            lock = store_folder(path, store).take_lock()
             if lock is None:
                 owned.give_up()
                 log.info("%s stays with whoever uses its stores", checkpoint.path)
@@ -550,7 +547,8 @@ class Saves:
             for place in others:
                 if place not in numbers:
                     number = numbers[place] = len(self.stores) + len(foreign)
-                    foreign[number] = open_existing(*place, self._queue, checksum=self._checksum)
+                    path, store = place
+                    foreign[number] = parse_place(path).open_existing(store, self._queue, checksum=self._checksum)
         except BaseException:
             for tier in foreign.values():
                 tier.close()
@@ -605,7 +603,3 @@ def save_error(folder: str, cause: BaseException) -> CheckpointError:
     error = CheckpointError(f"no checkpoint was written to {folder}: {cause}")
     error.__cause__ = cause
     return error
-
-
-def _absolute(path: str) -> str:
-    return path if path.startswith("s3://") else os.path.abspath(path.removeprefix("file://"))

@@ -15,42 +15,25 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import logging
 import os
-import re
 import reprlib
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from offload.checkpoint.contents import read_manifests, read_released
-from offload.checkpoint.folder import TEMPORARY, BucketFolder, DirectoryFolder, Folder, open_folder
+from offload.checkpoint.folder import is_name, open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, CommitRecord, seal, unseal, unseal_commit
 from offload.errors import CheckpointError, ConfigError
-from offload.tiers.places import (
-    LOCK_NAME,
-    PINS_NAME,
-    STORE_FILES,
-    hold_lock,
-    is_being_read,
-    lock_holder,
-    read_json,
-    release_lock,
-)
-from offload.tiers.store import RECORD_NAME, StoreDirectory
+from offload.tiers import parse_place
+from offload.tiers.place import Folder
+from offload.tiers.places import PINS_NAME, release_lock
 
 _log = logging.getLogger("offload")
 
-_STORE = re.compile(r"offload-([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12})")
-_RANK = re.compile(r"rank-\d+")
-
 HERE = ".."
 """The folder of a pin whose checkpoint is the one that the store lies in, wherever that is moved."""
-
-_RECORD_BYTES = 1 << 16
-"""Most that a store's record may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +54,7 @@ class Standing(enum.Enum):
 
 def store_folder(path: str, store: uuid.UUID) -> Folder:
     """Return the folder of a store on a path."""
-    return _open_store(f"{path.rstrip('/')}/offload-{store}")
-
-
-def _open_store(name: str) -> Folder:
-    """Return the folder of a store; on a file system, of which somebody else may have made anything."""
-    return BucketFolder(name) if name.startswith("s3://") else DirectoryFolder(name, follow=False)
+    return parse_place(path).store(store)
 
 
 def read_pins(folder: Folder) -> list[Pin]:
@@ -91,18 +69,10 @@ def read_pins(folder: Folder) -> list[Pin]:
     where = f"{folder.path}/{PINS_NAME}"
     rows = unseal("pins", content, where).get("pins")
     if not isinstance(rows, list) or not all(
-        isinstance(row, list) and len(row) == 2 and all(_is_name(text) for text in row) for row in rows
+        isinstance(row, list) and len(row) == 2 and all(is_name(text) for text in row) for row in rows
     ):
         raise CheckpointError(f"{where} is damaged: pins is {reprlib.repr(rows)}")
     return [Pin(*row) for row in rows]
-
-
-def _is_name(text: object) -> bool:
-    """Return whether the system could take a text for a path's."""
-    try:
-        return isinstance(text, str) and b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
 
 
 def write_pins(folder: Folder, pins: Sequence[Pin]) -> None:
@@ -226,15 +196,10 @@ def is_same(left: str, right: str) -> bool:
     return False
 
 
-def is_read(folder: Folder) -> bool:
-    """Return whether somebody may be reading what checkpoints name in a store, other than its owner.
-
-    In an object store nobody can tell, so the answer is no.
-    """
-    if isinstance(folder, BucketFolder):
-        return False
+def is_read(store: Folder) -> bool:
+    """Return whether somebody is known to read what checkpoints name in a store, other than its owner."""
     with contextlib.suppress(OSError):
-        return is_being_read(folder.path)
+        return store.is_read()
     return False
 
 
@@ -254,6 +219,7 @@ class Leftover:
         missing: Pins of checkpoints of which nobody can tell: deleted, never committed, moved, or hidden by a mount.
         problem: Why it cannot be judged; "" if it can.
         opened_by: In an object store, who has opened it and may use it still: nobody can tell. "" elsewhere.
+        folder: What it is.
     """
 
     path: str
@@ -264,6 +230,7 @@ class Leftover:
     missing: tuple[Pin, ...]
     problem: str = ""
     opened_by: str = ""
+    folder: Folder = field(kw_only=True, repr=False, compare=False)
 
     @property
     def is_unused(self) -> bool:
@@ -282,117 +249,56 @@ def find_stores(path: str) -> list[Leftover]:
     Raises:
         ConfigError: `path` is not a directory that can be read, or not a bucket that can be used.
     """
-    if path.startswith("s3://"):
-        return _find_remote(path.rstrip("/"))
-    root = Path(path)
-    if not root.is_dir():
-        raise ConfigError("PATH", path, "name a directory that exists")
     try:
-        ranks = [rank for rank in sorted(root.iterdir()) if _RANK.fullmatch(rank.name) and _is_directory(rank)]
-        return [judge(store) for folder in (root, *ranks) for store in stores_in(folder)]
+        return [judge(store) for store in parse_place(path, "PATH").stores()]
+    except (NotADirectoryError, FileNotFoundError) as cause:
+        raise ConfigError("PATH", path, "name a directory that exists") from cause
     except OSError as cause:
         raise ConfigError("PATH", path, f"it cannot be read: {cause.strerror}") from cause
-
-
-def stores_in(folder: Path) -> list[Path]:
-    """Return the directories of stores in a folder, in order; a link in the place of one is none."""
-    return [entry for entry in sorted(folder.iterdir()) if _STORE.fullmatch(entry.name) and _is_directory(entry)]
-
-
-def _is_directory(entry: Path) -> bool:
-    return entry.is_dir() and not entry.is_symlink()
+    except CheckpointError as cause:
+        raise ConfigError("PATH", path, str(cause)) from cause
 
 
 def leftover_bytes(paths: Sequence[str]) -> int:
-    """Return what stores whose sessions have ended take on directories among `paths`."""
+    """Return what stores take whose sessions have ended, as their locks on `paths` say."""
     found = 0
-    for path in paths:
-        if path.startswith("s3://"):
-            continue
+    for place in map(parse_place, paths):
         with contextlib.suppress(OSError):
-            for store in stores_in(Path(path.removeprefix("file://"))):
-                if lock_holder(store) is None:
-                    found += _bytes_of(store)
+            for store in place.stores(ranks=False) if place.has_locks else ():
+                found += store.nbytes() if store.used_by() is None else 0
     return found
 
 
-def _bytes_of(store: Path) -> int:
-    with StoreDirectory(store) as files:
-        return sum(status.st_blocks * 512 for status in files.files().values())
-
-
-def _find_remote(path: str) -> list[Leftover]:
-    found: dict[str, int] = {}
-    try:
-        for key, nbytes in BucketFolder(path).walk():
-            ranked = re.match(rf"((?:rank-\d+/)?{_STORE.pattern})/", key)
-            if ranked is not None:
-                found[ranked.group(1)] = found.get(ranked.group(1), 0) + nbytes
-    except CheckpointError as cause:
-        raise ConfigError("PATH", path, str(cause)) from cause
-    return [_judge_remote(f"{path}/{name}", nbytes) for name, nbytes in sorted(found.items())]
-
-
-def _judge_remote(path: str, nbytes: int) -> Leftover:
-    folder = open_folder(path)
-    try:
-        opened = json.loads(folder.read(RECORD_NAME) or b"{}")
-        who = f"process {opened.get('pid', '?')} on {opened.get('host', '?')}"
-        held, missing = _split_pins(folder, path)
-    except (ValueError, AttributeError, RecursionError, CheckpointError) as cause:
-        return Leftover(path, nbytes, None, False, (), (), problem=str(cause))
-    return Leftover(path, nbytes, None, False, held, missing, opened_by=who)
-
-
-def judge(store: Path, *, locked: bool = False) -> Leftover:
-    """Return what is known of a store on a file system.
+def judge(store: Folder, *, locked: bool = False) -> Leftover:
+    """Return what is known of a store.
 
     Args:
-        store: Its directory.
+        store: Which one.
         locked: Whether the caller has its lock, and is nobody who uses it.
     """
-    nbytes, used_by = 0, None
+    nbytes, used_by, being_read, opened_by, problem = 0, None, False, "", ""
+    held: tuple[Pin, ...] = ()
+    missing: tuple[Pin, ...] = ()
     try:
-        nbytes = _bytes_of(store)
-        _check_owner(store)
-        _check_record(store)
-        used_by = None if locked else lock_holder(store)
-        being_read = is_being_read(store)
-        held, missing = _split_pins(_open_store(str(store)), str(store))
+        nbytes = store.nbytes()
+        opened_by = store.opened_by()
+        used_by = None if locked else store.used_by()
+        being_read = store.is_read()
+        held, missing = _split_pins(store)
     except OSError as cause:
         problem = f"{cause.filename}: {cause.strerror}" if cause.filename else str(cause)
-        return Leftover(str(store), nbytes, used_by, False, (), (), problem=problem)
     except CheckpointError as cause:
-        return Leftover(str(store), nbytes, used_by, False, (), (), problem=str(cause))
-    return Leftover(str(store), nbytes, used_by, being_read, held, missing)
+        problem = str(cause)
+    return Leftover(store.label, nbytes, used_by, being_read, held, missing, problem, opened_by, folder=store)
 
 
-def _check_owner(store: Path) -> None:
-    owner = os.stat(store, follow_symlinks=False).st_uid
-    if os.geteuid() not in (0, owner):
-        raise CheckpointError(f"it belongs to the user with number {owner}")
-
-
-def _check_record(store: Path) -> None:
-    """Make sure that a store's record, if it has one, is its own: it may be a copy that somebody made by hand."""
-    try:
-        record = read_json(store / RECORD_NAME, _RECORD_BYTES)
-        name = f"offload-{record['uuid']}"
-    except FileNotFoundError:
-        return  # its session was killed while it was made, or deleted
-    except (ValueError, TypeError, KeyError):
-        name = ""
-    if name != store.name:
-        raise CheckpointError(f"{store / RECORD_NAME} is not the record of this store")
-
-
-def _split_pins(folder: Folder, store: str) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
+def _split_pins(store: Folder) -> tuple[tuple[Pin, ...], tuple[Pin, ...]]:
     """Return the pins whose checkpoints are in their folders, and those of which nobody can tell."""
-    pins = read_pins(folder)
+    pins, name = read_pins(store), store.label
     if not any(pin.folder == HERE for pin in pins):
-        pins += _implied_pins(store)
-    parent = store.rpartition("/")[0]
-    known = [(Pin(pin.id, parent if pin.folder == HERE else pin.folder), standing(pin, store)) for pin in pins]
+        pins += _implied_pins(name)
+    parent = name.rpartition("/")[0]
+    known = [(Pin(pin.id, parent if pin.folder == HERE else pin.folder), standing(pin, name)) for pin in pins]
     held = tuple(pin for pin, what in known if what is Standing.HELD)
     return held, tuple(pin for pin, what in known if what is Standing.MISSING)
 
@@ -422,61 +328,27 @@ def remove(leftover: Leftover, *, missing: bool = False) -> bool:
         leftover: Which one.
         missing: Delete it even if some of its pins are missing: the caller knows that their checkpoints are gone.
     """
-    if leftover.path.startswith("s3://"):
-        try:
-            BucketFolder(leftover.path).delete_all()
-        except CheckpointError as error:
-            _log.warning("%s", error)
-            return False
-        return True
-    store = Path(leftover.path)
-    try:
-        lock = hold_lock(store / LOCK_NAME, existing=True)
-    except OSError:
+    store = leftover.folder
+    lock = store.take_lock()
+    if lock is None and store.has_locks:
         return False
     try:
         return delete_unused(store, missing=missing)
     finally:
-        release_lock(lock)
+        if lock is not None:
+            release_lock(lock)
 
 
-def delete_unused(store: Path, *, missing: bool = False) -> bool:
+def delete_unused(store: Folder, *, missing: bool = False) -> bool:
     """Delete a store whose lock the caller has, if it may be freed; return whether it is gone. See `remove`."""
     found = judge(store, locked=True)
     if not (found.is_free or (missing and found.is_unused)):
         return False
     try:
-        with StoreDirectory(store) as files:
-            names = list(files.files())
-            files.delete([*STORE_FILES, *(name for name in names if name.startswith(TEMPORARY))])
-            files.remove()
+        store.remove()
+    except CheckpointError as error:
+        _log.warning("%s", error)
+        return False
     except OSError:
         return False
     return True
-
-
-def take_over(path: str, store: uuid.UUID) -> int | None:
-    """Lock a store whose session has ended; return the lock's descriptor, or None where that cannot be done."""
-    if path.startswith("s3://"):
-        return None
-    try:
-        return hold_lock(Path(path) / f"offload-{store}" / LOCK_NAME, existing=True)
-    except OSError:
-        return None
-
-
-# Where stores are -------------------------------------------------------------------------------------------------
-
-
-def places_of(store: uuid.UUID, paths: Sequence[str]) -> list[str]:
-    """Return the directories, among some paths and those of their ranks, in which there is a store of that name."""
-    found = []
-    for path in paths:
-        if path.startswith("s3://"):
-            continue
-        root = Path(os.path.abspath(path.removeprefix("file://")))
-        top = root.parent if _RANK.fullmatch(root.name) else root
-        with contextlib.suppress(OSError):
-            ranks = [rank for rank in sorted(top.iterdir()) if _RANK.fullmatch(rank.name)]
-            found += [folder for folder in (root, top, *ranks) if _is_directory(folder / f"offload-{store}")]
-    return list(dict.fromkeys(map(str, found)))

@@ -86,7 +86,7 @@ def parse_path(field: str, value: str) -> str:
     Raises:
         ConfigError: No system has such a name.
     """
-    name = value if "://" in value else os.path.expanduser(value)
+    name = os.path.expanduser(value)
     check_text(field, name)
     parts = [len(os.fsencode(part)) for part in name.split("/")]
     if not name or sum(parts) + len(parts) - 1 > _MAX_PATH_BYTES or max(parts) > _MAX_NAME_BYTES:

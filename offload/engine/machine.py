@@ -697,8 +697,9 @@ class Machine:
     def _let_on(self, number: int) -> None:
         """Let the visit go on that waits for a subgroup's state, if one does."""
         subgroup = self._subgroups[number]
-        ready = not self.is_ahead or (subgroup.phase is Phase.READY and self._is_admitted(number))
-        if subgroup.visit is not None and ready:
+        if subgroup.visit is None:
+            return
+        if not self.is_ahead or (subgroup.phase is Phase.READY and self._is_admitted(number)):
             queue = self._queue_of(subgroup.visit)
             (queue.resident if self.plan.is_resident(number) else queue.streamed).append(number)
 

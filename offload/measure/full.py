@@ -32,14 +32,14 @@ from offload.measure.depth import tune_depth
 from offload.measure.drive import Load, bytes_per_s, drive, lane_rates, rates_beside
 from offload.measure.gpu import GpuProbe, gpu_probe
 from offload.measure.observe import at_once
-from offload.measure.rates_file import Measurement, RatesFile, machine_facts, path_facts, versions
+from offload.measure.rates_file import Measurement, RatesFile, machine_facts, versions
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
 from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import SECTOR_BYTES, StateFormat
 from offload.rules import ADAMW
-from offload.tiers import check_directories, open_tier, slot_bytes
+from offload.tiers import StoreOptions, check_places, open_tier, parse_place, slot_bytes
 from offload.units import format_bytes, format_count
 
 ROUNDS = (3, 15)
@@ -98,7 +98,7 @@ def full_probe(
         TierError: If a path fails.
         OffloadError: If there is not enough memory.
     """
-    check_directories(paths)
+    check_places(paths)
     threads = threads or len(os.sched_getaffinity(0))
     if numel is None:
         most = available_bytes() // 4 // sum(trial_bytes(ADAMW.stored_in(form)) for form in StateFormat)
@@ -217,7 +217,7 @@ def _result(
         alone = [median(f"{name}/{verb} alone") for verb in ("read", "write")]
         together = tier.depth if probe.shares else 1
         rated.append(PathRates(read, write, latency_s, cost(name, read + write), alone[0], alone[1], together))
-        facts.append(path_facts(tier.path) | {"io": str(getattr(tier, "io_backend", tier.name))})
+        facts.append(parse_place(tier.path).facts() | {"io": str(getattr(tier, "io_backend", tier.name))})
     gpu = None
     if on_gpu is not None:
         h2d, d2h = median("gpu/h2d"), median("gpu/d2h")
@@ -330,7 +330,7 @@ class _PathProbe:
         needed = sum(2 * PATH_SLOTS * slot_bytes(size) for size in sizes)
         self.shares = False
         """Whether transfers of one direction have been under way together."""
-        self.tier = open_tier(path, uuid.uuid4(), queue, extent_bytes=min(needed, 64 << 20))
+        self.tier = open_tier(path, uuid.uuid4(), queue, options=StoreOptions(extent_bytes=min(needed, 64 << 20)))
         stack.callback(self.tier.close)
         self.tier.register_memory(self._arena.address, self._arena.nbytes)
         room = self.tier.free_bytes()  # before slots are written: these are written again

@@ -40,7 +40,7 @@ from offload.plan import Rates
 from offload.plan.rates import mean_rate
 from offload.protocols import StateFormat
 from offload.rules import STATE_FORMATS
-from offload.tiers import file_system
+from offload.tiers import parse_place
 from offload.tiers.places import read_json, replacing
 
 FORMAT = 2
@@ -86,7 +86,7 @@ class RatesFile:
             known how many.
         machine: What `machine_facts` said where it was measured.
         versions: Likewise of `versions`.
-        paths: What `path_facts` said of each path, in the order of `rates.paths`.
+        paths: What `Place.facts` said of each path, in the order of `rates.paths`.
         measurements: Everything that was measured, by name.
         warnings: What the reader should know.
         created: When, in UTC.
@@ -156,7 +156,7 @@ class RatesFile:
         places = [_place(facts) for facts in self.paths]
         rated = []
         for path in paths:
-            place = _place(path_facts(path))
+            place = _place(parse_place(path).facts())
             if place not in places:
                 known = [f"{facts.get('path')} ({_place(facts)})" for facts in self.paths]
                 allowed = f"it has no rates for {path} ({place}), only for {', '.join(known) or 'no path'}; {_ADVICE}"
@@ -394,39 +394,9 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("offload", "torch")}
 
 
-def path_facts(path: str) -> dict[str, str]:
-    """Return what tells a path's rates from another's: the file system's type and the device it lies on.
-
-    Directories of one file system have the same. A bucket is known by its name and its endpoint.
-
-    Raises:
-        ConfigError: If there is no such directory.
-    """
-    scheme, separator, rest = path.partition("://")
-    if separator and scheme == "s3":
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "AWS"
-        return {"path": path, "file_system": "s3", "device": f"{rest.partition('/')[0]} at {endpoint}"}
-    directory = os.path.realpath(rest if separator else path)
-    try:
-        # File systems without an id of their own (network mounts, mostly) are known by what is mounted.
-        number = os.statvfs(directory).f_fsid
-        device = f"{number:016x}" if number else _mount_source(directory)
-        return {"path": directory, "file_system": file_system(directory), "device": device}
-    except OSError as cause:
-        raise ConfigError("paths", path, f"it cannot be used: {cause.strerror}") from cause
-
-
 def _place(facts: Mapping[str, Any]) -> str:
     """Return what two paths have in common that are equally fast."""
     return f"{facts.get('file_system')} on {facts.get('device')}"
-
-
-def _mount_source(directory: str) -> str:
-    mounts = {mount.mountpoint: mount.device for mount in psutil.disk_partitions(all=True)}
-    place = Path(directory)
-    while str(place) not in mounts and place != place.parent:
-        place = place.parent
-    return str(mounts.get(str(place), ""))
 
 
 def _cpu_model() -> str:

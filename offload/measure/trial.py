@@ -32,7 +32,7 @@ from offload.measure.observe import observe, typical
 from offload.plan import Budgets, Home, PathBudget, Plan, Rates, make_plan, visit_order
 from offload.protocols import Queue, Tier
 from offload.rules import ADAMW, BF16
-from offload.tiers import RemoteTier, innermost, tier_error
+from offload.tiers import tier_error
 
 SUBGROUPS, SLOTS = 12, 4
 """Most subgroups and staging slots; as many as the session has, if that is less."""
@@ -67,8 +67,8 @@ def trial_rates(
     Raises:
         OffloadError: If a path or the update fails.
     """
-    if any(innermost(tier).name == RemoteTier.name for tier in tiers):
-        tiers = ()  # every request would be paid for
+    if any(tier.paid for tier in tiers):
+        tiers = ()
     small = _small_plan(tiers, plan)
     if any(tier.free_bytes() < small.storage_bytes for tier in tiers):
         return known

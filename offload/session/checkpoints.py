@@ -9,7 +9,7 @@ from functools import partial
 
 from offload import waits
 from offload.checkpoint.adopt import manifest_in_place
-from offload.checkpoint.folder import Folder, open_folder
+from offload.checkpoint.folder import open_folder
 from offload.checkpoint.manifest import Manifest
 from offload.checkpoint.reader import Checkpoint, StateSource
 from offload.checkpoint.restore import Restorer
@@ -22,6 +22,7 @@ from offload.errors import CheckpointError, ConfigError, InternalError, OffloadE
 from offload.session.parts import Parts
 from offload.session.thread import EngineThread
 from offload.session.visits import Visits, nothing
+from offload.tiers.place import Folder
 
 log = logging.getLogger("offload")
 

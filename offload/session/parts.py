@@ -47,7 +47,7 @@ from offload.session.setup import (
     refuse_gpu,
     usable_bytes,
 )
-from offload.tiers import check_directories, innermost
+from offload.tiers import check_places
 
 log = logging.getLogger("offload")
 
@@ -121,7 +121,7 @@ class Parts:
         """
         config = self.config
         paths = [path.path for path in config.path_configs]
-        check_directories(paths)
+        check_places(paths)
         if not self.lanes.on_gpu:
             refuse_gpu(config)
         parameters = self._with_formats(parameters)
@@ -372,7 +372,7 @@ class Parts:
                 held.setdefault(record.location.path, set()).add(record.location.offset)
         for number, tier in enumerate(self.tiers):
             if held.get(number):
-                innermost(tier).kept = frozenset(held[number])  # type: ignore[attr-defined]
+                tier.keep(held[number])
 
     def _close_tiers(self) -> None:
         """Close them side by side: one whose device hangs keeps no other open."""

@@ -20,8 +20,8 @@ from offload.layout import Layout
 from offload.plan import Budgets, PathBudget
 from offload.plan.budget import GPU_STAGING_SLOTS, PIECE_BUFFERS, piece_buffer_bytes
 from offload.protocols import Completion, Device, Tier, TileRequest
-from offload.tiers import Turns, free_bytes, innermost, open_tier, tier_error
-from offload.tiers.file import DEFAULT_EXTENT_BYTES
+from offload.tiers import StoreOptions, Turns, free_bytes, innermost, open_tier, tier_error
+from offload.tiers.common import DEFAULT_EXTENT_BYTES
 
 log = logging.getLogger("offload")
 
@@ -178,13 +178,15 @@ def open_path(
         path.path,
         store,
         queue,
-        max_bytes=path.max_bytes,
-        depth=depth,
-        extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, state_bytes)),
-        checksum=config.checksum,
-        turns=choose_turns(config, path),
-        io_backend=config.io_backend,
-        used_bytes=used_bytes,
+        options=StoreOptions(
+            max_bytes=path.max_bytes,
+            depth=depth,
+            extent_bytes=min(DEFAULT_EXTENT_BYTES, max(LEAST_TILE_BYTES, state_bytes)),
+            checksum=config.checksum,
+            turns=choose_turns(config, path),
+            io_backend=config.io_backend,
+            used_bytes=used_bytes,
+        ),
     )
 
 

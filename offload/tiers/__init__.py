@@ -3,150 +3,118 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import uuid
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 from offload._native import CompletionQueue
-from offload.errors import ConfigError, TierError
+from offload.errors import ConfigError
 from offload.protocols import Tier
-from offload.tiers.asyncfile import AsyncFileTier, supports_direct
-from offload.tiers.common import SLOT_HEADER_BYTES, slot_bytes, tier_error
-from offload.tiers.directories import check_directories, free_bytes
-from offload.tiers.existing import ExistingStore
-from offload.tiers.file import DEFAULT_EXTENT_BYTES, IO_BACKENDS, FileTier, choose_io_backend
-from offload.tiers.objects import ObjectClient, RetryPolicy, S3Client
-from offload.tiers.places import NETWORK_FILE_SYSTEMS, file_system, identity, lock_holder
-from offload.tiers.remote import ExistingRemoteStore, RemoteTier
-from offload.tiers.turns import TakingTurns, Turns
+from offload.tiers.buckets import Bucket
+from offload.tiers.common import DEFAULTS, SLOT_HEADER_BYTES, StoreOptions, slot_bytes, tier_error
+from offload.tiers.directories import Directory
+from offload.tiers.file import FileTier, choose_io_backend
+from offload.tiers.objects import RetryPolicy, S3Client
+from offload.tiers.place import Place
+from offload.tiers.places import file_system, identity, lock_holder
+from offload.tiers.remote import RemoteTier
+from offload.tiers.turns import Turns
 
 _log = logging.getLogger("offload")
 
 __all__ = [
-    "IO_BACKENDS",
-    "NETWORK_FILE_SYSTEMS",
     "SLOT_HEADER_BYTES",
-    "AsyncFileTier",
-    "ExistingRemoteStore",
-    "ExistingStore",
     "FileTier",
-    "ObjectClient",
+    "Place",
     "RemoteTier",
     "RetryPolicy",
     "S3Client",
+    "StoreOptions",
     "Turns",
-    "check_directories",
+    "check_places",
     "choose_io_backend",
     "file_system",
     "free_bytes",
     "identity",
     "innermost",
     "lock_holder",
-    "open_existing",
     "open_tier",
+    "parse_place",
     "slot_bytes",
     "tier_error",
 ]
 
 
-def open_tier(
-    path: str,
-    store: uuid.UUID,
-    queue: CompletionQueue,
-    *,
-    max_bytes: int | None = None,
-    extent_bytes: int = DEFAULT_EXTENT_BYTES,
-    depth: int | None = None,
-    checksum: bool = True,
-    turns: Turns | None = None,
-    io_backend: str = "auto",
-    used_bytes: int | None = None,
-) -> Tier:
-    """Open a new store on a path, with the class that its scheme asks for.
+_SCHEME = re.compile(r"([^/]*)://")
+
+PLACES: dict[str, Callable[[str, str], Place]] = {"file": Directory, "s3": Bucket}
+"""What each scheme stands for: makes a place of a path and of what errors call it."""
+
+
+def parse_place(path: str, field: str = "paths") -> Place:
+    """Return what a path names: a directory, "file://" and a directory, or "s3://bucket/prefix".
+
+    Raises:
+        ConfigError: There is no such kind of path, or it cannot be the name of a bucket; names `field`.
+    """
+    found = _SCHEME.match(path)
+    scheme = "file" if found is None else found[1]
+    if scheme not in PLACES:
+        allowed = f"there is no kind of path called {scheme!r}; name a directory or s3://bucket/prefix"
+        raise ConfigError(field, path, allowed)
+    return PLACES[scheme](path, field)
+
+
+def check_places(paths: Sequence[str]) -> None:
+    """Verify that stores can be opened on `paths`; nothing is touched and nobody is asked over a network.
+
+    Raises:
+        ConfigError: If a directory does not exist, is not one, or cannot be written, if a bucket's name cannot be one
+            or the client for it is not installed, or if a path is there twice.
+    """
+    seen: dict[Hashable, str] = {}
+    for number, path in enumerate(paths):
+        field = f"paths[{number}]"
+        key = parse_place(path, field).check(field)
+        if key in seen:
+            raise ConfigError(field, path, f"it is the same place as {seen[key]}; name each one once")
+        seen[key] = path
+
+
+def free_bytes(paths: Sequence[str]) -> list[int]:
+    """Return, for each path, the bytes that this process may still write there.
+
+    Directories on one device share its free space evenly; a warning names the device, as such paths are no faster
+    than one. An object store has no limit, nor has a file system that does not say how large it is.
+    """
+    rooms = [parse_place(path).room() for path in paths]
+    devices = [device for _, device in rooms]
+    for device in dict.fromkeys(devices):
+        if device is not None and devices.count(device) > 1:
+            names = ", ".join(path for path, its in zip(paths, devices, strict=True) if its == device)
+            numbers = os.major(device), os.minor(device)
+            _log.warning("%s are on one device (%d:%d): together they are no faster than one", names, *numbers)
+    return [room if device is None else room // devices.count(device) for room, device in rooms]
+
+
+def open_tier(path: str, store: uuid.UUID, queue: CompletionQueue, *, options: StoreOptions = DEFAULTS) -> Tier:
+    """Open a new store on a path.
 
     Args:
-        path: A directory, "file://" and an absolute one, or "s3://bucket/prefix".
+        path: See `parse_place`.
         store: The session's store.
         queue: Where completions go; must outlive the tier.
-        max_bytes: Most that the store may grow to; None for all there is.
-        extent_bytes: What a directory's store grows by; no more than it is expected to need in all.
-        depth: Requests in flight for each direction, 1 to `MAX_DEPTH`; None for the tier's default.
-        checksum: Compute and verify payload checksums.
-        turns: Take turns on the path with other processes (with io_uring or threads only; a warning says where that
-            is not so); None for no lock.
-        io_backend: How directories are read and written: "io_uring", "threads", "asyncio", or "auto" for the first
-            that works, with asyncio for network and parallel file systems without O_DIRECT.
-        used_bytes: Take over a store that is there and whose session has ended, the first `used_bytes` of which are
-            cut into slots already; with io_uring or threads only.
+        options: How.
 
     Returns:
         The tier; the caller closes it.
 
     Raises:
-        ConfigError: the path or the backend cannot be used; nothing has been created.
-        TierError: the store could not be created, or not taken over.
+        ConfigError: The path or the backend cannot be used; nothing has been created.
+        TierError: The store could not be created, or not taken over.
     """
-    scheme, separator, rest = path.partition("://")
-    if not separator:
-        scheme, rest = "file", path
-    more: dict[str, Any] = {} if depth is None else {"depth": depth}
-    if scheme == "file":
-        if io_backend == "asyncio" or (io_backend == "auto" and _wants_asyncio(rest)):
-            if used_bytes is not None:
-                raise _no_taking_over(path)
-            if turns is not None:
-                _log.warning("path_lock has no effect on %s: asyncio takes no turns, other backends do", path)
-            return AsyncFileTier(rest, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
-        reports_to = queue if turns is None else CompletionQueue()
-        tier = FileTier(
-            rest,
-            store,
-            reports_to,
-            max_bytes=max_bytes,
-            extent_bytes=extent_bytes,
-            depth=depth,
-            checksum=checksum,
-            io_backend=io_backend,
-            used_bytes=used_bytes,
-        )
-        if turns is None:
-            return tier
-        try:
-            return TakingTurns(tier, reports_to, queue, turns)
-        except BaseException:
-            tier.close()
-            raise
-    if scheme == "s3" and separator:
-        if used_bytes is not None:
-            raise _no_taking_over(path)
-        if turns is not None:
-            _log.warning("path_lock has no effect on %s: requests to an object store take no turns", path)
-        return RemoteTier(path, store, queue, max_bytes=max_bytes, checksum=checksum, **more)
-    raise ConfigError(
-        "paths", path, f"there is no kind of path called {scheme!r}; name a directory or s3://bucket/prefix"
-    )
-
-
-def open_existing(path: str, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool = True) -> Tier:
-    """Open a store that is there, for reading only.
-
-    Args:
-        path: The directory or "s3://bucket/prefix" that it lies in.
-        store: The store.
-        queue: Where completions go; must outlive the tier.
-        checksum: Verify payload checksums.
-
-    Raises:
-        ConfigError: A bucket cannot be used.
-        TierError: There is no such store, or it cannot be read.
-    """
-    if path.startswith("s3://"):
-        return ExistingRemoteStore(path, store, queue, checksum=checksum)
-    return ExistingStore(path.removeprefix("file://"), store, queue, checksum=checksum)
-
-
-def _no_taking_over(path: str) -> TierError:
-    detail = "stores are taken over on local file systems only"
-    return TierError("take over", tier="storage", path=path, detail=detail)
+    return parse_place(path).open(store, queue, options)
 
 
 def innermost(tier: Tier) -> Tier:
@@ -154,11 +122,3 @@ def innermost(tier: Tier) -> Tier:
     while (inner := getattr(tier, "inner", None)) is not None:
         tier = inner
     return tier
-
-
-def _wants_asyncio(directory: str) -> bool:
-    """Return whether a directory is on a network or parallel file system that has no O_DIRECT."""
-    try:
-        return file_system(directory) in NETWORK_FILE_SYSTEMS and not supports_direct(directory)
-    except OSError:
-        return False  # opening it says what is wrong

@@ -1,7 +1,7 @@
-"""A directory of a network or parallel file system as a path of slots, through asyncio and aiofiles.
+"""How a file of slots is read and written through asyncio and aiofiles.
 
 For mounts where neither O_DIRECT nor io_uring works: through the page cache, with one event loop on one thread that
-keeps a bounded number of transfers going. The store on disk is the one that `FileTier` makes.
+keeps a bounded number of transfers going.
 """
 
 from __future__ import annotations
@@ -15,30 +15,16 @@ import os
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 from aiofiles.os import wrap
 
-from offload._native import crc32c, make_slot_header
-from offload.protocols import ERROR_CHECKSUM, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
-from offload.tiers.common import (
-    SLOT_HEADER_BYTES,
-    Owned,
-    admit,
-    check_depth,
-    check_limits,
-    check_request,
-    memory_of,
-)
-from offload.tiers.file import DEFAULT_PIECE_BYTES
+from offload._native import StoreFile, crc32c, make_slot_header
+from offload.protocols import ERROR_CHECKSUM, ERROR_SHORT, SECTOR_BYTES, Queue, TileId, TileRequest
+from offload.tiers.common import SLOT_HEADER_BYTES, admit, memory_of
 from offload.tiers.lane import Lane
-from offload.tiers.places import room_bytes
-from offload.tiers.store import Store
-
-DEFAULT_DEPTH = 2
-"""A server far away answers late but many at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +32,7 @@ _preadv = wrap(os.preadv)
 _pwritev = wrap(os.pwritev)
 _fdatasync = wrap(os.fdatasync)
 _crc32c = wrap(crc32c)
+_reserve = wrap(StoreFile.reserve)
 
 
 def supports_direct(directory: str) -> bool:
@@ -75,62 +62,31 @@ class _Loop(asyncio.SelectorEventLoop):
             super().__del__()
 
 
-class AsyncFileTier(Owned):
-    """Slots in one file of a directory, read and written through asyncio.
-
-    The store is `<path>/offload-<uuid>/` with the slots in `tiles`, a description in `store.json` and, where the file
-    system has locks, a `lock` that this process holds until `close`, which deletes the store. A process forked from
-    this one cannot use the tier: every method raises there, except `close`, which does nothing.
+class AsyncIo:
+    """What a `FileTier` moves slots with, in the place of a `_native.IoEngine`, whose methods it has.
 
     Args:
-        path: An existing, writable directory.
-        store: The session's store.
-        queue: Where completions go; must outlive the tier.
-        max_bytes: Most that the file may grow to; None for what the file system has.
+        queue: Where completions go; must outlive it.
         depth: System calls at a time for each direction, which share them.
         piece_bytes: Most that one system call moves, a multiple of 4096.
         checksum: Compute payload checksums on write and verify them on read.
-
-    Attributes:
-        store_path: The store's directory.
-        data_path: The file with the slots.
+        path: The file, opened here once more.
+        store: The session's store, for headers.
 
     Raises:
-        ConfigError: `path` or a size cannot be used; nothing has been created.
-        TierError: The store could not be created; what had been created is gone again.
+        OSError, RuntimeError: The system gives no descriptor, or no thread.
     """
 
-    name = "asyncfile"
-    cached = True
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        store: uuid.UUID,
-        queue: Queue,
-        *,
-        max_bytes: int | None = None,
-        depth: int = DEFAULT_DEPTH,
-        piece_bytes: int = DEFAULT_PIECE_BYTES,
-        checksum: bool = True,
-    ) -> None:
-        super().__init__(os.fspath(path))
-        check_limits(max_bytes, depth, piece_bytes)
-        self._store = store.bytes
-        self.depth = depth
+    def __init__(self, queue: Queue, depth: int, piece_bytes: int, checksum: bool, path: Path, store: bytes) -> None:
         self._queue = queue
-        self._max_bytes = max_bytes
-        self._checksum = checksum
         self._piece_bytes = piece_bytes
-        self._used_bytes = 0
+        self._checksum = checksum
+        self._store = store
         self._sync_error = 0
         self._writing: set[asyncio.Task[None]] = set()
         self._running: set[asyncio.Task[None]] = set()
-        with self._answering_for("open"), contextlib.ExitStack() as undo:
-            self._place = Store(self.path, store)
-            undo.callback(self._place.close)
-            self.store_path, self.data_path = self._place.directory, self._place.data_path
-            self._descriptor = os.open(self.data_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with contextlib.ExitStack() as undo:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             undo.callback(os.close, self._descriptor)
             self._lane = Lane("offload-file", 0)
             undo.callback(self._lane.close)
@@ -140,58 +96,39 @@ class AsyncFileTier(Owned):
             self._thread = threading.Thread(target=self._loop.run_forever, name="offload-asyncio", daemon=True)
             undo.callback(self._stop_loop)
             self._thread.start()
-            undo.pop_all()
+            self._ends = undo.pop_all()
 
-    def read(self, request: TileRequest) -> None:
-        """Start reading a slot; see `offload.protocols.Tier`. After an error the buffer holds anything."""
-        self._check_open("read")
-        check_request(request)
-        self._start(lambda: self._answer(request.op, request.offset, self._read(request)))
+    def read(self, file: StoreFile, op: int, *slot: Any) -> None:
+        """See `IoEngine.read`."""
+        request = _request(op, *slot)
+        self._start(lambda: self._answer(op, request.offset, self._read(request)))
 
-    def write(self, request: TileRequest) -> None:
-        """Start writing a slot; see `offload.protocols.Tier`."""
-        self._check_open("write")
-        check_request(request)
-        end = request.offset + SLOT_HEADER_BYTES + request.nbytes
-        if self._max_bytes is not None and end > self._max_bytes:
-            now_s = time.monotonic()
-            self._queue.post(request.op, errno.ENOSPC, 0, now_s, now_s, request.offset)
-            return
-        self._used_bytes = max(self._used_bytes, end)
-        self._start(lambda: self._answer(request.op, request.offset, self._write(request)), writes=True)
+    def write(self, file: StoreFile, op: int, *slot: Any) -> None:
+        """See `IoEngine.write`."""
+        request = _request(op, *slot)
+        self._start(lambda: self._answer(op, request.offset, self._write(file, request)), writes=True)
 
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """See `Tier.register_memory`; of no use here."""
-
-    def sync(self, op: int) -> None:
-        """Make every write that was submitted before durable; completes as `op`. Once failed, it fails for good."""
-        self._check_open("sync")
+    def sync(self, file: StoreFile, op: int) -> None:
+        """See `IoEngine.sync`; once failed, it fails for good."""
         self._start(lambda: self._answer(op, 0, self._sync(frozenset(self._writing))))
+
+    def register_buffers(self, address: int, nbytes: int) -> int:
+        """Return 0: of no use here."""
+        return 0
+
+    def register_file(self, file: StoreFile | None) -> int:
+        """Return 0: of no use here."""
+        return 0
 
     def set_depth(self, depth: int) -> None:
         """See `Tier.set_depth`."""
-        self._check_open("set_depth")
-        check_depth(depth)
-        with self._answering_for("set_depth"):
-            self._lane.set_threads(2 * depth)
-        self.depth = depth
-
-    def free_bytes(self) -> int:
-        """Return the bytes by which slots may still grow, headers included."""
-        self._check_open("free_bytes")
-        room = room_bytes(os.fstatvfs(self._descriptor))
-        return room if self._max_bytes is None else min(room, self._max_bytes - self._used_bytes)
+        self._lane.set_threads(2 * depth)
 
     def close(self) -> None:
-        """Finish what is in flight, end the threads, delete the store; idempotent."""
-        if not self._ends_here():
-            return
-        asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
-        self._stop_loop()
-        self._loop.close()
-        self._lane.close()
-        os.close(self._descriptor)
-        self._place.close(keep=self.kept is not None)
+        """Finish what is in flight and end the threads; idempotent."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._drain(), self._loop).result()
+        self._ends.close()
 
     def _stop_loop(self) -> None:
         if self._thread.ident is not None:  # it has started, whatever interrupted that
@@ -221,7 +158,7 @@ class AsyncFileTier(Owned):
         except OSError as cause:
             error, checksum = cause.errno or errno.EIO, 0
         except Exception as cause:  # a lane answers, whatever happens
-            _log.error("%s: %r", self.path, cause)
+            _log.error("asyncio: %r", cause)
             error, checksum = errno.EIO, 0
         self._queue.post(op, error, checksum, started_s, time.monotonic(), offset if error else 0)
 
@@ -236,31 +173,31 @@ class AsyncFileTier(Owned):
             return ERROR_SHORT, 0
         if not self._checksum or promised is None:
             return 0, 0
-        found = await self._crc(request)
+        found = await self._do(_crc32c, request.address, request.nbytes)
         return (0 if found == promised else ERROR_CHECKSUM), found
 
-    async def _write(self, request: TileRequest) -> tuple[int, int]:
-        checksum = await self._crc(request) if self._checksum else None
+    async def _write(self, file: StoreFile, request: TileRequest) -> tuple[int, int]:
+        nbytes = SLOT_HEADER_BYTES + request.nbytes
+        if error := await self._do(_reserve, file, request.offset + nbytes):
+            return error, 0
+        checksum = await self._do(_crc32c, request.address, request.nbytes) if self._checksum else None
         header = make_slot_header(self._store, *request.tile, request.step, request.nbytes, checksum)
         moved = await self._move(_pwritev, [memoryview(header), memory_of(request)], request.offset)
-        if moved < SLOT_HEADER_BYTES + request.nbytes:
-            return errno.EIO, 0
-        return 0, checksum or 0
+        return (0, checksum or 0) if moved == nbytes else (errno.EIO, 0)
 
     async def _sync(self, before: frozenset[asyncio.Task[None]]) -> tuple[int, int]:
         if before:
             await asyncio.wait(before)
         try:
             if not self._sync_error:
-                await _fdatasync(self._descriptor, loop=self._loop, executor=self._lane)
+                await self._do(_fdatasync, self._descriptor)
         except OSError as cause:
             # The kernel reports lost pages once; what was lost stays lost.
             self._sync_error = cause.errno or errno.EIO
         return self._sync_error, 0
 
-    async def _crc(self, request: TileRequest) -> int:
-        found = await _crc32c(request.address, request.nbytes, loop=self._loop, executor=self._lane)
-        return int(found)
+    async def _do(self, call: Callable[..., Any], *arguments: Any) -> int:
+        return int(await call(*arguments, loop=self._loop, executor=self._lane) or 0)
 
     async def _move(self, call: Callable[..., Any], buffers: Sequence[memoryview], offset: int) -> int:
         """Read or write `buffers` at `offset`, however often the system stops short; return the bytes moved."""
@@ -269,9 +206,14 @@ class AsyncFileTier(Owned):
             done = 0
             while done < len(buffer):
                 piece = buffer[done : done + self._piece_bytes]
-                moved = await call(self._descriptor, [piece], offset + total, loop=self._loop, executor=self._lane)
+                moved = await self._do(call, self._descriptor, [piece], offset + total)
                 if moved == 0:
                     return total  # the end of the file
                 done += moved
                 total += moved
         return total
+
+
+def _request(op: int, subgroup: int, tensor: int, tile: int, step: int, *rest: Any) -> TileRequest:
+    """Return the request that `FileTier` had."""
+    return TileRequest(op, TileId(subgroup, tensor, tile), step, *rest)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
-from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from offload._native import check_slot_header, parse_slot_header
 from offload.errors import ConfigError, CorruptRecordError, TierClosedError, TierError, TierFullError, invariant
@@ -21,6 +23,13 @@ from offload.protocols import (
     TileRequest,
 )
 
+if TYPE_CHECKING:
+    from offload.tiers.turns import Turns
+
+DEFAULT_EXTENT_BYTES = 256 << 20
+
+_log = logging.getLogger("offload")
+
 SLOT_HEADER_BYTES = SECTOR_BYTES
 """Bytes in front of a slot's payload; csrc/io/header.h describes them."""
 
@@ -32,6 +41,36 @@ _CORRUPT = {
     ERROR_CHECKSUM: "the payload does not have the checksum that was recorded for it",
     ERROR_SHORT: "the store ends before the slot does, or has lost it",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How a store is opened, on any path.
+
+    Attributes:
+        max_bytes: Most that it may grow to; None for all there is.
+        extent_bytes: What a directory's store grows by; no more than it is expected to need in all.
+        depth: Requests in flight for each direction, 1 to `MAX_DEPTH`; None for the tier's default.
+        checksum: Compute payload checksums on write and verify them on read. Without, completions report 0, headers
+            are still verified, and only the index tells a finished write from a torn one.
+        turns: Take turns on the path with other processes (with io_uring or threads only; a warning says where that
+            is not so); None for no lock.
+        io_backend: How directories are read and written: "io_uring", "threads", "asyncio", or "auto" for the first
+            that works, with asyncio for network and parallel file systems without O_DIRECT.
+        used_bytes: Take over a store that is there and whose session has ended, the first `used_bytes` of which are
+            cut into slots already; `close` leaves it in place. With io_uring or threads only. None for a new store.
+    """
+
+    max_bytes: int | None = None
+    extent_bytes: int = DEFAULT_EXTENT_BYTES
+    depth: int | None = None
+    checksum: bool = True
+    turns: Turns | None = None
+    io_backend: str = "auto"
+    used_bytes: int | None = None
+
+
+DEFAULTS = StoreOptions()
 
 
 class NamedPath(Protocol):
@@ -60,12 +99,20 @@ class Owned:
     """
 
     name: str
+    paid = False
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.kept: frozenset[int] | None = None
         self._pid = os.getpid()
         self._closed = False
+
+    def keep(self, offsets: Collection[int]) -> None:
+        """See `Tier.keep`."""
+        self.kept = frozenset(offsets)
+
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """See `Tier.register_memory`; of no use in most tiers."""
 
     def _check_open(self, operation: str) -> None:
         if self._closed:
@@ -87,6 +134,15 @@ class Owned:
         """Take note that the tier is closed; return whether there is anything to end: once, and not after a fork."""
         ends, self._closed = not self._closed, True
         return ends and os.getpid() == self._pid
+
+
+def check_new(path: str, options: StoreOptions, no_turns: str) -> None:
+    """Refuse to take a store over, and say why nobody takes turns, where only a `FileTier` does either."""
+    if options.used_bytes is not None:
+        detail = "stores are taken over on local file systems only"
+        raise TierError("take over", tier="storage", path=path, detail=detail)
+    if options.turns is not None:
+        _log.warning("path_lock has no effect on %s: %s", path, no_turns)
 
 
 def check_limits(max_bytes: int | None, depth: int, piece_bytes: int = SECTOR_BYTES) -> None:

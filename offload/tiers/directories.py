@@ -1,76 +1,267 @@
-"""Looking at paths before anything is opened on them."""
+"""A directory as a place: its tiers, its stores, and folders of small files."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import os
-from collections.abc import Sequence
+import uuid
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from pathlib import Path
 
-from offload.errors import ConfigError
-from offload.tiers.objects import import_botocore, split_url
-from offload.tiers.places import UNLIMITED_BYTES, identity, room_bytes
+import psutil
 
-log = logging.getLogger("offload")
+from offload._native import CompletionQueue
+from offload.errors import CheckpointError, ConfigError
+from offload.protocols import Tier
+from offload.tiers.asyncfile import supports_direct
+from offload.tiers.common import StoreOptions, check_new
+from offload.tiers.existing import ExistingStore
+from offload.tiers.file import FileTier
+from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, saying
+from offload.tiers.places import (
+    LOCK_NAME,
+    NETWORK_FILE_SYSTEMS,
+    STORE_FILES,
+    file_system,
+    hold_lock,
+    identity,
+    is_being_read,
+    lock_holder,
+    read_json,
+    read_regular,
+    replacing,
+    room_bytes,
+    sync_directory,
+)
+from offload.tiers.store import RANK_NAME, RECORD_NAME, STORE_NAME, StoreDirectory
+from offload.tiers.turns import TakingTurns
+
+_RECORD_BYTES = 1 << 16
+"""Most that a store's record may have."""
 
 
-def check_directories(paths: Sequence[str]) -> None:
-    """Verify that stores can be opened on `paths`; nothing is touched and nobody is asked over a network.
+class Directory(Place):
+    """A `Place` on a file system.
 
-    Raises:
-        ConfigError: If a directory does not exist, is not one, or cannot be written, if a bucket's name cannot be one
-            or the client for it is not installed, or if a path is there twice.
+    Args:
+        path: The directory, or "file://" and it.
+        field: Not used: anything may be the name of a directory.
     """
-    seen: dict[tuple[int, int] | tuple[str, str], str] = {}
-    for number, path in enumerate(paths):
-        field = f"paths[{number}]"
-        scheme, separator, rest = path.partition("://")
-        if scheme == "s3" and separator:
-            bucket = split_url(path, field)
-            import_botocore(path, field)
-            if bucket in seen:
-                raise ConfigError(field, path, f"it is the same place as {seen[bucket]}; name each one once")
-            seen[bucket] = path
-            continue
-        if separator and scheme != "file":
-            raise ConfigError(field, path, "name a directory or s3://bucket/prefix")
-        directory = rest if separator else path
-        if not os.path.exists(directory):
-            raise ConfigError(field, path, "the directory does not exist; create it first")
-        if not os.path.isdir(directory):
-            raise ConfigError(field, path, "it is not a directory; name one")
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise ConfigError(field, path, "the directory cannot be written; change its permissions or name another")
-        key = identity(directory)
-        if key in seen:
-            raise ConfigError(field, path, f"it is the same directory as {seen[key]}; name each one once")
-        seen[key] = path
+
+    has_locks = True
+
+    def __init__(self, path: str, field: str = "paths") -> None:
+        self.path = path.removeprefix("file://")
+        self.name = os.path.abspath(self.path)
+        self.lock_path = self.path
+
+    def check(self, field: str) -> Hashable:
+        """See `Place.check`."""
+        if not os.path.exists(self.path):
+            raise ConfigError(field, self.path, "the directory does not exist; create it first")
+        if not os.path.isdir(self.path):
+            raise ConfigError(field, self.path, "it is not a directory; name one")
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            allowed = "the directory cannot be written; change its permissions or name another"
+            raise ConfigError(field, self.path, allowed)
+        return identity(self.path)
+
+    def room(self) -> tuple[int, int | None]:
+        """See `Place.room`; a file system that does not say how large it is has no limit."""
+        return room_bytes(os.statvfs(self.path)), os.stat(self.path).st_dev
+
+    def facts(self) -> dict[str, str]:
+        """See `Place.facts`; directories of one file system have the same."""
+        directory = os.path.realpath(self.path)
+        try:
+            # File systems without an id of their own (network mounts, mostly) are known by what is mounted.
+            number = os.statvfs(directory).f_fsid
+            device = f"{number:016x}" if number else _mount_source(directory)
+            return {"path": directory, "file_system": file_system(directory), "device": device}
+        except OSError as cause:
+            raise ConfigError("paths", self.path, f"it cannot be used: {cause.strerror}") from cause
+
+    def for_rank(self, rank: int, field: str) -> Directory:
+        """See `Place.for_rank`."""
+        if not os.path.isdir(self.path):
+            raise ConfigError(field, self.path, "name a directory that exists")
+        own = os.path.join(self.path, f"rank-{rank}")
+        try:
+            os.makedirs(own, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(field, self.path, f"it cannot be written: {error.strerror}") from error
+        return Directory(own)
+
+    def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
+        """See `Place.open`."""
+        if options.io_backend == "auto" and self._wants_asyncio():
+            options = replace(options, io_backend="asyncio")
+        if options.io_backend == "asyncio":
+            check_new(self.path, options, "asyncio takes no turns, other backends do")
+            options = replace(options, turns=None)
+        if options.turns is None:
+            return FileTier(self.path, store, queue, options)
+        tier = FileTier(self.path, store, reports := CompletionQueue(), options)
+        try:
+            return TakingTurns(tier, reports, queue, options.turns)
+        except BaseException:
+            tier.close()
+            raise
+
+    def _wants_asyncio(self) -> bool:
+        """Return whether it is on a network or parallel file system that has no O_DIRECT."""
+        try:
+            return file_system(self.path) in NETWORK_FILE_SYSTEMS and not supports_direct(self.path)
+        except OSError:
+            return False  # opening it says what is wrong
+
+    def open_existing(self, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool) -> Tier:
+        """See `Place.open_existing`."""
+        return ExistingStore(self.path, store, queue, checksum=checksum)
+
+    def folder(self) -> DirectoryFolder:
+        """See `Place.folder`."""
+        return DirectoryFolder(self.path)
+
+    def store(self, store: uuid.UUID) -> DirectoryFolder:
+        """See `Place.store`."""
+        return DirectoryFolder(f"{self.path.rstrip('/')}/offload-{store}", follow=False)
+
+    def stores(self, *, ranks: bool = True) -> list[DirectoryFolder]:
+        """See `Place.stores`; a link in the place of a store is none."""
+        root = Path(self.path)
+        folders = [root, *filter(_is_directory, _ranks_in(root) if ranks else ())]
+        entries = [entry for folder in folders for entry in sorted(folder.iterdir())]
+        names = [str(entry) for entry in entries if STORE_NAME.fullmatch(entry.name) and _is_directory(entry)]
+        return [DirectoryFolder(name, follow=False) for name in names]
+
+    def search(self, store: uuid.UUID, names: Iterable[str]) -> list[str]:
+        """See `Place.search`."""
+        found: list[Path] = []
+        for root in map(Path, names):
+            top = root.parent if RANK_NAME.fullmatch(root.name) else root
+            with contextlib.suppress(OSError):
+                roots = [root, top, *_ranks_in(top)]
+                found += [folder for folder in roots if _is_directory(folder / f"offload-{store}")]
+        return list(dict.fromkeys(map(str, found)))
 
 
-def free_bytes(paths: Sequence[str]) -> list[int]:
-    """Return, for each path, the bytes that this process may still write there.
+def _ranks_in(root: Path) -> list[Path]:
+    return [rank for rank in sorted(root.iterdir()) if RANK_NAME.fullmatch(rank.name)]
 
-    Directories on one device share its free space evenly; a warning names the device, as such paths are no faster
-    than one. An object store has no limit, nor has a file system that does not say how large it is.
+
+def _is_directory(entry: Path) -> bool:
+    return entry.is_dir() and not entry.is_symlink()
+
+
+def _mount_source(directory: str) -> str:
+    mounts = {mount.mountpoint: mount.device for mount in psutil.disk_partitions(all=True)}
+    place = Path(directory)
+    while str(place) not in mounts and place != place.parent:
+        place = place.parent
+    return str(mounts.get(str(place), ""))
+
+
+class DirectoryFolder(Folder):
+    """A `Folder` on a file system.
+
+    Args:
+        path: Where it is; made absolute and free of links, which may point elsewhere tomorrow.
+        follow: Whether its last name, and its files, may be links; not those of a store.
     """
-    directories: dict[int, list[int]] = {}
-    found = []
-    for number, path in enumerate(paths):
-        scheme, separator, rest = path.partition("://")
-        if scheme == "s3" and separator:
-            found.append(UNLIMITED_BYTES)
-            continue
-        directory = rest if separator else path
-        found.append(room_bytes(os.statvfs(directory)))
-        directories.setdefault(os.stat(directory).st_dev, []).append(number)
-    for device, numbers in directories.items():
-        if len(numbers) > 1:
-            names = ", ".join(paths[number] for number in numbers)
-            log.warning(
-                "%s are on one device (%d:%d): together they are no faster than one",
-                names,
-                os.major(device),
-                os.minor(device),
-            )
-        for number in numbers:
-            found[number] //= len(numbers)
-    return found
+
+    has_locks = True
+
+    def __init__(self, path: str, *, follow: bool = True) -> None:
+        self.label = path
+        if follow:
+            self.path = os.path.realpath(path)
+        else:
+            parent, name = os.path.split(os.path.abspath(path))
+            self.path = os.path.join(os.path.realpath(parent), name)
+        self._follow = follow
+        self._root = Path(self.path)
+
+    def read(self, name: str) -> bytes | None:
+        """See `Folder.read`."""
+        what = os.path.join(self.path, name)
+        try:
+            with saying("read", what), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                return read_regular(self._root / name, limit_bytes(name), follow=self._follow)
+        except MemoryError as cause:
+            raise CheckpointError(f"cannot read {what}: it is larger than memory") from cause
+        return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Folder.write`."""
+        temporary = f"{TEMPORARY}{uuid.uuid4().hex}"
+        with saying("write", os.path.join(self.path, name)), replacing(self._root / name, temporary) as file:
+            file.write(content)
+
+    def delete(self, name: str) -> None:
+        """See `Folder.delete`."""
+        with saying("delete", os.path.join(self.path, name)), contextlib.suppress(FileNotFoundError):
+            (self._root / name).unlink()
+            sync_directory(self._root)
+
+    def names(self) -> list[str]:
+        """See `Folder.names`."""
+        with saying("list", f"{self.path}/"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return sorted(name for name in os.listdir(self._root) if not name.startswith(TEMPORARY))
+        return []
+
+    def prepare(self) -> None:
+        """See `Folder.prepare`."""
+        with saying("use", f"{self.path}/"):
+            self._root.mkdir(parents=True, exist_ok=True)
+            trial = self._root / f"{TEMPORARY}{uuid.uuid4().hex}"
+            trial.write_bytes(b"")
+            trial.unlink()
+            # The names of parent folders that were made have to last too.
+            for directory in (self._root, *list(self._root.parents)[:2]):
+                with contextlib.suppress(PermissionError):
+                    sync_directory(directory)
+
+    def nbytes(self) -> int:
+        """See `Folder.nbytes`."""
+        with StoreDirectory(self._root) as files:
+            return sum(status.st_blocks * 512 for status in files.files().values())
+
+    def opened_by(self) -> str:
+        """See `Folder.opened_by`; its record, if it has one, is its own: it may be a copy made by hand."""
+        owner = os.stat(self._root, follow_symlinks=False).st_uid
+        if os.geteuid() not in (0, owner):
+            raise CheckpointError(f"it belongs to the user with number {owner}")
+        try:
+            record = read_json(self._root / RECORD_NAME, _RECORD_BYTES)
+            name = f"offload-{record['uuid']}"
+        except FileNotFoundError:
+            return ""  # its session was killed while it was made, or deleted
+        except (ValueError, TypeError, KeyError):
+            name = ""
+        if name != self._root.name:
+            raise CheckpointError(f"{self._root / RECORD_NAME} is not the record of this store")
+        return ""
+
+    def used_by(self) -> int | None:
+        """See `Folder.used_by`."""
+        return lock_holder(self._root)
+
+    def is_read(self, *, own: int = 0) -> bool:
+        """See `Folder.is_read`."""
+        return is_being_read(self._root, own=own)
+
+    def take_lock(self) -> int | None:
+        """See `Folder.take_lock`."""
+        try:
+            return hold_lock(self._root / LOCK_NAME, existing=True)
+        except OSError:
+            return None
+
+    def remove(self) -> None:
+        """See `Folder.remove`."""
+        with StoreDirectory(self._root) as files:
+            names = list(files.files())
+            files.delete([*STORE_FILES, *(name for name in names if name.startswith(TEMPORARY))])
+            files.remove()

@@ -9,21 +9,22 @@ import mmap
 import os
 import uuid
 from pathlib import Path
+from typing import cast
 
 from offload._native import CompletionQueue, IoEngine, IoThreads, IoUring, StoreFile
 from offload.errors import ConfigError
 from offload.protocols import SECTOR_BYTES, TileRequest
-from offload.tiers.common import Owned, check_depth, check_limits, check_request
+from offload.tiers.asyncfile import AsyncIo
+from offload.tiers.common import DEFAULTS, Owned, StoreOptions, check_depth, check_limits, check_request
 from offload.tiers.places import open_regular
 from offload.tiers.store import Store
 
-IO_BACKENDS = ("auto", "io_uring", "threads")
-"""Ways to read and write; "auto" is the best that works here."""
+IO_BACKENDS = ("auto", "io_uring", "threads", "asyncio")
+"""Ways to read and write; "auto" is the best that works on local file systems here."""
 
 # Measured with bench/paths.py: fewer or smaller pieces in flight lose throughput, more or larger gain none.
-DEFAULT_DEPTHS = {"io_uring": 4, "threads": 2}
+DEFAULT_DEPTHS = {"io_uring": 4, "threads": 2, "asyncio": 2}
 DEFAULT_PIECE_BYTES = 4 << 20
-DEFAULT_EXTENT_BYTES = 256 << 20
 
 _log = logging.getLogger(__name__)
 _said: set[str] = set()
@@ -37,13 +38,16 @@ def _say_once(message: str) -> None:
 
 
 def choose_io_backend(wanted: str = "auto") -> str:
-    """Return "io_uring" or "threads": what `wanted` comes to in this process.
+    """Return "io_uring", "threads" or "asyncio": what `wanted` comes to in this process.
 
     Raises:
         ConfigError: `wanted` is unknown, or is "io_uring" and the system refuses it.
     """
     if wanted not in IO_BACKENDS:
         raise ConfigError("io_backend", wanted, "use " + " or ".join(f'"{name}"' for name in IO_BACKENDS))
+    if wanted == "asyncio":
+        _say_once("storage I/O by asyncio")
+        return wanted
     refusal = IoUring.refusal() if wanted != "threads" else 0
     reason = f"{errno.errorcode.get(refusal, refusal)}: {os.strerror(refusal)}"
     if wanted == "io_uring" and refusal:
@@ -73,21 +77,14 @@ class FileTier(Owned):
         path: An existing, writable directory.
         store: The session's store.
         queue: Where completions go; must outlive the tier.
-        max_bytes: Most that the file may grow to; None for what the file system has.
-        extent_bytes: What the file is preallocated by.
-        depth: Pieces (with io_uring) or tiles (with threads) in flight for each direction; None for
-            `DEFAULT_DEPTHS`.
+        options: How; the depth is of pieces (with io_uring), tiles (with threads) or system calls (with asyncio), by
+            default `DEFAULT_DEPTHS`, and the backend one of `IO_BACKENDS`.
         piece_bytes: Most that one system call moves, a multiple of 4096.
-        checksum: Compute payload checksums on write and verify them on read. Without, completions report 0,
-            headers are still verified, and only the index tells a finished write from a torn one.
-        direct: Try O_DIRECT; False for the page cache.
-        io_backend: One of `IO_BACKENDS`.
+        direct: Try O_DIRECT; False for the page cache, through which asyncio goes anyway.
         register_file: Register the file with io_uring where that is used; False to see what it gains.
-        used_bytes: Take over a store that is there and whose session has ended, the first `used_bytes` of which are
-            cut into slots already; `close` leaves it in place. None to make a new one.
 
     Attributes:
-        io_backend: What that came to: "io_uring" or "threads".
+        io_backend: What that came to: "io_uring", "threads" or "asyncio".
         direct: Whether the file is open with O_DIRECT.
         store_path: The store's directory.
         data_path: The file with the slots.
@@ -104,21 +101,17 @@ class FileTier(Owned):
         path: str | os.PathLike[str],
         store: uuid.UUID,
         queue: CompletionQueue,
+        options: StoreOptions = DEFAULTS,
         *,
-        max_bytes: int | None = None,
-        extent_bytes: int = DEFAULT_EXTENT_BYTES,
-        depth: int | None = None,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
-        checksum: bool = True,
         direct: bool = True,
-        io_backend: str = "auto",
         register_file: bool = True,
-        used_bytes: int | None = None,
     ) -> None:
         super().__init__(os.fspath(path))
-        self.io_backend = choose_io_backend(io_backend)
-        self.depth = DEFAULT_DEPTHS[self.io_backend] if depth is None else depth
-        check_limits(max_bytes, self.depth, piece_bytes)
+        self.io_backend = choose_io_backend(options.io_backend)
+        self.depth = DEFAULT_DEPTHS[self.io_backend] if options.depth is None else options.depth
+        check_limits(options.max_bytes, self.depth, piece_bytes)
+        used_bytes = options.used_bytes
         existing = used_bytes is not None
         if existing:
             self.kept = frozenset()
@@ -126,15 +119,19 @@ class FileTier(Owned):
             self._place = Store(self.path, store, existing=existing)
             undo.callback(self._place.close, keep=existing)
             self.store_path, self.data_path = self._place.directory, self._place.data_path
+            direct = direct and self.io_backend != "asyncio"
             descriptor, self.direct = _open_data(self.data_path, direct, existing=existing)
             self.cached = not self.direct
             self._bytes_before = os.fstat(descriptor).st_size if existing else 0
             # Takes the descriptor over, whatever happens next.
-            self._file = StoreFile(descriptor, self.direct, store.bytes, max_bytes or 0, extent_bytes)
+            self._file = StoreFile(descriptor, self.direct, store.bytes, options.max_bytes or 0, options.extent_bytes)
             if used_bytes is not None and (error := self._file.reserve(used_bytes)):
                 raise OSError(error, os.strerror(error))
-            kind = IoUring if self.io_backend == "io_uring" else IoThreads
-            self._engine: IoEngine = kind(queue, self.depth, piece_bytes, checksum)
+            how = queue, self.depth, piece_bytes, options.checksum
+            if self.io_backend == "asyncio":
+                self._engine = cast(IoEngine, AsyncIo(*how, self.data_path, store.bytes))
+            else:
+                self._engine = IoUring(*how) if self.io_backend == "io_uring" else IoThreads(*how)
             undo.callback(self._engine.close)
             refusal = self._engine.register_file(self._file) if register_file else 0
             if refusal:
@@ -186,7 +183,7 @@ class FileTier(Owned):
         return self._file.free_bytes()
 
     def inject(self, kind: str, nth: int = 1, error: int = 0, limit_bytes: int = 0) -> None:
-        """For tests: make the `nth` next system call fail.
+        """For tests: make the `nth` next system call fail; not with asyncio.
 
         Args:
             kind: "read", "write", "sync" or "allocate".

@@ -51,7 +51,7 @@ ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 INSTALL = "install its client with: pip install 'offload[s3]'"
 
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
+_URL = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9])(/.*)?", re.DOTALL)
 
 # Answers that another attempt may turn into success although their status says that the request was at fault.
 _TRANSIENT_CODES = frozenset(
@@ -169,10 +169,10 @@ def split_url(path: str, field: str = "paths") -> tuple[str, str]:
     Raises:
         ConfigError: If it is not such a path.
     """
-    bucket, _, prefix = path.removeprefix("s3://").partition("/")
-    if not path.startswith("s3://") or not _BUCKET.fullmatch(bucket):
+    found = _URL.fullmatch(path)
+    if found is None:
         raise ConfigError(field, path, "name a bucket and a prefix: s3://bucket/prefix")
-    return bucket, prefix.strip("/")
+    return found[1], (found[2] or "").strip("/")
 
 
 def import_botocore(path: str, field: str = "paths") -> ModuleType:

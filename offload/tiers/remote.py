@@ -23,7 +23,17 @@ import uuid
 from offload._native import crc32c, crc32c_combine, make_slot_header
 from offload.errors import ConfigError, TierError, invariant
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, SECTOR_BYTES, Queue, TileRequest
-from offload.tiers.common import SLOT_HEADER_BYTES, Owned, admit, check_depth, check_limits, check_request, memory_of
+from offload.tiers.common import (
+    DEFAULTS,
+    SLOT_HEADER_BYTES,
+    Owned,
+    StoreOptions,
+    admit,
+    check_depth,
+    check_limits,
+    check_request,
+    memory_of,
+)
 from offload.tiers.lane import Lane
 from offload.tiers.objects import (
     DELETE_KEYS,
@@ -58,9 +68,7 @@ class RemoteTier(Owned):
         path: "s3://bucket/prefix".
         store: The session's store.
         queue: Where completions go; must outlive the tier.
-        max_bytes: Most that slots may reach to; None for no limit.
-        depth: Requests in flight for each direction.
-        checksum: Compute payload checksums on write and verify them on read.
+        options: How; a store has no extents, and there is one backend.
         client: Where objects go; None for `S3Client`. The tier closes it.
         retry: How requests are tried while training; None for `PATIENT`.
 
@@ -74,28 +82,27 @@ class RemoteTier(Owned):
 
     name = "remote"
     cached = False
+    paid = True
 
     def __init__(
         self,
         path: str,
         store: uuid.UUID,
         queue: Queue,
+        options: StoreOptions = DEFAULTS,
         *,
-        max_bytes: int | None = None,
-        depth: int = DEFAULT_DEPTH,
-        checksum: bool = True,
         client: ObjectClient | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
         super().__init__(path)
         bucket, prefix = split_url(path)
-        check_limits(max_bytes, depth)
+        self.depth = depth = DEFAULT_DEPTH if options.depth is None else options.depth
+        check_limits(options.max_bytes, depth)
         self.store_prefix = f"{prefix}/offload-{store}/".lstrip("/")
-        self.depth = depth
         self._store = store.bytes
         self._queue = queue
-        self._max_bytes = max_bytes
-        self._checksum = checksum
+        self._max_bytes = options.max_bytes
+        self._checksum = options.checksum
         self._used_bytes = 0
         self._lock = threading.Condition()
         # All below belongs to whoever holds the lock.
@@ -150,9 +157,6 @@ class RemoteTier(Owned):
         with self._lock:
             self._writing.add(request.op)
         self._writes.put(lambda: self._write(request))
-
-    def register_memory(self, address: int, nbytes: int) -> None:
-        """See `Tier.register_memory`; of no use here."""
 
     def sync(self, op: int) -> None:
         """Complete as `op` once the writes before have ended: an object that was stored is durable."""

@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import re
 import socket
 import tempfile
 import uuid
@@ -19,6 +20,10 @@ from offload.tiers.places import LOCK_NAME, PINS_NAME, hold_lock, release_lock, 
 DATA_NAME = "tiles"
 RECORD_NAME = "store.json"
 STORE_FORMAT = 1
+
+STORE_NAME = re.compile(r"offload-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
+RANK_NAME = re.compile(r"rank-\d+")
+"""What a rank's own directory, or prefix, on a path is called."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 

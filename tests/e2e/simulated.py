@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import offload
-from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.dtypes import ITEM_BYTES
 from offload.engine.gpu_gradients import GpuGradients
@@ -17,6 +16,7 @@ from offload.kernels.table import checked
 from offload.rules import ADAM
 from offload.sim import SimulatedDevice
 from offload.sim.device import spans_of
+from offload.tiers.directories import DirectoryFolder
 
 
 class OnDevice(offload.AdamW):

@@ -89,8 +89,8 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
     for paths, words in [
         ([tmp_path / "absent"], "does not exist"),
         ([tmp_path / "file"], "not a directory"),
-        ([tmp_path / "one", tmp_path / "one"], "same directory"),
-        ([tmp_path / "one", tmp_path / "link"], "same directory"),
+        ([tmp_path / "one", tmp_path / "one"], "same place"),
+        ([tmp_path / "one", tmp_path / "link"], "same place"),
         (["s3://bucket/run", "s3://bucket/run/"], "same place"),
         (["s3://"], "s3://bucket/prefix"),
         (["ftp://host/run"], "s3://bucket/prefix"),

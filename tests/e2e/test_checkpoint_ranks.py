@@ -19,9 +19,9 @@ import offload
 from offload import waits
 from offload.checkpoint import commit
 from offload.checkpoint.contents import is_checkpoint
-from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.reader import Checkpoint
 from offload.session import ending
+from offload.tiers.directories import DirectoryFolder
 
 WHOLE = 10_000
 SCALARS = offload.GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)

@@ -20,12 +20,12 @@ from mirror import same_bits
 import offload
 from offload.checkpoint import saves
 from offload.checkpoint.commit import CommitJob
-from offload.checkpoint.folder import DirectoryFolder
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.checkpoint.reader import Checkpoint
 from offload.engine import host
 from offload.engine.memory import Arena
 from offload.tiers import innermost
+from offload.tiers.directories import DirectoryFolder
 
 LONG_S = 60.0
 

@@ -13,10 +13,11 @@ import torch
 import offload
 from offload.measure import RatesFile, default_rates_file, load_rates, save_rates
 from offload.measure.observe import HISTORY
-from offload.measure.rates_file import machine_facts, path_facts, versions
+from offload.measure.rates_file import machine_facts, versions
 from offload.plan import GpuRates, PathRates, Rates, estimate
 from offload.protocols import StateFormat
 from offload.sim import predict
+from offload.tiers import parse_place
 
 GB = 1e9
 Configure = Callable[..., offload.OffloadConfig]
@@ -28,7 +29,7 @@ def measured(path: Path) -> RatesFile:
         cpu_bytes_per_s={StateFormat.EXACT: {1: 10 * GB, 2: 18 * GB}, StateFormat.COMPACT8: {1: 2 * GB}},
         machine=machine_facts(),
         versions=versions(),
-        paths=(path_facts(str(path)),),
+        paths=(parse_place(str(path)).facts(),),
     )
 
 

@@ -16,11 +16,11 @@ from _throttled import ThrottledTier
 from faulty import FaultyTier
 from memory_tier import MemoryTier
 from s3_server import BUCKET
-from tier_harness import KINDS, Build, Harness, need_io_uring
+from tier_harness import KINDS, Build, Harness, gather, need_io_uring
 
 from offload._native import CompletionQueue
 from offload.protocols import Tier
-from offload.tiers import AsyncFileTier, FileTier, RemoteTier
+from offload.tiers import FileTier, RemoteTier
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def build(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
                     tier = FaultyTier(tier, queue)
             elif kind == "s3":
                 request.getfixturevalue("s3")
-                tier = RemoteTier(f"s3://{BUCKET}/{tmp_path.name}", store, queue, **options)  # type: ignore[arg-type]
+                tier = RemoteTier(f"s3://{BUCKET}/{tmp_path.name}", store, queue, **gather(options))
             elif kind == "asyncfile":
-                options.setdefault("piece_bytes", 64 << 10)
-                tier = AsyncFileTier(tmp_path, store, queue, **options)  # type: ignore[arg-type]
+                options = {"piece_bytes": 64 << 10, **options, "io_backend": "asyncio"}
+                tier = FileTier(tmp_path, store, queue, **gather(options))
             elif kind == "throttled":
                 inner_queue = CompletionQueue()
                 inner = MemoryTier(store, inner_queue, **options)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def build(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Build]:
                 options.setdefault("direct", place == "file-direct")
                 options.setdefault("piece_bytes", 64 << 10)
                 options.setdefault("io_backend", backend or "auto")
-                tier = FileTier(folder, store, queue, **options)  # type: ignore[arg-type]
+                tier = FileTier(folder, store, queue, **gather(options))
                 if place == "file-direct" and not tier.direct:
                     tier.close()
                     pytest.skip("no O_DIRECT on the file system of the temporary folder")

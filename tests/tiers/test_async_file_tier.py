@@ -9,36 +9,39 @@ from pathlib import Path
 
 import pytest
 import tier_harness
-from tier_harness import Build, Harness
+from tier_harness import Build, Harness, gather
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, TierFullError
-from offload.tiers import AsyncFileTier, FileTier, asyncfile, open_tier, supports_direct, tier_error
+from offload.tiers import FileTier, StoreOptions, asyncfile, open_tier, tier_error
 from offload.tiers import places as places_module
+from offload.tiers.asyncfile import supports_direct
 
 NBYTES = 256 << 10
 TARGET = 4 << 20
+ASYNCIO = StoreOptions(io_backend="asyncio")
 
 
-def opened(path: Path, **options: object) -> object:
-    tier = open_tier(str(path), uuid.uuid4(), CompletionQueue(), **options)  # type: ignore[arg-type]
+def opened(path: Path, **options: object) -> str:
+    tier = open_tier(str(path), uuid.uuid4(), CompletionQueue(), **gather(options))
     tier.close()
-    return type(tier)
+    assert isinstance(tier, FileTier)
+    return "asyncio" if tier.io_backend == "asyncio" else "native"
 
 
 def test_chosen_where_asked_for_or_where_nothing_better_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert opened(tmp_path, io_backend="asyncio") is AsyncFileTier
-    assert opened(tmp_path) is FileTier
-    monkeypatch.setattr("offload.tiers.supports_direct", lambda directory: False)
-    assert opened(tmp_path) is FileTier  # a local file system
+    assert opened(tmp_path, io_backend="asyncio") == "asyncio"
+    assert opened(tmp_path) == "native"
+    monkeypatch.setattr("offload.tiers.directories.supports_direct", lambda directory: False)
+    assert opened(tmp_path) == "native"  # a local file system
     for kind in ("nfs", "fuse", "lustre"):
-        monkeypatch.setattr("offload.tiers.file_system", lambda directory, kind=kind: kind)
-        assert opened(tmp_path) is AsyncFileTier
-        assert opened(tmp_path, io_backend="threads") is FileTier
-    monkeypatch.setattr("offload.tiers.supports_direct", lambda directory: True)
-    assert opened(tmp_path) is FileTier
+        monkeypatch.setattr("offload.tiers.directories.file_system", lambda directory, kind=kind: kind)
+        assert opened(tmp_path) == "asyncio"
+        assert opened(tmp_path, io_backend="threads") == "native"
+    monkeypatch.setattr("offload.tiers.directories.supports_direct", lambda directory: True)
+    assert opened(tmp_path) == "native"
     with pytest.raises(ConfigError, match="no such directory"):
         opened(tmp_path / "absent", io_backend="asyncio")
     assert list(tmp_path.iterdir()) == []
@@ -96,7 +99,7 @@ def test_errors_of_the_system_are_reported(build: Build, monkeypatch: pytest.Mon
 def test_a_full_file_system(mounted: object, build: Build) -> None:
     folder = mounted("tmpfs", "size=1m")  # type: ignore[operator]
     queue = CompletionQueue()
-    tier = AsyncFileTier(folder, uuid.uuid4(), queue)
+    tier = FileTier(folder, uuid.uuid4(), queue, ASYNCIO)
     harness = Harness(tier, queue)
     harness.fill(2 << 20)
     request = harness.request(0, 2 << 20)
@@ -112,7 +115,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(places_module.fcntl, "lockf", refuses)
-    tier = AsyncFileTier(tmp_path, uuid.uuid4(), CompletionQueue())
+    tier = FileTier(tmp_path, uuid.uuid4(), CompletionQueue(), ASYNCIO)
     monkeypatch.undo()
     assert tier.free_bytes() > 0
     tier.close()
@@ -122,6 +125,6 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_sizes_that_cannot_be_used(tmp_path: Path) -> None:
     for options in ({"max_bytes": 4096}, {"depth": 0}, {"piece_bytes": 1000}):
         with pytest.raises(ConfigError):
-            AsyncFileTier(tmp_path, uuid.uuid4(), CompletionQueue(), **options)  # type: ignore[arg-type]
+            FileTier(tmp_path, uuid.uuid4(), CompletionQueue(), **gather({**options, "io_backend": "asyncio"}))
     assert list(tmp_path.iterdir()) == []
     assert tier_harness.ARENA_BYTES >= TARGET + NBYTES

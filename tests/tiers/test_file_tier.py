@@ -21,13 +21,23 @@ import pytest
 import torch
 from leftovers import clear, open_files
 from memory_tier import MemoryTier
-from tier_harness import FILE_KINDS, Build, Harness, need_io_uring
+from tier_harness import FILE_KINDS, Build, Harness, gather, need_io_uring
 
 import offload
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, TierError, TierFullError
 from offload.protocols import ERROR_CHECKSUM, ERROR_HEADER, ERROR_SHORT, MAX_DEPTH, TileId
-from offload.tiers import FileTier, file_system, free_bytes, identity, lock_holder, open_tier, slot_bytes, tier_error
+from offload.tiers import (
+    FileTier,
+    StoreOptions,
+    file_system,
+    free_bytes,
+    identity,
+    lock_holder,
+    open_tier,
+    slot_bytes,
+    tier_error,
+)
 from offload.tiers.places import UNLIMITED_BYTES
 
 TARGET = 4 << 20
@@ -35,7 +45,7 @@ NBYTES = 200 << 10  # four pieces of 64 KiB, the last one short
 
 
 def open_file(path: Path | str, **options: object) -> FileTier:
-    return FileTier(path, uuid.uuid4(), CompletionQueue(), **options)  # type: ignore[arg-type]
+    return FileTier(path, uuid.uuid4(), CompletionQueue(), **gather(options))
 
 
 def tier_of(harness: Harness) -> FileTier:
@@ -61,7 +71,7 @@ def test_a_store_comes_and_goes(tmp_path: Path) -> None:
 
 def test_keep_leaves_the_store(tmp_path: Path) -> None:
     tier = open_file(tmp_path)
-    tier.kept = frozenset()
+    tier.keep(())
     tier.close()
     assert sorted(os.listdir(tier.store_path)) == ["lock", "store.json", "tiles"]
     assert lock_holder(tier.store_path) is None
@@ -161,7 +171,8 @@ def test_file_systems_have_names(tmp_path: Path, tmpfs: Path) -> None:
 
 def test_open_tier_chooses_by_scheme(tmp_path: Path) -> None:
     for path in (str(tmp_path), f"file://{tmp_path}"):
-        tier = open_tier(path, uuid.uuid4(), CompletionQueue(), max_bytes=1 << 20, depth=1, checksum=False)
+        options = StoreOptions(max_bytes=1 << 20, depth=1, checksum=False)
+        tier = open_tier(path, uuid.uuid4(), CompletionQueue(), options=options)
         assert isinstance(tier, FileTier)
         assert tier.free_bytes() == 1 << 20
         tier.close()
@@ -174,7 +185,7 @@ def test_open_tier_chooses_by_scheme(tmp_path: Path) -> None:
 
 def test_the_lock_is_held_until_close(tmp_path: Path) -> None:
     tier = open_file(tmp_path)
-    tier.kept = frozenset()
+    tier.keep(())
     for _ in range(2):  # asking must not give the lock up
         assert lock_holder(tier.store_path) == os.getpid()
         assert holder_seen_by_another(tier.store_path) == os.getpid()
@@ -322,7 +333,7 @@ def test_the_file_grows_by_extents_up_to_its_limit(build: Build, backend: str) -
 def test_a_full_disk(mounted: Callable[..., Path], kind: str, nbytes: int, backend: str) -> None:
     path = mounted(kind, "size=4m" if kind == "tmpfs" else "defaults", nbytes=nbytes)
     queue = CompletionQueue()
-    tier = FileTier(path, uuid.uuid4(), queue, io_backend=backend)
+    tier = FileTier(path, uuid.uuid4(), queue, StoreOptions(io_backend=backend))
     harness = Harness(tier, queue)
     size = 512 << 10
     data = harness.fill(size)
@@ -359,7 +370,7 @@ def test_a_file_system_without_direct_io_that_does_not_say_its_size(
     assert free_bytes([str(path)]) == [UNLIMITED_BYTES]
     queue = CompletionQueue()
     with caplog.at_level("INFO"):
-        tier = open_tier(str(path), uuid.uuid4(), queue, io_backend=backend)
+        tier = open_tier(str(path), uuid.uuid4(), queue, options=StoreOptions(io_backend=backend))
     assert tier.cached
     if backend != "asyncio":
         assert "no O_DIRECT (Invalid argument), using the page cache" in caplog.text
@@ -526,12 +537,13 @@ def test_a_system_without_threads_to_spare(tmp_path: Path) -> None:
         "import os, resource, sys, uuid\n"
         "from offload._native import CompletionQueue\n"
         "from offload.errors import TierError\n"
-        "from offload.tiers import FileTier\n"
+        "from offload.tiers import FileTier, StoreOptions\n"
+        "options = StoreOptions(depth=64, io_backend='threads')\n"
         # The stacks of 64 threads do not fit, so one of them cannot be started.
         "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), used + (96 << 20)))\n"
         "try:\n"
-        "    FileTier(sys.argv[1], uuid.uuid4(), CompletionQueue(), depth=64, io_backend='threads')\n"
+        "    FileTier(sys.argv[1], uuid.uuid4(), CompletionQueue(), options)\n"
         "except TierError as error:\n"
         "    print(error, os.listdir(sys.argv[1]))\n"
     )

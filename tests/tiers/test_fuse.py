@@ -15,7 +15,14 @@ from tier_harness import Harness, need_io_uring
 
 import offload
 from offload._native import CompletionQueue
-from offload.tiers import AsyncFileTier, FileTier, choose_io_backend, file_system, lock_holder, open_tier
+from offload.tiers import (
+    FileTier,
+    StoreOptions,
+    choose_io_backend,
+    file_system,
+    lock_holder,
+    open_tier,
+)
 
 BACKENDS = ["auto", "threads", "io_uring", "asyncio"]
 
@@ -39,8 +46,9 @@ def test_slots_come_and_go(fuse: Path, backend: str) -> None:
         need_io_uring()
     assert file_system(fuse) == "fuse"
     queue = CompletionQueue()
-    tier = open_tier(str(fuse), uuid.uuid4(), queue, io_backend=backend)
-    assert isinstance(tier, AsyncFileTier if backend == "asyncio" else FileTier)
+    tier = open_tier(str(fuse), uuid.uuid4(), queue, options=StoreOptions(io_backend=backend))
+    assert isinstance(tier, FileTier)
+    assert (tier.io_backend == "asyncio") == (backend == "asyncio")
     assert lock_holder(tier.store_path) == os.getpid()
     harness = Harness(tier, queue)
     data = harness.fill(1 << 20)

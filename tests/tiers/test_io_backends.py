@@ -24,7 +24,7 @@ from offload.config import OffloadConfig
 from offload.engine.memory import Arena
 from offload.errors import ConfigError
 from offload.protocols import TileId
-from offload.tiers import FileTier, choose_io_backend, open_tier, slot_bytes
+from offload.tiers import FileTier, StoreOptions, choose_io_backend, open_tier, slot_bytes
 from offload.tiers import file as file_module
 
 TARGET = 4 << 20
@@ -53,7 +53,7 @@ from offload._native import CompletionQueue, IoUring
 from offload.engine.memory import Arena
 from offload.errors import ConfigError
 from offload.protocols import TileId, TileRequest
-from offload.tiers import open_tier
+from offload.tiers import StoreOptions, open_tier
 lines = []
 class Keep(logging.Handler):
     def emit(self, record):
@@ -63,7 +63,7 @@ logging.getLogger("offload").setLevel(logging.INFO)
 queue = CompletionQueue()
 found = {"refusal": IoUring.refusal()}
 try:
-    open_tier(folder, uuid.uuid4(), queue, io_backend="io_uring").close()
+    open_tier(folder, uuid.uuid4(), queue, options=StoreOptions(io_backend="io_uring")).close()
     found["forced"] = ""
 except ConfigError as error:
     found["forced"] = str(error)
@@ -179,7 +179,7 @@ def test_another_file_than_the_registered_one(tmp_path: Path, backend: str) -> N
 
 
 def test_what_was_asked_for_is_used(tmp_path: Path, backend: str) -> None:
-    tier = open_tier(str(tmp_path), uuid.uuid4(), CompletionQueue(), io_backend=backend)
+    tier = open_tier(str(tmp_path), uuid.uuid4(), CompletionQueue(), options=StoreOptions(io_backend=backend))
     assert isinstance(tier, FileTier)
     assert tier.io_backend == backend
     tier.close()
@@ -197,7 +197,7 @@ def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: 
 
 def test_unknown_backends_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="io_backend"):
-        open_tier(str(tmp_path), uuid.uuid4(), CompletionQueue(), io_backend="magic")
+        open_tier(str(tmp_path), uuid.uuid4(), CompletionQueue(), options=StoreOptions(io_backend="magic"))
     assert os.listdir(tmp_path) == []
     assert [OffloadConfig(io_backend=name).io_backend for name in file_module.IO_BACKENDS] == list(
         file_module.IO_BACKENDS

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from _throttled import ThrottledTier
 from s3_server import BUCKET, FaultProxy, S3Server
-from tier_harness import Harness
+from tier_harness import Harness, gather
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, CorruptRecordError, TierError
@@ -25,7 +25,7 @@ from offload.tiers import (
     RemoteTier,
     RetryPolicy,
     S3Client,
-    check_directories,
+    check_places,
     free_bytes,
     open_tier,
     slot_bytes,
@@ -52,7 +52,7 @@ def open_remote(s3: S3Server, request: pytest.FixtureRequest) -> Iterator[Open]:
     def make(retry: RetryPolicy = QUICK, **options: object) -> Harness:
         queue = CompletionQueue()
         path = f"s3://{BUCKET}/{prefix}"
-        tier = RemoteTier(path, uuid.uuid4(), queue, retry=retry, **options)  # type: ignore[arg-type]
+        tier = RemoteTier(path, uuid.uuid4(), queue, retry=retry, **gather(options))
         opened.append(tier)
         return Harness(tier, queue)
 
@@ -400,13 +400,13 @@ def refused(path: str) -> str:
 def test_names_that_are_no_bucket(aws: pytest.MonkeyPatch, path: str) -> None:
     assert "s3://bucket/prefix" in refused(path)
     with pytest.raises(ConfigError, match=r"paths\[0\]"):
-        check_directories([path])
+        check_places([path])
 
 
 def test_paths_are_looked_at_before_anything_is_opened(aws: pytest.MonkeyPatch) -> None:
-    check_directories(["s3://bucket/a", "s3://bucket/b", "s3://other-bucket"])
+    check_places(["s3://bucket/a", "s3://bucket/b", "s3://other-bucket"])
     with pytest.raises(ConfigError, match="same place"):
-        check_directories(["s3://bucket/a", "s3://bucket/a/"])
+        check_places(["s3://bucket/a", "s3://bucket/a/"])
     assert free_bytes(["s3://bucket/a"])[0] > 1 << 50
 
 
@@ -533,7 +533,7 @@ def test_a_missing_client_is_named_with_its_remedy(aws: pytest.MonkeyPatch) -> N
         return real(name, *arguments, **more)  # type: ignore[arg-type]
 
     aws.setattr(builtins, "__import__", without)
-    for use in (lambda: refused("s3://bucket/run"), lambda: check_directories(["s3://bucket/run"])):
+    for use in (lambda: refused("s3://bucket/run"), lambda: check_places(["s3://bucket/run"])):
         try:
             said = use() or ""
         except ConfigError as error:

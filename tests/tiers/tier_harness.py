@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from memory_tier import MemoryTier
 from offload._native import CompletionQueue, IoUring
 from offload.engine.memory import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
-from offload.tiers import SLOT_HEADER_BYTES, AsyncFileTier, FileTier, RemoteTier, slot_bytes
+from offload.tiers import SLOT_HEADER_BYTES, FileTier, RemoteTier, StoreOptions, slot_bytes
 
 ARENA_BYTES = 8 << 20
 TILE = TileId(1, 2, 3)
@@ -26,6 +28,13 @@ FILE_KINDS = [
 """Place and backend of a directory's tier; "io_uring-plain" is the latter without registered memory."""
 
 KINDS = ["throttled", "memory", "faulty", *FILE_KINDS, "file-direct/io_uring-plain", "asyncfile", "s3"]
+
+
+def gather(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a tier from options by name, those of `StoreOptions` as one."""
+    shared = {field.name for field in dataclasses.fields(StoreOptions)}
+    rest = {name: value for name, value in options.items() if name not in shared}
+    return {"options": StoreOptions(**{name: options[name] for name in options if name in shared}), **rest}
 
 
 def need_io_uring() -> None:
@@ -115,7 +124,7 @@ class Harness:
             content[offset - start] ^= mask
             tier._client.put(key, [memoryview(content)])
             return
-        assert isinstance(tier, FileTier | AsyncFileTier)
+        assert isinstance(tier, FileTier)
         with open(tier.data_path, "r+b") as file:
             old = os.pread(file.fileno(), 1, offset)
             os.pwrite(file.fileno(), bytes([old[0] ^ mask]), offset)
@@ -139,7 +148,7 @@ class Harness:
                 else:
                     tier._client.delete([key])
             return
-        assert isinstance(tier, FileTier | AsyncFileTier)
+        assert isinstance(tier, FileTier)
         os.truncate(tier.data_path, end)
 
     def take_from(self, other: Harness, nbytes: int) -> None:
@@ -150,8 +159,8 @@ class Harness:
             content = object_content(theirs, theirs._slots[0][0])
             ours._client.put(ours._slots[0][0], [memoryview(content)])
             return
-        assert isinstance(ours, FileTier | AsyncFileTier)
-        assert isinstance(theirs, FileTier | AsyncFileTier)
+        assert isinstance(ours, FileTier)
+        assert isinstance(theirs, FileTier)
         with open(theirs.data_path, "rb") as source, open(ours.data_path, "r+b") as target:
             target.write(source.read(slot_bytes(nbytes)))
 

@@ -58,7 +58,7 @@ def test_json_is_what_is_in_the_file(tmp_path: Path, cache: Path, capsys: pytest
         (["--seconds", "soon"], "--seconds: 'soon' cannot be used; give seconds, from 0.01 to 86400"),
         (["--paths"], "expected at least one argument"),
         (["--paths", "/nowhere/at/all"], "'/nowhere/at/all' cannot be used; the directory does not exist"),
-        (["--paths", "/tmp", "/tmp"], "paths[1]: '/tmp' cannot be used; it is the same directory"),
+        (["--paths", "/tmp", "/tmp"], "paths[1]: '/tmp' cannot be used; it is the same place"),
         (["--paths", "ftp://host/x"], "name a directory or s3://bucket/prefix"),
         (["--out", "missing/rates.json"], "name a file in a folder that is there"),
         (["--out", "/"], "--out: '/' cannot be used"),

@@ -18,7 +18,8 @@ from offload.engine.memory import Arena
 from offload.errors import ConfigError
 from offload.measure import choose_depth, tune_depth
 from offload.measure.depth import DEPTHS, TILE_BYTES, TILES, goes_on_rising
-from offload.tiers import open_tier, supports_direct
+from offload.tiers import StoreOptions, open_tier
+from offload.tiers.asyncfile import supports_direct
 
 ENOUGH = 2 * TILES * TILE_BYTES[0]
 
@@ -85,8 +86,8 @@ def test_too_little_memory_or_room_says_nothing(tmp_path: Path) -> None:
     tier, rates = tuned(lambda depth: 1e-3, ENOUGH - 1)
     assert (tier.depth, rates) == (7, {})
     queue, arena = CompletionQueue(), Arena(ENOUGH)
-    for settings in ({"max_bytes": ENOUGH}, {"io_backend": "asyncio"}):
-        path = open_tier(str(tmp_path), uuid.uuid4(), queue, depth=3, **settings)  # type: ignore[arg-type]
+    for options in (StoreOptions(depth=3, max_bytes=ENOUGH), StoreOptions(depth=3, io_backend="asyncio")):
+        path = open_tier(str(tmp_path), uuid.uuid4(), queue, options=options)
         assert tune_depth(path, queue, arena.address, arena.nbytes) == {}
         assert path.depth == 3
         path.close()

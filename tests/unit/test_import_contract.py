@@ -17,9 +17,9 @@ ROWS: list[tuple[str, ...]] = [
     ("optim",),
     ("session",),
     ("sim", "checkpoint", "measure"),
-    ("engine",),
+    ("engine", "config"),
     ("plan", "tiers", "kernels"),
-    ("layout", "config"),
+    ("layout",),
     ("rules",),
     ("protocols", "backends"),
     ("errors", "waits", "dtypes"),
@@ -28,7 +28,6 @@ ROWS: list[tuple[str, ...]] = [
 LEVEL = {layer: row for row, layers in enumerate(ROWS) for layer in layers}
 SIBLINGS = {
     ("cli", "integrations"),
-    ("layout", "config"),
 }
 NATIVE_USERS = {"tiers", "kernels", "engine", "session", "measure", "optim", "cli", "checkpoint"}
 PURE = ["plan", "engine/operations.py", "engine/machine.py", "engine/saving.py", "engine/index.py", "layout.py"]

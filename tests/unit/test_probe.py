@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST
 from offload.protocols import StateFormat
 from offload.rules import ADAMW
 from offload.sim.device import SimulatedDevice
-from offload.tiers import open_tier
+from offload.tiers import StoreOptions, open_tier
 
 GB = 1e9
 
@@ -68,8 +69,8 @@ def test_every_tile_is_written_before_it_is_read_however_long_one_takes(
 
 @pytest.mark.slow
 def test_what_the_search_for_a_depth_has_written_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def opened(*arguments: Any, **settings: Any) -> Any:
-        return open_tier(*arguments, **settings, max_bytes=10 << 20)
+    def opened(*arguments: Any, options: StoreOptions) -> Any:
+        return open_tier(*arguments, options=dataclasses.replace(options, max_bytes=10 << 20))
 
     monkeypatch.setattr(full, "open_tier", opened)
     assert probe(tmp_path, seconds=0.1).rates.paths
@@ -144,8 +145,9 @@ def test_paths_without_room_or_without_existence(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match="does not exist"):
         probe(tmp_path / "absent")
 
-    def small(path: str, store: Any, queue: CompletionQueue, **arguments: Any) -> Any:
-        return open_tier(path, store, queue, max_bytes=1 << 20, **{**arguments, "extent_bytes": 1 << 16})
+    def small(path: str, store: Any, queue: CompletionQueue, options: StoreOptions) -> Any:
+        less = dataclasses.replace(options, max_bytes=1 << 20, extent_bytes=1 << 16)
+        return open_tier(path, store, queue, options=less)
 
     monkeypatch.setattr("offload.measure.full.open_tier", small)
     with pytest.raises(ConfigError, match=r"MiB are free there and the probe needs 4\.0 MiB"):

@@ -27,7 +27,7 @@ from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import StateFormat
 from offload.rules import ADAMW
 from offload.sim import SimulatedDevice, predict
-from offload.tiers import open_tier
+from offload.tiers import StoreOptions, open_tier
 
 GIB = 1 << 30
 
@@ -253,7 +253,9 @@ def test_steps_of_a_small_plan_show_what_a_visit_costs(paths: int, tmp_path: Pat
 
 def test_no_step_is_tried_where_a_path_has_no_room_for_it(tmp_path: Path) -> None:
     queue, known = CompletionQueue(), Rates(10e9, (PathRates(1e9, 2e9),))
-    tier = open_tier(str(tmp_path), uuid.uuid4(), queue, max_bytes=16 << 10, extent_bytes=16 << 10)
+    tier = open_tier(
+        str(tmp_path), uuid.uuid4(), queue, options=StoreOptions(max_bytes=16 << 10, extent_bytes=16 << 10)
+    )
     with contextlib.closing(tier), CpuUpdateKernel(queue, 1) as kernel:
         assert trial_rates(kernel, [tier], queue, known) == known
 

@@ -14,10 +14,11 @@ from offload.dtypes import DtypeCode
 from offload.errors import ConfigError, OffloadError
 from offload.layout import Parameter, build_layout
 from offload.measure import Measurement, RatesFile, default_rates_file, load_rates, save_rates, session_rates
-from offload.measure.rates_file import machine_facts, path_facts, versions
+from offload.measure.rates_file import machine_facts, versions
 from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Rates, make_plan
 from offload.protocols import StateFormat
 from offload.sim import predict
+from offload.tiers import parse_place
 
 GB = 1e9
 
@@ -40,7 +41,7 @@ def made(*paths: Path, **changes: Any) -> RatesFile:
         "cpu_bytes_per_s": {StateFormat.EXACT: BY_THREADS, StateFormat.COMPACT8: {4: 6 * GB}},
         "machine": machine_facts(),
         "versions": versions(),
-        "paths": tuple(path_facts(str(path)) for path in paths),
+        "paths": tuple(parse_place(str(path)).facts() for path in paths),
         "measurements": {"update/1 thread": Measurement(10 * GB, 0.05, 7, "bytes/s")},
         "warnings": ("a warning",),
         "created": "2026-01-31T12:00:00Z",
@@ -154,11 +155,11 @@ def test_a_path_that_was_not_measured_is_named(tmp_path: Path) -> None:
 def test_buckets_are_known_by_name_and_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one:9000")
-    one = path_facts("s3://bucket/prefix")
-    assert one["device"] == path_facts("s3://bucket/other")["device"]
-    assert one["device"] != path_facts("s3://other/prefix")["device"]
+    one = parse_place("s3://bucket/prefix").facts()
+    assert one["device"] == parse_place("s3://bucket/other").facts()["device"]
+    assert one["device"] != parse_place("s3://other/prefix").facts()["device"]
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://two:9000")
-    assert one["device"] != path_facts("s3://bucket/prefix")["device"]
+    assert one["device"] != parse_place("s3://bucket/prefix").facts()["device"]
 
 
 @pytest.mark.parametrize(

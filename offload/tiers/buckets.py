@@ -1,0 +1,162 @@
+"""A prefix of a bucket as a place: its tier, its stores, and folders of small objects."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Hashable
+
+from offload._native import CompletionQueue
+from offload.errors import CheckpointError
+from offload.protocols import Tier
+from offload.tiers.common import StoreOptions, check_new
+from offload.tiers.objects import HASTY, ObjectMissingError, S3Client, import_botocore, split_url
+from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, saying
+from offload.tiers.remote import ExistingRemoteStore, RemoteTier
+from offload.tiers.store import RANK_NAME, RECORD_NAME, STORE_NAME
+
+_STORE_KEY = re.compile(rf"((?:{RANK_NAME.pattern}/)?{STORE_NAME.pattern})/")
+
+
+class Bucket(Place):
+    """A `Place` in an object store.
+
+    Args:
+        path: "s3://bucket/prefix".
+        field: What errors call it.
+
+    Raises:
+        ConfigError: It cannot be the name of a bucket.
+    """
+
+    def __init__(self, path: str, field: str = "paths") -> None:
+        self.path = self.name = path
+        self._place = split_url(path, field)
+
+    def check(self, field: str) -> Hashable:
+        """See `Place.check`."""
+        import_botocore(self.path, field)
+        return self._place
+
+    def facts(self) -> dict[str, str]:
+        """See `Place.facts`; a bucket is known by its name and its endpoint."""
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "AWS"
+        return {"path": self.path, "file_system": "s3", "device": f"{self._place[0]} at {endpoint}"}
+
+    def for_rank(self, rank: int, field: str) -> Bucket:
+        """See `Place.for_rank`."""
+        return Bucket(f"{self.path.rstrip('/')}/rank-{rank}", field)
+
+    def open(self, store: uuid.UUID, queue: CompletionQueue, options: StoreOptions) -> Tier:
+        """See `Place.open`."""
+        check_new(self.path, options, "requests to an object store take no turns")
+        return RemoteTier(self.path, store, queue, options)
+
+    def open_existing(self, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool) -> Tier:
+        """See `Place.open_existing`."""
+        return ExistingRemoteStore(self.path, store, queue, StoreOptions(checksum=checksum))
+
+    def folder(self) -> BucketFolder:
+        """See `Place.folder`."""
+        return BucketFolder(self.path)
+
+    def store(self, store: uuid.UUID) -> BucketFolder:
+        """See `Place.store`."""
+        return BucketFolder(f"{self.path.rstrip('/')}/offload-{store}")
+
+    def stores(self, *, ranks: bool = True) -> list[BucketFolder]:
+        """See `Place.stores`."""
+        folder, found = self.folder(), dict[str, int]()
+        for key, nbytes in folder.walk():
+            store = _STORE_KEY.match(key)
+            if store is not None and (ranks or RANK_NAME.match(key) is None):
+                found[store[1]] = found.get(store[1], 0) + nbytes
+        return [BucketFolder(f"{folder.path}/{name}", nbytes) for name, nbytes in sorted(found.items())]
+
+
+class BucketFolder(Folder):
+    """A `Folder` in an object store: an object is whole or not there by nature. Nobody can tell who uses or reads it.
+
+    Args:
+        path: "s3://bucket/prefix".
+        nbytes: What it takes, if that is known.
+    """
+
+    fails_late = True
+
+    def __init__(self, path: str, nbytes: int | None = None) -> None:
+        self.path = self.label = path.rstrip("/")
+        self._nbytes = nbytes
+        bucket, prefix = split_url(path, "checkpoint")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._client = S3Client(path, bucket, retry=HASTY)
+
+    def read(self, name: str) -> bytes | None:
+        """See `Folder.read`."""
+        key = self._prefix + name
+        with saying("read", f"{self.path}/{name}"), contextlib.suppress(ObjectMissingError):
+            nbytes = self._client.head(key)
+            if nbytes is None:
+                return None
+            if nbytes > limit_bytes(name):
+                raise CheckpointError(f"cannot read {self.path}/{name}: it has {nbytes} bytes")
+            content = bytearray(nbytes)
+            if nbytes and self._client.get_into(key, [memoryview(content)]) != nbytes:
+                raise CheckpointError(f"{self.path}/{name} changed while it was read; try again")
+            return bytes(content)
+        return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Folder.write`."""
+        with saying("write", f"{self.path}/{name}"):
+            self._client.put(self._prefix + name, [memoryview(content)])
+
+    def delete(self, name: str) -> None:
+        """See `Folder.delete`."""
+        with saying("delete", f"{self.path}/{name}"):
+            self._client.delete([self._prefix + name])
+
+    def names(self) -> list[str]:
+        """See `Folder.names`."""
+        with saying("list", f"{self.path}/"):
+            keys = self._client.list(self._prefix)
+        names = (key.removeprefix(self._prefix) for key in keys)
+        return sorted(name for name in names if "/" not in name)
+
+    def prepare(self) -> None:
+        """See `Folder.prepare`."""
+        name = f"{TEMPORARY}{uuid.uuid4().hex}"
+        self.write(name, b"trial")
+        self.delete(name)
+
+    def walk(self) -> list[tuple[str, int]]:
+        """Return name and size of all objects below, sorted."""
+        with saying("list", f"{self.path}/"):
+            found = self._client.sizes(self._prefix)
+        return sorted((key.removeprefix(self._prefix), nbytes) for key, nbytes in found.items())
+
+    def nbytes(self) -> int:
+        """See `Folder.nbytes`."""
+        return sum(nbytes for _, nbytes in self.walk()) if self._nbytes is None else self._nbytes
+
+    def opened_by(self) -> str:
+        """See `Folder.opened_by`."""
+        try:
+            opened = json.loads(self.read(RECORD_NAME) or b"{}")
+            return f"process {opened.get('pid', '?')} on {opened.get('host', '?')}"
+        except (ValueError, AttributeError, RecursionError) as cause:
+            raise CheckpointError(str(cause)) from cause
+
+    def remove(self) -> None:
+        """See `Folder.remove`.
+
+        Descriptions (*.json) go last, so that an interrupted delete can be recognised and finished.
+        """
+        with saying("delete", f"{self.path}/"):
+            keys = self._client.list(self._prefix)
+            described = [key for key in keys if key.endswith(".json")]
+            self._client.delete([key for key in keys if key not in described])
+            self._client.delete(described)
