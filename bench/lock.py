@@ -40,15 +40,14 @@ def worker(pipe: Connection, path: str, tile_bytes: int, tiles: int, turn_bytes:
         for locked, queue in enumerate(queues)
     ]
 
-    def request(number: int, op: int, place: int, step: int) -> TileRequest:
+    def request(number: int, place: int, step: int) -> TileRequest:
         return TileRequest(
-            op=op,
+            op=number + 1,
             tile=TileId(0, 0, number),
             step=step,
             offset=number * slot_bytes(tile_bytes),
             address=arena.address + place * tile_bytes,
             nbytes=tile_bytes,
-            numel=tile_bytes // 4,
         )
 
     def move(locked: int) -> list[float]:
@@ -61,8 +60,8 @@ def worker(pipe: Connection, path: str, tile_bytes: int, tiles: int, turn_bytes:
             for kind in ("write", "read"):
                 while left[kind] and places[kind]:
                     number, place = left[kind].pop(0), places[kind].pop()
-                    flying[number] = (kind, place)
-                    getattr(store, kind)(request(number, number, place, 1))
+                    flying[number + 1] = (kind, place)
+                    getattr(store, kind)(request(number, place, 1))
             for record in queue.wait():
                 completion = Completion(*record)
                 if completion.error:
@@ -74,7 +73,7 @@ def worker(pipe: Connection, path: str, tile_bytes: int, tiles: int, turn_bytes:
 
     for locked in (0, 1):  # what reads will find, written once
         for number in range(tiles, 2 * tiles):
-            stores[locked].write(request(number, number, 0, 1))
+            stores[locked].write(request(number, 0, 1))
             queues[locked].wait()
     pipe.send("ready")
     while (command := pipe.recv()) is not None:

@@ -89,7 +89,6 @@ class Mixer:
             offset=slot * (self.tile_bytes + SLOT_HEADER),
             address=self.arena.address + buffer * self.tile_bytes,
             nbytes=self.tile_bytes,
-            numel=self.tile_bytes // 4,
         )
         (self.tier.write if write else self.tier.read)(request)
         return request.op

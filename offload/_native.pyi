@@ -26,14 +26,13 @@ def make_slot_header(
     tensor: int,
     tile: int,
     step: int,
-    numel: int,
     nbytes: int,
     checksum: int | None = None,
 ) -> bytes: ...
 def check_slot_header(
-    raw: bytes, store: bytes, subgroup: int, tensor: int, tile: int, step: int, numel: int, nbytes: int
+    raw: bytes, store: bytes, subgroup: int, tensor: int, tile: int, step: int, nbytes: int
 ) -> bool: ...
-def parse_slot_header(raw: bytes) -> tuple[bytes, int, int, int, int, int, int, int | None] | None: ...
+def parse_slot_header(raw: bytes) -> tuple[bytes, int, int, int, int, int, int | None] | None: ...
 def file_system_magic(path: str) -> int: ...
 
 class StoreFile:
@@ -54,7 +53,6 @@ class IoEngine:
         tensor: int,
         tile: int,
         step: int,
-        numel: int,
         offset: int,
         address: int,
         nbytes: int,
@@ -69,7 +67,6 @@ class IoEngine:
         tensor: int,
         tile: int,
         step: int,
-        numel: int,
         offset: int,
         address: int,
         nbytes: int,
@@ -81,24 +78,6 @@ class IoEngine:
     def set_depth(self, depth: int) -> None: ...
     def inject(self, kind: str, nth: int = 1, error: int = 0, limit_bytes: int = 0) -> None: ...
     def close(self) -> None: ...
-
-class HeldIo(IoEngine):
-    def __init__(self, queue: CompletionQueue) -> None: ...
-    def started(self, timeout_s: float) -> int | None: ...
-    def finish(self, op: int, error: int = 0) -> None: ...
-
-class TakingTurns(IoEngine):
-    def __init__(
-        self,
-        inner: IoEngine,
-        queue: CompletionQueue,
-        lock_file: str,
-        holders: int,
-        turn_bytes: int,
-        report_after_s: float,
-    ) -> None: ...
-    def next_report(self) -> tuple[float, int] | None: ...
-    def waiting(self) -> tuple[float, int] | None: ...
 
 class IoThreads(IoEngine):
     def __init__(self, queue: CompletionQueue, depth: int, piece_bytes: int, checksum: bool) -> None: ...

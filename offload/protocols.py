@@ -58,7 +58,6 @@ class TileRequest:
         address: Memory address of the payload, a multiple of `SECTOR_BYTES`. The buffer belongs to the tier
             until the completion has been taken from the queue.
         nbytes: Payload bytes, a multiple of `SECTOR_BYTES`.
-        numel: Elements of the payload that mean something; stored and verified.
         checksum: On read, the CRC32C that the index expects, or None to accept what the header says. On
             write, that of the payload, or None where it is not known. A tier may take it from here, else it computes
             it; it reports it in the completion.
@@ -72,7 +71,6 @@ class TileRequest:
     offset: int
     address: int
     nbytes: int
-    numel: int
     checksum: int | None = None
     verify: bool = True
 

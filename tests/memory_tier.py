@@ -71,7 +71,7 @@ class MemoryTier(Owned):
         checksum = crc32c(request.address, request.nbytes) if self._checksum else None
         record = bytearray(SLOT_HEADER_BYTES + request.nbytes)
         record[:SLOT_HEADER_BYTES] = make_slot_header(
-            self._store, *request.tile, request.step, request.numel, request.nbytes, checksum
+            self._store, *request.tile, request.step, request.nbytes, checksum
         )
         ctypes.memmove(_payload_address(record), request.address, request.nbytes)
         self.slots[request.offset] = record

@@ -116,7 +116,6 @@ KINDS = {
             "tests/kernels/test_gradient_blocks.py::test_threads_change_nothing",
             "tests/kernels/test_add.py",
             "tests/tiers/test_io_backends.py",
-            "tests/tiers/test_path_lock.py",
             "tests/tiers/test_file_tier.py",
             "tests/tiers/test_shared_lanes.py",
             "tests/e2e/test_optimizer.py",

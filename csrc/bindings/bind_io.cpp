@@ -1,26 +1,21 @@
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <sys/vfs.h>
 
 #include <array>
-#include <cerrno>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <tuple>
 #include <utility>
 
 #include "../io/crc32c.h"
 #include "../io/header.h"
-#include "../io/io_held.h"
 #include "../io/io_threads.h"
 #include "../io/io_uring.h"
-#include "../io/path_lock.h"
 #include "../io/store_file.h"
 #include "../runtime/completion_queue.h"
 #include "bindings.h"
@@ -39,14 +34,13 @@ std::array<std::uint8_t, 16> store_bytes(const nb::bytes& store) {
 }
 
 SlotIdentity slot_identity(const std::array<std::uint8_t, 16>& store, std::uint32_t subgroup, std::uint32_t tensor,
-                           std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t nbytes) {
+                           std::uint32_t tile, std::uint64_t step, std::uint64_t nbytes) {
   SlotIdentity identity;
   std::memcpy(identity.store, store.data(), store.size());
   identity.subgroup = subgroup;
   identity.tensor = tensor;
   identity.tile = tile;
   identity.step = step;
-  identity.numel = numel;
   identity.nbytes = nbytes;
   return identity;
 }
@@ -58,12 +52,12 @@ struct SharedFile {
 };
 
 IoRequest transfer(IoKind kind, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-                   std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset,
-                   std::uintptr_t address, std::uint64_t nbytes) {
+                   std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address,
+                   std::uint64_t nbytes) {
   IoRequest request;
   request.kind = kind;
   request.op = op;
-  request.identity = slot_identity(file.file->store(), subgroup, tensor, tile, step, numel, nbytes);
+  request.identity = slot_identity(file.file->store(), subgroup, tensor, tile, step, nbytes);
   request.file = file.file;
   request.offset = offset;
   request.address = reinterpret_cast<void*>(address);
@@ -120,25 +114,25 @@ void bind_headers(nb::module_& module) {
   module.def(
       "make_slot_header",
       [](const nb::bytes& store, std::uint32_t subgroup, std::uint32_t tensor, std::uint32_t tile, std::uint64_t step,
-         std::uint64_t numel, std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
+         std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
         SlotHeader header;
-        make_header(slot_identity(store_bytes(store), subgroup, tensor, tile, step, numel, nbytes),
-                    checksum.has_value(), checksum.value_or(0), &header);
+        make_header(slot_identity(store_bytes(store), subgroup, tensor, tile, step, nbytes), checksum.has_value(),
+                    checksum.value_or(0), &header);
         return nb::bytes(reinterpret_cast<const char*>(&header), sizeof header);
       },
-      "store"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "nbytes"_a, "checksum"_a = nb::none(),
+      "store"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "nbytes"_a, "checksum"_a = nb::none(),
       "The 4096 bytes that a slot begins with (csrc/io/header.h); checksum None: none was computed.");
   module.def(
       "check_slot_header",
       [](const nb::bytes& raw, const nb::bytes& store, std::uint32_t subgroup, std::uint32_t tensor, std::uint32_t tile,
-         std::uint64_t step, std::uint64_t numel, std::uint64_t nbytes) {
-        return check_header(header_from(raw),
-                            slot_identity(store_bytes(store), subgroup, tensor, tile, step, numel, nbytes)) == 0;
+         std::uint64_t step, std::uint64_t nbytes) {
+        const SlotIdentity expected = slot_identity(store_bytes(store), subgroup, tensor, tile, step, nbytes);
+        return check_header(header_from(raw), expected) == 0;
       },
-      "raw"_a, "store"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "nbytes"_a,
+      "raw"_a, "store"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "nbytes"_a,
       "Whether raw is a whole header of exactly this tile, step and store.");
   using Fields = std::tuple<nb::bytes, std::uint32_t, std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t,
-                            std::uint64_t, std::optional<std::uint32_t>>;
+                            std::optional<std::uint32_t>>;
   module.def(
       "parse_slot_header",
       [](const nb::bytes& raw) -> std::optional<Fields> {
@@ -147,10 +141,10 @@ void bind_headers(nb::module_& module) {
         std::optional<std::uint32_t> checksum;
         if ((header.flags & kSlotHasChecksum) != 0) checksum = header.payload_crc;
         return Fields(nb::bytes(reinterpret_cast<const char*>(header.store), sizeof header.store), header.subgroup,
-                      header.tensor, header.tile, header.step, header.numel, header.nbytes, checksum);
+                      header.tensor, header.tile, header.step, header.nbytes, checksum);
       },
       "raw"_a,
-      "(store, subgroup, tensor, tile, step, numel, nbytes, checksum) of a whole header, else None; checksum is\n"
+      "(store, subgroup, tensor, tile, step, nbytes, checksum) of a whole header, else None; checksum is\n"
       "None where none was computed.");
 }
 
@@ -192,30 +186,30 @@ void bind_files(nb::module_& module) {
       .def(
           "read",
           [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-             std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset, std::uintptr_t address,
-             std::uint64_t nbytes, std::optional<std::uint32_t> checksum, bool verify) {
+             std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
+             std::optional<std::uint32_t> checksum, bool verify) {
             IoRequest request =
-                transfer(IoKind::kRead, file, op, subgroup, tensor, tile, step, numel, offset, address, nbytes);
+                transfer(IoKind::kRead, file, op, subgroup, tensor, tile, step, offset, address, nbytes);
             request.has_expected_crc = checksum.has_value();
             request.expected_crc = checksum.value_or(0);
             request.verify = verify;
             self.submit(std::move(request));
           },
-          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "offset"_a, "address"_a,
-          "nbytes"_a, "checksum"_a = nb::none(), "verify"_a = true, "Start reading a slot; see offload.protocols.TileRequest.")
+          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "offset"_a, "address"_a, "nbytes"_a,
+          "checksum"_a = nb::none(), "verify"_a = true, "Start reading a slot; see offload.protocols.TileRequest.")
       .def(
           "write",
           [](IoEngine& self, const SharedFile& file, std::uint64_t op, std::uint32_t subgroup, std::uint32_t tensor,
-             std::uint32_t tile, std::uint64_t step, std::uint64_t numel, std::uint64_t offset, std::uintptr_t address,
-             std::uint64_t nbytes, std::optional<std::uint32_t> checksum) {
+             std::uint32_t tile, std::uint64_t step, std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
+             std::optional<std::uint32_t> checksum) {
             IoRequest request =
-                transfer(IoKind::kWrite, file, op, subgroup, tensor, tile, step, numel, offset, address, nbytes);
+                transfer(IoKind::kWrite, file, op, subgroup, tensor, tile, step, offset, address, nbytes);
             request.has_expected_crc = checksum.has_value();
             request.expected_crc = checksum.value_or(0);
             self.submit(std::move(request));
           },
-          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "numel"_a, "offset"_a, "address"_a,
-          "nbytes"_a, "checksum"_a = nb::none(), "Start writing a slot; see offload.protocols.TileRequest.")
+          "file"_a, "op"_a, "subgroup"_a, "tensor"_a, "tile"_a, "step"_a, "offset"_a, "address"_a, "nbytes"_a,
+          "checksum"_a = nb::none(), "Start writing a slot; see offload.protocols.TileRequest.")
       .def(
           "sync",
           [](IoEngine& self, const SharedFile& file, std::uint64_t op) {
@@ -275,59 +269,10 @@ void bind_files(nb::module_& module) {
                   "0 where this process may use io_uring, else the errno that says why not.");
 }
 
-void bind_turns(nb::module_& module) {
-  nb::class_<HeldIo, IoEngine>(module, "HeldIo",
-                               "For tests: an I/O engine whose requests end when it is told so; see csrc/io/io_held.h.")
-      .def(nb::init<CompletionQueue&>(), "queue"_a, nb::keep_alive<1, 2>())
-      .def("started", &HeldIo::started, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>(),
-           "Wait for the next request that has arrived; its op, or None after timeout_s.")
-      .def("finish", &HeldIo::finish, "op"_a, "error"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
-           "End a request that is in flight.");
-
-  using Wait = std::pair<double, int>;
-  const auto pair = [](const std::optional<TurnWait>& wait) -> std::optional<Wait> {
-    if (!wait) return std::nullopt;
-    return Wait(wait->waited_s, static_cast<int>(wait->holder));
-  };
-  nb::class_<TakingTurns, IoEngine>(module, "TakingTurns",
-                                    "An I/O engine that passes requests on to another while it holds a path's lock;\n"
-                                    "see csrc/io/path_lock.h. Closing it closes the other.")
-      .def(
-          "__init__",
-          [](TakingTurns* self, IoEngine& inner, CompletionQueue& queue, const std::string& lock_file,
-             std::uint32_t holders, std::uint64_t turn_bytes, double report_after_s) {
-            try {
-              new (self) TakingTurns(inner, queue, {lock_file, holders, turn_bytes, report_after_s});
-            } catch (const std::system_error& error) {
-              errno = error.code().value();
-              PyErr_SetFromErrnoWithFilename(PyExc_OSError, lock_file.c_str());
-              throw nb::python_error();
-            }
-          },
-          "inner"_a, "queue"_a, "lock_file"_a, "holders"_a, "turn_bytes"_a, "report_after_s"_a, nb::keep_alive<1, 2>(),
-          nb::keep_alive<1, 3>())
-      .def(
-          "next_report",
-          [pair](TakingTurns& self) {
-            std::optional<TurnWait> wait;
-            {
-              nb::gil_scoped_release release;
-              wait = self.next_report();
-            }
-            return pair(wait);
-          },
-          "Wait until a turn has been waited for unusually long; return (seconds, pid of who is in the way, 0 if it\n"
-          "cannot be seen), or None once closed. One thread at a time.")
-      .def(
-          "waiting", [pair](const TakingTurns& self) { return pair(self.waiting()); },
-          "The same about the turn that is being waited for now, or None.");
-}
-
 }  // namespace
 
 void bind_io(nb::module_& module) {
   bind_checksums(module);
   bind_headers(module);
   bind_files(module);
-  bind_turns(module);
 }

@@ -31,7 +31,6 @@ struct IoRequest {
   bool has_expected_crc = false;
   std::uint32_t expected_crc = 0;
   bool verify = true;  // read: whether the payload is compared with the header's checksum; else the caller does it
-  std::shared_ptr<void> turn;      // let go of before the completion is pushed (path_lock.h)
 };
 
 // Faults for tests, counted in system calls: the nth next call of a kind fails with an errno

@@ -18,7 +18,7 @@ void make_header(const SlotIdentity& identity, bool has_checksum, std::uint32_t 
   header->tile = identity.tile;
   header->payload_crc = has_checksum ? payload_crc : 0u;
   header->step = identity.step;
-  header->numel = identity.numel;
+  header->words = identity.nbytes / 4;
   header->nbytes = identity.nbytes;
   header->header_crc = crc32c(0, header, offsetof(SlotHeader, header_crc));
 }
@@ -31,8 +31,7 @@ bool header_intact(const SlotHeader& header) {
 std::int32_t check_header(const SlotHeader& header, const SlotIdentity& expected) {
   const bool matches = header_intact(header) && std::memcmp(header.store, expected.store, sizeof header.store) == 0 &&
                        header.subgroup == expected.subgroup && header.tensor == expected.tensor &&
-                       header.tile == expected.tile && header.step == expected.step && header.numel == expected.numel &&
-                       header.nbytes == expected.nbytes;
+                       header.tile == expected.tile && header.step == expected.step && header.nbytes == expected.nbytes;
   return matches ? 0 : kErrorHeader;
 }
 

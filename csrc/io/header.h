@@ -13,7 +13,7 @@
 //     40 ..   43 u32       tile
 //     44 ..   47 u32       payload_crc, CRC32C of the payload's nbytes
 //     48 ..   55 u64       step, the version of the tile
-//     56 ..   63 u64       numel, elements of the payload that mean something
+//     56 ..   63 u64       a quarter of nbytes, which earlier versions verify; not looked at
 //     64 ..   71 u64       nbytes, length of the payload
 //     72 .. 4091 u8[4020]  zero
 //   4092 .. 4095 u32       header_crc, CRC32C of bytes 0 .. 4091
@@ -44,7 +44,6 @@ struct SlotIdentity {
   std::uint32_t tensor = 0;
   std::uint32_t tile = 0;
   std::uint64_t step = 0;
-  std::uint64_t numel = 0;
   std::uint64_t nbytes = 0;
 };
 
@@ -58,7 +57,7 @@ struct SlotHeader {
   std::uint32_t tile;
   std::uint32_t payload_crc;
   std::uint64_t step;
-  std::uint64_t numel;
+  std::uint64_t words;
   std::uint64_t nbytes;
   std::uint8_t zero[4020];
   std::uint32_t header_crc;

@@ -144,7 +144,6 @@ struct IoThreads::State {
       completion.detail = outcome.offset;
       completion.finished_s = monotonic_seconds();
       item.request.file.reset();
-      item.request.turn.reset();
       // Before a sync may start: its completion comes after those of the writes it covers.
       queue.push(completion);
       lock.lock();

@@ -477,7 +477,6 @@ class IoUring::Worker {
     completion.error = sync.request.file->note_sync(error);
     completion.started_s = sync.started_s;
     sync.request.file.reset();
-    sync.request.turn.reset();
     queue_.push(finished(completion));
   }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -13,7 +12,6 @@ import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,13 +28,6 @@ STEPS = "offload_steps"
 
 
 _T = TypeVar("_T")
-
-
-CORES_BESIDE_A_GPU = 2
-"""Of each rank's: for the threads that drive its GPU."""
-
-NODES = Path("/sys/devices/system/node")
-"""Where Linux lists NUMA nodes."""
 
 
 def find_device(weights: Sequence[torch.Tensor]) -> torch.device | None:
@@ -64,45 +55,7 @@ def make_shard(
     torch.distributed.all_gather_object(everyone, mine, group=group)
     sharing, before = everyone.count(mine), everyone[: torch.distributed.get_rank(group)].count(mine)
     config = config.for_rank(torch.distributed.get_rank())
-    if config.threads is None:
-        beside = CORES_BESIDE_A_GPU if device is not None else 0
-        config = dataclasses.replace(config, threads=max(1, len(mine[1]) // sharing - beside))
-    with _on_cores(cores_of_rank(before, sharing, set(mine[1]), NODES)):
-        return Shard(pieces, weights, config, device, gradient_dtype)
-
-
-def cores_of_rank(number: int, ranks: int, cores: set[int], nodes: Path) -> set[int]:
-    """Return the cores for one of several ranks that may all run on the same ones: those of its share of NUMA nodes.
-
-    Args:
-        number: Which of them it is, from 0.
-        ranks: How many they are.
-        cores: What they may run on.
-        nodes: Directory with a `node<n>/cpulist` for each node.
-    """
-    found = [cores & _cpulist((node / "cpulist").read_text()) for node in nodes.glob("node[0-9]*")]
-    parts = sorted((part for part in found if part), key=min)
-    if len(parts) < 2:
-        return cores
-    first = number * len(parts) // ranks
-    return set().union(*parts[first : max(first + 1, (number + 1) * len(parts) // ranks)])
-
-
-def _cpulist(text: str) -> set[int]:
-    """Return the numbers in a list such as "0-3,8"."""
-    ends = [part.split("-") for part in text.strip().split(",") if part]
-    return {core for end in ends for core in range(int(end[0]), int(end[-1]) + 1)}
-
-
-@contextlib.contextmanager
-def _on_cores(cores: set[int]) -> Iterator[None]:
-    """Run this thread on some cores for a while: threads that it starts stay there, and memory that it touches."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+    return Shard(pieces, weights, config, device, gradient_dtype, (before, sharing))
 
 
 class OffloadedOptimizer:

@@ -62,6 +62,7 @@ class Shard:
         config: Tiers and budgets of this rank.
         device: The GPU that weights are on.
         gradient_dtype: In which gradients are summed; None for that of the weights.
+        among: See `offload.Engine`.
 
     Attributes:
         gradients: Those of the window (what lies between two steps).
@@ -74,6 +75,7 @@ class Shard:
         config: OffloadConfig,
         device: torch.device | None = None,
         gradient_dtype: torch.dtype | None = None,
+        among: tuple[int, int] | None = None,
     ) -> None:
         self.pieces = tuple(pieces)
         self.index = {piece.name: number for number, piece in enumerate(self.pieces)}
@@ -88,7 +90,7 @@ class Shard:
         self._scratch = next((path.path for path in config.path_configs if os.path.isdir(path.path)), None)
         self.gradients: HostGradients | DeviceGradients
         if device is None:
-            self.engine = Engine(parameters, config)
+            self.engine = Engine(parameters, config, among=among)
             self.gradients = HostGradients(self.pieces, self.engine)
         else:
             config = dataclasses.replace(
@@ -98,7 +100,7 @@ class Shard:
                 # DeepSpeed wants the state before there is any backward pass to say what it leaves free.
                 gpu_memory=0 if config.gpu_memory == "auto" else config.gpu_memory,
             )
-            self.engine = Engine(parameters, config, device=device)
+            self.engine = Engine(parameters, config, device=device, among=among)
             dtypes = [gradient_dtype or weight.dtype for weight in weights]
             self.gradients = DeviceGradients(self.pieces, self.engine, weights[0].device, dtypes)
         self._bind_weights()

@@ -33,7 +33,7 @@ from offload.errors import CheckpointError, TierError, invariant
 from offload.kernels.stored import Stored, stored_dtype, stored_in
 from offload.layout import Parameter, Subgroup
 from offload.protocols import SECTOR_BYTES, Tier, TileId, TileRequest
-from offload.rules import FP32, Format, UpdateRule
+from offload.rules import Format, UpdateRule
 from offload.tiers import parse_place, tier_error
 from offload.units import format_seconds
 
@@ -575,7 +575,6 @@ class Checkpoint:
             offset=ref.offset,
             address=self._address(buffer),
             nbytes=nbytes,
-            numel=nbytes // FP32.item_bytes,
             checksum=ref.checksum if self._verify and manifest.checksums else None,
         )
 

@@ -38,7 +38,6 @@ from offload.engine.timeline import ENGINE, Interval
 from offload.errors import InternalError, OffloadError, TierError
 from offload.plan.budget import Plan
 from offload.protocols import ERROR_CHECKSUM, WAKE, Completion, Queue, Tier, TileRequest, UpdateKernel
-from offload.rules import FP32
 from offload.units import format_seconds
 
 REQUEST = (1 << 64) - 1
@@ -252,7 +251,6 @@ class LiveExecutor:
             offset=location.offset,
             address=self._address(operation),
             nbytes=location.nbytes,
-            numel=location.nbytes // FP32.item_bytes,
             checksum=checksum,
             verify=verify,
         )

@@ -1,4 +1,4 @@
-"""Touching memory before it is used: by several threads, and on the NUMA nodes that it is to lie on.
+"""NUMA nodes and the cores of a rank; and touching memory before it is used, by several threads on some nodes.
 
 The kernel gives and clears a page when it is first touched, on the node of the CPU that touches it, unless the
 process has another policy (`numactl`, say, which stays in force). Whoever locks memory has it touched, by one thread
@@ -65,6 +65,22 @@ def nodes_for(gpu_node: int | None, cpu_updates: bool) -> Nodes:
     numbers = ", ".join(map(str, nodes))
     log.info("host memory is spread over NUMA nodes %s, those of the CPUs that may update what lies there", numbers)
     return nodes
+
+
+def cores_of_rank(number: int, ranks: int) -> frozenset[int]:
+    """Return the cores for one of several ranks that may all run on the same ones; none where it is all of them.
+
+    They are those of its share of NUMA nodes.
+
+    Args:
+        number: Which of them it is, from 0.
+        ranks: How many they are.
+    """
+    parts = sorted(nodes_here().values(), key=min)
+    if len(parts) < 2:
+        return frozenset()
+    first = number * len(parts) // ranks
+    return frozenset().union(*parts[first : max(first + 1, (number + 1) * len(parts) // ranks)])
 
 
 def touch(
@@ -141,7 +157,7 @@ class _Work:
 
     def do(self, place: int, cpus: frozenset[int]) -> None:
         """Touch the pieces of a place, on this thread, which is bound to CPUs meanwhile if there are any."""
-        with _bound(cpus):
+        with bound(cpus):
             try:
                 while self.error is None:
                     if self._given_up():
@@ -160,8 +176,11 @@ class _Work:
 
 
 @contextlib.contextmanager
-def _bound(cpus: frozenset[int]) -> Iterator[None]:
-    """Bind this thread to CPUs, if there are any; where that is refused it runs on as it did."""
+def bound(cpus: frozenset[int]) -> Iterator[None]:
+    """Bind this thread to CPUs, if there are any; where that is refused it runs on as it did.
+
+    Threads that it starts meanwhile stay there, as does memory that it touches.
+    """
     before = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
         if cpus:

@@ -34,7 +34,7 @@ from offload.measure.gpu import GpuProbe, gpu_probe
 from offload.measure.observe import at_once
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, versions
 from offload.measure.trial import trial_rates
-from offload.measure.workbench import CHUNK_NUMEL, STREAM_ITEM_BYTES, UPDATE_DEPTH, Slots, TrialState, memory_cost
+from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
 from offload.plan import GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import SECTOR_BYTES, StateFormat
@@ -277,8 +277,6 @@ class _CpuProbe:
     ) -> None:
         self._kernels = kernels
         self._states = states
-        self._numel = states[StateFormat.EXACT].numel
-        self._whole = states[StateFormat.EXACT].table(0, self._numel)
         self._runs = _Runs(queue, run_s / 2, 4096)
         self.most = max(kernels)
 
@@ -304,11 +302,8 @@ class _CpuProbe:
 
     def _stream(self, label: str, variant: StreamVariant) -> dict[str, float]:
         # Twice, as a stream negates the state.
-        started_s = time.perf_counter()
-        for _ in range(2):
-            self._kernels[self.most].stream(self._whole, variant)
-        rate = 2 * self._numel * STREAM_ITEM_BYTES / (time.perf_counter() - started_s)
-        return {f"memory/{label}": rate}
+        state, kernel = self._states[StateFormat.EXACT], self._kernels[self.most]
+        return {f"memory/{label}": state.stream_rate(kernel, variant, variant)}
 
 
 class _PathProbe:

@@ -11,16 +11,17 @@ import logging
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena, available_bytes
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_bytes
 from offload.layout import MAX_TILE_BYTES, SECTOR_NUMEL, numels_by_format
-from offload.measure.drive import Load, drive, lane_rates, rates_beside
+from offload.measure.drive import drive, lane_rates, rates_beside
 from offload.measure.gpu import COPIES_BESIDE, D2H, H2D, UPDATE, GpuProbe
 from offload.measure.observe import at_once
 from offload.measure.trial import trial_rates
@@ -67,6 +68,7 @@ _VARIANTS = (StreamVariant.PLAIN, StreamVariant.WEIGHT_NONTEMPORAL | StreamVaria
 
 log = logging.getLogger("offload")
 
+T = TypeVar("T")
 
 _known: dict[tuple[object, ...], tuple[float, float]] = {}
 """The update's rate and the memory's, by what they depend on: see `_HostProbe`."""
@@ -146,9 +148,7 @@ class _HostProbe:
         """Return the rates of the update and of memory, reads and writes together."""
         if self.key not in _known:
             self.update()  # warms up
-            found, until_s = [(self.update(), self._stream())], time.perf_counter() + LONGEST_S
-            while len(found) < ROUNDS and time.perf_counter() < until_s:
-                found.append((self.update(), self._stream()))
+            found = _rounds(lambda: (self.update(), self._open().stream_rate(self._kernel, *_VARIANTS)))
             cpu, memory = (max(rates) for rates in zip(*found, strict=True))
             _known[self.key] = cpu, max(memory, cpu * self._rule.memory_cost)
             sizes = *_known[self.key], self._numel * trial_bytes(self._rule), cache_bytes()
@@ -162,15 +162,9 @@ class _HostProbe:
     def update(self, part: float = 1.0) -> float:
         """Return the rate of a pass over a part of the memory, in state bytes per second."""
         state = self._open()
-        return _rate(self._queue, state.updates(self._kernel, max(1, round(part * state.chunks))))
-
-    def _stream(self) -> float:
-        whole = self._open().table(0, self._numel)
-        started_s = time.perf_counter()
-        for variant in _VARIANTS:
-            self._kernel.stream(whole, variant)
-        moved_bytes = len(_VARIANTS) * self._numel * self._rule.item_bytes * self._rule.memory_cost
-        return moved_bytes / (time.perf_counter() - started_s)
+        return lane_rates(drive(self._queue, [state.updates(self._kernel, max(1, round(part * state.chunks)))]))[
+            "cpu"
+        ]
 
     def _open(self) -> TrialState:
         if self._state is None:
@@ -238,38 +232,35 @@ def cache_bytes() -> int:
     return sum(found.values())
 
 
-def _best(queue: Queue, load: Load) -> float:
-    """Return the highest rate of a load in a few rounds: other work on the machine only ever slows it down."""
-    return max(_rate(queue, load) for _ in range(ROUNDS))
-
-
-def _rate(queue: Queue, load: Load) -> float:
-    return lane_rates(drive(queue, [load]))[load.lane]
+def _rounds(sample: Callable[[], T]) -> list[T]:
+    """Take a sample a few times. The best counts: other work on the machine only ever slows one down."""
+    taken, until_s = [sample()], time.perf_counter() + LONGEST_S
+    while len(taken) < ROUNDS and time.perf_counter() < until_s:
+        taken.append(sample())
+    return taken
 
 
 def _probe_path(tier: Tier, queue: Queue, address: int, plan: Plan) -> PathRates:
     nbytes = min(MAX_TILE_BYTES, max(plan.staging_bytes // PROBE_TILES // SECTOR_BYTES * SECTOR_BYTES, SECTOR_BYTES))
     slots = range(max(1, min(PROBE_TILES, tier.free_bytes() // (nbytes + SECTOR_BYTES))))
+    path, half = Slots(tier, nbytes), len(slots) // 2
+
+    def best(loads: dict[str, range], count: int | None = None) -> dict[str, float]:
+        """Return what reads and writes of some slots reach beside each other."""
+
+        def sample() -> dict[str, float]:
+            moves = [path.load(v, at, address + at.start * nbytes, len(at), count) for v, at in loads.items()]
+            return rates_beside(drive(queue, moves))
+
+        return max(_rounds(sample), key=lambda rates: sum(rates.values()))
+
     with contextlib.ExitStack() as ends:
         if plan.staging_bytes < PROBE_TILES * nbytes:
             memory = Arena(PROBE_TILES * nbytes)
             ends.callback(memory.close)
             address = memory.address
-        path = Slots(tier, nbytes)
-        write, read = (_best(queue, path.load(verb, slots, address)) for verb in ("write", "read"))
-        both = _both(queue, path, slots, address) if len(slots) > 1 else (read, write)
+        alone = best({"write": slots}) | best({"read": slots})
+        both = best({"read": slots[:half], "write": slots[half:]}, PROBE_TILES) if half else alone
         shares = at_once(drive(queue, [path.load("read", slots, address)])) > 1
-    at_most = tier.depth if shares else 1
-    return PathRates(*both, read_alone_bytes_per_s=read, write_alone_bytes_per_s=write, at_once=at_most)
-
-
-def _both(queue: Queue, path: Slots, slots: range, address: int) -> tuple[float, float]:
-    """Return what reads and writes reach beside each other, in the best of a few rounds."""
-    half, until_s = len(slots) // 2, time.perf_counter() + LONGEST_S
-    found: list[tuple[float, float]] = []
-    while not found or (len(found) < ROUNDS and time.perf_counter() < until_s):
-        read = path.load("read", slots[:half], address, half, PROBE_TILES)
-        write = path.load("write", slots[half:], address + half * path.tile_bytes, len(slots) - half, PROBE_TILES)
-        rates = rates_beside(drive(queue, [read, write]))
-        found.append((rates["read"], rates["write"]))
-    return max(found, key=sum)
+    at_most = tier.depth if shares else 1.0
+    return PathRates(both["read"], both["write"], 0.0, 1.0, alone["read"], alone["write"], at_most)

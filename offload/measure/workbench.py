@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,12 @@ import numpy.typing as npt
 
 from offload.engine.memory import HUGE_PAGE_BYTES, Arena
 from offload.errors import OffloadError, TierError
+from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_items, trial_table
 from offload.measure.drive import Load
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import Completion, Tier, TileId, TileRequest, UpdateKernel
-from offload.rules import FP32, UpdateRule
+from offload.rules import UpdateRule
 from offload.tiers import slot_bytes, tier_error
 
 CHUNK_NUMEL = 1 << 21
@@ -24,9 +26,6 @@ CHUNK_NUMEL = 1 << 21
 
 UPDATE_DEPTH = 2
 """Updates in flight at once, as in a step."""
-
-STREAM_ITEM_BYTES = 28
-"""Bytes that Adam's update has to move for each element: fp32 state read and written, 16-bit gradient and weight."""
 
 UNSEEN_SLOWDOWN = 0.03
 """Slow-downs of the update below this are noise, and say nothing about what I/O costs."""
@@ -131,6 +130,14 @@ class TrialState:
         addresses = {name: address + self._items[name].offset(start) for name, address in self._addresses.items()}
         return trial_table(self._rule, addresses, numel)
 
+    def stream_rate(self, kernel: CpuUpdateKernel, *variants: StreamVariant) -> float:
+        """Return the bytes per second, reads and writes together, of passes over all memory: one for each variant."""
+        whole, started_s = self.table(0, self.numel), time.perf_counter()
+        for variant in variants:
+            kernel.stream(whole, variant)
+        moved_bytes = len(variants) * self.numel * self._rule.item_bytes * self._rule.memory_cost
+        return moved_bytes / (time.perf_counter() - started_s)
+
     def updates(self, kernel: UpdateKernel, count: int | None) -> Load:
         """Return updates of the chunks in turn."""
         turns = [itertools.cycle(self._chunks[place :: self._depth]) for place in range(self._depth)]
@@ -186,7 +193,7 @@ class Slots:
         def start(op: int, place: int) -> None:
             slot = next(turns[place])
             tile, offset = TileId(self.number, 0, slot), self.offset + slot * slot_bytes(nbytes)
-            call(TileRequest(op, tile, 0, offset, address + place * nbytes, nbytes, nbytes // FP32.item_bytes))
+            call(TileRequest(op, tile, 0, offset, address + place * nbytes, nbytes))
 
         def error(completion: Completion) -> OffloadError:
             return tier_error("probe", completion, None, self.tier)

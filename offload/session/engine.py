@@ -33,6 +33,7 @@ from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
 from offload.engine.none import NoDevice
 from offload.engine.timeline import ENGINE, Interval
+from offload.engine.touching import bound, cores_of_rank
 from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAbortedError
 from offload.layout import Layout, Parameter, Segment
 from offload.measure import lane_totals
@@ -63,6 +64,8 @@ class Engine:
         device: The GPU that holds weights and gradients, as torch calls it or as a `Device`, which the engine closes;
             `bind_*` then take device addresses. The engine allocates the host memory that it needs. None for the CPU.
         rule: What is kept for each parameter, and how a step changes it.
+        among: Which rank it is of those that may run on the same cores, from 0, and how many they are: it takes its
+            share of them, by NUMA nodes. None: all nodes, and the share of threads that the launcher's variables say.
 
     Raises:
         ConfigError: If a path cannot be used, or a GPU is to be used and none is given; raised before any file is
@@ -78,6 +81,7 @@ class Engine:
         gradient_slots: bool = False,
         device: Device | torch.device | None = None,
         rule: UpdateRule = ADAMW,
+        among: tuple[int, int] | None = None,
     ) -> None:
         self.config = config or OffloadConfig()
         if self.config.shard:
@@ -85,30 +89,31 @@ class Engine:
                 "leave it out: an engine's parameters say which pieces they are, as those of DeepSpeed's ZeRO do"
             )
             raise ConfigError("shard", True, allowed)
-        if isinstance(device, torch.device):
-            from offload.engine.accelerator import AcceleratorDevice
+        with bound(cores_of_rank(*among) if among is not None else frozenset()):
+            if isinstance(device, torch.device):
+                from offload.engine.accelerator import AcceleratorDevice
 
-            device = AcceleratorDevice(device)
-        device = device or NoDevice()
-        try:
-            self._parts = parts = Parts(self.config, gradient_slots, device, rule)
-            self._thread = thread = EngineThread(parts)
-            self._visits = visits = Visits(parts, thread)
-            thread.aborted = partial(_aborted, parts, visits)
-            self._checkpoints = Checkpoints(parts, thread, self._visits)
-            self._step_s = self._step_started_s = 0.0
-            # None of these holds this object, so an engine that is forgotten is closed.
-            self._ending = Ending(parts, thread)
-            self._finalizer = weakref.finalize(self, self._ending.forgotten)
+                device = AcceleratorDevice(device)
+            device = device or NoDevice()
             try:
-                with named_shortage("the session cannot be opened"):
-                    thread.open(tuple(parameters))
+                self._parts = parts = Parts(self.config, gradient_slots, device, rule, among and among[1])
+                self._thread = thread = EngineThread(parts)
+                self._visits = visits = Visits(parts, thread)
+                thread.aborted = partial(_aborted, parts, visits)
+                self._checkpoints = Checkpoints(parts, thread, self._visits)
+                self._step_s = self._step_started_s = 0.0
+                # None of these holds this object, so an engine that is forgotten is closed.
+                self._ending = Ending(parts, thread)
+                self._finalizer = weakref.finalize(self, self._ending.forgotten)
+                try:
+                    with named_shortage("the session cannot be opened"):
+                        thread.open(tuple(parameters))
+                except BaseException:
+                    self.close()
+                    raise
             except BaseException:
-                self.close()
+                device.close()
                 raise
-        except BaseException:
-            device.close()
-            raise
 
     # State of affairs
 

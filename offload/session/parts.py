@@ -72,7 +72,14 @@ class Parts:
     plan: Plan
     rates: Rates
 
-    def __init__(self, config: OffloadConfig, gradient_slots: bool, device: Device, rule: UpdateRule) -> None:
+    def __init__(
+        self,
+        config: OffloadConfig,
+        gradient_slots: bool,
+        device: Device,
+        rule: UpdateRule,
+        sharing: int | None = None,
+    ) -> None:
         self.config = config
         self.rule = rule.stored_in(STATE_FORMATS[config.state_format])
         self.is_whole = False
@@ -97,7 +104,7 @@ class Parts:
             wanted=gradient_slots or self.lanes.on_gpu,
             passing=not config.keep_grads,
         )
-        self._threads = config.threads or default_threads(self.lanes)
+        self._threads = config.threads or default_threads(self.lanes, sharing)
         self._store = uuid.uuid4()
 
     # Putting them together

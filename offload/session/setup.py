@@ -45,12 +45,16 @@ def refuse_gpu(config: OffloadConfig) -> None:
         raise ConfigError("keep_grads", False, "use true: gradients that are not on a GPU lie in their slots anyway")
 
 
-def default_threads(lanes: Lanes) -> int:
+def default_threads(lanes: Lanes, sharing: int | None = None) -> int:
     """Return how many threads update, if nobody says it: the cores that this process may use, shared by local ranks.
 
     With a GPU two are left for the threads that drive it, which would wait for their turn else.
+
+    Args:
+        lanes: The session's.
+        sharing: How many ranks share the cores; None for what their launcher says.
     """
-    cores = len(os.sched_getaffinity(0)) // _local_ranks()
+    cores = len(os.sched_getaffinity(0)) // (sharing or _local_ranks())
     return max(1, cores - CORES_BESIDE * lanes.on_gpu)
 
 

@@ -181,7 +181,7 @@ class AsyncIo:
         if error := await self._do(_reserve, file, request.offset + nbytes):
             return error, 0
         checksum = await self._do(_crc32c, request.address, request.nbytes) if self._checksum else None
-        header = make_slot_header(self._store, *request.tile, request.step, request.numel, request.nbytes, checksum)
+        header = make_slot_header(self._store, *request.tile, request.step, request.nbytes, checksum)
         moved = await self._move(_pwritev, [memoryview(header), memory_of(request)], request.offset)
         return (0, checksum or 0) if moved == nbytes else (errno.EIO, 0)
 

@@ -160,7 +160,7 @@ def check_depth(depth: int) -> None:
 
 def admit(header: bytes, store: bytes, request: TileRequest) -> tuple[int, int | None]:
     """Return 0 where a header is the one that was asked for, else an error; and the checksum that it promises."""
-    expected = (*request.tile, request.step, request.numel, request.nbytes)
+    expected = (*request.tile, request.step, request.nbytes)
     fields = parse_slot_header(header)
     if fields is None or not check_slot_header(header, store, *expected):
         return ERROR_HEADER, None

@@ -35,6 +35,7 @@ from offload.tiers.places import (
     sync_directory,
 )
 from offload.tiers.store import RANK_NAME, RECORD_NAME, STORE_NAME, StoreDirectory
+from offload.tiers.turns import TakingTurns
 
 _RECORD_BYTES = 1 << 16
 """Most that a store's record may have."""
@@ -99,7 +100,15 @@ class Directory(Place):
         if options.io_backend == "asyncio":
             check_new(self.path, options, "asyncio takes no turns, other backends do")
             options = replace(options, turns=None)
-        return FileTier(self.path, store, queue, options)
+        if options.turns is None:
+            return FileTier(self.path, store, queue, options)
+        inner_queue = CompletionQueue()
+        inner = FileTier(self.path, store, inner_queue, options)
+        try:
+            return TakingTurns(inner, inner_queue, queue, options.turns)
+        except BaseException:
+            inner.close()
+            raise
 
     def _wants_asyncio(self) -> bool:
         """Return whether it is on a network or parallel file system that has no O_DIRECT."""

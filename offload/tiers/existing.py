@@ -40,14 +40,14 @@ class ExistingStore(FileTier):
 
     def __init__(self, path: str, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool = True) -> None:
         Owned.__init__(self, path)
-        self.depth, self._turns = DEPTH, None
+        self.depth = DEPTH
         with self._answering_for("open"), contextlib.ExitStack() as undo:
             self._place = _Shared(Path(os.path.abspath(path)) / f"offload-{store}")
             undo.callback(self._place.close)
             self.store_path, self.data_path = self._place.directory, self._place.data_path
             descriptor, self.direct = _open_data(self.data_path)
             self._file = StoreFile(descriptor, self.direct, store.bytes)
-            self._io = self._engine = IoThreads(queue, DEPTH, DEFAULT_PIECE_BYTES, checksum)
+            self._engine = IoThreads(queue, DEPTH, DEFAULT_PIECE_BYTES, checksum)
             undo.pop_all()
 
     def write(self, request: TileRequest) -> None:

@@ -11,14 +11,13 @@ import uuid
 from pathlib import Path
 from typing import cast
 
-from offload._native import CompletionQueue, IoEngine, IoThreads, IoUring, StoreFile, TakingTurns
+from offload._native import CompletionQueue, IoEngine, IoThreads, IoUring, StoreFile
 from offload.errors import ConfigError
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.asyncfile import AsyncIo
 from offload.tiers.common import DEFAULTS, Owned, StoreOptions, check_depth, check_limits, check_request
 from offload.tiers.places import open_regular
 from offload.tiers.store import Store
-from offload.tiers.turns import Turns, describe_wait, lock_error, lock_file, watch
 
 IO_BACKENDS = ("auto", "io_uring", "threads", "asyncio")
 """Ways to read and write; "auto" is the best that works on local file systems here."""
@@ -112,7 +111,7 @@ class FileTier(Owned):
         self.io_backend = choose_io_backend(options.io_backend)
         self.depth = DEFAULT_DEPTHS[self.io_backend] if options.depth is None else options.depth
         check_limits(options.max_bytes, self.depth, piece_bytes)
-        used_bytes, turns = options.used_bytes, options.turns
+        used_bytes = options.used_bytes
         existing = used_bytes is not None
         if existing:
             self.kept = frozenset()
@@ -137,31 +136,27 @@ class FileTier(Owned):
             refusal = self._engine.register_file(self._file) if register_file else 0
             if refusal:
                 _say_once(f"files are not registered for I/O ({os.strerror(refusal)})")
-            self._io = self._engine
-            self._turns = self._take_turns(turns, queue) if turns is not None else None
-            if self._turns is not None:
-                self._io = self._turns
             undo.pop_all()
 
     def read(self, request: TileRequest) -> None:
         """Start reading a slot; see `offload.protocols.Tier`. After an error the buffer holds anything."""
         self._check_open("read")
-        self._io.read(*self._arguments(request), request.checksum, request.verify)
+        self._engine.read(*self._arguments(request), request.checksum, request.verify)
 
     def write(self, request: TileRequest) -> None:
         """Start writing a slot; see `offload.protocols.Tier`. The file grows by extents as it needs to."""
         self._check_open("write")
-        self._io.write(*self._arguments(request), request.checksum)
+        self._engine.write(*self._arguments(request), request.checksum)
 
-    def _arguments(self, request: TileRequest) -> tuple[StoreFile, int, int, int, int, int, int, int, int, int]:
+    def _arguments(self, request: TileRequest) -> tuple[StoreFile, int, int, int, int, int, int, int, int]:
         check_request(request)
         place = request.offset, request.address, request.nbytes
-        return (self._file, request.op, *request.tile, request.step, request.numel, *place)
+        return (self._file, request.op, *request.tile, request.step, *place)
 
     def sync(self, op: int) -> None:
         """Make every write that was submitted before durable; completes as `op`."""
         self._check_open("sync")
-        self._io.sync(self._file, op)
+        self._engine.sync(self._file, op)
 
     def register_memory(self, address: int, nbytes: int) -> None:
         """Hear of the memory that most transfers will use; see `offload.protocols.Tier`.
@@ -170,7 +165,7 @@ class FileTier(Owned):
         transfers cost a little more processor time.
         """
         self._check_open("register_memory")
-        refusal = self._io.register_buffers(address, nbytes)
+        refusal = self._engine.register_buffers(address, nbytes)
         if refusal:
             _say_once(f"staging memory is not registered for I/O ({os.strerror(refusal)}); see ulimit -l")
 
@@ -179,7 +174,7 @@ class FileTier(Owned):
         self._check_open("set_depth")
         check_depth(depth)
         with self._answering_for("set_depth"):
-            self._io.set_depth(depth)
+            self._engine.set_depth(depth)
         self.depth = depth
 
     def free_bytes(self) -> int:
@@ -199,32 +194,14 @@ class FileTier(Owned):
         self._check_open("inject")
         self._engine.inject(kind, nth, error, limit_bytes)
 
-    def waiting_for(self) -> str:
-        """Return what the tier is waiting for other than its device, for messages; "" if nothing. Any thread."""
-        waiting = self._turns.waiting() if self._turns is not None else None
-        return describe_wait(self.path, *waiting) if waiting is not None else ""
-
-    def _take_turns(self, turns: Turns, queue: CompletionQueue) -> TakingTurns:
-        try:
-            name = lock_file(turns.path or self.path)
-            taking = TakingTurns(self._engine, queue, name, turns.holders, turns.turn_bytes, turns.report_after_s)
-        except OSError as cause:
-            raise lock_error(self.path, cause) from cause
-        watch(taking, self.path)
-        return taking
-
     def close(self) -> None:
-        """Finish what is in flight, end the threads, delete the store or what is not `kept`; idempotent.
-
-        Requests whose turn on the path does not come in `Turns.report_after_s` complete with ETIMEDOUT.
-        """
+        """Finish what is in flight, end the threads, delete the store or what is not `kept`; idempotent."""
         if not self._ends_here():
             return
-        self._io.close()
+        self._engine.close()
         # Nothing is in flight any more: descriptors go now, and with the ring what the kernel pinned of the memory.
-        self._turns = None
         used_bytes = self._file.used_bytes
-        del self._io, self._engine, self._file
+        del self._engine, self._file
         if self.kept is not None:
             with contextlib.suppress(OSError):  # what was preallocated beyond; not needed, not harmful
                 os.truncate(self.data_path, max(used_bytes, self._bytes_before))

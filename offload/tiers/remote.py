@@ -335,7 +335,7 @@ class RemoteTier(Owned):
     def _store_object(self, key: str, request: TileRequest) -> int:
         payload = memory_of(request)
         checksum = crc32c(request.address, request.nbytes) if self._checksum else None
-        header = make_slot_header(self._store, *request.tile, request.step, request.numel, request.nbytes, checksum)
+        header = make_slot_header(self._store, *request.tile, request.step, request.nbytes, checksum)
         whole = None if checksum is None else crc32c_combine(crc32c_of(header), checksum, request.nbytes)
         self._client.put(key, [memoryview(header), payload], whole)
         return checksum or 0

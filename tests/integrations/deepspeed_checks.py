@@ -418,7 +418,7 @@ def metrics_reach_deepspeeds_monitor(folder: Path) -> None:
             train(engine, case, 0, 2)
             world = torch.distributed.get_world_size()
             cores = len(os.sched_getaffinity(0))
-            assert (engine.optimizer.offload.config.threads or cores) == max(1, cores // world)
+            assert engine.optimizer.offload._parts.kernel.threads == max(1, cores // world)
             assert engine.optimizer.metrics()["step"] == 2
             assert "subgroups" in str(engine.optimizer.plan)
             timer = engine.timers.get_timers()["optimizer_step"]
@@ -435,7 +435,7 @@ def ranks_stay_on_their_numa_node(folder: Path) -> None:
     import torch
     from deepspeed_runs import Case, train, training
 
-    from offload.integrations.deepspeed import common
+    from offload.engine import touching
 
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     cores = sorted(os.sched_getaffinity(0))
@@ -446,7 +446,7 @@ def ranks_stay_on_their_numa_node(folder: Path) -> None:
         (folder / f"node{number}").mkdir(exist_ok=True)
         (folder / f"node{number}" / "cpulist").write_text(",".join(map(str, half)) + "\n")
     torch.distributed.barrier()
-    system, common.NODES = common.NODES, folder
+    system, touching.NODES = touching.NODES, folder
     try:
         before = {int(task.name) for task in Path("/proc/self/task").iterdir()}
         with training(Case(3, offload=paths(folder)), ours=True) as engine:
@@ -459,7 +459,7 @@ def ranks_stay_on_their_numa_node(folder: Path) -> None:
             assert tuple(cores if world == 1 else halves[rank]) in seen, f"{seen}"
         assert sorted(os.sched_getaffinity(0)) == cores
     finally:
-        common.NODES = system
+        touching.NODES = system
 
 
 @check

@@ -325,29 +325,6 @@ def test_a_deepspeed_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert "step(closure)" not in str(caught.value)
 
 
-def test_ranks_share_numa_nodes(tmp_path: Path) -> None:
-    from offload.integrations.deepspeed.common import cores_of_rank
-
-    everything = set(range(16))
-
-    def share(number: int, ranks: int) -> list[int]:
-        return sorted(cores_of_rank(number, ranks, everything, tmp_path))
-
-    assert share(0, 2) == sorted(everything)  # no nodes are listed
-    (tmp_path / "node0").mkdir()
-    (tmp_path / "node0" / "cpulist").write_text("0-3,8-11\n")
-    assert share(1, 2) == sorted(everything)
-    (tmp_path / "node1").mkdir()
-    (tmp_path / "node1" / "cpulist").write_text("4-7,12-15\n")
-    (tmp_path / "node2").mkdir()
-    (tmp_path / "node2" / "cpulist").write_text("\n")  # memory alone
-    first, second = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
-    assert share(0, 1) == sorted(everything)
-    assert [share(number, 2) for number in range(2)] == [first, second]
-    assert [share(number, 4) for number in range(4)] == [first, first, second, second]
-    assert cores_of_rank(1, 2, {0, 1}, tmp_path) == {0, 1}  # bound to one node by others
-
-
 @pytest.mark.parametrize(
     ("attributes", "names"),
     [

@@ -559,7 +559,7 @@ def test_threads_never_need_the_interpreter(build: Build, backend: str) -> None:
         harness.tier.write(harness.request(index * slot_bytes(64 << 10), 64 << 10))
     tier = tier_of(harness)
     del tier._file
-    del tier._io  # the destructor joins, and keeps the interpreter meanwhile
+    del tier._engine  # the destructor joins, and keeps the interpreter meanwhile
     assert all(c.error == 0 for c in harness.collect(50))
     tier._closed = True
     tier._place.close()

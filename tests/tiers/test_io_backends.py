@@ -74,7 +74,7 @@ arena.numpy(0, 8192, "u1")[:] = 7
 tiers[0].register_memory(arena.address, arena.nbytes)
 errors = []
 for at, move in ((0, tiers[0].write), (8192, tiers[0].read)):
-    move(TileRequest(1, TileId(0, 0, 0), 1, 0, arena.address + at, 8192, 2048))
+    move(TileRequest(1, TileId(0, 0, 0), 1, 0, arena.address + at, 8192))
     errors += [record[1] for record in queue.wait(60.0)]
 found["errors"] = errors
 found["same"] = bool((arena.numpy(8192, 8192, "u1") == 7).all())

@@ -1,20 +1,19 @@
 """Processes and sessions that share a path take turns on it: real processes, synchronised by pipes.
 
-Most tests stand between the lock and the device: `HeldIo` is an I/O engine whose requests end when the test says
-so, hence a turn lasts as long as the test wants.
+Most tests stand between the lock and the device: `HeldTier` is a tier whose requests end when the test says so,
+hence a turn lasts as long as the test wants.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import os
+import queue as queues
 import select
 import signal
 import stat
-import struct
 import subprocess
 import sys
 import threading
@@ -31,16 +30,17 @@ from s3_server import BUCKET, S3Server
 from tier_harness import TILE, Harness
 
 import offload
-from offload._native import CompletionQueue, HeldIo, StoreFile, TakingTurns
+from offload._native import CompletionQueue
 from offload.config import PathConfig
 from offload.engine.executor import LiveExecutor
 from offload.engine.index import Location, Record
 from offload.engine.operations import ReadTile, Stop
 from offload.errors import ConfigError, TierError
-from offload.protocols import Completion
+from offload.protocols import Completion, TileRequest
 from offload.session.setup import choose_turns
-from offload.tiers import FileTier, StoreOptions, Turns, identity, turns
-from offload.tiers.turns import lock_file
+from offload.tiers import Turns, identity, innermost, open_tier, turns
+from offload.tiers.common import StoreOptions
+from offload.tiers.turns import TakingTurns, lock_bytes, lock_file
 
 HERE = Path(__file__).parent
 
@@ -48,18 +48,49 @@ LONG_S = 60.0
 PATIENT = {"holders": 1, "turn_bytes": 4096, "report_after_s": LONG_S}
 
 
+class HeldTier:
+    """A tier whose requests are in flight until somebody says that they have ended; nothing is moved."""
+
+    name, cached, depth = "held", False, 1
+
+    def __init__(self, path: str | Path, queue: CompletionQueue) -> None:
+        self.path = str(path)
+        self._queue = queue
+        self._begun: queues.SimpleQueue[int] = queues.SimpleQueue()
+        self._flying: set[int] = set()
+
+    def read(self, request: TileRequest) -> None:
+        self._flying.add(request.op)
+        self._begun.put(request.op)
+
+    def started(self, timeout_s: float) -> int | None:
+        """Wait for the next request that has arrived, in that order; its op, or None after a time."""
+        with contextlib.suppress(queues.Empty):
+            return self._begun.get(timeout=timeout_s)
+        return None
+
+    def finish(self, op: int) -> None:
+        """End a request that is in flight."""
+        self._flying.remove(op)
+        self._queue.post(op)
+
+    def close(self) -> None:
+        for op in list(self._flying):
+            self.finish(op)
+
+
 class Session:
     """One holder-to-be of a path's lock."""
 
     def __init__(self, path: str | Path, **settings: Any) -> None:
         self.queue = CompletionQueue()
-        self.held = HeldIo(self.queue)
-        self.io = TakingTurns(self.held, self.queue, lock_file(path), **(PATIENT | settings))
-        self.file = StoreFile(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), False, bytes(16))
+        inner_queue = CompletionQueue()
+        self.held = HeldTier(path, inner_queue)
+        self.tier = TakingTurns(self.held, inner_queue, self.queue, Turns(**(PATIENT | settings)))  # type: ignore[arg-type]
 
     def submit(self, op: int) -> None:
         """Start a request; it reaches the device when the session has its turn."""
-        self.io.read(self.file, op, 0, 0, 0, 0, 1024, 0, 4096, 4096)
+        self.tier.read(TileRequest(op=op, tile=TILE, step=0, offset=0, address=4096, nbytes=4096))
 
     def has_turn(self) -> int:
         """Wait for the next request that has reached the device."""
@@ -67,10 +98,24 @@ class Session:
         assert op is not None, "the turn did not come"
         return op
 
+    def waits(self) -> str:
+        """Wait until a turn has been asked for and somebody else has it; return what is said about that."""
+        return waits(self.tier)
+
     def finish(self, op: int) -> None:
         """End a request; its completion must be the only one."""
         self.held.finish(op)
         assert [Completion(*record)[:2] for record in self.queue.wait(LONG_S)] == [(op, 0)]
+
+
+def waits(tier: Any) -> str:
+    """Wait until a tier waits for a turn; return what it says about that."""
+    deadline_s = time.monotonic() + LONG_S
+    while time.monotonic() < deadline_s:
+        if said := tier.waiting_for():
+            return str(said)
+        os.sched_yield()
+    raise AssertionError("nobody waits")
 
 
 # Each child runs one of these with its arguments, answers by lines, and waits for lines.
@@ -136,7 +181,7 @@ def session(tmp_path: Path) -> Iterator[Callable[..., Session]]:
 
         def make(path: Path = tmp_path, **settings: Any) -> Session:
             made = Session(path, **settings)
-            stack.callback(made.io.close)
+            stack.callback(made.tier.close)
             stack.callback(made.held.close)
             return made
 
@@ -159,17 +204,17 @@ wait()
 TURNS = """
 path, log, count, name = sys.argv[1], os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND), int(sys.argv[3]), sys.argv[4]
 session = Session(path)
-session.submit(0)
-session.submit(1)  # there is always another one: whoever has had a turn wants the next
+session.submit(1)
+session.submit(2)  # there is always another one: whoever has had a turn wants the next
 say("asked")
-for number in range(count):
+for number in range(1, count + 1):
     op = session.has_turn()
     os.write(log, f"+{name}".encode())
     os.write(log, f"-{name}".encode())
-    if number + 2 < count:
+    if number + 2 <= count:
         session.submit(number + 2)
     session.finish(op)
-session.io.close()
+session.tier.close()
 say("done")
 """
 
@@ -200,15 +245,12 @@ def test_two_processes_are_never_in_at_once(
 
 def next_in_line(path: Path) -> int:
     """Wait until a process is next in line for a path's lock; return its pid."""
-    layout = "@hhqqi4x"  # struct flock: type, whence, start, length, pid
-    byte_0 = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+    line = lock_bytes(path)[0]
     deadline_s = time.monotonic() + LONG_S
-    with open(lock_file(path), "r+b") as file:
-        while time.monotonic() < deadline_s:
-            kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, byte_0))
-            if kind != fcntl.F_UNLCK:
-                return int(pid)
-            os.sched_yield()
+    while time.monotonic() < deadline_s:
+        if (pid := line.holder()) is not None:
+            return pid
+        os.sched_yield()
     raise AssertionError("nobody is in line")
 
 
@@ -217,8 +259,8 @@ def test_the_next_of_three_processes_in_line_gets_the_turn(tmp_path: Path, child
 say("up")
 wait()
 session = Session(sys.argv[1])
-session.submit(0)
-op = 0
+session.submit(1)
+op = 1
 while True:
     assert session.has_turn() == op
     say("has the turn")
@@ -278,11 +320,9 @@ wait()
     os.mkfifo(fifo)
     holder = child(code, tmp_path, fifo, witness)
     assert holder.hear() == "born"
-    mine = session(report_after_s=0.01)
+    mine = session()
     mine.submit(1)
-    report = mine.io.next_report()
-    assert report is not None
-    assert report[1] == holder.pid
+    assert f"process {holder.pid} " in mine.waits()
     if fate == "killed":
         os.kill(holder.pid, signal.SIGKILL)
         assert holder.process.wait() == -signal.SIGKILL
@@ -307,13 +347,13 @@ def test_two_paths_in_different_order_do_not_deadlock(
     first.mkdir()
     second.mkdir()
     code = """
-held, wanted = Session(sys.argv[1]), Session(sys.argv[2], report_after_s=0.01)
+held, wanted = Session(sys.argv[1]), Session(sys.argv[2])
 held.submit(1)
 held.has_turn()
 say("has one")
 wait()
 wanted.submit(1)
-assert wanted.io.next_report() is not None
+wanted.waits()
 say("waits for the other")
 wait()
 held.finish(1)
@@ -342,7 +382,7 @@ def test_tiers_of_two_processes_work_on_two_paths_in_different_order(
 tiers = []
 for path in sys.argv[1:]:
     queue = CompletionQueue()
-    tier = FileTier(path, uuid.uuid4(), queue, StoreOptions(turns=Turns(turn_bytes=256 << 10)))
+    tier = open_tier(path, uuid.uuid4(), queue, StoreOptions(turns=Turns(turn_bytes=256 << 10)))
     tiers.append(Harness(tier, queue))
 say("open")
 wait()
@@ -385,7 +425,7 @@ def test_a_stopped_holder_is_named(
 
     monkeypatch.setattr(turns._log, "warning", warning)
     queue = CompletionQueue()
-    tier = FileTier(tmp_path, uuid.uuid4(), queue, StoreOptions(turns=Turns(report_after_s=0.05)))
+    tier = open_tier(str(tmp_path), uuid.uuid4(), queue, StoreOptions(turns=Turns(report_after_s=0.05)))
     harness = Harness(tier, queue)
     tier.write(harness.request(0, 4096))
     assert told.wait(LONG_S)
@@ -405,15 +445,13 @@ def test_a_stall_names_who_is_in_the_way(tmp_path: Path, child: Callable[..., Ch
     holder = child(HOLD, tmp_path)
     assert holder.hear() == "has the turn"
     queue = CompletionQueue()
-    tier = FileTier(tmp_path, uuid.uuid4(), queue, StoreOptions(turns=Turns(report_after_s=0.05)))
+    tier = open_tier(str(tmp_path), uuid.uuid4(), queue, StoreOptions(turns=Turns(report_after_s=0.05)))
     harness = Harness(tier, queue)
     executor = LiveExecutor([tier], None, queue, lambda *_: None, stall_s=0.2)  # type: ignore[arg-type, return-value]
     operation = ReadTile(1, TILE, 0, 0, Record(Location(0, 0, 4096), 1, 0))
     executor._staging_address = harness.arena.address
     executor.submit([operation])
-    deadline_s = time.monotonic() + LONG_S
-    while not tier.waiting_for() and time.monotonic() < deadline_s:  # another thread asks
-        os.sched_yield()
+    waits(tier)  # another thread asks
     (event,) = executor.wait()
     assert isinstance(event, Stop)
     assert f"process {holder.pid}" in str(event.error)
@@ -424,13 +462,11 @@ def test_a_stall_names_who_is_in_the_way(tmp_path: Path, child: Callable[..., Ch
 
 
 def test_sessions_of_one_process_take_turns(tmp_path: Path, session: Callable[..., Session]) -> None:
-    first, second = session(), session(report_after_s=0.01)
+    first, second = session(), session()
     first.submit(1)
     assert first.has_turn() == 1
     second.submit(2)
-    report = second.io.next_report()
-    assert report is not None
-    assert report[1] == os.getpid()
+    assert f"process {os.getpid()} " in second.waits()
     assert second.held.started(0.0) is None
     assert next_in_line(tmp_path) == os.getpid()
     first.submit(3)
@@ -445,9 +481,9 @@ def test_sessions_of_one_process_take_turns(tmp_path: Path, session: Callable[..
 
 def test_a_turn_lasts_while_nobody_waits(session: Callable[..., Session]) -> None:
     only = session()
-    for op in range(100):
+    for op in range(1, 101):
         only.submit(op)
-    for op in range(100):
+    for op in range(1, 101):
         assert only.has_turn() == op
         # What is in flight is bounded: somebody who comes now does not wait for all of it.
         assert only.held.started(0.0) is None
@@ -455,51 +491,56 @@ def test_a_turn_lasts_while_nobody_waits(session: Callable[..., Session]) -> Non
 
 
 def test_so_many_at_once(session: Callable[..., Session]) -> None:
-    first, second, third = (session(holders=2, report_after_s=0.01) for _ in range(3))
+    first, second, third = (session(holders=2) for _ in range(3))
     for one in (first, second):
         one.submit(1)
         one.has_turn()
     third.submit(1)
-    assert third.io.next_report() is not None
+    third.waits()
     assert third.held.started(0.0) is None
     first.finish(1)
     third.finish(third.has_turn())
     second.finish(1)
 
 
-def test_closing_other_descriptors_drops_nothing(tmp_path: Path, session: Callable[..., Session]) -> None:
-    first, second = session(), session(report_after_s=0.01)
+def test_what_other_sessions_of_the_process_do_drops_nothing(
+    tmp_path: Path, session: Callable[..., Session], child: Callable[..., Child]
+) -> None:
+    code = """
+session = Session(sys.argv[1])
+session.submit(1)
+session.waits()
+say("waits")
+session.has_turn()
+say("has the turn")
+wait()
+"""
+    first, second = session(), session()
     first.submit(1)
     first.has_turn()
-    descriptor = os.open(lock_file(tmp_path), os.O_RDWR)
-    with pytest.raises(OSError, match="temporarily unavailable"):
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 1)
-    os.close(descriptor)  # where locks belonged to the process, this would give them up
     second.submit(1)
-    assert second.io.next_report() is not None
+    second.waits()
+    # Any close of the lock file in this process would give the turn up.
+    open_tier(str(tmp_path), uuid.uuid4(), CompletionQueue(), turns=Turns()).close()
     assert second.held.started(0.0) is None
+    other = child(code, tmp_path)
+    assert other.hear() == "waits"
+    assert not select.select([other.process.stdout], [], [], 0)[0]
     first.finish(1)
     second.finish(second.has_turn())
-
-
-def test_the_lock_thread_keeps_no_descriptors(session: Callable[..., Session]) -> None:
-    reader, writer = os.pipe()
-    session()
-    os.close(writer)
-    assert os.read(reader, 1) == b""
-    os.close(reader)
+    assert other.hear() == "has the turn"
 
 
 def test_the_path_gets_no_file_and_the_lock_is_open_to_all(tmp_path: Path) -> None:
     queue = CompletionQueue()
     mask = os.umask(0o077)
     try:
-        tier = FileTier(tmp_path, uuid.uuid4(), queue, StoreOptions(turns=Turns()))
+        tier = open_tier(str(tmp_path), uuid.uuid4(), queue, StoreOptions(turns=Turns()))
     finally:
         os.umask(mask)
     harness = Harness(tier, queue)
     assert harness.write(harness.request(0, 4096)).error == 0
-    assert [entry.name for entry in tmp_path.iterdir()] == [tier.store_path.name]
+    assert [entry.name for entry in tmp_path.iterdir()] == [innermost(tier).store_path.name]  # type: ignore[attr-defined]
     name = lock_file(tmp_path)
     assert not name.startswith(str(tmp_path))
     assert stat.S_IMODE(os.stat(name).st_mode) == 0o666
@@ -522,7 +563,7 @@ def test_a_lock_file_that_is_not_ours_is_refused(tmp_path: Path, monkeypatch: py
     os.unlink(name)
     os.symlink(target, name)
     with pytest.raises(TierError, match='path_lock "off"'):
-        FileTier(path, uuid.uuid4(), CompletionQueue(), StoreOptions(turns=Turns()))
+        open_tier(str(path), uuid.uuid4(), CompletionQueue(), StoreOptions(turns=Turns()))
     assert target.read_text() == "mine"
     assert list(path.iterdir()) == []
 
@@ -536,9 +577,8 @@ def test_off_does_nothing(tmp_path: Path) -> None:
 
     before = ours()
     queue = CompletionQueue()
-    tier = FileTier(tmp_path, uuid.uuid4(), queue)
-    assert not hasattr(tier._io, "next_report")
-    assert tier.waiting_for() == ""
+    tier = open_tier(str(tmp_path), uuid.uuid4(), queue)
+    assert innermost(tier) is tier
     assert ours() <= before
     tier.close()
 

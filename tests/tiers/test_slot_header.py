@@ -11,13 +11,13 @@ import pytest
 from offload import _native
 
 STORE = uuid.UUID("00112233-4455-6677-8899-aabbccddeeff")
-FIELDS = (11, 22, 33, 44, 55, 8192)  # subgroup, tensor, tile, step, numel, nbytes
+FIELDS = (11, 22, 33, 44, 8192)  # subgroup, tensor, tile, step, nbytes
 
 
-def build(flags: int, checksum: int) -> bytes:
+def build(flags: int, checksum: int, words: int = FIELDS[4] // 4) -> bytes:
     """Make a header from the documented layout alone."""
     body = struct.pack(
-        "<8sII16sIIIIQQQ", b"OFFLSLOT", 1, flags, STORE.bytes, *FIELDS[:3], checksum, *FIELDS[3:]
+        "<8sII16sIIIIQQQ", b"OFFLSLOT", 1, flags, STORE.bytes, *FIELDS[:3], checksum, FIELDS[3], words, FIELDS[4]
     ).ljust(4092, b"\0")
     array = np.frombuffer(body, np.uint8)
     return body + struct.pack("<I", _native.crc32c_portable(array.ctypes.data, 4092))
@@ -28,6 +28,12 @@ def test_the_layout_is_the_documented_one(checksum: int | None, flags: int) -> N
     raw = _native.make_slot_header(STORE.bytes, *FIELDS, checksum)
     assert raw == build(flags, checksum or 0)
     assert _native.parse_slot_header(raw) == (STORE.bytes, *FIELDS, checksum)
+    assert _native.check_slot_header(raw, STORE.bytes, *FIELDS)
+
+
+def test_elements_that_earlier_versions_wrote_are_not_looked_at() -> None:
+    raw = build(0, 0, 55)
+    assert _native.parse_slot_header(raw) == (STORE.bytes, *FIELDS, None)
     assert _native.check_slot_header(raw, STORE.bytes, *FIELDS)
 
 

@@ -60,7 +60,6 @@ class Harness:
         at: int = 0,
         tile: TileId = TILE,
         step: int = 7,
-        numel: int | None = None,
         checksum: int | None = None,
     ) -> TileRequest:
         """Return a request between the slot at `offset` and byte `at` of the arena."""
@@ -72,7 +71,6 @@ class Harness:
             offset=offset,
             address=self.arena.address + at,
             nbytes=nbytes,
-            numel=nbytes // 4 if numel is None else numel,
             checksum=checksum,
         )
 

@@ -16,7 +16,7 @@ from offload._native import CompletionQueue
 from offload.engine import accelerator, memory, touching
 from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
-from offload.engine.touching import PIECE_BYTES, nodes_for, nodes_here, touch
+from offload.engine.touching import PIECE_BYTES, cores_of_rank, nodes_for, nodes_here, touch
 from offload.errors import OffloadError
 from offload.sim import SimulatedDevice
 
@@ -43,6 +43,25 @@ def test_nodes_are_those_of_the_cpus_that_may_be_used(nodes: Path, monkeypatch: 
     assert nodes_here() == {1: {10}}
     monkeypatch.setattr(touching, "NODES", nodes / "absent")
     assert nodes_here() == {}
+
+
+def test_ranks_share_numa_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(touching, "NODES", tmp_path)
+    allow(monkeypatch, set(range(16)))
+    assert not cores_of_rank(0, 2)  # no nodes are listed
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node0" / "cpulist").write_text("0-3,8-11\n")
+    assert not cores_of_rank(1, 2)
+    (tmp_path / "node1").mkdir()
+    (tmp_path / "node1" / "cpulist").write_text("4-7,12-15\n")
+    (tmp_path / "node2").mkdir()
+    (tmp_path / "node2" / "cpulist").write_text("\n")  # memory alone
+    first, second = {0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}
+    assert cores_of_rank(0, 1) == first | second
+    assert [cores_of_rank(number, 2) for number in range(2)] == [first, second]
+    assert [cores_of_rank(number, 4) for number in range(4)] == [first, first, second, second]
+    allow(monkeypatch, {0, 1})
+    assert not cores_of_rank(1, 2)  # bound to one node by others
 
 
 @pytest.mark.parametrize(
