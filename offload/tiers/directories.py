@@ -102,11 +102,12 @@ class Directory(Place):
             options = replace(options, turns=None)
         if options.turns is None:
             return FileTier(self.path, store, queue, options)
-        tier = FileTier(self.path, store, reports := CompletionQueue(), options)
+        inner_queue = CompletionQueue()
+        inner = FileTier(self.path, store, inner_queue, options)
         try:
-            return TakingTurns(tier, reports, queue, options.turns)
+            return TakingTurns(inner, inner_queue, queue, options.turns)
         except BaseException:
-            tier.close()
+            inner.close()
             raise
 
     def _wants_asyncio(self) -> bool:

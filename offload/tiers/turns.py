@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -171,7 +171,8 @@ class TakingTurns(Owned):
 
     def __init__(self, inner: Tier, inner_queue: CompletionQueue, queue: Queue, turns: Turns) -> None:
         super().__init__(inner.path)
-        self.inner, self.name, self.cached, self.depth = inner, inner.name, inner.cached, inner.depth
+        self.inner, self.name, self.depth = inner, inner.name, inner.depth
+        self.cached, self.paid = inner.cached, inner.paid
         self._inner_queue, self._queue, self._settings = inner_queue, queue, turns
         self._wanted: deque[tuple[int, int, Callable[[], None]]] = deque()
         self._asked_s: float | None = None
@@ -207,6 +208,10 @@ class TakingTurns(Owned):
     def free_bytes(self) -> int:
         """See `Tier.free_bytes`."""
         return self.inner.free_bytes()
+
+    def keep(self, offsets: Collection[int]) -> None:
+        """See `Tier.keep`."""
+        self.inner.keep(offsets)
 
     def waiting_for(self) -> str:
         """Return whose turn the tier is waiting for, for messages; "" if for none. Any thread."""
