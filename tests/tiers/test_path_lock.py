@@ -38,8 +38,7 @@ from offload.engine.operations import ReadTile, Stop
 from offload.errors import ConfigError, TierError
 from offload.protocols import Completion, TileRequest
 from offload.session.setup import choose_turns
-from offload.tiers import Turns, identity, innermost, open_tier, turns
-from offload.tiers.common import StoreOptions
+from offload.tiers import StoreOptions, Turns, identity, innermost, open_tier, turns
 from offload.tiers.turns import TakingTurns, lock_bytes, lock_file
 
 HERE = Path(__file__).parent
@@ -51,7 +50,7 @@ PATIENT = {"holders": 1, "turn_bytes": 4096, "report_after_s": LONG_S}
 class HeldTier:
     """A tier whose requests are in flight until somebody says that they have ended; nothing is moved."""
 
-    name, cached, depth = "held", False, 1
+    name, cached, paid, depth = "held", False, False, 1
 
     def __init__(self, path: str | Path, queue: CompletionQueue) -> None:
         self.path = str(path)
@@ -382,7 +381,7 @@ def test_tiers_of_two_processes_work_on_two_paths_in_different_order(
 tiers = []
 for path in sys.argv[1:]:
     queue = CompletionQueue()
-    tier = open_tier(path, uuid.uuid4(), queue, StoreOptions(turns=Turns(turn_bytes=256 << 10)))
+    tier = open_tier(path, uuid.uuid4(), queue, options=StoreOptions(turns=Turns(turn_bytes=256 << 10)))
     tiers.append(Harness(tier, queue))
 say("open")
 wait()
@@ -425,7 +424,7 @@ def test_a_stopped_holder_is_named(
 
     monkeypatch.setattr(turns._log, "warning", warning)
     queue = CompletionQueue()
-    tier = open_tier(str(tmp_path), uuid.uuid4(), queue, StoreOptions(turns=Turns(report_after_s=0.05)))
+    tier = open_tier(str(tmp_path), uuid.uuid4(), queue, options=StoreOptions(turns=Turns(report_after_s=0.05)))
     harness = Harness(tier, queue)
     tier.write(harness.request(0, 4096))
     assert told.wait(LONG_S)
@@ -445,7 +444,7 @@ def test_a_stall_names_who_is_in_the_way(tmp_path: Path, child: Callable[..., Ch
     holder = child(HOLD, tmp_path)
     assert holder.hear() == "has the turn"
     queue = CompletionQueue()
-    tier = open_tier(str(tmp_path), uuid.uuid4(), queue, StoreOptions(turns=Turns(report_after_s=0.05)))
+    tier = open_tier(str(tmp_path), uuid.uuid4(), queue, options=StoreOptions(turns=Turns(report_after_s=0.05)))
     harness = Harness(tier, queue)
     executor = LiveExecutor([tier], None, queue, lambda *_: None, stall_s=0.2)  # type: ignore[arg-type, return-value]
     operation = ReadTile(1, TILE, 0, 0, Record(Location(0, 0, 4096), 1, 0))
@@ -521,7 +520,7 @@ wait()
     second.submit(1)
     second.waits()
     # Any close of the lock file in this process would give the turn up.
-    open_tier(str(tmp_path), uuid.uuid4(), CompletionQueue(), turns=Turns()).close()
+    open_tier(str(tmp_path), uuid.uuid4(), CompletionQueue(), options=StoreOptions(turns=Turns())).close()
     assert second.held.started(0.0) is None
     other = child(code, tmp_path)
     assert other.hear() == "waits"
@@ -535,7 +534,7 @@ def test_the_path_gets_no_file_and_the_lock_is_open_to_all(tmp_path: Path) -> No
     queue = CompletionQueue()
     mask = os.umask(0o077)
     try:
-        tier = open_tier(str(tmp_path), uuid.uuid4(), queue, StoreOptions(turns=Turns()))
+        tier = open_tier(str(tmp_path), uuid.uuid4(), queue, options=StoreOptions(turns=Turns()))
     finally:
         os.umask(mask)
     harness = Harness(tier, queue)
@@ -563,7 +562,7 @@ def test_a_lock_file_that_is_not_ours_is_refused(tmp_path: Path, monkeypatch: py
     os.unlink(name)
     os.symlink(target, name)
     with pytest.raises(TierError, match='path_lock "off"'):
-        open_tier(str(path), uuid.uuid4(), CompletionQueue(), StoreOptions(turns=Turns()))
+        open_tier(str(path), uuid.uuid4(), CompletionQueue(), options=StoreOptions(turns=Turns()))
     assert target.read_text() == "mine"
     assert list(path.iterdir()) == []
 
