@@ -288,7 +288,7 @@ def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, float]:
         engine_s = np.interp(started_s, edges_s, worked_s) - np.interp(due_s, edges_s, worked_s)
         found["reaction_s"] = float((started_s - due_s - engine_s).clip(0.0).mean())
     last = bisect.bisect_right(turns.begins_s, max((i.finished_s for i in operations), default=-math.inf))
-    if last < 1 or (known.gpu is not None and known.gpu.call_s):
+    if last < 1 or known.link.call_s:
         return found
     takes_s = np.subtract(turns.ends_s, turns.begins_s)
     first = sum(i.due_s is not None and turns.of(i.due_s) == 0 for i in operations)

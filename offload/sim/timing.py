@@ -54,7 +54,7 @@ class TimingExecutor(VirtualLanes):
                 self._reads[number].shared = self._writes[number].shared = self._shared[-1]
         # What the engine's thread does, one thing after the other.
         self._engine = Lane(ENGINE, 1.0)
-        self._call_s = rates.gpu.call_s if rates.gpu is not None else 0.0
+        self._call_s = rates.link.call_s
         self._reaction_s = rates.reaction_s  # to what has been reported last: nothing where the engine did it itself
         self._costly = bool(rates.operation_s or rates.begin_s or self._call_s)
         # Updates that share the memory end when the others let them: they wait here, not in the heap.
