@@ -164,10 +164,10 @@ def test_another_file_than_the_registered_one(tmp_path: Path, backend: str) -> N
     for named in (files[0], files[1], None, files[0]):
         assert engine.register_file(named) == 0
         for number, file in enumerate(files):
-            engine.write(file, 1, 0, 0, 0, 1, 1024, 0, arena.address + number * 4096, 4096)
+            engine.write(file, 1, 0, 0, 0, 1, 0, arena.address + number * 4096, 4096)
             assert queue.wait(60.0)[0][:2] == (1, 0)
         for number, file in enumerate(files):
-            engine.read(file, 2, 0, 0, 0, 1, 1024, 0, arena.address + 8192, 4096)
+            engine.read(file, 2, 0, 0, 0, 1, 0, arena.address + 8192, 4096)
             assert queue.wait(60.0)[0][:2] == (2, 0)
             assert (arena.numpy(8192, 4096, np.uint8) == number + 1).all()
     engine.close()
