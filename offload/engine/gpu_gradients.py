@@ -194,7 +194,7 @@ class GpuGradients(GradientStore):
         if region is not None:
             device = self.lanes.device.allocate(region.nbytes)
             self._regions.append(_Region(device, region))
-        offset, empty = 0, torch.empty(0)
+        offset, empty = 0, torch.empty(0, dtype=torch.float32, device="cpu")
         for parameter, count in zip(self._parameters[first:], counts, strict=True):
             blocks = region.numpy(offset, count, np.float64) if region is not None else np.zeros(0)
             self.positions.append(_Parameter(parameter.numel, empty, False, blocks, device + offset))

@@ -292,9 +292,12 @@ def _engine(known: Rates, timeline: Sequence[Interval]) -> dict[str, float]:
         return found
     takes_s = np.subtract(turns.ends_s, turns.begins_s)
     first = sum(i.due_s is not None and turns.of(i.due_s) == 0 for i in operations)
+    begin_s, later_s = float(takes_s[0]), float(takes_s[1 : last + 1].sum())
     if len(operations) > first:
-        found["operation_s"] = float(takes_s[1 : last + 1].sum()) / (len(operations) - first)
-    found["begin_s"] = max(0.0, float(takes_s[0]) - first * found.get("operation_s", known.operation_s))
+        found["operation_s"] = later_s / (len(operations) - first)
+    else:  # all that it does later is the step's
+        begin_s += later_s
+    found["begin_s"] = max(0.0, begin_s - first * found.get("operation_s", known.operation_s))
     return found
 
 

@@ -22,7 +22,7 @@ from offload.checkpoint import saves
 from offload.checkpoint.commit import CommitJob
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.checkpoint.reader import Checkpoint
-from offload.engine import host
+from offload.engine import none
 from offload.engine.memory import Arena
 from offload.tiers import innermost
 from offload.tiers.directories import DirectoryFolder
@@ -78,7 +78,7 @@ def test_what_found_no_memory_leaves_no_trace(
             step(optimizer, 0)
             if refused:
                 with monkeypatch.context() as patch:
-                    patch.setattr(host, "Arena", arena)
+                    patch.setattr(none, "Arena", arena)
                     with pytest.raises(offload.OffloadError, match="no memory"):
                         optimizer.add_param_group(added(9000))
             optimizer.add_param_group(added(500))

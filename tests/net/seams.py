@@ -16,9 +16,10 @@ from settling import settle as settle_engine
 from offload import cli
 from offload.kernels import CpuUpdateKernel, instruction_sets
 from offload.measure import load_rates, save_rates
-from offload.measure.rates_file import machine_facts, path_facts, versions
+from offload.measure.rates_file import machine_facts, versions
 from offload.protocols import Device, DeviceLane
 from offload.sim import SimulatedDevice
+from offload.tiers import parse_place
 
 __all__ = [
     "CountedDevice",
@@ -111,4 +112,4 @@ def verified(checkpoint: Path) -> list[dict[str, Any]]:
 
 def facts(path: str) -> dict[str, dict[str, Any]]:
     """Return what rates depend on."""
-    return {"machine": machine_facts(), "versions": versions(), "path": path_facts(path)}
+    return {"machine": machine_facts(), "versions": versions(), "path": parse_place(path).facts()}

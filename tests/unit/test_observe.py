@@ -145,6 +145,12 @@ def test_what_the_engine_s_thread_learns_from_operations_is_a_part_of_their_cost
     assert found.operation_s == pytest.approx(0.1 + 0.15 / 5)
 
 
+def test_a_step_whose_operations_all_begin_in_its_first_turn_takes_all_that_the_thread_works() -> None:
+    timeline = [*worked((0.0, 0.5), (0.5, 0.7), (1.0, 1.1)), Interval("cpu", "", 0.4, 0.9, 100 * MB, due_s=0.0)]
+    found = observe(dataclasses.replace(rates_of(), operation_s=0.1), timeline)
+    assert (found.operation_s, found.begin_s) == (0.1, pytest.approx(0.5 + 0.2 + 0.1 - 0.1))
+
+
 def test_the_engine_s_turns_behind_a_step_are_not_its() -> None:
     """One turn takes in the last operation's end; requests that come later are others' affairs."""
     timeline = [*a_step(), *worked((3.05, 3.05), (5.0, 9.0), (10.0, 11.0))]

@@ -240,7 +240,7 @@ def test_steps_of_a_small_plan_show_what_a_visit_costs(paths: int, tmp_path: Pat
         kernel = ends.enter_context(CpuUpdateKernel(queue, 1))
         found = trial_rates(kernel, tiers, queue, known)
         assert found.operation_s > 0
-        assert found.begin_s > 0
+        assert found.begin_s >= 0
         assert found.reaction_s >= 0
         assert found.cpu_bytes_per_s == known.cpu_bytes_per_s
         assert [path.read for path in found.paths] == [path.read for path in known.paths]
