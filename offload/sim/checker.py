@@ -484,7 +484,8 @@ class CheckedExecutor:
     def _begin(self, sweep: Sweep) -> None:
         broken = self._is_broken
         self._require(broken or not self._unended, "2: a sweep begins before the last one's visits have ended")
-        self._require(not self._is_ahead, "20: a sweep begins before one ahead has ended")
+        # A broken machine ends one ahead by itself.
+        self._require(broken or not self._is_ahead, "20: a sweep begins before one ahead has ended")
         self._require(broken or not self._unpublished, "26: weights of a confirmed version are not published")
         changes = any(visit.changes for visit in sweep.visits)
         used = sweep.step in (self._steps.values() if sweep.ahead else self._steps_ahead)
