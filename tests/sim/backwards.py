@@ -31,6 +31,7 @@ from offload.engine.operations import (
     Confirm,
     Event,
     Extend,
+    Failed,
     Operation,
     Reshare,
     Run,
@@ -182,6 +183,7 @@ class Lanes(SimExecutor):
         ahead = isinstance(operation, WriteTile) and self.session.is_unconfirmed(operation)
         if ahead and self.failing and self._rng.random() < self.failing:
             fault = PathFull(0) if self._rng.random() < 0.5 else FailOperation("write", 0)
+            self.session.failed_ahead[operation.op] = operation.tile.subgroup, operation.record.step
             self.session.outcome.counts["writes ahead failed"] += 1
         return super()._end(operation, fault)
 
@@ -314,6 +316,8 @@ class Session(forwards.Session):
         self.steps_ahead: dict[int, None] = {}
         self.taken_over: set[tuple[int, int]] = set()
         """Subgroups and steps of versions that have been confirmed."""
+        self.failed_ahead: dict[int, tuple[int, int]] = {}
+        """Subgroups and steps of versions of which a write was made to fail, by operation."""
         self.ahead_sweep: Sweep | None = None
 
     def serve_with(self, thread_type, behind_type, ahead_type=Ahead, index_type=TileIndex) -> None:
@@ -339,6 +343,8 @@ class Session(forwards.Session):
                 self.outcome.counts["revoked"] += len(self.machine.beside) - len(event.subgroups)
                 step = self.ahead_sweep.step if self.ahead_sweep is not None else 0
                 self.taken_over |= {(subgroup, step) for subgroup in event.subgroups}
+            if isinstance(event, Failed) and self.failed_ahead.get(event.op) in self.taken_over:
+                self.may_break = self.may_fail = True  # it was confirmed before anybody heard of the failure
             self.outcome.counts["admitted"] += len(event.subgroups) if isinstance(event, Admit) else 0
             before = self.machine.saver.ended
             handle(event)
