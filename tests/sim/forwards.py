@@ -292,7 +292,7 @@ class Session(saves.Session):
             except OffloadError as error:
                 if error is not self.machine.broken:
                     raise
-                if action.what != "save":
+                if action.what not in ("save", "extend"):  # these are no sweeps
                     self.told.append(self.sweeps)
         assert self.told == self.failures, (
             f"sweeps {self.failures} have failed, and the caller was told of {self.told}"
