@@ -347,11 +347,20 @@ def _holder(store: str | os.PathLike[str], byte: int, here: Callable[[_LockFile]
             return os.getpid()
         descriptor = known.descriptors[0] if known is not None else open_regular(path)
         try:
-            # struct flock: type, whence, start, length, pid; native alignment and padding.
-            layout = "@hhqqi4x"
-            asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-            kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+            return byte_holder(descriptor, byte)
         finally:
             if known is None:
                 os.close(descriptor)
+
+
+def byte_holder(descriptor: int, byte: int) -> int | None:
+    """Return the pid of the other process that has a record lock on a byte of a file, as the system says it, or None.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    # struct flock: type, whence, start, length, pid; native alignment and padding.
+    layout = "@hhqqi4x"
+    asked = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
     return None if kind == fcntl.F_UNLCK else int(pid)

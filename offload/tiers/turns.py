@@ -19,7 +19,6 @@ import fcntl
 import logging
 import os
 import stat
-import struct
 import threading
 import time
 from collections import deque
@@ -32,7 +31,7 @@ from offload._native import CompletionQueue
 from offload.errors import TierError
 from offload.protocols import SECTOR_BYTES, WAKE, Queue, Tier, TileRequest
 from offload.tiers.common import Owned
-from offload.tiers.places import identity
+from offload.tiers.places import byte_holder, identity
 from offload.units import format_seconds
 
 LOCK_DIRECTORIES = ("/dev/shm", "/tmp")
@@ -44,9 +43,6 @@ DEFAULT_REPORT_AFTER_S = waits.QUIET_S
 
 LINGER_S = 1e-3
 """How long a turn outlasts its last request: the next ones come when the caller has seen the last completions."""
-
-_FLOCK = "@hhqqi4x"
-"""C's struct flock: type, whence, start, length, pid."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,9 +100,8 @@ class LockByte:
         """Return the process that has it, 0 for one that cannot be seen from here, None for nobody."""
         if self._taken.locked():
             return os.getpid()
-        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, self._place, 1, 0)
-        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(self.file, fcntl.F_GETLK, asked))
-        return None if kind == fcntl.F_UNLCK else max(pid, 0)
+        pid = byte_holder(self.file, self._place)
+        return None if pid is None else max(pid, 0)
 
 
 _lock_bytes: dict[tuple[int, int, int], list[LockByte]] = {}
