@@ -126,8 +126,7 @@ class TimingExecutor(VirtualLanes):
                     self._there_s[gpu_slot] = finished_s
                 elif isinstance(operation, Transfer):
                     self._pushed_s[operation.through] = finished_s
-            self._pushed += 1
-            heappush(self._heap, (reported_s, self._pushed, operation, None))
+            self._push(reported_s, operation)
 
     def _give(self, lane: Lane, what: Operation | int, nbytes: int, may_start_s: float) -> float:
         """Put work on an even lane (predictions spend their time here); return its end."""
