@@ -73,8 +73,8 @@ from offload.checkpoint.stores import (
 )
 from offload.errors import CheckpointError
 from offload.tiers import parse_place
+from offload.tiers.filesystem import release_lock
 from offload.tiers.place import Folder
-from offload.tiers.places import release_lock
 
 RANKS_TIMEOUT_S = 600.0
 """How long a rank waits for the others to write their manifests."""

@@ -35,7 +35,7 @@ from offload.engine.memory import Arena
 from offload.errors import CheckpointError
 from offload.kernels.stored import store_rounded
 from offload.rules import RULES
-from offload.tiers.places import replacing
+from offload.tiers.filesystem import replacing
 
 PIECE_NUMEL = 4 << 20
 """Elements that are written at once."""

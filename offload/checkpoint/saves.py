@@ -31,8 +31,8 @@ from offload.errors import CheckpointError, OffloadError, invariant, known
 from offload.layout import Layout
 from offload.protocols import Tier, TileId
 from offload.tiers import StoreOptions, open_tier, parse_place, slot_bytes
+from offload.tiers.filesystem import release_lock
 from offload.tiers.place import Folder
-from offload.tiers.places import release_lock
 from offload.tiers.remote import crc32c_of
 
 log = logging.getLogger("offload")

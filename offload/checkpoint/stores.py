@@ -27,8 +27,8 @@ from offload.checkpoint.folder import is_name, open_folder
 from offload.checkpoint.manifest import COMMIT_NAME, CommitRecord, seal, unseal, unseal_commit
 from offload.errors import CheckpointError, ConfigError
 from offload.tiers import parse_place
+from offload.tiers.filesystem import PINS_NAME, release_lock
 from offload.tiers.place import Folder
-from offload.tiers.places import PINS_NAME, release_lock
 
 _log = logging.getLogger("offload")
 

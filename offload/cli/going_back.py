@@ -25,7 +25,7 @@ from offload.dtypes import DtypeCode
 from offload.errors import CheckpointError, ConfigError
 from offload.integrations.shared import KINDS, POINTER
 from offload.optim.groups import torch_defaults
-from offload.tiers.places import replacing, sync_directory
+from offload.tiers.filesystem import replacing, sync_directory
 from offload.units import format_bytes
 
 FILES = {"transformers": "optimizer.pt", "accelerate": "optimizer.bin"}

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from offload.errors import ConfigError
-from offload.tiers.places import open_regular
+from offload.tiers.filesystem import open_regular
 
 VOCABULARY = 256
 TEXT_MAX_BYTES = 1 << 28

@@ -113,7 +113,7 @@ def read_values(field: str, file: str) -> Any:
     Raises:
         ConfigError: It cannot be read, is too large, or not JSON.
     """
-    from offload.tiers.places import read_json  # loads native code, which not every call needs
+    from offload.tiers.filesystem import read_json  # loads native code, which not every call needs
 
     try:
         return read_json(file, MAX_FILE_BYTES, follow=True)

@@ -41,7 +41,7 @@ from offload.plan.rates import mean_rate
 from offload.protocols import StateFormat
 from offload.rules import STATE_FORMATS
 from offload.tiers import parse_place
-from offload.tiers.places import read_json, replacing
+from offload.tiers.filesystem import read_json, replacing
 
 FORMAT = 2
 READABLE = (1, 2)

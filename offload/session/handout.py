@@ -28,7 +28,7 @@ from offload.errors import ConfigError, InfeasiblePlanError, TierError, TierFull
 from offload.plan import Plan, Rates
 from offload.protocols import Tier
 from offload.tiers import innermost
-from offload.tiers.places import NETWORK_FILE_SYSTEMS, UNLIMITED_BYTES, file_system, room_bytes
+from offload.tiers.filesystem import NETWORK_FILE_SYSTEMS, UNLIMITED_BYTES, file_system, room_bytes
 
 log = logging.getLogger("offload")
 

@@ -18,8 +18,7 @@ from offload.tiers.asyncfile import supports_direct
 from offload.tiers.common import StoreOptions, check_new
 from offload.tiers.existing import ExistingStore
 from offload.tiers.file import FileTier
-from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, saying
-from offload.tiers.places import (
+from offload.tiers.filesystem import (
     LOCK_NAME,
     NETWORK_FILE_SYSTEMS,
     STORE_FILES,
@@ -34,6 +33,7 @@ from offload.tiers.places import (
     room_bytes,
     sync_directory,
 )
+from offload.tiers.place import TEMPORARY, Folder, Place, limit_bytes, saying
 from offload.tiers.store import RANK_NAME, RECORD_NAME, STORE_NAME, StoreDirectory
 from offload.tiers.turns import TakingTurns
 

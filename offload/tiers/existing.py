@@ -14,7 +14,7 @@ from offload.errors import invariant
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.common import Owned
 from offload.tiers.file import DEFAULT_PIECE_BYTES, FileTier
-from offload.tiers.places import LOCK_NAME, open_regular, share_lock, unshare_lock
+from offload.tiers.filesystem import LOCK_NAME, open_regular, share_lock, unshare_lock
 from offload.tiers.store import DATA_NAME, NO_LOCKS, Store
 
 DEPTH = 4

@@ -16,7 +16,7 @@ from offload.errors import ConfigError
 from offload.protocols import SECTOR_BYTES, TileRequest
 from offload.tiers.asyncfile import AsyncIo
 from offload.tiers.common import DEFAULTS, Owned, StoreOptions, check_depth, check_limits, check_request
-from offload.tiers.places import open_regular
+from offload.tiers.filesystem import open_regular
 from offload.tiers.store import Store
 
 IO_BACKENDS = ("auto", "io_uring", "threads", "asyncio")

@@ -11,8 +11,8 @@ from offload._native import CompletionQueue
 from offload.errors import CheckpointError
 from offload.protocols import Tier
 from offload.tiers.common import StoreOptions
+from offload.tiers.filesystem import UNLIMITED_BYTES
 from offload.tiers.objects import ObjectError
-from offload.tiers.places import UNLIMITED_BYTES
 
 TEMPORARY = ".tmp-"
 """Prefix of the names of unfinished files."""

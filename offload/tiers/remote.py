@@ -34,6 +34,7 @@ from offload.tiers.common import (
     check_request,
     memory_of,
 )
+from offload.tiers.filesystem import PINS_NAME, UNLIMITED_BYTES
 from offload.tiers.lane import Lane
 from offload.tiers.objects import (
     DELETE_KEYS,
@@ -48,7 +49,6 @@ from offload.tiers.objects import (
     advice,
     split_url,
 )
-from offload.tiers.places import PINS_NAME, UNLIMITED_BYTES
 from offload.tiers.store import RECORD_NAME, describe_store
 
 DEFAULT_DEPTH = 8

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from offload.errors import ConfigError
-from offload.tiers.places import LOCK_NAME, PINS_NAME, hold_lock, release_lock, sync_directory
+from offload.tiers.filesystem import LOCK_NAME, PINS_NAME, hold_lock, release_lock, sync_directory
 
 DATA_NAME = "tiles"
 RECORD_NAME = "store.json"

@@ -31,7 +31,7 @@ from offload._native import CompletionQueue
 from offload.errors import TierError
 from offload.protocols import SECTOR_BYTES, WAKE, Queue, Tier, TileRequest
 from offload.tiers.common import Owned
-from offload.tiers.places import byte_holder, identity
+from offload.tiers.filesystem import byte_holder, identity
 from offload.units import format_seconds
 
 LOCK_DIRECTORIES = ("/dev/shm", "/tmp")

@@ -314,7 +314,7 @@ def test_a_commit_that_failed_with_its_name_in_place_is_whole(
     for rank in ranks:
         rank.step()
     expected = joined(ranks)
-    monkeypatch.setattr("offload.tiers.places.sync_directory", fail)
+    monkeypatch.setattr("offload.tiers.filesystem.sync_directory", fail)
     for rank in (0, 1):
         save(rank, ranks, tmp_path / "ck", "a" * 32)
     with pytest.raises(offload.CheckpointError, match="as if"):

@@ -23,7 +23,7 @@ import torch
 
 import offload
 from offload.session.thread import EngineThread
-from offload.tiers.places import read_regular
+from offload.tiers.filesystem import read_regular
 
 FILES = os.path.dirname(offload.__file__)
 LONG_S = 60.0

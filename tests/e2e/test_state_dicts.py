@@ -29,7 +29,7 @@ from mirror import same_bits
 import offload
 from offload.engine import memory
 from offload.session import handout
-from offload.tiers.places import file_system
+from offload.tiers.filesystem import file_system
 
 PROGRAM = Path(__file__).with_name("state_dict_memory.py")
 MIB = 1 << 20

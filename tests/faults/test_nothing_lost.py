@@ -24,7 +24,7 @@ from offload.checkpoint.folder import FolderLock, open_folder
 from offload.checkpoint.manifest import manifest_name, seal
 from offload.checkpoint.reader import Checkpoint
 from offload.checkpoint.stores import find_stores, read_pins, write_pins
-from offload.tiers.places import open_regular, read_regular
+from offload.tiers.filesystem import open_regular, read_regular
 
 HISTORIES = Path(__file__).parent / "histories.py"
 

@@ -13,8 +13,7 @@ from tier_harness import Build, Harness, gather
 
 from offload._native import CompletionQueue
 from offload.errors import ConfigError, TierFullError
-from offload.tiers import FileTier, StoreOptions, asyncfile, open_tier, tier_error
-from offload.tiers import places as places_module
+from offload.tiers import FileTier, StoreOptions, asyncfile, filesystem, open_tier, tier_error
 from offload.tiers.asyncfile import supports_direct
 
 NBYTES = 256 << 10
@@ -114,7 +113,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuses(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(places_module.fcntl, "lockf", refuses)
+    monkeypatch.setattr(filesystem.fcntl, "lockf", refuses)
     tier = FileTier(tmp_path, uuid.uuid4(), CompletionQueue(), ASYNCIO)
     monkeypatch.undo()
     assert tier.free_bytes() > 0

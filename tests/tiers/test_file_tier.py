@@ -38,7 +38,7 @@ from offload.tiers import (
     slot_bytes,
     tier_error,
 )
-from offload.tiers.places import UNLIMITED_BYTES
+from offload.tiers.filesystem import UNLIMITED_BYTES
 
 TARGET = 4 << 20
 NBYTES = 200 << 10  # four pieces of 64 KiB, the last one short
