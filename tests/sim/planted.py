@@ -14,7 +14,6 @@ from typing import Any
 import backwards
 import forwards
 
-from offload._native import CompletionQueue
 from offload.engine.executor import visit_nothing
 from offload.engine.index import Location, Record, TileIndex
 from offload.engine.machine import Machine, Phase
@@ -44,7 +43,7 @@ from offload.engine.operations import (
 from offload.errors import InternalError, SessionBrokenError
 from offload.session.ahead import Ahead
 from offload.session.behind import Behind
-from offload.session.thread import EngineThread
+from offload.session.thread import EngineThread, nothing
 
 
 def assert_found(run_seed: Callable[[int], object], seeds: range, by: str) -> None:
@@ -500,11 +499,16 @@ class WritesOverItsNeighbour(Overwrites):
 
 
 class IndexThatForgetsToFree(TileIndex):
+    """What is no longer named stays held, by nobody."""
+
     def __init__(self, stores, slot_counts):
         super().__init__(stores, {nbytes: 1000 * count for nbytes, count in slot_counts.items()})
 
-    def _release(self, location):
-        self._stores[location.path].live_bytes -= location.nbytes
+    def commit(self, tile, record):
+        before = self.get(tile)
+        if before is not None:
+            self.hold(before.location)
+        super().commit(tile, record)
 
 
 class IndexOfOldVersions(TileIndex):
@@ -521,10 +525,26 @@ class IndexOfOldVersions(TileIndex):
 
 
 class IndexThatLosesSlotsWhenReshared(TileIndex):
+    """Slots that are free then are claimed, by nobody."""
+
+    def __init__(self, stores, slot_counts):
+        super().__init__(stores, slot_counts)
+        self.freed = Counter()
+
+    def commit(self, tile, record):
+        self.freed[record.location.nbytes] += self.get(tile) is not None
+        super().commit(tile, record)
+
+    def claim(self, nbytes, avoid=()):
+        self.freed[nbytes] -= self.freed[nbytes] > 0
+        return super().claim(nbytes, avoid)
+
     def reshare(self, shares):
         super().reshare(shares)
-        for store in self._stores:
-            store.free.clear()
+        for nbytes, count in self.freed.items():
+            for _ in range(count):
+                super().claim(nbytes)
+        self.freed.clear()
 
 
 class IndexThatTrustsFailedPaths(TileIndex):
@@ -670,10 +690,21 @@ class WaitsForOneSubgroupOnly(Behind):
 
 
 class LetsOnWhoComesAgain(Behind):
+    left = None
+    """Visits that have not ended."""
+
+    def begin(self, subgroups):
+        visits = [*subgroups]
+        self.left, self.all = {*visits}, {*visits}
+        super().begin(visits)
+
+    def ended(self, subgroups):
+        super().ended(subgroups)
+        self.left.difference_update(subgroups)
+
     def wait_for(self, subgroups):
-        if not self._visits or any(latch.is_set() for latch in self._visits.values()):
-            return
-        super().wait_for(subgroups)
+        if self.left and self.left == self.all:
+            super().wait_for(subgroups)
 
 
 class NeverTellsOfSingleVisits(Behind):
@@ -681,11 +712,23 @@ class NeverTellsOfSingleVisits(Behind):
         pass
 
 
-class GoesOnCountingFromTheLastSweep(EngineThread):
-    def _begin_request(self):
-        told = self._told
-        super()._begin_request()
-        self._told = told
+class GoesOnCountingFromTheLastSweep(Behind):
+    """As many visits as have ended in the last sweep are not told of."""
+
+    last = 0
+
+    def begin(self, subgroups):
+        self.skipped, self.told = GoesOnCountingFromTheLastSweep.last, 0
+        super().begin(subgroups)
+
+    def ended(self, subgroups):
+        untold = max(0, self.skipped - self.told)
+        self.told += len(subgroups)
+        super().ended(subgroups[untold:])
+
+    def end(self, error):
+        GoesOnCountingFromTheLastSweep.last = self.told
+        super().end(error)
 
 
 class BeginsAmidASweep(EngineThread):
@@ -701,20 +744,12 @@ class BeginsAmidASweep(EngineThread):
 class AnswersBeforeTheSweepHasEnded(EngineThread):
     """What is not to go on behind its caller does."""
 
-    _answered = False
-
-    def _begin_request(self):
-        super()._begin_request()
-        if self._current is not None and self._current.behind is None:
-            self._reply.post(0)
-            self._answered = True
-
-    def _answer(self, error):
-        reply = self._reply
-        if self._answered:
-            self._reply, self._answered = CompletionQueue(), False
-        super()._answer(error)
-        self._reply = reply
+    def request(self, begin, applied=nothing, meanwhile=nothing, behind=None, *, steps=False):
+        alone = behind is None
+        behind = behind or Behind((), lambda error: error, nothing)
+        super().request(begin, applied, meanwhile, behind, steps=steps)
+        if alone:
+            self.behind = None
 
 
 class ForgetsAFailure(Behind):
@@ -751,10 +786,12 @@ class TellsOfAFailureTwice(EngineThread):
 class EndsTheRequestThatGoesOn(EngineThread):
     """An answer ends the request: what its visits work with is taken away."""
 
-    def _begin_request(self):
-        super()._begin_request()
-        if self._followed is not None:
+    def request(self, begin, applied=nothing, meanwhile=nothing, behind=None, *, steps=False):
+        def ends():
+            meanwhile()
             self._parts.executor.visit_with(visit_nothing)
+
+        super().request(begin, applied, meanwhile if behind is None else ends, behind, steps=steps)
 
 
 class VisitsTheLastFirst(Filtered):
@@ -811,20 +848,21 @@ class FreesTheLiveVersionEarly(BesideTheLive, Overwrites):
         return of_size(map(self.live, tiles), write)
 
 
-class Careless(Machine):
-    """Does not look at its own arrows: others have to find what is wrong."""
-
-    def _to(self, subgroup, phase):
-        self._subgroups[subgroup].phase = phase
-
-
-class TakesOverWhatIsWrittenAtOnce(Careless):
+class TakesOverWhatIsWrittenAtOnce(BesideTheLive):
     """A version ahead is the newest as soon as it is on storage."""
 
-    def _flushed_beside(self, subgroup, flush):
-        super()._flushed_beside(subgroup, flush)
-        if self._beside.get(subgroup):
-            self._commit(self._beside.pop(subgroup))
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self.written = {}
+
+    def hears(self, event, operation):
+        if isinstance(event, Done) and self.is_beside(operation):
+            number = operation.tile.subgroup
+            self.written.setdefault(number, []).append((operation.tile, operation.record))
+            if sum(write.tile.subgroup == number for write in self.under_way(WriteTile)) == 1:
+                for tile, record in self.written.pop(number):
+                    self.index.commit(tile, record)
+        yield event
 
 
 class GoesOnFromWhatWasRevoked(Skips):
@@ -841,25 +879,26 @@ class GoesOnFromWhatWasRevoked(Skips):
         return isinstance(operation, ReadTile) and operation.tile.subgroup in self.revoked
 
 
-class SavesWhatWasRevoked(Careless):
-    """A checkpoint waits for flushes of revoked versions, and pins their slots."""
+class SavesWhatWasRevoked(BesideTheLive):
+    """A checkpoint names revoked versions."""
 
-    def _begin_save(self, save):
-        for flush in self._flushes.values():
-            flush.beside, flush.room = False, flush.room or flush.beside
-        super()._begin_save(save)
-        for flush in self._flushes.values():
-            flush.beside = bool(flush.room)
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self.written = {}
 
-    def _flushed_beside(self, subgroup, flush):
-        if self.saver.under_way is None or subgroup not in self.saver.under_way.flushing or flush.error:
-            super()._flushed_beside(subgroup, flush)
-            return
-        self._to(subgroup, Phase.READY)
-        self._vacate(subgroup)
-        self.saver.flushed(flush.records, subgroup)
-        if self._subgroups[subgroup].visit is not None:
-            self._unfetched.append(subgroup)
+    def hears(self, event, operation):
+        if isinstance(event, Done) and self.is_beside(operation):
+            self.written[operation.tile] = replace(operation.record, checksum=event.checksum)
+        elif isinstance(event, Begin) and event.sweep.ahead:
+            self.written.clear()
+        elif isinstance(event, Confirm):
+            self.written = {t: r for t, r in self.written.items() if t.subgroup not in event.subgroups}
+        yield event
+
+    def asks(self, operation):
+        if isinstance(operation, Commit) and not self.is_ahead:
+            operation = replace(operation, records={**operation.records, **self.written})
+        return (operation,)
 
 
 class GivesASecondSlot(BesideTheLive):
@@ -898,15 +937,29 @@ class WritesUnderTheLiveStep(BesideTheLive):
         return (operation,)
 
 
-class ConfirmsWhatIsHalfWritten(Careless):
-    """A version counts as whole on storage when it is confirmed, and the rest of its tiles is not waited for."""
+class ConfirmsWhatIsHalfWritten(BesideTheLive):
+    """Of a version that is confirmed, tiles that are still being written then stay what they were."""
 
-    def _confirm(self, subgroups):
-        for subgroup in subgroups:
-            if self._beside.get(subgroup, ()) is None:
-                self._beside[subgroup] = list(self._flushes[subgroup].records)
-                self._flushes[subgroup].records.clear()
-        super()._confirm(subgroups)
+    late = frozenset()
+
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        commit = self.index.commit
+
+        def in_time(tile, record):
+            if tile in self.late:
+                self.late.remove(tile)
+                self.index.abandon(record.location)
+            else:
+                commit(tile, record)
+
+        self.index.commit = in_time
+
+    def hears(self, event, operation):
+        if isinstance(event, Confirm):
+            beside = [write.tile for write in self.under_way(WriteTile) if self.is_beside(write)]
+            self.late = {tile for tile in beside if tile.subgroup in event.subgroups}
+        return (event,)
 
 
 class EvictsWhatIsBeingWritten(BesideTheLive, EndsEarly):
@@ -965,21 +1018,34 @@ class ForgetsToPublish(Ahead):
             super()._publish(subgroup)
 
 
+class Alike:
+    """Fingerprints that are those of whatever they are compared with."""
+
+    def reshape(self, *shape):
+        return self
+
+    def __eq__(self, other):
+        return other == other
+
+
 class ConfirmsWithChangedGradients(Ahead):
-    def _unchanged(self, subgroups):
-        made = self._made
-        alike = self._parts.tables.is_as_ahead
-        return [n for n in subgroups if alike(n, made[n].address, made[n].table, None, None)]
+    def confirm(self, subgroups):
+        kernel = self._parts.kernel
+        right, kernel.fingerprints = kernel.fingerprints, lambda *read: Alike()
+        try:
+            return super().confirm(subgroups)
+        finally:
+            kernel.fingerprints = right
 
 
 class ConfirmsWithOtherRows(Ahead):
     """Whatever is clipped, or has another rate, or is not active any more."""
 
-    def _unchanged(self, subgroups):
+    def confirm(self, subgroups):
         tables, expected = self._parts.tables, self._parts.tables.now
         tables.now = tables.expected
         try:
-            return super()._unchanged(subgroups)
+            return super().confirm(subgroups)
         finally:
             tables.now = expected
 
@@ -1012,13 +1078,12 @@ class UsesANumberAgain(backwards.Session):
         return 10 * self.stands_for[number] + 5
 
 
-class RevokesNothing(EngineThread):
+class RevokesNothing(Ahead):
     """Any request begins beside a sweep ahead."""
 
-    def _begin_request(self):
-        revoke, self.ahead.revoke = self.ahead.revoke, lambda: None
-        super()._begin_request()
-        self.ahead.revoke = revoke
+    def revoke(self):
+        if not self._parts.machine.is_ahead:
+            super().revoke()
 
 
 # Each with what finds it first: a rule, or what a test says.

@@ -1,0 +1,96 @@
+"""How many private names of the package tests reach for: what they reach for cannot change without them.
+
+Counted are distinct names, not places: one name that ten tests use is one thing that has to stay. `self._x` counts in
+a class that inherits `_x` from the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PRIVATE = re.compile(r"_[A-Za-z]\w*")
+OTHERS = {
+    "_configure_optimizer",  # DeepSpeed's
+    "_fields",  # of named tuples
+    "_get_compact_grad_partition_slice",  # DeepSpeed's
+    "_local_tensor",  # of torch
+    "_native",  # the module
+    "_replace",  # of named tuples
+}
+MOST = 129
+
+
+def sources(*folders: str) -> dict[Path, ast.Module]:
+    """Return the modules of folders."""
+    return {path: ast.parse(path.read_text()) for name in folders for path in sorted((ROOT / name).rglob("*.py"))}
+
+
+def given(tree: ast.AST) -> set[str]:
+    """Return the private names that something gives: of functions, classes, variables and attributes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {name for name in names if PRIVATE.fullmatch(name)}
+
+
+class Classes:
+    """Classes of the package and of its tests, by their names."""
+
+    def __init__(self, package: dict[Path, ast.Module], tests: dict[Path, ast.Module]) -> None:
+        self.own: dict[str, set[str]] = defaultdict(set)
+        self.bases: dict[str, set[str]] = defaultdict(set)
+        for tree in (*package.values(), *tests.values()):
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    self.bases[node.name] |= {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+        for tree in package.values():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    self.own[node.name] |= given(node)
+
+    def inherited(self, name: str) -> set[str]:
+        """Return the private names that a class has of the package."""
+        return self.own[name].union(*(self.inherited(base) for base in self.bases[name] - {name}))
+
+
+def reached(tree: ast.Module, package: set[str], classes: Classes) -> Iterator[tuple[str, int]]:
+    """Return the private names of the package that a test reaches for, with the lines."""
+    inside: dict[ast.AST, set[str]] = {}  # what a class has of the package, for all that is in it
+    own: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names = classes.inherited(node.name)
+            inside |= dict.fromkeys(ast.walk(node), names)
+            own |= given(node) - names
+    for node in ast.walk(tree):
+        found: list[str] = []
+        if isinstance(node, ast.Attribute):
+            of_self = isinstance(node.value, ast.Name) and node.value.id == "self" and node in inside
+            found = [node.attr] if node.attr in (inside[node] if of_self else package - own) else []
+        elif isinstance(node, ast.FunctionDef):
+            found = [node.name] if node.name in inside.get(node, ()) else []  # overridden
+        elif isinstance(node, ast.ImportFrom):
+            found = [name for alias in node.names for name in (alias.name,) if name in package]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            found = [name for name in node.value.split(".") if name in package]  # patched, or asked for by its name
+        yield from ((name, node.lineno) for name in found if name not in OTHERS)
+
+
+def test_tests_reach_for_few_private_names() -> None:
+    package, tests = sources("offload", "integrations"), sources("tests")
+    classes, names = Classes(package, tests), set().union(*map(given, package.values()))
+    places: dict[str, list[str]] = defaultdict(list)
+    for path, tree in tests.items():
+        for name, line in reached(tree, names, classes):
+            places[name].append(f"{path.relative_to(ROOT)}:{line}")
+    for name, where in sorted(places.items()):
+        print(f"{name}: {', '.join(where)}")
+    assert len(places) <= MOST, f"{len(places)} private names: {sorted(places)}"
