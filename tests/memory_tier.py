@@ -53,7 +53,7 @@ class MemoryTier(Owned):
 
     def read(self, request: TileRequest) -> None:
         """Copy a slot into memory; see `offload.protocols.Tier`. The buffer is left alone on an error."""
-        self._check_open("read")
+        self.check_open("read")
         check_request(request)
         started_s = time.monotonic()
         error, checksum = self._read(request)
@@ -61,7 +61,7 @@ class MemoryTier(Owned):
 
     def write(self, request: TileRequest) -> None:
         """Copy a tile into a slot; see `offload.protocols.Tier`."""
-        self._check_open("write")
+        self.check_open("write")
         check_request(request)
         started_s = time.monotonic()
         end = request.offset + SLOT_HEADER_BYTES + request.nbytes
@@ -80,30 +80,39 @@ class MemoryTier(Owned):
 
     def sync(self, op: int) -> None:
         """Complete as `op`: memory has nothing to make durable."""
-        self._check_open("sync")
+        self.check_open("sync")
         now_s = time.monotonic()
         self._queue.post(op, 0, 0, now_s, now_s, 0)
 
     def register_memory(self, address: int, nbytes: int) -> None:
         """Do nothing: any memory is as good as any other."""
-        self._check_open("register_memory")
+        self.check_open("register_memory")
 
     def set_depth(self, depth: int) -> None:
         """Take note of it: requests are over as soon as they have begun."""
-        self._check_open("set_depth")
+        self.check_open("set_depth")
         check_depth(depth)
         self.depth = depth
 
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
-        self._check_open("free_bytes")
+        self.check_open("free_bytes")
         available = int(psutil.virtual_memory().available)
         return available if self._max_bytes is None else min(available, self._max_bytes - self._used_bytes)
 
     def close(self) -> None:
         """Free all slots; idempotent."""
-        self._closed = True
-        self.slots.clear()
+        if self.ends_here():
+            self.slots.clear()
+
+    def cut(self, end: int) -> None:
+        """End the store at a byte, as a file that lost its tail does."""
+        for start, record in list(self.slots.items()):
+            if start + SLOT_HEADER_BYTES > end:
+                del self.slots[start]
+            else:
+                self.slots[start] = record[: end - start]
+        self._used_bytes = end
 
     def _read(self, request: TileRequest) -> tuple[int, int]:
         record = self.slots.get(request.offset)

@@ -114,14 +114,15 @@ class Owned:
     def register_memory(self, address: int, nbytes: int) -> None:
         """See `Tier.register_memory`; of no use in most tiers."""
 
-    def _check_open(self, operation: str) -> None:
+    def check_open(self, operation: str) -> None:
+        """Raise `TierClosedError` where the tier has been closed, or belongs to another process."""
         if self._closed:
             raise closed_error(operation, self)
         if os.getpid() != self._pid:
             raise closed_error(operation, self, foreign=True)
 
     @contextlib.contextmanager
-    def _answering_for(self, operation: str) -> Iterator[None]:
+    def answering_for(self, operation: str) -> Iterator[None]:
         """Turn what the system refuses into a `TierError`."""
         try:
             yield
@@ -130,7 +131,7 @@ class Owned:
         except RuntimeError as cause:  # no more threads, or descriptors
             raise TierError(operation, tier=self.name, path=self.path, detail=str(cause)) from cause
 
-    def _ends_here(self) -> bool:
+    def ends_here(self) -> bool:
         """Take note that the tier is closed; return whether there is anything to end: once, and not after a fork."""
         ends, self._closed = not self._closed, True
         return ends and os.getpid() == self._pid

@@ -41,7 +41,7 @@ class ExistingStore(FileTier):
     def __init__(self, path: str, store: uuid.UUID, queue: CompletionQueue, *, checksum: bool = True) -> None:
         Owned.__init__(self, path)
         self.depth = DEPTH
-        with self._answering_for("open"), contextlib.ExitStack() as undo:
+        with self.answering_for("open"), contextlib.ExitStack() as undo:
             self._place = _Shared(Path(os.path.abspath(path)) / f"offload-{store}")
             undo.callback(self._place.close)
             self.store_path, self.data_path = self._place.directory, self._place.data_path

@@ -115,7 +115,7 @@ class FileTier(Owned):
         existing = used_bytes is not None
         if existing:
             self.kept = frozenset()
-        with self._answering_for("open"), contextlib.ExitStack() as undo:
+        with self.answering_for("open"), contextlib.ExitStack() as undo:
             self._place = Store(self.path, store, existing=existing)
             undo.callback(self._place.close, keep=existing)
             self.store_path, self.data_path = self._place.directory, self._place.data_path
@@ -140,12 +140,12 @@ class FileTier(Owned):
 
     def read(self, request: TileRequest) -> None:
         """Start reading a slot; see `offload.protocols.Tier`. After an error the buffer holds anything."""
-        self._check_open("read")
+        self.check_open("read")
         self._engine.read(*self._arguments(request), request.checksum, request.verify)
 
     def write(self, request: TileRequest) -> None:
         """Start writing a slot; see `offload.protocols.Tier`. The file grows by extents as it needs to."""
-        self._check_open("write")
+        self.check_open("write")
         self._engine.write(*self._arguments(request), request.checksum)
 
     def _arguments(self, request: TileRequest) -> tuple[StoreFile, int, int, int, int, int, int, int, int]:
@@ -155,7 +155,7 @@ class FileTier(Owned):
 
     def sync(self, op: int) -> None:
         """Make every write that was submitted before durable; completes as `op`."""
-        self._check_open("sync")
+        self.check_open("sync")
         self._engine.sync(self._file, op)
 
     def register_memory(self, address: int, nbytes: int) -> None:
@@ -164,22 +164,22 @@ class FileTier(Owned):
         Where the limit on locked memory (`ulimit -l`) does not allow it to be registered with the kernel,
         transfers cost a little more processor time.
         """
-        self._check_open("register_memory")
+        self.check_open("register_memory")
         refusal = self._engine.register_buffers(address, nbytes)
         if refusal:
             _say_once(f"staging memory is not registered for I/O ({os.strerror(refusal)}); see ulimit -l")
 
     def set_depth(self, depth: int) -> None:
         """See `Tier.set_depth`."""
-        self._check_open("set_depth")
+        self.check_open("set_depth")
         check_depth(depth)
-        with self._answering_for("set_depth"):
+        with self.answering_for("set_depth"):
             self._engine.set_depth(depth)
         self.depth = depth
 
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
-        self._check_open("free_bytes")
+        self.check_open("free_bytes")
         return self._file.free_bytes()
 
     def inject(self, kind: str, nth: int = 1, error: int = 0, limit_bytes: int = 0) -> None:
@@ -191,12 +191,12 @@ class FileTier(Owned):
             error: The errno to fail with (EINTR is retried, like a real one); 0 for a short transfer.
             limit_bytes: Most that a short transfer moves.
         """
-        self._check_open("inject")
+        self.check_open("inject")
         self._engine.inject(kind, nth, error, limit_bytes)
 
     def close(self) -> None:
         """Finish what is in flight, end the threads, delete the store or what is not `kept`; idempotent."""
-        if not self._ends_here():
+        if not self.ends_here():
             return
         self._engine.close()
         # Nothing is in flight any more: descriptors go now, and with the ring what the kernel pinned of the memory.

@@ -141,13 +141,13 @@ class RemoteTier(Owned):
 
     def read(self, request: TileRequest) -> None:
         """Start reading a slot; see `offload.protocols.Tier`. After an error the buffer holds anything."""
-        self._check_open("read")
+        self.check_open("read")
         check_request(request)
         self._reads.put(lambda: self._read(request))
 
     def write(self, request: TileRequest) -> None:
         """Start writing a slot; see `offload.protocols.Tier`."""
-        self._check_open("write")
+        self.check_open("write")
         check_request(request)
         end = request.offset + SLOT_HEADER_BYTES + request.nbytes
         if self._max_bytes is not None and end > self._max_bytes:
@@ -160,7 +160,7 @@ class RemoteTier(Owned):
 
     def sync(self, op: int) -> None:
         """Complete as `op` once the writes before have ended: an object that was stored is durable."""
-        self._check_open("sync")
+        self.check_open("sync")
         started_s = time.monotonic()
         with self._lock:
             if self._writing:
@@ -170,16 +170,16 @@ class RemoteTier(Owned):
 
     def set_depth(self, depth: int) -> None:
         """See `Tier.set_depth`."""
-        self._check_open("set_depth")
+        self.check_open("set_depth")
         check_depth(depth)
-        with self._answering_for("set_depth"):
+        with self.answering_for("set_depth"):
             for lane in (self._reads, self._writes):
                 lane.set_threads(depth)
         self.depth = depth
 
     def free_bytes(self) -> int:
         """Return the bytes by which slots may still grow, headers included."""
-        self._check_open("free_bytes")
+        self.check_open("free_bytes")
         return (UNLIMITED_BYTES if self._max_bytes is None else self._max_bytes) - self._used_bytes
 
     def explain(self, op: int) -> str:
@@ -192,7 +192,7 @@ class RemoteTier(Owned):
 
         What is in flight is not tried again and deleting only a few times, so this ends soon if the server is gone.
         """
-        if not self._ends_here():
+        if not self.ends_here():
             return
         self._client.limit_attempts(1)
         for lane in (self._reads, self._writes, self._deletes):

@@ -176,7 +176,7 @@ class TakingTurns(Owned):
         except OSError as cause:
             raise _lock_error(inner.path, cause) from cause
         self._thread = threading.Thread(target=self._serve, name="offload-turns", daemon=True)
-        with self._answering_for("open"):
+        with self.answering_for("open"):
             self._thread.start()
 
     def read(self, request: TileRequest) -> None:
@@ -219,13 +219,13 @@ class TakingTurns(Owned):
         Requests whose turn does not come within `Turns.report_after_s` complete with ETIMEDOUT: who has it may never
         move again.
         """
-        if self._ends_here():
+        if self.ends_here():
             self._inner_queue.post(WAKE)
             self._thread.join()
             self.inner.close()
 
     def _submit(self, operation: str, op: int, nbytes: int, start: Callable[[], None]) -> None:
-        self._check_open(operation)
+        self.check_open(operation)
         self._wanted.append((op, nbytes, start))
         self._inner_queue.post(WAKE)
 

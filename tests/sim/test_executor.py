@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import random
 
@@ -212,11 +213,9 @@ def test_store_after_a_crash_holds_old_new_or_nothing():
     old_and_new = {1, 2, None}
     seen = set()
     for seed in range(40):
-        copy = SimData(PLAN)
-        copy.stores[0].slots = dict(data.stores[0].slots)
-        copy.stores[0]._durable = dict(data.stores[0]._durable)
-        copy.crash(random.Random(seed))
-        found = copy.stores[0].slots[0]
+        other = copy.deepcopy(data)
+        other.crash(random.Random(seed))
+        found = other.stores[0].slots[0]
         seen.add(found.step if found else None)
     assert seen == old_and_new
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import logging
 import os
 import queue as queues
 import select
@@ -32,10 +33,13 @@ from tier_harness import TILE, Harness
 import offload
 from offload._native import CompletionQueue
 from offload.config import PathConfig
+from offload.dtypes import DtypeCode
 from offload.engine.executor import LiveExecutor
 from offload.engine.index import Location, Record
 from offload.engine.operations import ReadTile, Stop
 from offload.errors import ConfigError, TierError
+from offload.layout import Parameter, build_layout
+from offload.plan import Budgets, PathBudget, make_plan
 from offload.protocols import Completion, TileRequest
 from offload.session.setup import choose_turns
 from offload.tiers import StoreOptions, Turns, identity, innermost, open_tier, turns
@@ -418,11 +422,12 @@ def test_a_stopped_holder_is_named(
     assert os.WIFSTOPPED(os.waitpid(holder.pid, os.WUNTRACED)[1])
     told, said = threading.Event(), []
 
-    def warning(text: str, *arguments: object) -> None:
-        said.append(text % arguments)
-        told.set()
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            told.set()
 
-    monkeypatch.setattr(turns._log, "warning", warning)
+    monkeypatch.setattr(logging.getLogger("offload"), "handlers", [Listener(logging.WARNING)])
     queue = CompletionQueue()
     tier = open_tier(str(tmp_path), uuid.uuid4(), queue, options=StoreOptions(turns=Turns(report_after_s=0.05)))
     harness = Harness(tier, queue)
@@ -448,7 +453,9 @@ def test_a_stall_names_who_is_in_the_way(tmp_path: Path, child: Callable[..., Ch
     harness = Harness(tier, queue)
     executor = LiveExecutor([tier], None, queue, lambda *_: None, stall_s=0.2)  # type: ignore[arg-type, return-value]
     operation = ReadTile(1, TILE, 0, 0, Record(Location(0, 0, 4096), 1, 0))
-    executor._staging_address = harness.arena.address
+    layout = build_layout([Parameter("p", 1024, DtypeCode.BFLOAT16, 0)], 1024)
+    plan = make_plan(layout, Budgets(0, None, (PathBudget("path", 1 << 30),)))
+    executor.bind(plan, harness.arena.address)
     executor.submit([operation])
     waits(tier)  # another thread asks
     (event,) = executor.wait()

@@ -16,7 +16,7 @@ from memory_tier import MemoryTier
 from offload._native import CompletionQueue, IoUring
 from offload.engine.memory import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
-from offload.tiers import SLOT_HEADER_BYTES, FileTier, RemoteTier, StoreOptions, slot_bytes
+from offload.tiers import FileTier, RemoteTier, StoreOptions, slot_bytes
 
 ARENA_BYTES = 8 << 20
 TILE = TileId(1, 2, 3)
@@ -133,12 +133,7 @@ class Harness:
         """End the store at byte `end`, as a file that lost its tail does."""
         tier = self.tier.inner if isinstance(self.tier, FaultyTier | ThrottledTier) else self.tier
         if isinstance(tier, MemoryTier):
-            for start, record in list(tier.slots.items()):
-                if start + SLOT_HEADER_BYTES > end:
-                    del tier.slots[start]
-                else:
-                    tier.slots[start] = record[: end - start]
-            tier._used_bytes = end
+            tier.cut(end)
             return
         if isinstance(tier, RemoteTier):
             for start, (key, _) in tier._slots.items():
