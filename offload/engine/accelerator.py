@@ -320,7 +320,7 @@ class AcceleratorDevice:
 
     def update(self, table: npt.NDArray[Any]) -> None:
         """See `Device.update`."""
-        with self.current(), working_on(self._streams[DeviceLane.UPDATE]):
+        with self.current(), working_on(self.stream(DeviceLane.UPDATE)):
             self._kernel.update(table)
 
     def gradient_blocks(

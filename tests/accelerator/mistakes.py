@@ -13,26 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from offload.engine import accelerator
-from offload.engine.additions import Additions
 from offload.engine.gpu import GpuLanes
-from offload.engine.gpu_gradients import GpuGradients
+from offload.engine.gpu_gradients import Departure, GpuGradients
+from offload.errors import OffloadError
 from offload.integrations.deepspeed.transfers import Transfers
 from offload.protocols import DeviceLane
 
 DEVICE: type = accelerator.AcceleratorDevice
 """The class of devices that mistakes are planted in."""
-
-MARK: type = accelerator._Event
 
 
 WITHIN = 8
@@ -140,15 +140,31 @@ def instead(owner: Any, name: str, value: Any) -> Callable[[], AbstractContextMa
     return lambda: replaced(owner, name, value)
 
 
+def is_within(within: str) -> bool:
+    """Return whether what has called the caller of this is a certain public function, or a private one for it.
+
+    Args:
+        within: Qualified name of the function; or of a module, for all that is in it.
+    """
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:  # another mistake at the same method
+        frame = frame.f_back
+    if frame.f_globals["__name__"] == within:
+        return True
+    while frame.f_code.co_name.startswith(("_", "<")) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_qualname == within
+
+
 def left_out(
-    name: str, within: str, lane: DeviceLane | None = None, of: Callable[[], type] = lambda: DEVICE
+    name: str, within: str, *lanes: DeviceLane, of: Callable[[], type] = lambda: DEVICE
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Leave out calls of a method of the device (or of another class) that one function makes.
 
     Args:
         name: The method.
-        within: Qualified name of the function that calls it.
-        lane: The first argument of calls that are left out; None for all.
+        within: Who calls it; see `is_within`.
+        lanes: The first arguments of calls that are left out; none for all.
         of: The class.
     """
 
@@ -156,8 +172,7 @@ def left_out(
         right = getattr(of(), name)
 
         def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
-            here = sys._getframe(1).f_code.co_qualname == within
-            if here and (lane is None or arguments[0] is lane):
+            if is_within(within) and (not lanes or arguments[0] in lanes):
                 return None
             return right(self, *arguments, **options)
 
@@ -166,8 +181,48 @@ def left_out(
     return plant
 
 
-def marks() -> type:
-    return MARK
+def in_marks(name: str, make: Callable[[Any], Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """Plant another method in all marks of the device; `make` is given the right one."""
+    kinds: dict[type, type] = {}
+
+    def change(right: Any) -> Any:
+        def wrong(self: Any, *arguments: Any, **options: Any) -> Any:
+            mark = right(self, *arguments, **options)
+            kind = type(mark)
+            if kind not in kinds:
+                kinds[kind] = type(kind.__name__, (kind,), {name: make(getattr(kind, name))})
+            mark.__class__ = kinds[kind]
+            return mark
+
+        return wrong
+
+    return all_of(in_device("mark", change), in_device("mark_caller", change))
+
+
+def all_of(*plants: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
+    """Plant several mistakes at once."""
+
+    @contextlib.contextmanager
+    def plant() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in plants:
+                stack.enter_context(each())
+            yield
+
+    return plant
+
+
+def never_awaited(within: str = "") -> Callable[[], AbstractContextManager[Any]]:
+    """Have waits for marks that one function makes (see `is_within`) return at once; "" for all."""
+
+    def make(right: Any) -> Any:
+        def wrong(self: Any) -> None:
+            if within and not is_within(within):
+                right(self)
+
+        return wrong
+
+    return in_marks("wait", make)
 
 
 def nothing(*arguments: Any, **options: Any) -> None:
@@ -189,12 +244,16 @@ def on_another_lane(swapped: dict[DeviceLane, DeviceLane]) -> Callable[[Any], An
     return make
 
 
-def updates_on_the_current_stream(right: Any) -> Any:
-    def wrong(self: Any, table: Any) -> None:
-        with self.current():
-            self._kernel.update(table)
+def on_the_current_stream(wanted: DeviceLane, within: str) -> Callable[[Any], Any]:
+    """Have a method of the device take the stream that is current for that of a lane."""
 
-    return wrong
+    def make(right: Any) -> Any:
+        def wrong(self: Any, lane: DeviceLane) -> Any:
+            return right(self, CALLER if lane is wanted and is_within(within) else lane)
+
+        return wrong
+
+    return make
 
 
 def marks_the_newest_caller(right: Any) -> Any:
@@ -215,6 +274,16 @@ def one_caller_only(right: Any) -> Any:
 def reports_at_once(right: Any) -> Any:
     def wrong(self: Any, mark: Any, queue: Any, op: int) -> None:
         queue.post(op)
+
+    return wrong
+
+
+def reports_pushes_at_once(right: Any) -> Any:
+    def wrong(self: Any, mark: Any, queue: Any, op: int) -> None:
+        if is_within("GpuLanes.await_push"):
+            queue.post(op)
+        else:
+            right(self, mark, queue, op)
 
     return wrong
 
@@ -241,9 +310,9 @@ def copies_by_the_host(lanes: Callable[[DeviceLane], bool]) -> Callable[[Any], A
 
 def allocates_out_of_order(right: Any) -> Any:
     def wrong(self: Any, nbytes: int) -> int:
-        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._memory[tensor.data_ptr()] = tensor
-        return tensor.data_ptr()
+        impatient = replace(self.backend, current_stream=lambda device: SimpleNamespace(synchronize=nothing))
+        with replaced(self, "backend", impatient):
+            return int(right(self, nbytes))
 
     return wrong
 
@@ -263,10 +332,26 @@ def leaves_the_device_alone(right: Any) -> Any:
     return wrong
 
 
+def not_while_it_is_closed(right: Any) -> Any:
+    """As of a device that has failed: streams are not waited for then."""
+
+    @contextlib.contextmanager
+    def refused() -> Iterator[None]:
+        raise OffloadError("closed")
+        yield
+
+    def wrong(self: Any) -> AbstractContextManager[None]:
+        return refused() if is_within("AcceleratorDevice.close") else right(self)
+
+    return wrong
+
+
 def keeps_the_old_time(right: Any) -> Any:
     def wrong(self: Any) -> None:
-        with self.current():
-            self.base = self._now()[0], self.base[1]
+        event, base_s = self.base
+        self.base = event, -math.inf  # so that it is old
+        right(self)
+        self.base = self.base[0], base_s
 
     return wrong
 
@@ -276,40 +361,38 @@ def drops_gradients_in_transit() -> AbstractContextManager[Any]:
 
     def wrong(self: Any, *arguments: Any, **options: Any) -> None:
         right(self, *arguments, **options)
-        self._drop_all()
+        self.in_transit.clear()
 
     return replaced(GpuGradients, "hold", wrong)
 
 
-def follows_a_bucket_that_is_on_no_lane(self: Any, *, elsewhere: bool = False) -> None:
-    mark, gradient = self.in_transit[0]
-    self.lanes.device.follow(DeviceLane.CALLER, mark)
-    self.lanes.device.give_up(gradient)
-    self._drop_oldest()
+def follows_a_bucket_that_is_on_no_lane() -> AbstractContextManager[Any]:
+    right = Departure.on_lane
+
+    def wrong(self: Any) -> Any:
+        return self if is_within("GpuGradients.hand_back") else right(self)
+
+    return replaced(Departure, "on_lane", wrong)
 
 
-def tells_at_once_that_weights_have_left(self: Any, operation: Any) -> None:
-    self._post(operation.op)
+def forgets_what_is_scattered(right: Any) -> Any:
+    def wrong(self: Any, lane: DeviceLane, *, timed: bool = True) -> Any:
+        scattered = lane is DeviceLane.PIECES and is_within("GpuLanes.send_weights")
+        return right(self, DeviceLane.H2D if scattered else lane, timed=timed)
+
+    return wrong
 
 
-def forgets_what_is_scattered() -> AbstractContextManager[Any]:
-    right = GpuLanes.send_weights
+def marks_before_the_copy() -> AbstractContextManager[Any]:
+    right = Transfers.start
 
-    def wrong(self: Any, subgroup: int, *arguments: Any) -> None:
-        right(self, subgroup, *arguments)
-        sent, _ = self._written[subgroup]
-        self._written[subgroup] = sent, sent
+    def wrong(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        right(self, target.flatten()[:0], source.flatten()[:0])
+        far = source if self.is_far(source) else target
+        target.copy_(source, non_blocking=True)
+        far.record_stream(torch.accelerator.current_stream(far.device))
 
-    return replaced(GpuLanes, "send_weights", wrong)
-
-
-def marks_before_the_copy(self: Any, target: torch.Tensor, source: torch.Tensor) -> None:
-    far = source if self.is_far(source) else target
-    stream = torch.accelerator.current_stream(far.device)
-    mark = self._marks.setdefault(stream, torch.Event(far.device))
-    mark.record(stream)
-    target.copy_(source, non_blocking=True)
-    far.record_stream(stream)
+    return replaced(Transfers, "start", wrong)
 
 
 @contextlib.contextmanager
@@ -430,7 +513,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "a further pass's gradient is added on the device without following the stream that makes it",
         "what was there before is added",
         Shows.BITS,
-        left_out("follow", "GpuGradients._accumulate"),
+        left_out("follow", "GpuGradients.arrived"),
         workload="departing",
         quick=True,
     ),
@@ -439,7 +522,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "sums of squares of gradients that stay in .grad do not follow the caller",
         "a wrong norm",
         Shows.BITS,
-        left_out("follow", "GpuGradients._all_gathered"),
+        left_out("follow", "GradientStore.norm_sq"),
         workload="kept",
     ),
     Mistake(
@@ -464,7 +547,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "the copy of small pieces to the host does not follow the kernel that gathers them",
         "small gradients of the bucket before",
         Shows.BITS,
-        left_out("follow", "PieceCopies.to_host"),
+        left_out("follow", "PieceCopies.to_host", D2H, LEAVING),
         workload="departing-cpu",
         quick=True,
     ),
@@ -473,7 +556,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "the next user of a buffer of pieces does not follow its last",
         "small pieces of two rounds mixed",
         Shows.BITS,
-        left_out("follow", "PieceCopies._take"),
+        all_of(left_out("follow", "PieceCopies.to_device", H2D), left_out("follow", "PieceCopies.to_host", PIECES)),
         workload="departing-cpu",
     ),
     Mistake(
@@ -540,7 +623,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "a mark says that it has been reached",
         "the CPU updates with gradients that are still coming",
         Shows.BITS,
-        lambda: replaced(MARK, "reached", lambda self: True),
+        in_marks("reached", lambda right: lambda self: True),
         workload="kept-cpu",
     ),
     Mistake(
@@ -548,7 +631,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "waiting for a mark returns at once",
         "norms from old sums, host memory read before its copy has come",
         Shows.ERROR,
-        lambda: replaced(MARK, "wait", nothing),
+        never_awaited(),
         workload="kept",
     ),
     Mistake(
@@ -556,7 +639,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "state is handed out before its copy to pinned memory has come",
         "state_dict() with what the buffer held before",
         Shows.BITS,
-        left_out("wait", "GpuLanes.fetch", of=marks),
+        never_awaited("GpuLanes.fetch"),
         workload="state-home",
         quick=True,
     ),
@@ -565,7 +648,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "sums of squares are read before their copy to pinned memory has come",
         "the norm of the step before",
         Shows.BITS,
-        left_out("wait", "GpuGradients.settle", of=marks),
+        never_awaited("GpuGradients.settle"),
         workload="kept",
     ),
     Mistake(
@@ -582,7 +665,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "state is copied to the device on the stream that is current on the engine thread",
         "updates do not wait for it: they follow lane H2D",
         Shows.BITS,
-        in_device("copy", lambda right: _copied_on_the_current_stream(right)),
+        in_device("stream", on_the_current_stream(H2D, "AcceleratorDevice.copy")),
         workload="kept-gpu",
     ),
     Mistake(
@@ -590,7 +673,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "updates are put on the stream that is current on the engine thread",
         "state is copied out, and weights are read, before they are updated",
         Shows.BITS,
-        in_device("update", updates_on_the_current_stream),
+        in_device("stream", on_the_current_stream(UPDATE, "AcceleratorDevice.update")),
         workload="kept-gpu",
     ),
     Mistake(
@@ -658,7 +741,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "gradients are handed back behind a bucket that has not left, which no stream can follow",
         "backward uses their memory again before they have left",
         Shows.BITS,
-        instead(GpuGradients, "hand_back", follows_a_bucket_that_is_on_no_lane),
+        follows_a_bucket_that_is_on_no_lane,
         workload="departing-cpu",
     ),
     Mistake(
@@ -690,7 +773,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "a session ends without waiting for its lanes",
         "weights without the last step; copies to memory that is unmapped",
         Shows.BITS,
-        lambda: _closed_early(),
+        all_of(left_out("wait", "GpuLanes.close", of=lambda: GpuLanes), in_device("current", not_while_it_is_closed)),
         workload="ending",
         quick=True,
     ),
@@ -700,7 +783,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "gradients of further passes are added before their copy to a pinned buffer has come",
         "those of the buffer's last user are added",
         Shows.BITS,
-        instead(Additions, "_await", nothing),
+        never_awaited("offload.engine.additions"),
         workload="departing-cpu",
         quick=True,
     ),
@@ -718,7 +801,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "a weight slot is taken for free before its weights have left",
         "weights of another subgroup arrive",
         Shows.BITS,
-        instead(GpuLanes, "await_push", tells_at_once_that_weights_have_left),
+        in_device("report", reports_pushes_at_once),
         workload="forward-cpu",
     ),
     Mistake(
@@ -726,7 +809,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "whoever reads new weights follows their copy, and not the kernel that scatters the small ones",
         "forward reads small weights of the step before",
         Shows.BITS,
-        forgets_what_is_scattered,
+        in_device("mark", forgets_what_is_scattered),
         workload="forward-cpu",
     ),
     # Threads and devices
@@ -762,7 +845,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "the event after a copy is recorded before it",
         "as above, for the newest",
         Shows.BITS,
-        instead(Transfers, "start", marks_before_the_copy),
+        marks_before_the_copy,
         workload="transfers",
     ),
     # What users do
@@ -819,31 +902,6 @@ MISTAKES: tuple[Mistake, ...] = (
         quick=True,
     ),
 )
-
-
-def _copied_on_the_current_stream(right: Any) -> Any:
-    """`Device.copy` finds a lane's stream by `Device.stream`, which tells it of another one."""
-
-    def wrong(self: Any, lane: DeviceLane, *arguments: Any) -> None:
-        if lane is not H2D:
-            right(self, lane, *arguments)
-            return
-        with replaced(self, "_streams", {**self._streams, H2D: self.caller()}):
-            right(self, lane, *arguments)
-
-    return wrong
-
-
-@contextlib.contextmanager
-def _closed_early() -> Iterator[None]:
-    def close(self: Any) -> None:
-        self._closed = True
-        for reporter in self._reporters.values():
-            reporter.close()
-        self._memory.clear()
-
-    with left_out("wait", "GpuLanes.close", of=lambda: GpuLanes)(), replaced(DEVICE, "close", close):
-        yield
 
 
 def plants() -> dict[str, Callable[[], AbstractContextManager[Any]]]:

@@ -14,12 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
+ATTRIBUTE = re.compile(r"(?<=[\w\])]\.)_[A-Za-z]\w*")
 OTHERS = {
     "_configure_optimizer",  # DeepSpeed's
     "_fields",  # of named tuples
     "_get_compact_grad_partition_slice",  # DeepSpeed's
+    "_loads",  # of pickle
     "_local_tensor",  # of torch
+    "_make",  # of named tuples
     "_native",  # the module
+    "_optimizer_step",  # DeepSpeed's
     "_replace",  # of named tuples
 }
 MOST = 129
@@ -31,14 +35,21 @@ def sources(*folders: str) -> dict[Path, ast.Module]:
 
 
 def given(tree: ast.AST) -> set[str]:
-    """Return the private names that something gives: of functions, classes, variables and attributes."""
+    """Return the private names that something gives: of functions, classes, variables, and what is its own."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
-        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            names.add(node.attr)
     return {name for name in names if PRIVATE.fullmatch(name)}
+
+
+def is_self(node: ast.AST) -> bool:
+    """Return whether that is what a method is called on."""
+    return isinstance(node, ast.Name) and node.id == "self"
 
 
 class Classes:
@@ -70,17 +81,19 @@ def reached(tree: ast.Module, package: set[str], classes: Classes) -> Iterator[t
             names = classes.inherited(node.name)
             inside |= dict.fromkeys(ast.walk(node), names)
             own |= given(node) - names
+    formatted = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         found: list[str] = []
         if isinstance(node, ast.Attribute):
-            of_self = isinstance(node.value, ast.Name) and node.value.id == "self" and node in inside
-            found = [node.attr] if node.attr in (inside[node] if of_self else package - own) else []
+            ours = inside[node] if is_self(node.value) and node in inside else package - own
+            found = [node.attr] if node.attr in ours else []
         elif isinstance(node, ast.FunctionDef):
             found = [node.name] if node.name in inside.get(node, ()) else []  # overridden
         elif isinstance(node, ast.ImportFrom):
             found = [name for alias in node.names for name in (alias.name,) if name in package]
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
-            found = [name for name in node.value.split(".") if name in package]  # patched, or asked for by its name
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in formatted:
+            named = node.value.split(".") if re.fullmatch(r"[\w.]+", node.value) else ATTRIBUTE.findall(node.value)
+            found = [name for name in named if name in package]  # patched, or asked for by its name; or in a script
         yield from ((name, node.lineno) for name in found if name not in OTHERS)
 
 
