@@ -103,10 +103,6 @@ class Snapshot:
     ended: Callable[[], Collection[int]] = tuple
 
 
-SETTLE_S = waits.SETTLE_S
-"""How long a session that breaks waits for a commit that is under way: it may hang with what broke the session."""
-
-
 @dataclass(slots=True)
 class Pending:
     """A checkpoint that is being written.
@@ -164,6 +160,7 @@ class Saves:
         buffers: Takes memory for the copy buffers; returns its address and the bytes of each buffer.
         keep: How many checkpoints are kept.
         checksum: Whether tiles carry checksums.
+        settle_s: How long a session that breaks waits for a commit: it may hang with what broke the session.
     """
 
     def __init__(
@@ -177,6 +174,7 @@ class Saves:
         *,
         keep: int,
         checksum: bool,
+        settle_s: float,
     ) -> None:
         self.pending: Pending | None = None
         self.last: Pending | None = None
@@ -196,6 +194,7 @@ class Saves:
         self._gather = gather
         self._keep = keep
         self._checksum = checksum
+        self._settle_s = settle_s
         self._make_buffers = buffers
         self._buffers = (0, 0)
         self._numbers = 0
@@ -322,7 +321,7 @@ class Saves:
         if error is not None and pending.thread is not None:
             # The session may have broken during the commit: then the outcome of the commit counts.
             pending.cancelled.set()
-            pending.thread.join(SETTLE_S)
+            pending.thread.join(self._settle_s)
             if pending.job is not None and pending.job.committed:
                 error = None
             if pending.job is not None and not pending.job.undone:

@@ -205,20 +205,14 @@ class Additions:
     def _end(self, filling: Filling) -> None:
         try:
             if filling.mark is not None and self._error is None:
-                self._await(filling.mark)
-                self._add(filling)
+                filling.mark.wait()
+                for dtype, rows in filling.rows.items():
+                    self._kernel.add(np.array(rows, np.uint64), dtype)
         except BaseException as error:  # raised by who waits for this
             self._error = error
         finally:
             filling.ended.set()
             self._lanes.wake()
-
-    def _await(self, mark: Mark) -> None:
-        mark.wait()
-
-    def _add(self, filling: Filling) -> None:
-        for dtype, rows in filling.rows.items():
-            self._kernel.add(np.array(rows, np.uint64), dtype)
 
     # The end
 

@@ -29,6 +29,7 @@ from offload.engine.additions import Additions, Sending
 from offload.engine.gpu import GpuLanes
 from offload.engine.gradients import GradientSlots, GradientStore
 from offload.engine.host import HostMemory
+from offload.engine.limits import Limits
 from offload.engine.memory import Arena
 from offload.engine.operations import Visit
 from offload.engine.pieces import Pieces, as_pieces
@@ -42,18 +43,6 @@ from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import DeviceLane, Mark
 
 BLOCK_BYTES = 8
-
-LARGE_BYTES = 8 << 20
-"""A gradient of that size leaves at once: the link takes as long for it as its calls take, several times over."""
-
-BUCKET_BYTES = 64 << 20
-"""A bucket with so many bytes leaves: the link takes a millisecond or two for them."""
-
-MAX_IN_TRANSIT_BYTES = 1 << 30
-"""Gradients that are held until they have been read; for more of them, backward waits on the GPU."""
-
-BUCKET_COUNT = 4096
-"""A bucket with so many gradients leaves."""
 
 
 @dataclass(slots=True)
@@ -148,6 +137,7 @@ class GpuGradients(GradientStore):
     Args:
         slots, tables, kernel, memory: See `GradientStore`.
         lanes: The session's.
+        limits: When gradients leave.
 
     Attributes:
         positions: What is known of each parameter's gradient.
@@ -156,10 +146,17 @@ class GpuGradients(GradientStore):
     """
 
     def __init__(
-        self, slots: GradientSlots, tables: Tables, kernel: CpuUpdateKernel, memory: HostMemory, lanes: GpuLanes
+        self,
+        slots: GradientSlots,
+        tables: Tables,
+        kernel: CpuUpdateKernel,
+        memory: HostMemory,
+        lanes: GpuLanes,
+        limits: Limits,
     ) -> None:
         super().__init__(slots, tables, kernel, memory)
         self.lanes = lanes
+        self._limits = limits
         self.positions: list[_Parameter] = []
         self.in_transit: deque[tuple[Mark, torch.Tensor]] = deque()
         self.additions = Additions(lanes, kernel)
@@ -272,8 +269,8 @@ class GpuGradients(GradientStore):
         bucket, nbytes = self._bucket, self.positions[position].numel * int(ITEM_BYTES[dtype])
         (bucket.first if first else bucket.further).append((position, address, dtype))
         bucket.nbytes += nbytes
-        count = len(bucket.first) + len(bucket.further)
-        if nbytes >= LARGE_BYTES or bucket.nbytes >= BUCKET_BYTES or count >= BUCKET_COUNT:
+        count, most = len(bucket.first) + len(bucket.further), self._limits
+        if nbytes >= most.large_gradient_bytes or bucket.nbytes >= most.bucket_bytes or count >= most.bucket_count:
             self.leave()
         return bucket.departure
 
@@ -356,7 +353,7 @@ class GpuGradients(GradientStore):
         self._drop_read()
         self.in_transit.append((mark, gradient))
         self._in_transit_bytes += gradient.nbytes
-        while self.in_transit and self._in_transit_bytes > MAX_IN_TRANSIT_BYTES:
+        while self.in_transit and self._in_transit_bytes > self._limits.in_transit_bytes:
             self.hand_back(elsewhere=elsewhere)
 
     def hand_back(self, *, elsewhere: bool = False) -> None:

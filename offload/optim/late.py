@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from offload.config import OffloadConfig
+from offload.engine.limits import Limits
 from offload.engine.none import NoDevice
 from offload.errors import ConfigError, SessionBrokenError
 from offload.layout import Parameter
@@ -25,6 +26,7 @@ class LateEngine:
         config: Of this rank.
         rule: Of the optimizer.
         opens: Describes parameters and calls `start`.
+        limits: See `Engine`.
 
     Attributes:
         device: The one that all weights lie on.
@@ -32,9 +34,12 @@ class LateEngine:
         waits: Whether it is left until somebody needs it.
     """
 
-    def __init__(self, config: OffloadConfig, rule: UpdateRule, opens: Callable[[OffloadConfig], None]) -> None:
+    def __init__(
+        self, config: OffloadConfig, rule: UpdateRule, opens: Callable[[OffloadConfig], None], limits: Limits
+    ) -> None:
         self.config = config
         self.rule = rule
+        self._limits = limits
         self.use(NoDevice())
         self.opened: Engine | None = None
         self.waits = False
@@ -79,7 +84,9 @@ class LateEngine:
         self._unopened.detach()
         self._closed = True
         config = dataclasses.replace(config, shard=False)  # the parameters say which pieces they are
-        self.opened = Engine(parameters, config, gradient_slots=gradient_slots, device=self.device, rule=self.rule)
+        self.opened = Engine(
+            parameters, config, gradient_slots=gradient_slots, device=self.device, rule=self.rule, limits=self._limits
+        )
         self._closed = False
 
     def close(self) -> None:

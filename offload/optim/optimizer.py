@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from offload.backends import BACKENDS
 from offload.config import OffloadConfig
+from offload.engine.limits import LIMITS
 from offload.engine.none import NoDevice
 from offload.engine.timeline import ENGINE, Interval, covered_s, trace
 from offload.errors import ConfigError, invariant
@@ -49,6 +50,9 @@ LEAST_GAIN = 0.02
 class OffloadedOptimizer(StatefulOptimizer):
     """What this package's optimizers share; use one of these."""
 
+    limits = LIMITS
+    """See `Engine`."""
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -63,7 +67,7 @@ class OffloadedOptimizer(StatefulOptimizer):
             raise ConfigError("offload", offload, "give an OffloadConfig or a mapping of its fields")
         config = offload or OffloadConfig()
         owner = weakref.proxy(self)  # the engine does not keep it alive
-        late = LateEngine(config, self.rule, lambda config: owner._open(config))
+        late = LateEngine(config, self.rule, lambda config: owner._open(config), self.limits)
         super().__init__(params, defaults, late)
         parameters = [*self._parameters()]
         world, rank = ranks.world()

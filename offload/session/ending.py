@@ -15,13 +15,6 @@ from offload.tiers import innermost
 
 log = logging.getLogger("offload")
 
-CLOSE_S = 30.0
-"""How long `close` waits for other ranks to write their part of a checkpoint. Where theirs may take longer,
-`wait_checkpoint` waits before."""
-
-UNWIND_S = 30.0
-"""How long `close` waits for devices with an exception on its way, which nobody sees before."""
-
 
 class Ending:
     """The end of one session.
@@ -74,11 +67,12 @@ class Ending:
             work = partial(self._end_all, self._stop)
             self.work = waits.Aside(partial(self._parts.on_device, work), "offload-end")
         self.work.start()
-        settle_s = 0.0 if self._told_left else waits.SETTLE_S
+        limits = self._parts.limits
+        settle_s = 0.0 if self._told_left else limits.settle_s
         is_raising = sys.exception() is not None
-        patience_s = UNWIND_S if is_raising else None
+        patience_s = limits.unwind_s if is_raising else None
         waits.wait_for(self._stop.wait, self._unstopped, settle_s if self._is_given_up else patience_s)
-        patience_s = UNWIND_S if is_raising else self._parts.config.stall_timeout_s
+        patience_s = limits.unwind_s if is_raising else self._parts.config.stall_timeout_s
         waits.wait_for(self.work.wait, self._left, settle_s if self._is_given_up else patience_s)
         if self.work.done and self.work.error is not None:
             raise self.work.error
@@ -110,7 +104,8 @@ class Ending:
         pending = self._parts.saves.pending if self._parts.is_whole else None
         if pending is None or self._is_given_up:
             return
-        pending.wait_for_ranks(waits.SETTLE_S if sys.exception() is not None else CLOSE_S)
+        limits, is_raising = self._parts.limits, sys.exception() is not None
+        pending.wait_for_ranks(limits.settle_s if is_raising else limits.close_s)
         waits.wait_for(pending.done.wait, pending.awaited)
 
     def _end_all(self, stop: waits.Aside) -> None:

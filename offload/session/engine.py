@@ -31,6 +31,7 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Snapshot
 from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
+from offload.engine.limits import LIMITS, Limits
 from offload.engine.none import NoDevice
 from offload.engine.timeline import ENGINE, Interval
 from offload.engine.touching import bound, cores_of_rank
@@ -66,6 +67,7 @@ class Engine:
         rule: What is kept for each parameter, and how a step changes it.
         among: Which rank it is of those that may run on the same cores, from 0, and how many they are: it takes its
             share of them, by NUMA nodes. None: all nodes, and the share of threads that the launcher's variables say.
+        limits: Leave them as they are.
 
     Raises:
         ConfigError: If a path cannot be used, or a GPU is to be used and none is given; raised before any file is
@@ -82,6 +84,7 @@ class Engine:
         device: Device | torch.device | None = None,
         rule: UpdateRule = ADAMW,
         among: tuple[int, int] | None = None,
+        limits: Limits = LIMITS,
     ) -> None:
         self.config = config or OffloadConfig()
         if self.config.shard:
@@ -96,7 +99,7 @@ class Engine:
                 device = AcceleratorDevice(device)
             device = device or NoDevice()
             try:
-                self._parts = parts = Parts(self.config, gradient_slots, device, rule, among and among[1])
+                self._parts = parts = Parts(self.config, gradient_slots, device, rule, among and among[1], limits)
                 self._thread = thread = EngineThread(parts)
                 self._visits = visits = Visits(parts, thread)
                 thread.aborted = partial(_aborted, parts, visits)
@@ -516,7 +519,7 @@ class Engine:
             numels = [layout.parameters[position].numel for position, _ in wanted]
             rooms = rooms_beside(parts.config, parts.plan, parts.rates, parts.tiers)
             with named_shortage("state cannot be copied"):
-                handout = Handout(numels, rooms)
+                handout = Handout(numels, rooms, parts.limits.large_copy_bytes)
             with contextlib.closing(handout):
 
                 def read(position: int, start: int, views: Mapping[str, torch.Tensor]) -> None:

@@ -32,9 +32,6 @@ from offload.tiers.filesystem import NETWORK_FILE_SYSTEMS, UNLIMITED_BYTES, file
 
 log = logging.getLogger("offload")
 
-LARGE_BYTES = 64 << 20
-"""State that is handed out at once lies in a file if it is larger."""
-
 PIECE_NUMEL = 1 << 20
 """Elements that are looked at at once."""
 
@@ -89,6 +86,7 @@ class Handout:
     Args:
         numels: Elements of each.
         rooms: Directories on disks, the best first, and the bytes that each has room for.
+        large_bytes: From when on they lie there.
 
     Attributes:
         tensors: Flat, each with a storage of its own.
@@ -97,15 +95,15 @@ class Handout:
         InfeasiblePlanError: There is not so much room, neither on these disks nor in memory; nothing was taken.
     """
 
-    def __init__(self, numels: Sequence[int], rooms: Mapping[str, int]) -> None:
+    def __init__(self, numels: Sequence[int], rooms: Mapping[str, int], large_bytes: int) -> None:
         sizes = [numel * torch.float32.itemsize for numel in numels]
         self._ends = [0]
         for size in sizes:
             self._ends.append(self._ends[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
         needed = self._ends[-1]
         self._file: IO[bytes] | None = None
-        if needed > LARGE_BYTES:
-            self._directory, self._file = _reserve(needed, rooms)
+        if needed > large_bytes:
+            self._directory, self._file = _reserve(needed, rooms, large_bytes)
         if self._file is None:
             self.tensors = [torch.empty(numel, dtype=torch.float32, device="cpu") for numel in numels]
             return
@@ -145,7 +143,7 @@ class Handout:
             self._file.close()
 
 
-def _reserve(nbytes: int, rooms: Mapping[str, int]) -> tuple[str, IO[bytes] | None]:
+def _reserve(nbytes: int, rooms: Mapping[str, int], large_bytes: int) -> tuple[str, IO[bytes] | None]:
     """Return a directory and a file there of so many bytes, which are its own; no file if there is but memory."""
     offers = {}
     for directory, room in rooms.items():
@@ -163,7 +161,7 @@ def _reserve(nbytes: int, rooms: Mapping[str, int]) -> tuple[str, IO[bytes] | No
                 ends.pop_all()
                 return directory, file
     offers["host memory"] = available_bytes()
-    if nbytes + LARGE_BYTES > offers["host memory"]:
+    if nbytes + large_bytes > offers["host memory"]:
         advice = "free some, or set TMPDIR to a directory on a disk with more; save_checkpoint needs none of it"
         raise InfeasiblePlanError("a copy of the state", nbytes, offers, advice)
     log.info("no disk has room for a copy of the state (%d bytes): it is in memory", nbytes)

@@ -24,6 +24,7 @@ from offload.engine.gpu_gradients import GpuGradients
 from offload.engine.gradients import GradientSlots, GradientStore, HostGradients
 from offload.engine.host import HostMemory
 from offload.engine.index import TileIndex
+from offload.engine.limits import Limits
 from offload.engine.machine import Machine
 from offload.engine.memory import available_bytes
 from offload.engine.none import Lanes, NoDevice
@@ -78,9 +79,11 @@ class Parts:
         gradient_slots: bool,
         device: Device,
         rule: UpdateRule,
-        sharing: int | None = None,
+        sharing: int | None,
+        limits: Limits,
     ) -> None:
         self.config = config
+        self.limits = limits
         self.rule = rule.stored_in(STATE_FORMATS[config.state_format])
         self.is_whole = False
         self._told_nameless = False
@@ -95,7 +98,7 @@ class Parts:
         if not isinstance(device, NoDevice):
             copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
             self.lanes = self._probed = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates)
-            self._make_gradients = partial(GpuGradients, lanes=self._probed)
+            self._make_gradients = partial(GpuGradients, lanes=self._probed, limits=limits)
         self.memory = HostMemory(self.lanes)
         self.closing: list[tuple[Tier, waits.Aside]] = []
         self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
@@ -148,6 +151,7 @@ class Parts:
             lambda: (memory.checkpoint_buffers(self.plan)[0], self.plan.largest_tile_bytes),
             keep=config.checkpoints,
             checksum=config.checksum,
+            settle_s=self.limits.settle_s,
         )
         saves_end.callback(self.saves.close)
         self.ends.callback(self._keep_slots)

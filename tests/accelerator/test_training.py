@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import prepared
 import pytest
 import torch
+from limited import limited
 from torch.nn import functional
 
 import offload
 from offload.backends import working_on
-from offload.engine import gpu_gradients, pieces
+from offload.engine import pieces
 from offload.plan import budget
 
 pytestmark = [
@@ -38,9 +39,7 @@ WIDTH, DEPTH, BATCH, STEPS = 64, 6, 4, 3
 
 @pytest.fixture(autouse=True)
 def _small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model's gradients leave alone and together, and its pieces are copied alone and together."""
-    monkeypatch.setattr(gpu_gradients, "LARGE_BYTES", 6000)
-    monkeypatch.setattr(gpu_gradients, "BUCKET_COUNT", 3)
+    """A small model's pieces are copied alone and together."""
     for module in (pieces, budget):
         monkeypatch.setattr(module, "LEAST_COPY_BYTES", 6000)
 
@@ -211,7 +210,7 @@ class Training:
             overlap = "backward" if case.overlap in ("backward", "both") else "off"
             config |= {"placement": case.placement, "keep_grads": case.keeps, "overlap": overlap}
             config |= {"subgroup_numel": 4096, "paths": [folder], **HOMES[case.home]}
-        kind = getattr(offload, case.rule)
+        kind = limited(getattr(offload, case.rule), large_gradient_bytes=6000, bucket_count=3)
         self.optimizer = kind(self.model.parameters(), offload=offload.OffloadConfig(**config), **RULES[case.rule])
         if is_far and case.overlap in ("forward", "both"):
             self.optimizer.overlap_forward(self.model)

@@ -24,21 +24,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from limited import limited
 from torch.nn import functional
 
 import offload
 from accelerator import late
 from accelerator.mistakes import Host, replaced
 from offload import backends
-from offload.engine import accelerator, gpu_gradients, pieces
+from offload.engine import accelerator, pieces
 from offload.integrations.deepspeed.transfers import Transfers
 from offload.kernels.gpu import Uploads
 from offload.plan import budget
 from offload.protocols import LANES, DeviceLane
 
 SMALL = (
-    (gpu_gradients, "LARGE_BYTES", 7000),
-    (gpu_gradients, "BUCKET_COUNT", 12),
     (pieces, "LEAST_COPY_BYTES", 6000),
     (budget, "LEAST_COPY_BYTES", 6000),
     (accelerator, "REBASE_S", 0.02),
@@ -190,7 +189,9 @@ class Run:
             config = {name: config[name] for name in ("state_format",) if name in config}
         elif config.pop("on_paths", False):
             config["paths"] = [self.folder]
-        optimizer = offload.AdamW(parameters, offload=offload.OffloadConfig(threads=1, **config), **SETTINGS)
+        limits = {"large_gradient_bytes": 7000, "bucket_count": 12, "in_transit_bytes": self.workload.transit_bytes}
+        kind = limited(offload.AdamW, **limits)
+        optimizer = kind(parameters, offload=offload.OffloadConfig(threads=1, **config), **SETTINGS)
         device = optimizer._late.device
         if self.pace is not None and device is not None:
             for lane in LANES:
@@ -755,8 +756,7 @@ def run(name: str, seed: int, plant: Callable[[], AbstractContextManager[Any]] |
     pace = Pace(seed, workload.device)
     torch.accelerator.empty_cache()
     late.set_device_bytes(workload.device_bytes, torch.device(workload.device).index)
-    transit = replaced(gpu_gradients, "MAX_IN_TRANSIT_BYTES", workload.transit_bytes)
-    with _small_limits(), transit, plant() if plant is not None else contextlib.nullcontext():
+    with _small_limits(), plant() if plant is not None else contextlib.nullcontext():
         try:
             found = _trained(workload, pace)
         finally:

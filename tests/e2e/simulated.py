@@ -11,8 +11,8 @@ import torch
 import offload
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.dtypes import ITEM_BYTES
-from offload.engine.gpu_gradients import GpuGradients
 from offload.kernels.table import checked
+from offload.protocols import DeviceLane
 from offload.rules import ADAM
 from offload.sim import SimulatedDevice
 from offload.sim.device import spans_of
@@ -61,17 +61,14 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
 
     parts.kernel.submit = submit  # type: ignore[method-assign]
     parts.kernel.submit_sealed = submit_sealed  # type: ignore[method-assign]
-    if isinstance(parts.gradients, GpuGradients):
-        additions = parts.gradients.additions
 
-        def add(filling: Any, plain: Any = additions._add) -> None:
-            for dtype, rows in filling.rows.items():
-                for target, source, numel in rows:
-                    device.host_access(source, int(ITEM_BYTES[dtype]) * numel, writes=False)
-                    device.host_access(target, int(ITEM_BYTES[dtype]) * numel, writes=True)
-            plain(filling)
+    def add(rows: Any, dtype: Any, plain: Any = parts.kernel.add) -> None:
+        for target, source, numel in rows.tolist():
+            device.host_access(source, int(ITEM_BYTES[dtype]) * numel, writes=False)
+            device.host_access(target, int(ITEM_BYTES[dtype]) * numel, writes=True)
+        plain(rows, dtype)
 
-        additions._add = add  # type: ignore[method-assign]
+    parts.kernel.add = add  # type: ignore[method-assign]
     for tier in parts.tiers:
 
         def read(request: Any, plain: Any = tier.read) -> None:
@@ -83,6 +80,18 @@ def watch(engine: offload.Engine, device: SimulatedDevice) -> None:
             plain(request)
 
         tier.read, tier.write = read, write  # type: ignore[method-assign]
+
+
+def add_early(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None:
+    """Have gradients of further passes be added before their copies have come."""
+    kind: Any = type(device.mark(DeviceLane.LEAVING))
+    plain = kind.wait
+
+    def wait(mark: Any) -> None:
+        if threading.current_thread().name != "offload-add":
+            plain(mark)
+
+    patch.setattr(kind, "wait", wait)
 
 
 def hung_commit(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:

@@ -20,7 +20,7 @@ from offload import waits
 from offload.checkpoint import commit
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.reader import Checkpoint
-from offload.session import ending
+from offload.engine.limits import LIMITS, Limits
 from offload.tiers.directories import DirectoryFolder
 
 WHOLE = 10_000
@@ -30,13 +30,14 @@ SCALARS = offload.GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_
 class Shard:
     """One rank's run of a parameter, in an engine of its own."""
 
-    def __init__(self, start: int, stop: int, **config: object) -> None:
+    def __init__(self, start: int, stop: int, limits: Limits = LIMITS, **config: object) -> None:
         generator = torch.Generator().manual_seed(0)
         self.weight = torch.randn(WHOLE, generator=generator).bfloat16()[start:stop].clone()
         gradient = torch.randn(WHOLE, generator=generator).bfloat16()[start:stop].clone()
         self.gradient = gradient
         parameter = offload.Parameter("weight", stop - start, offload.DtypeCode.BFLOAT16, 0, start, WHOLE)
-        self.engine = offload.Engine([parameter], offload.OffloadConfig(**{"subgroup_numel": 1024, **config}))
+        settings = offload.OffloadConfig(**{"subgroup_numel": 1024, **config})
+        self.engine = offload.Engine([parameter], settings, limits=limits)
         self.engine.bind_weight(0, self.weight.data_ptr())
         self.engine.bind_gradient(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
 
@@ -48,11 +49,11 @@ class Shard:
         return [self.weight.clone(), *found.values()]
 
 
-def shards(cuts: list[int], paths: list[Path] | None = None) -> list[Shard]:
+def shards(cuts: list[int], paths: list[Path] | None = None, limits: Limits = LIMITS) -> list[Shard]:
     found = []
     for rank, (start, stop) in enumerate(itertools.pairwise(cuts)):
         config = {} if paths is None else {"host_memory": 0, "paths": [paths[rank]]}
-        found.append(Shard(start, stop, **config))
+        found.append(Shard(start, stop, limits, **config))
     return found
 
 
@@ -112,13 +113,13 @@ def test_pieces_of_a_parameter_are_read_by_any_number_of_ranks(tmp_path: Path) -
             rank.engine.close()
 
 
-def test_without_all_ranks_there_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "RANKS_TIMEOUT_S", 0.2)
+def test_without_all_ranks_there_is_no_checkpoint(tmp_path: Path) -> None:
     ranks = shards([0, 3333, WHOLE])
     failed = threading.Event()
     for rank in ranks:
         rank.step()
     ranks[0].engine.save(tmp_path / "ck", id="a" * 32, rank=0, ranks=2, on_done=lambda error: failed.set())
+    ranks[0].engine._parts.saves.pending.wait_for_ranks(0.2)  # type: ignore[union-attr]
     with pytest.raises(offload.CheckpointError, match="other ranks"):
         ranks[0].engine.wait_checkpoint(60)
     assert failed.wait(60)
@@ -130,11 +131,11 @@ def test_without_all_ranks_there_is_no_checkpoint(tmp_path: Path, monkeypatch: p
         rank.engine.close()
 
 
-def two(tmp_path: Path) -> list[Shard]:
+def two(tmp_path: Path, **limits: float) -> list[Shard]:
     paths = [tmp_path / name for name in "ab"]
     for path in paths:
         path.mkdir()
-    return shards([0, 3333, WHOLE], paths)
+    return shards([0, 3333, WHOLE], paths, Limits(**limits))
 
 
 def save(rank: int, ranks: list[Shard], folder: Path, id: str) -> None:
@@ -154,9 +155,8 @@ def assert_holds(folder: Path, expected: list[torch.Tensor]) -> None:
 def test_an_error_on_its_way_is_not_kept_waiting_for_another_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int
 ) -> None:
-    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
     monkeypatch.setattr(waits, "QUIET_S", 0.01)
-    ranks = two(tmp_path)
+    ranks = two(tmp_path, settle_s=0.05)
     ranks[rank].step()
     awaited = "manifests of ranks 1" if rank == 0 else "rank 0 to write COMMIT"
     said = f"{awaited}, so that {tmp_path / 'ck'} is a checkpoint"
@@ -174,9 +174,8 @@ def test_an_error_on_its_way_is_not_kept_waiting_for_another_rank(
     ranks[1 - rank].engine.close()
 
 
-def test_a_close_waits_for_other_ranks_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ending, "CLOSE_S", 0.05)
-    ranks = two(tmp_path)
+def test_a_close_waits_for_other_ranks_so_long(tmp_path: Path) -> None:
+    ranks = two(tmp_path, close_s=0.05)
     ranks[0].step()
     save(0, ranks, tmp_path / "ck", "a" * 32)
     ranks[0].engine.close()
@@ -184,17 +183,13 @@ def test_a_close_waits_for_other_ranks_so_long(tmp_path: Path, monkeypatch: pyte
     ranks[1].engine.close()
 
 
-def test_what_a_rank_gave_up_may_be_committed_after_it_has_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ending, "CLOSE_S", 0.05)
-    ranks = two(tmp_path)
+def test_what_a_rank_gave_up_may_be_committed_after_it_has_gone(tmp_path: Path) -> None:
+    ranks = two(tmp_path, close_s=0.05)
     for rank in ranks:
         rank.step()
     expected = joined(ranks)
     save(1, ranks, tmp_path / "ck", "a" * 32)
     ranks[1].engine.close()
-    monkeypatch.undo()
     save(0, ranks, tmp_path / "ck", "a" * 32)
     ranks[0].engine.wait_checkpoint(60)
     ranks[0].engine.close()
@@ -352,12 +347,11 @@ def test_a_commit_that_cannot_be_read_is_none(tmp_path: Path, monkeypatch: pytes
 def test_ctrl_c_is_a_way_out_of_waiting_for_another_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: str
 ) -> None:
-    ranks = two(tmp_path)
+    ranks = two(tmp_path, settle_s=0.05)
     ranks[0].step()
     ranks[0].engine.save(tmp_path / "old")
     ranks[0].engine.wait_checkpoint(60)
     save(0, ranks, tmp_path / "ck", "a" * 32)
-    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
     plain, interrupted = waits.wait_for, []
 
     def wait_for(arrived: Callable[[float], object], *arguments: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from awkward import Model, everything, same
+from limited import limited
 from mirror import same_bits
 from sharded import spawn
 from torch.distributed.checkpoint.state_dict import (
@@ -24,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import offload
-from offload.session import handout
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -36,19 +36,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=[0, handout.LARGE_BYTES], ids=["in files", "in memory"], autouse=True)
-def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handout, "LARGE_BYTES", request.param)
+AllLarge = limited(offload.AdamW, large_copy_bytes=0)
+"""Hands out all state in files, however small it is."""
+
+
+@pytest.fixture(params=[{"large_copy_bytes": 0}, {}], ids=["in files", "in memory"], autouse=True)
+def limits(request: pytest.FixtureRequest) -> dict[str, int]:
+    found: dict[str, int] = request.param
+    return found
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Any]:
+def make(tmp_path: Path, limits: dict[str, int]) -> Callable[..., Any]:
     """Return a function that makes an optimizer of ours over a model, with its state on disk."""
 
     def made(model: Model, kind: Any = offload.AdamW, **settings: Any) -> Any:
         path = tempfile.mkdtemp(dir=tmp_path)
         config = {"host_memory": 0, "paths": [path], "subgroup_numel": 4096, **settings}
-        return kind(model.groups(), lr=1e-2, offload=config)
+        return limited(kind, **limits)(model.groups(), lr=1e-2, offload=config)
 
     return made
 
@@ -114,12 +119,12 @@ def test_asking_for_state_changes_nothing(make: Callable[..., Any], kind: Any, d
 
 @pytest.mark.late(shared=True)
 @pytest.mark.parametrize("settings", [{}, {"gpu_memory": 0, "placement": "gpu"}, {"keep_grads": False}])
-def test_asking_for_state_changes_nothing_beside_a_gpu(settings: dict[str, Any]) -> None:
+def test_asking_for_state_changes_nothing_beside_a_gpu(settings: dict[str, Any], limits: dict[str, int]) -> None:
     """With `gpu_memory="auto"` the engine is not open before."""
     model, twin = Model(torch.bfloat16).to("late"), Model(torch.bfloat16).to("late")
     config = {"subgroup_numel": 1024, **settings}
     with (
-        offload.AdamW(model.groups(), offload=config) as optimizer,
+        limited(offload.AdamW, **limits)(model.groups(), offload=config) as optimizer,
         offload.AdamW(twin.groups(), offload=config) as other,
     ):
         assert len(get_optimizer_state_dict(model, optimizer)["state"]) == 6
@@ -299,14 +304,13 @@ def test_a_parameter_that_came_late(make: Callable[..., Any], tmp_path: Path) ->
 
 
 def two_ranks(folder: Path) -> None:
-    handout.LARGE_BYTES = 0
     for options in ("plain", "full", "flat"):  # with the fourth torch gives rank 0 alone a state dict
         chosen = StateDictOptions(**OPTIONS[options])
         model, again = Model(torch.bfloat16), Model(torch.bfloat16, seed=4)
         config = {"host_memory": 0, "paths": [folder], "subgroup_numel": 4096, "threads": 1}
         with (
-            offload.AdamW(model.groups(), offload=config) as optimizer,
-            offload.AdamW(again.groups(), offload=config) as other,
+            AllLarge(model.groups(), offload=config) as optimizer,
+            AllLarge(again.groups(), offload=config) as other,
         ):
             model.train_with(optimizer, 1, 2)
             place = Path(folder, "saved", options)

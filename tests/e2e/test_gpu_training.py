@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerator import late
 from devices import CUDA, LATE, LATE_FULL, the_device
+from limited import limited
 from mirror import Mirror, same_bits
 from own_process import in_own_process
 from simulated import OnDevice
@@ -42,6 +43,7 @@ class Place:
         self.large = name.startswith("cuda")
         self.simulated = simulated
         self.device = the_device(name) if self.real else torch.device("cpu")
+        self.limits: dict[str, Any] = {}
 
     def optimizer(
         self, parameters: Sequence[torch.nn.Parameter], bytes_per_s: float | None = None, **config: Any
@@ -49,9 +51,9 @@ class Place:
         """Return an optimizer; `bytes_per_s` is the simulated link's rate."""
         settings = offload.OffloadConfig(**config)
         if self.real:
-            return offload.AdamW(parameters, offload=settings, **SETTINGS)
+            return limited(offload.AdamW, **self.limits)(parameters, offload=settings, **SETTINGS)
         device = self.simulated or SimulatedDevice(1 << 28, delay_s=1e-4, bytes_per_s=bytes_per_s)
-        return OnDevice(parameters, device=device, offload=settings, **SETTINGS)
+        return limited(OnDevice, **self.limits)(parameters, device=device, offload=settings, **SETTINGS)
 
     def stream(self) -> contextlib.AbstractContextManager[Any]:
         """Make a stream of the user's current: everything before comes before it, and it before everything after."""

@@ -15,10 +15,10 @@ from typing import Any
 import prepared
 import pytest
 import torch
+from limited import limited
 from mirror import same_bits
 
 import offload
-from offload.checkpoint import saves
 from offload.checkpoint.commit import CommitJob
 from offload.checkpoint.manifest import COMMIT_NAME
 from offload.checkpoint.reader import Checkpoint
@@ -30,11 +30,13 @@ from offload.tiers.directories import DirectoryFolder
 LONG_S = 60.0
 
 
-def make(path: Path, numel: int = 3000, **settings: Any) -> tuple[torch.nn.Parameter, offload.AdamW]:
+def make(
+    path: Path, numel: int = 3000, kind: Any = offload.AdamW, **settings: Any
+) -> tuple[torch.nn.Parameter, offload.AdamW]:
     generator = torch.Generator().manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(numel, generator=generator).bfloat16())
     config = offload.OffloadConfig(**{"paths": [path], "subgroup_numel": 1024, "host_memory": 30_000, **settings})
-    return parameter, offload.AdamW([parameter], offload=config)
+    return parameter, kind([parameter], offload=config)
 
 
 def step(optimizer: offload.AdamW, number: int) -> None:
@@ -266,13 +268,13 @@ def test_a_session_that_breaks_while_it_commits_loses_no_checkpoint(
 
     path, folder = tmp_path / "path", tmp_path / "checkpoint"
     path.mkdir()
-    parameter, optimizer = make(path, 12_000, host_memory=0)
+    kind = limited(offload.AdamW, settle_s=0.0) if reaches == "COMMIT" else offload.AdamW
+    parameter, optimizer = make(path, 12_000, kind, host_memory=0)
     step(optimizer, 0)
     saved = parameter.detach().clone()
     monkeypatch.setattr(DirectoryFolder, "write", write)
     monkeypatch.setattr(CommitJob, "run", note)
     if reaches == "COMMIT":
-        monkeypatch.setattr(saves, "SETTLE_S", 0.0)
         threading.Timer(0.2, after.set).start()  # whenever: the step ends when the commit does
     optimizer.save_checkpoint(folder, copy=copy)
     assert before.wait(LONG_S)

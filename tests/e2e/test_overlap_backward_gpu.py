@@ -38,6 +38,7 @@ from test_overlap_backward import (
 from test_overlap_forward import assert_same, everything
 
 import offload
+from offload import waits
 from offload.engine import gpu_gradients
 from offload.engine.gpu import GpuLanes
 from offload.errors import ConfigError, OffloadError, StepAbortedError
@@ -52,6 +53,9 @@ SIZES = ((70, 80), (17,), (6000,), (128, 64), (), (100, 100), (4096,), (3, 5), (
 EACH = 3
 """Weights of one module."""
 
+SMALL_BUCKETS = {"large_gradient_bytes": 15_000, "bucket_count": 3}
+"""Gradients leave while backward goes on, some alone and some together."""
+
 PLACINGS: dict[str, dict[str, Any]] = {
     "nothing resident": {"host_memory": 0, "gpu_memory": 0, "placement": "cpu"},
     "part of the visits": {"host_memory": 0, "gpu_memory": 0, "placement": 0.4},
@@ -62,13 +66,6 @@ PLACINGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(params=["simulated", LATE_FULL[0], CUDA[0]], name="place")
 def _place(request: pytest.FixtureRequest) -> Place:
     return Place(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients leave while backward goes on, some alone and some together."""
-    monkeypatch.setattr(gpu_gradients, "LARGE_BYTES", 15_000)
-    monkeypatch.setattr(gpu_gradients, "BUCKET_COUNT", 3)
 
 
 class OnGpu(Training):
@@ -85,6 +82,7 @@ class OnGpu(Training):
     ) -> None:
         folder.mkdir(parents=True)
         self.folder, self.place, self.overlap = folder, place, overlap
+        place.limits = SMALL_BUCKETS
         weights = [torch.nn.Parameter(tensor.to(place.device, dtype)) for tensor in drawn(0, SIZES)]
         for weight in weights if kept is not None else ():
             weight.register_post_accumulate_grad_hook(lambda weight: kept.append(weight.grad))
@@ -511,14 +509,22 @@ def closed(optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("awaited", [False, True])
-def test_an_addition_that_fails_ends_the_step_before_anything_is_confirmed(tmp_path: Path, awaited: bool) -> None:
+def test_an_addition_that_fails_ends_the_step_before_anything_is_confirmed(
+    tmp_path: Path, awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Backward goes on, also where it waits for that addition's buffer."""
     training = trained(tmp_path, passes=2)
     before = weights_of(training)
-    additions = training.optimizer.engine._parts.gradients.additions
-    wait, waits = additions._wait, threading.Event()
-    additions._wait = lambda filling: (waits.set(), wait(filling))
-    additions._add = lambda rows: (waits.wait(30 if awaited else 0), refuse())
+    plain, waited_for = waits.wait_for, threading.Event()
+
+    def wait(arrived: Any, what: Any, *timeout_s: Any) -> bool:
+        if "to be added in host memory" in what():
+            waited_for.set()
+        return plain(arrived, what, *timeout_s)
+
+    monkeypatch.setattr(waits, "wait_for", wait)
+    kernel = training.optimizer.engine._parts.kernel
+    kernel.add = lambda *rows: (waited_for.wait(30 if awaited else 0), refuse())
     training.backward()
     training.backward()
     with pytest.raises(StepAbortedError, match="Nothing had been updated"):

@@ -21,17 +21,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from limited import limited
 from mirror import Mirror, same, states
-from simulated import OnDevice, OnDeviceAdam, hung_commit
+from simulated import OnDevice, OnDeviceAdam, add_early, hung_commit
 from test_exact import GROUPS, make_groups
 
 import offload
 from offload._native import CompletionQueue
-from offload.checkpoint import saves
 from offload.dtypes import DtypeCode
-from offload.engine import gpu_gradients, pinning
+from offload.engine import pinning
 from offload.engine.gpu import GpuLanes
-from offload.engine.gpu_gradients import GpuGradients
 from offload.engine.machine import RESIDENT_RUNS_IN_FLIGHT
 from offload.engine.none import NO_LANES
 from offload.plan import Home
@@ -176,22 +175,22 @@ def _forget(lanes: GpuLanes, wanted: DeviceLane, when: str) -> None:
     setattr(lanes, when, forgetful)
 
 
-PLANTED: dict[str, Callable[[GpuLanes, GpuGradients], None]] = {
-    "an update does not wait for the copy to the GPU": lambda lanes, _: _forget(lanes, DeviceLane.UPDATE, "run"),
-    "a copy back does not wait for the update": lambda lanes, _: _forget(lanes, DeviceLane.D2H, "copy_out"),
-    "the CPU does not wait for its gradients": lambda lanes, _: setattr(lanes, "inputs", lambda subgroup: None),
-    "a weight slot is used again while it is pushed": lambda lanes, _: setattr(
-        lanes, "await_push", lambda operation: lanes._queue.post(operation.op)
+PLANTED: dict[str, Callable[[Any, pytest.MonkeyPatch], None]] = {
+    "an update does not wait for the copy to the GPU": lambda parts, _: _forget(
+        parts.lanes, DeviceLane.UPDATE, "run"
     ),
-    "weights are read before they have been fetched": lambda lanes, _: setattr(
-        lanes, "fetch_weights", lambda operation, due_s: lanes._queue.post(operation.op)
+    "a copy back does not wait for the update": lambda parts, _: _forget(parts.lanes, DeviceLane.D2H, "copy_out"),
+    "the CPU does not wait for its gradients": lambda parts, _: setattr(parts.lanes, "inputs", lambda subgroup: None),
+    "a weight slot is used again while it is pushed": lambda parts, _: setattr(
+        parts.lanes, "await_push", lambda operation: parts.queue.post(operation.op)
     ),
-    "host memory is taken as whole before it has been copied back": lambda lanes, _: setattr(
-        lanes.device, "report", lambda mark, queue, op: queue.post(op)
+    "weights are read before they have been fetched": lambda parts, _: setattr(
+        parts.lanes, "fetch_weights", lambda operation, due_s: parts.queue.post(operation.op)
     ),
-    "gradients are added before they have arrived": lambda _, gradients: setattr(
-        gradients.additions, "_await", lambda mark: None
+    "host memory is taken as whole before it has been copied back": lambda parts, _: setattr(
+        parts.lanes.device, "report", lambda mark, queue, op: queue.post(op)
     ),
+    "gradients are added before they have arrived": lambda parts, patch: add_early(parts.lanes.device, patch),
 }
 
 
@@ -205,9 +204,7 @@ def test_a_forgotten_wait_is_found(bug: str, tmp_path: Path, monkeypatch: pytest
     settings = config(tmp_path, keep_grads="added" not in bug, gpu_memory=0)
     optimizer = OnDevice(parameters, device=SimulatedDevice(lazy=True), offload=settings)
     parts = optimizer.engine._parts
-    assert isinstance(parts.lanes, GpuLanes)
-    assert isinstance(parts.gradients, GpuGradients)
-    PLANTED[bug](parts.lanes, parts.gradients)
+    PLANTED[bug](parts, monkeypatch)
     try:
         for step in range(3):
             if "added" in bug:
@@ -483,15 +480,13 @@ def arrive(
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_backward_waits_on_the_gpu_when_too_many_gradients_are_on_their_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lazy: bool
-) -> None:
-    monkeypatch.setattr(gpu_gradients, "MAX_IN_TRANSIT_BYTES", 4096)
+def test_backward_waits_on_the_gpu_when_too_many_gradients_are_on_their_way(tmp_path: Path, lazy: bool) -> None:
     parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 1000).bfloat16()) for _ in range(20)]
     twins = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     device = SimulatedDevice(lazy=lazy, caller_is_host=False)
     settings = config(tmp_path, keep_grads=False, placement="cpu", gpu_memory=0)
-    with OnDevice(parameters, device=device, offload=settings) as optimizer, offload.AdamW(twins) as twin:
+    kind = limited(OnDevice, in_transit_bytes=4096)
+    with kind(parameters, device=device, offload=settings) as optimizer, offload.AdamW(twins) as twin:
         for step in range(2):
             arrive(optimizer, parameters, device, step)
             assert device.user_bytes <= 4096 + 2 * 2000
@@ -878,10 +873,9 @@ def wait_for_copies(device: SimulatedDevice) -> None:
 def test_a_gpu_that_fails_leaves_the_checkpoint_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even one whose commit hangs meanwhile, and ends when the session has long been closed."""
     reached, go_on = hung_commit(monkeypatch)
-    monkeypatch.setattr(saves, "SETTLE_S", 0.0)
     parameters = weights()
     device = SimulatedDevice()
-    optimizer = OnDevice(parameters, device=device, offload=config(tmp_path, placement="cpu"))
+    optimizer = limited(OnDevice, settle_s=0.0)(parameters, device=device, offload=config(tmp_path, placement="cpu"))
     train(optimizer, parameters, range(2))
     expected = [parameter.detach().clone() for parameter in parameters]
     optimizer.save_checkpoint(tmp_path / "checkpoint")

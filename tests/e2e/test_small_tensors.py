@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from limited import limited
 from mirror import same, states
 from simulated import OnDevice
 from test_simulated_gpu import train_behind
@@ -255,20 +256,17 @@ def sums_asked(device: Counting) -> int:
     ("limits", "left"),
     [
         ({}, [0] * 8),
-        ({"BUCKET_COUNT": 3}, [0, 0, 1, 1, 1, 2, 2, 2]),
-        ({"BUCKET_BYTES": 1000}, [0, 0, 0, 1, 1, 1, 1, 2]),
-        ({"LARGE_BYTES": 250}, [1, 2, 3, 4, 5, 6, 7, 8]),
+        ({"bucket_count": 3}, [0, 0, 1, 1, 1, 2, 2, 2]),
+        ({"bucket_bytes": 1000}, [0, 0, 0, 1, 1, 1, 1, 2]),
+        ({"large_gradient_bytes": 250}, [1, 2, 3, 4, 5, 6, 7, 8]),
     ],
     ids=["no limit", "count", "bytes", "large"],
 )
-def test_when_a_bucket_leaves(
-    tmp_path: Path, limits: dict[str, int], left: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in limits.items():
-        monkeypatch.setattr(gpu_gradients, name, value)
+def test_when_a_bucket_leaves(tmp_path: Path, limits: dict[str, int], left: list[int]) -> None:
     device = Counting()
     parameters = [torch.nn.Parameter(torch.zeros(128, dtype=torch.bfloat16)) for _ in range(8)]
-    with OnDevice(parameters, device=device, offload=config(tmp_path, keep_grads=False)) as optimizer:
+    kind, settings = limited(OnDevice, **limits), config(tmp_path, keep_grads=False)
+    with kind(parameters, device=device, offload=settings) as optimizer:
         seen = []
         for parameter in parameters:
             arrive(optimizer, parameter, torch.ones_like(parameter))
@@ -276,7 +274,7 @@ def test_when_a_bucket_leaves(
         assert seen == left
         optimizer.engine.end_backward()
         optimizer.engine.end_backward()
-        assert sums_asked(device) == left[-1] + (left[-1] in (0, 2) and "BUCKET_BYTES" not in limits)
+        assert sums_asked(device) == left[-1] + (left[-1] in (0, 2) and "bucket_bytes" not in limits)
 
 
 def on_gpu(optimizer: offload.AdamW) -> gpu_gradients.GpuGradients:

@@ -24,6 +24,7 @@ import prepared
 import pytest
 import torch
 from awkward import Model, everything, same
+from limited import limit, limited
 from mirror import same_bits
 
 import offload
@@ -35,10 +36,8 @@ PROGRAM = Path(__file__).with_name("state_dict_memory.py")
 MIB = 1 << 20
 
 
-@pytest.fixture
-def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hand out all state in files, however small it is."""
-    monkeypatch.setattr(handout, "LARGE_BYTES", 0)
+AllLarge = limited(offload.AdamW, large_copy_bytes=0)
+"""Hands out all state in files, however small it is."""
 
 
 def mapped_files() -> list[str]:
@@ -91,14 +90,12 @@ def file_of(saved: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_large_state_dict_is_what_a_small_one_is(
-    make: Callable[[Model], Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_state_dict_is_what_a_small_one_is(make: Callable[[Model], Any], dtype: torch.dtype) -> None:
     model = Model(dtype)
     with make(model) as optimizer:
         model.train_with(optimizer, 1, 2)
         small = optimizer.state_dict()
-        monkeypatch.setattr(handout, "LARGE_BYTES", 0)
+        limit(optimizer.engine, large_copy_bytes=0)
         large = optimizer.state_dict()
         assert large["param_groups"] == small["param_groups"]
         assert large["state"].keys() == small["state"].keys() == set(range(6))
@@ -133,7 +130,6 @@ def test_a_large_state_dict_is_what_a_small_one_is(
             assert same(everything(again, optimizer), after)
 
 
-@pytest.mark.usefixtures("all_large")
 def test_a_file_has_no_name_and_goes_with_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not on_disk(tmp_path):
         pytest.skip("temporary files are in memory here")
@@ -147,7 +143,7 @@ def test_a_file_has_no_name_and_goes_with_its_tensors(tmp_path: Path, monkeypatc
         return {name.rpartition("/")[0] for name in set(mapped_files()).difference(there)}
 
     config = {"host_memory": 0, "paths": [path], "subgroup_numel": 1024}
-    optimizer = offload.AdamW(model.groups(), offload=config)
+    optimizer = AllLarge(model.groups(), offload=config)
     model.train_with(optimizer, 1)
     stores = list(path.iterdir())
     first, second = optimizer.state_dict(), optimizer.state_dict()
@@ -164,7 +160,7 @@ def test_a_file_has_no_name_and_goes_with_its_tensors(tmp_path: Path, monkeypatc
     assert not list(path.iterdir())
     del kept
     assert not new()
-    with offload.AdamW(model.groups()) as optimizer:  # no paths: where temporary files go
+    with AllLarge(model.groups()) as optimizer:  # no paths: where temporary files go
         model.train_with(optimizer, 1)
         entry = optimizer.state_for(model.embed)
         assert new() == {str(other)}
@@ -173,7 +169,6 @@ def test_a_file_has_no_name_and_goes_with_its_tensors(tmp_path: Path, monkeypatc
     assert not new()
 
 
-@pytest.mark.usefixtures("all_large")
 def test_memory_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Path("/dev/shm")
     if not shared.exists() or on_disk(shared) or not os.access(shared, os.W_OK) or not on_disk(tmp_path):
@@ -181,7 +176,7 @@ def test_memory_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     there = mapped_files()
     with tempfile.TemporaryDirectory(dir=shared) as path:
         model, config = Model(torch.bfloat16), {"host_memory": 0, "paths": [path], "subgroup_numel": 1024}
-        with offload.AdamW(model.groups(), offload=config) as optimizer:
+        with AllLarge(model.groups(), offload=config) as optimizer:
             model.train_with(optimizer, 1)
             for folder, found in ((str(tmp_path), 1), (path, 0)):
                 monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -212,7 +207,7 @@ def test_what_has_no_room_is_refused_before_anything_is_taken(
         before, there = everything(model, optimizer), mapped_files()
         optimizer.state_dict()  # it fits into memory, so far
         # A path with a limit, and a place for temporary files that has none left.
-        monkeypatch.setattr(handout, "LARGE_BYTES", 4096)
+        limit(optimizer.engine, large_copy_bytes=4096)
         monkeypatch.setattr(handout, "room_bytes", lambda status: needed - 1)
         limit_memory(monkeypatch, tmp_path, needed)
         for use in (optimizer.state_dict, optimizer.state.items):
@@ -232,11 +227,10 @@ def test_what_has_no_room_is_refused_before_anything_is_taken(
         model.train_with(optimizer, 2)
 
 
-@pytest.mark.usefixtures("all_large")
 def test_a_disk_that_fails_meanwhile_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = Model(torch.bfloat16), Model(torch.bfloat16)
     config = {"host_memory": 0, "paths": [tmp_path], "subgroup_numel": 1024}
-    with offload.AdamW(model.groups(), offload=config) as optimizer, offload.AdamW(twin.groups()) as other:
+    with AllLarge(model.groups(), offload=config) as optimizer, AllLarge(twin.groups()) as other:
         for each, its in ((model, optimizer), (twin, other)):
             each.train_with(its, 1)
         there, write, count = mapped_files(), os.pwrite, itertools.count()
@@ -262,10 +256,11 @@ def test_a_disk_that_fails_meanwhile_costs_nothing(tmp_path: Path, monkeypatch: 
 
 KILLED = """
 import os, signal, sys, torch, offload
-from offload.session import handout
-handout.LARGE_BYTES = 0
+from dataclasses import replace
+class AllLarge(offload.AdamW):
+    limits = replace(offload.AdamW.limits, large_copy_bytes=0)
 parameter = torch.nn.Parameter(torch.zeros(100_000))
-optimizer = offload.AdamW([parameter], offload={"host_memory": 0, "paths": [sys.argv[1]]})
+optimizer = AllLarge([parameter], offload={"host_memory": 0, "paths": [sys.argv[1]]})
 parameter.grad = torch.ones(100_000)
 optimizer.step()
 one = optimizer.state_dict()
@@ -440,10 +435,10 @@ def test_masters_of_other_weights_are_told(streaming: Any, caplog: pytest.LogCap
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_childs_copy_is_its_own(streaming: Any, all_large: None, tmp_path: Path) -> None:
+def test_a_forked_childs_copy_is_its_own(streaming: Any, tmp_path: Path) -> None:
     """It may save, and write to, what its parent goes on with."""
     model = Model(torch.bfloat16)
-    with offload.AdamW(model.groups(), offload=streaming()) as optimizer:
+    with AllLarge(model.groups(), offload=streaming()) as optimizer:
         model.train_with(optimizer, 1)
         moments = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
     before, context = [moment.clone() for moment in moments], multiprocessing.get_context("fork")
@@ -481,7 +476,7 @@ def test_saving_and_loading_take_little_memory(dtype: str, tmp_path: Path) -> No
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found.pop("state") > handout.LARGE_BYTES
+    assert found.pop("state") > offload.AdamW.limits.large_copy_bytes
     limit = found.pop("training") + 256 * MIB * numel // 10**8
     for phase, nbytes in found.items():
         assert nbytes <= limit, f"{phase}: {nbytes} bytes of {limit}"

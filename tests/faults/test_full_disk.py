@@ -12,9 +12,9 @@ from typing import Any
 import full_disk
 import pytest
 import torch
+from limited import limited
 
 import offload
-from offload.session import handout
 
 
 @cache
@@ -54,7 +54,6 @@ def test_a_disk_that_fills_up_brings_promised_errors_only(
 
 def test_state_dicts_leave_what_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training and checkpoints have room on a disk that is small, and where temporary files go, too."""
-    monkeypatch.setattr(handout, "LARGE_BYTES", 0)
     with contextlib.ExitStack() as ends:
         try:
             small = ends.enter_context(full_disk.mounted("ext4", tmp_path))
@@ -64,7 +63,7 @@ def test_state_dicts_leave_what_is_promised(tmp_path: Path, monkeypatch: pytest.
         (path := small / "path").mkdir()
         parameter = torch.nn.Parameter(torch.zeros(50_000, dtype=torch.bfloat16))
         config = {"host_memory": 0, "paths": [path], "subgroup_numel": 4096, "checkpoints_kept": 1}
-        with offload.AdamW([parameter], offload=config) as optimizer:
+        with limited(offload.AdamW, large_copy_bytes=0)([parameter], offload=config) as optimizer:
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
             saved = [optimizer.state_dict()["state"][0] for _ in range(12)]

@@ -21,6 +21,7 @@ import pytest
 import torch
 from faulty import FaultyTier
 from layers import Layer
+from limited import limited
 from s3_server import BUCKET, FaultProxy
 from settling import settle
 
@@ -28,10 +29,13 @@ import offload
 from offload import waits
 from offload._native import IoUring
 from offload.protocols import WAKE
-from offload.session import ending, setup
+from offload.session import setup
 from offload.tiers import open_tier
 
 LONG_S = 120.0
+
+Hasty = limited(offload.AdamW, settle_s=0.05, unwind_s=0.05)
+"""Waits for what has been given up as long as these tests like."""
 BACKENDS = ["threads", "io_uring", "asyncio"]
 
 overlapping = pytest.mark.parametrize("overlaps", [False, True], ids=["waited for", "behind"])
@@ -98,7 +102,7 @@ class Training:
         config = offload.OffloadConfig(
             host_memory=0, paths=[path], subgroup_numel=1024, staging_memory=12 * 1024, threads=1, **settings
         )
-        self.optimizer = offload.AdamW(parameters, offload=config)
+        self.optimizer = Hasty(parameters, offload=config)
         self.engine = self.optimizer.engine
         if overlaps:
             self.optimizer.overlap_forward(self.layers)
@@ -140,10 +144,8 @@ def test_a_session_leaves_a_hung_device_and_says_what_it_leaves(
     tmp_path: Path,
     stuck: list[Stuck],
     overlaps: bool,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
     training = Training(tmp_path, overlaps=overlaps)
     training.step()
     training.optimizer.finish()
@@ -170,11 +172,8 @@ def test_a_session_leaves_a_hung_device_and_says_what_it_leaves(
 
 @pytest.mark.parametrize("answers", [False, True])
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_path_that_hangs_ahead_of_a_step(
-    tmp_path: Path, stuck: list[Stuck], verb: str, answers: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_hangs_ahead_of_a_step(tmp_path: Path, stuck: list[Stuck], verb: str, answers: bool) -> None:
     """A step is told of it if it never answers, and takes what it needs if it does."""
-    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
     training = Training(tmp_path, overlap="backward")
     engine = training.engine
 
@@ -209,14 +208,13 @@ def test_a_path_that_hangs_ahead_of_a_step(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_hung_path_keeps_no_other_open(tmp_path: Path, stuck: list[Stuck], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
+def test_a_hung_path_keeps_no_other_open(tmp_path: Path, stuck: list[Stuck]) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
     parameter = torch.nn.Parameter(torch.randn(9000).bfloat16())
     config = offload.OffloadConfig(host_memory=0, paths=paths, subgroup_numel=1024, threads=1)
-    optimizer = offload.AdamW([parameter], offload=config)
+    optimizer = Hasty([parameter], offload=config)
     stuck[0].hangs = ["read"]
     optimizer.engine._thread.error = offload.OffloadError("as if")
     optimizer.close()
@@ -286,7 +284,6 @@ def test_ctrl_c_is_a_way_out_of_a_step_that_hangs(
     training = Training(tmp_path)
     training.step()
     stuck[0].hangs = ["read"]
-    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
     monkeypatch.setattr(waits, "QUIET_S", 0.05)
     with listening("to read", interrupt), pytest.raises(KeyboardInterrupt):
         training.step()
@@ -305,7 +302,6 @@ def test_ctrl_c_is_a_way_out_of_a_close_that_hangs(
     training = Training(tmp_path)
     training.step()
     stuck[0].hangs = ["read"]
-    monkeypatch.setattr(waits, "SETTLE_S", 0.05)
     monkeypatch.setattr(waits, "QUIET_S", 0.05)
     with listening("waiting for requests to", interrupt), pytest.raises(KeyboardInterrupt):
         training.optimizer.close()
@@ -324,7 +320,6 @@ def test_ctrl_c_is_a_way_out_of_a_forward_pass_that_waits_for_a_hung_device(
     training.step()
     training.optimizer.finish()
     stuck[0].hangs = ["read"]
-    monkeypatch.setattr(ending, "UNWIND_S", 0.05)
     monkeypatch.setattr(waits, "QUIET_S", 0.05)
     with listening("to read", interrupt), pytest.raises(KeyboardInterrupt), training.optimizer:
         training.step(2)
@@ -374,12 +369,9 @@ def need(backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_server_that_stops(
-    fuse: tuple[Path, Callable[[int], None]], backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_stops(fuse: tuple[Path, Callable[[int], None]], backend: str) -> None:
     """What lanes have asked for is answered long after the session has gone, and harms nobody."""
     need(backend)
-    monkeypatch.setattr(waits, "SETTLE_S", 0.2)
     path, send = fuse
     training = Training(path, io_backend=backend)
     training.step()
@@ -397,11 +389,12 @@ def test_a_server_that_stops(
 
 CHILD = """
 import sys, time, torch, offload
-from offload import waits
-waits.SETTLE_S = 0.2
+from dataclasses import replace
+class Hasty(offload.AdamW):
+    limits = replace(offload.AdamW.limits, settle_s=0.2)
 path, backend, closes = sys.argv[1:]
 parameters = [torch.nn.Parameter(torch.randn(1024).bfloat16()) for _ in range(4)]
-optimizer = offload.AdamW(parameters, offload=offload.OffloadConfig(
+optimizer = Hasty(parameters, offload=offload.OffloadConfig(
     host_memory=0, paths=[path], subgroup_numel=1024, staging_memory=12 * 1024, io_backend=backend))
 def step():
     for parameter in parameters:
@@ -478,12 +471,9 @@ def frozen(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], None]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @overlapping
-def test_a_frozen_file_system(
-    frozen: tuple[Path, Callable[[str], None]], backend: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_file_system(frozen: tuple[Path, Callable[[str], None]], backend: str, overlaps: bool) -> None:
     """Not even a signal ends what waits there: reads go on, writes and deletions do not."""
     need(backend)
-    monkeypatch.setattr(waits, "SETTLE_S", 0.2)
     path, freeze = frozen
     training = Training(path, overlaps=overlaps, io_backend=backend)
     training.step()
@@ -497,8 +487,7 @@ def test_a_frozen_file_system(
 
 
 @pytest.mark.slow
-def test_an_object_store_that_stalls(proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waits, "SETTLE_S", 0.2)
+def test_an_object_store_that_stalls(proxy: FaultProxy) -> None:
     training = Training(f"s3://{BUCKET}/stalled-{uuid.uuid4()}")
     training.step()
     for method in ("GET", "PUT", "POST", "DELETE"):

@@ -7,6 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 import torch
 from accelerator import late
 
-from offload import ConfigError, GroupScalars, OffloadConfig
+from offload import ConfigError, Engine, GroupScalars, OffloadConfig
 from offload.engine import gpu_gradients
+from offload.engine.limits import Limits
 from offload.integrations.deepspeed import gradients as gradients_module
+from offload.integrations.deepspeed import shard as shard_module
 from offload.integrations.deepspeed.gradients import HostGradients
 from offload.integrations.deepspeed.pieces import Piece
 from offload.integrations.deepspeed.shard import Shard
@@ -350,7 +353,7 @@ def test_small_gradients_leave_together() -> None:
 
 def test_deepspeeds_stream_waits_for_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of gradients that leave by themselves, either."""
-    monkeypatch.setattr(gpu_gradients, "LARGE_BYTES", 1)
+    monkeypatch.setattr(shard_module, "Engine", partial(Engine, limits=Limits(large_gradient_bytes=1)))
     device = Watched(lazy=True)
     near, far = small_on_device(None), small_on_device(device)
     device.put.clear()
@@ -364,14 +367,17 @@ def test_deepspeeds_stream_waits_for_no_copy(monkeypatch: pytest.MonkeyPatch) ->
     far.close()
 
 
-@pytest.mark.parametrize("limit", ["MAX_IN_TRANSIT_BYTES", "COPIED_BYTES"])
+@pytest.mark.parametrize("limit", ["in_transit_bytes", "COPIED_BYTES"])
 @pytest.mark.parametrize("how", DEVICES)
 def test_copies_of_gradients_take_no_more_memory_than_allowed(
     how: str, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond that DeepSpeed's stream waits for the oldest; a gradient that is too large for a copy it waits for."""
-    most = {"MAX_IN_TRANSIT_BYTES": 500, "COPIED_BYTES": 100}[limit]
-    monkeypatch.setattr(gpu_gradients if limit == "MAX_IN_TRANSIT_BYTES" else gradients_module, limit, most)
+    most = {"in_transit_bytes": 500, "COPIED_BYTES": 100}[limit]
+    if limit == "COPIED_BYTES":
+        monkeypatch.setattr(gradients_module, limit, most)
+    else:
+        monkeypatch.setattr(shard_module, "Engine", partial(Engine, limits=Limits(in_transit_bytes=most)))
     near, far = small_on_device(None), small_on_device(SimulatedDevice(**DEVICES[how]))
     store = far.engine._parts.gradients
     assert isinstance(store, gpu_gradients.GpuGradients)
@@ -380,7 +386,7 @@ def test_copies_of_gradients_take_no_more_memory_than_allowed(
             for number in range(2):
                 reduce_all(shard, 10 * step + number)
                 held = sum(gradient.nbytes for _, gradient in store.in_transit)
-                assert held <= (most if limit == "MAX_IN_TRANSIT_BYTES" else 0)
+                assert held <= (most if limit == "in_transit_bytes" else 0)
         assert far.norms() == near.norms()
         assert stepped(far) == stepped(near)
         assert not store.in_transit

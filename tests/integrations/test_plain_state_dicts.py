@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from limited import limited
 
 import offload
-from offload.session import handout
 
 SETTINGS = {"host_memory": 0, "subgroup_numel": 4096, "staging_memory": "256KiB", "threads": 1}
 
 
-@pytest.fixture(autouse=True)
-def all_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handout, "LARGE_BYTES", 0)
+AllLarge = limited(offload.AdamW, large_copy_bytes=0)
+"""Hands out all state in files, however small it is."""
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def test_accelerate(tmp_path: Path, path: Path, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         accelerator = accelerate.Accelerator(cpu=True)
         model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Linear(256, 1)).to(dtype)
-        ours = offload.AdamW(model.named_parameters(), lr=1e-2, offload={**SETTINGS, "paths": [path]})
+        ours = AllLarge(model.named_parameters(), lr=1e-2, offload={**SETTINGS, "paths": [path]})
         schedule = torch.optim.lr_scheduler.ExponentialLR(ours, 0.9)
         return accelerator, *accelerator.prepare(model, ours, schedule), ours
 
@@ -109,7 +108,7 @@ def test_trainer(tmp_path: Path, path: Path, bf16: bool) -> None:
             disable_tqdm=True,
         )
         config = {**SETTINGS, "paths": [path]}
-        with offload.AdamW(trained.named_parameters(), lr=1e-2, offload=config) as ours:
+        with AllLarge(trained.named_parameters(), lr=1e-2, offload=config) as ours:
             trainer = Trainer(model=trained, args=args, train_dataset=Tokens(), optimizers=(ours, None))
             trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         return bits(trained)
