@@ -17,22 +17,12 @@ from test_predict import make
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Machine, Phase
-from offload.engine.operations import Begin, Sweep, Visit
+from offload.engine.machine import Machine
+from offload.engine.operations import Begin, BeginSave, Release, Save, Sweep, Visit
 from offload.plan import PathRates, Rates, visit_order
 from offload.sim.executor import SimExecutor
 
 SUBGROUPS = 24
-
-
-class FlushesWhenIdle(Machine):
-    """Writes what is left in the arena as soon as a step has ended."""
-
-    def _advance(self) -> None:
-        super()._advance()
-        for subgroup in list(self._dirty) if self.idle and self.broken is None else []:
-            if self.phases[subgroup] is Phase.DIRTY:
-                self._flush(subgroup)
 
 
 @dataclass
@@ -45,18 +35,23 @@ class Steady:
     unfinished: int
 
 
-def steady(kind: type[Machine], slots: int, read: float, write: float, freed: int = 0) -> Steady:
-    """Simulate steps with time enough in between to write everything; `freed` clean slots are given up in it."""
+def steady(slots: int, read: float, write: float, *, flushing: bool = False, ahead: int = 0) -> Steady:
+    """Simulate steps.
+
+    Args:
+        slots: Of the arena.
+        read: Rate of reads.
+        write: Rate of writes.
+        flushing: Whether all is written between steps, as for a checkpoint.
+        ahead: Subgroups that are read between steps: the first that the next step would have to read.
+    """
     plan = make(SUBGROUPS, slots)
     rates = Rates(plan.slot_bytes * 1e4, (PathRates(plan.slot_bytes * read, plan.slot_bytes * write),))
     index = TileIndex([(path.available_bytes, 1.0) for path in plan.budgets.paths], plan.slot_counts)
-    machine, executor = kind(plan, index), SimExecutor(plan, rates)
+    machine, executor = Machine(plan, index), SimExecutor(plan, rates)
     begun_s, moved, step_s, unfinished = 0.0, executor.lane_bytes, 0.0, 0
     for number in range(1, 6):
         pump(machine, executor, lambda m: m.in_flight == 0)
-        owners = machine._staging.owners[: freed if number > 1 else 0]
-        for owner in (owner for owner in owners if owner is not None):
-            machine._vacate(owner)
         before, moved = moved, executor.lane_bytes
         begun_s = executor.now_s
         order = visit_order(range(SUBGROUPS), machine.slots)
@@ -66,6 +61,17 @@ def steady(kind: type[Machine], slots: int, read: float, write: float, freed: in
         machine.take_finished()
         machine.check()
         step_s, unfinished = executor.now_s - begun_s, machine.in_flight
+        if flushing:
+            executor.inject(BeginSave(Save(number)))
+            pump(machine, executor, lambda m: m.saver.ended is not None)
+            machine.take_saved()
+            executor.inject(Release(number))
+        if ahead:
+            order = visit_order(range(SUBGROUPS), machine.slots)
+            first = [subgroup for subgroup in order if subgroup not in machine.slots][:ahead]
+            executor.inject(Begin(Sweep(100 + number, number, tuple(Visit(s, changes=False) for s in first))))
+            pump(machine, executor, lambda m: m.finished is not None)
+            machine.take_finished()
     size = plan.slot_bytes
     return Steady(
         step_s, (moved["read:0"] - before["read:0"]) / size, (moved["write:0"] - before["write:0"]) / size, unfinished
@@ -76,17 +82,17 @@ def steady(kind: type[Machine], slots: int, read: float, write: float, freed: in
 @pytest.mark.parametrize(("read", "write"), [(1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (1.0, 10.0)])
 def test_time_between_steps_cannot_hide_more(slots: int, read: float, write: float) -> None:
     least = SUBGROUPS - slots
-    now = steady(Machine, slots, read, write)
+    now = steady(slots, read, write)
     assert (now.read, now.written) == (least, least)
     assert now.unfinished == 0  # what had to be written gave its place to the last fetches, so it was through before
     # Filling and draining cost one subgroup on the faster lane; all else is the slower lane's work.
     assert now.step_s == pytest.approx(least / min(read, write) + 1 / max(read, write), rel=1e-2)
 
-    flushing = steady(FlushesWhenIdle, slots, read, write)
+    flushing = steady(slots, read, write, flushing=True)
     assert (flushing.read, flushing.written) == (least, SUBGROUPS)
     assert flushing.step_s == pytest.approx(now.step_s)
 
-    for freed in (1, 2):  # places for the first fetches, so that they start at once
-        fetching = steady(FlushesWhenIdle, slots, read, write, freed)
-        assert (fetching.read, fetching.written) == (least + freed, SUBGROUPS)
+    for ahead in (1, 2):
+        fetching = steady(slots, read, write, flushing=True, ahead=ahead)
+        assert (fetching.read, fetching.written) == (least + ahead, SUBGROUPS)
         assert fetching.step_s >= now.step_s * (1 - 1e-9)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
+import os
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +22,7 @@ from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
 from offload.engine.operations import Event
 from offload.kernels import CpuUpdateKernel
-from offload.kernels.table import trial_bytes
+from offload.kernels.table import trial_bytes, trial_items
 from offload.layout import Parameter, build_layout
 from offload.measure import probe, quick_probe, trial, workbench
 from offload.measure.trial import trial_rates
@@ -42,10 +47,14 @@ def plan_of(numel: int, state_format: StateFormat = StateFormat.EXACT, exact: in
     return make_plan(layout, Budgets(host_bytes=layout.state_bytes))
 
 
+TESTS = itertools.count(1 << 16)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_known", {})
-    monkeypatch.setattr(probe, "_known_costs", {})
+    """What a process has measured, it has measured on other CPUs."""
+    plain, number = os.sched_getaffinity, next(TESTS)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*plain(pid), number})
 
 
 @pytest.mark.parametrize(
@@ -69,8 +78,19 @@ def test_over_how_much_memory(
 
     class Session:
         host_bytes, overhead_bytes, staging_bytes = state + staging + 1000, 1000, staging
+        layout = SimpleNamespace(parameters=(), rule=ADAMW)
 
-    numel = probe._host_numel(Session, ADAMW)  # type: ignore[arg-type]
+    class Taken(Exception):
+        pass
+
+    def take(rule: Any, numel: int, *arguments: Any, **options: Any) -> None:
+        raise Taken(numel)
+
+    monkeypatch.setattr(probe, "TrialState", take)
+    queue = CompletionQueue()
+    with CpuUpdateKernel(queue, 1) as kernel, pytest.raises(Taken) as taken:
+        quick_probe(kernel, [], queue, 0, Session)  # type: ignore[arg-type]
+    numel = taken.value.args[0]
     nbytes = numel * trial_bytes(ADAMW)
     unit = (CHUNK_NUMEL if expected > CHUNK_NUMEL * trial_bytes(ADAMW) else 1024) * trial_bytes(ADAMW)
     assert numel > 0
@@ -130,14 +150,14 @@ def test_each_format_of_a_session_is_measured(
     state_format: StateFormat, exact: int, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {StateFormat.EXACT: 12.0, StateFormat.COMPACT16: 4.0, StateFormat.COMPACT8: 1.0}
-    plain, measured = probe._HostProbe.rates, []
+    measured: list[StateFormat] = []
 
-    def stated(self: Any) -> tuple[float, float]:
-        assert min(plain(self)) > 0
-        measured.append(self._rule.state_format)
-        return rates[self._rule.state_format] * 1e9, 50e9
+    def trial(rule: Any, *arguments: Any, **options: Any) -> TrialState:
+        measured.append(rule.state_format)
+        return TrialState(rule, *arguments, **options)
 
-    monkeypatch.setattr(probe._HostProbe, "rates", stated)
+    monkeypatch.setattr(probe, "TrialState", trial)
+    monkeypatch.setattr(probe, "lane_rates", lambda run: {"cpu": rates[measured[-1]] * 1e9})
     queue = CompletionQueue()
     with CpuUpdateKernel(queue, 1) as kernel:
         found = quick_probe(kernel, [], queue, 0, plan_of(100_000, state_format, exact))
@@ -162,23 +182,35 @@ def test_a_gpu_is_measured_beside_the_update(lazy: bool) -> None:
 
 
 @pytest.mark.parametrize(("speed", "expected"), [(1.0, 0.0), (0.5, 0.2), (0.1, probe.MOST_MEMORY_COST)])
-def test_what_copies_leave_of_the_update_is_their_cost(speed: float, expected: float) -> None:
+def test_what_copies_leave_of_the_update_is_their_cost(
+    speed: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = 1e9 if speed == 0.1 else 10e9 * UPDATE_MEMORY_COST * 0.5 / 2 / 0.2
+
     class Probe:
         copy_bytes = 1 << 20
+
+        def __init__(self, *how: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+        def rates(self, *lanes: str) -> dict[str, float]:
+            return {"gpu/h2d": link, "gpu/d2h": link, "gpu/update": 10e9}
 
         def beside(self, update: Any, copies: int) -> dict[str, float]:
             assert copies >= 1
             return {"gpu/speed of cpu": speed}
 
-    class Host:
-        def update(self, part: float) -> float:
-            return 10e9
-
-        def rates(self) -> tuple[float, float]:
-            return 10e9, 10e9 * UPDATE_MEMORY_COST
-
-    link = 1e9 if speed == 0.1 else 10e9 * UPDATE_MEMORY_COST * 0.5 / 2 / 0.2
-    assert probe._cost_beside(Probe(), Host(), link, link) == pytest.approx(expected)  # type: ignore[arg-type]
+    monkeypatch.setattr(probe, "GpuProbe", Probe)
+    monkeypatch.setattr(probe, "lane_rates", lambda run: {"cpu": 10e9})
+    monkeypatch.setattr(TrialState, "stream_rate", lambda *how: 10e9 * UPDATE_MEMORY_COST)
+    queue, lanes = CompletionQueue(), SimpleNamespace(device=SimpleNamespace(name=f"of speed {speed}"))
+    with CpuUpdateKernel(queue, 1) as kernel:
+        found = quick_probe(kernel, [], queue, 0, plan_of(20_000), lanes)  # type: ignore[arg-type]
+    assert found.gpu is not None
+    assert found.gpu.memory_cost == pytest.approx(expected)
 
 
 def test_staging_memory_is_passed_over_where_it_is_most_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,19 +230,24 @@ def test_staging_memory_is_passed_over_where_it_is_most_of_what_there_is(monkeyp
     staging.close()
 
 
+def held(state: TrialState, name: str, nbytes: int) -> tuple[int, bytes]:
+    """Return where a tensor of a trial's state lies, and what it holds."""
+    address = int(state.table(0, state.numel)[name][0])
+    return address, ctypes.string_at(address, nbytes)
+
+
 def test_what_lay_in_borrowed_memory_makes_no_difference() -> None:
     """As moments, some bits take the kernel several times as long."""
     rule, numel = ADAMW.stored_in(StateFormat.COMPACT8), 1 << 16
     staging = Arena(32 << 20)
-    everything = staging.tensor(0, staging.nbytes, torch.uint8)
-    everything.fill_(0xFF)
+    staging.tensor(0, staging.nbytes, torch.uint8).fill_(0xFF)
     borrowed = TrialState(rule, numel, borrowed=(staging.address, staging.nbytes))
     own = TrialState(rule, numel)
-    assert isinstance(borrowed._arena, workbench.Borrowed)
-    assert isinstance(own._arena, Arena)
-    size = own._arena.nbytes
-    assert torch.equal(everything[:size], own._arena.tensor(0, size, torch.uint8))
-    del everything
+    for name, stored in trial_items(rule).items():
+        (there, found), (elsewhere, wanted) = (held(state, name, stored.offset(numel)) for state in (borrowed, own))
+        assert found == wanted
+        assert staging.address <= there < staging.address + staging.nbytes
+        assert not staging.address <= elsewhere < staging.address + staging.nbytes
     own.close()
     staging.close()
 
@@ -218,12 +255,11 @@ def test_what_lay_in_borrowed_memory_makes_no_difference() -> None:
 def test_trial_state_repeats_its_values() -> None:
     numel = (1 << 16) * 2 + 1000
     state = TrialState(ADAMW, numel)
-    master = state._arena.numpy(state._addresses["master"] - state._arena.address, numel, "float32")
-    gradient = state._arena.numpy(state._addresses["gradient"] - state._arena.address, numel, "uint16")
+    master = np.frombuffer(held(state, "master", 4 * numel)[1], np.float32)
+    gradient = np.frombuffer(held(state, "gradient", 2 * numel)[1], np.uint16)
     assert (master[: 1 << 16] == master[1 << 16 : 2 << 16]).all()
     assert (master[-1000:] == master[:1000]).all()
     assert (gradient[-1000:] != 0).any()
-    del master, gradient
     state.close()
 
 
@@ -287,12 +323,16 @@ def test_lanes_are_waited_for_when_a_trial_is_interrupted(tmp_path: Path, monkey
     assert not any(in_flight)
 
 
-def test_the_steps_that_are_tried_are_like_the_session_s() -> None:
+def test_the_steps_that_are_tried_are_like_the_session_s(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = build_layout([Parameter("p", 40 << 12, DtypeCode.BFLOAT16, 0)], 1 << 12)
     size, paths = layout.max_subgroup_bytes, (PathBudget("path", 1 << 40),)
+    made: list[Plan] = []
+    monkeypatch.setattr(trial, "make_plan", lambda *what: made.append(make_plan(*what)) or made[-1])
+    full, known = SimpleNamespace(paid=False, free_bytes=lambda: -1), Rates(10e9, (PathRates(1e9, 2e9),))
     for at_home, slots in ((0, 2), (30, 3), (40, 8)):
         plan = make_plan(layout, Budgets(at_home * size, slots * size, paths))
-        small = trial._small_plan([None], plan)  # type: ignore[list-item]
+        assert trial_rates(None, [full], None, known, plan) is known  # type: ignore[arg-type, list-item]
+        small = made.pop()
         assert len(small.homes) == trial.SUBGROUPS
         assert small.homes.count(Home.HOST) == round(trial.SUBGROUPS * at_home / 40)
         assert small.staging_slots == min(plan.staging_slots, trial.SLOTS)
