@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import uuid
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tier_harness
@@ -15,6 +17,7 @@ from offload._native import CompletionQueue
 from offload.errors import ConfigError, TierFullError
 from offload.tiers import FileTier, StoreOptions, asyncfile, filesystem, open_tier, tier_error
 from offload.tiers.asyncfile import supports_direct
+from offload.tiers.lane import Lane
 
 NBYTES = 256 << 10
 TARGET = 4 << 20
@@ -59,16 +62,17 @@ def test_looking_for_direct_io_leaves_nothing_behind(tmp_path: Path, tmpfs: Path
 @pytest.mark.parametrize("most", [1, 4095, 4097, 50_000])
 def test_short_transfers_go_on(build: Build, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     nbytes = 4096 if most == 1 else NBYTES
-    real_read, real_write = asyncfile._preadv, asyncfile._pwritev
 
-    async def short_read(descriptor: int, buffers: list[memoryview], offset: int, **more: object) -> int:
-        return int(await real_read(descriptor, [buffers[0][:most]], offset, **more))
+    class Short(Lane):
+        """Makes system calls that stop short."""
 
-    async def short_write(descriptor: int, buffers: list[memoryview], offset: int, **more: object) -> int:
-        return int(await real_write(descriptor, [buffers[0][:most]], offset, **more))
+        def submit(self, call: Any, *arguments: Any) -> Any:
+            if call.func in (os.preadv, os.pwritev):
+                descriptor, buffers, offset = call.args
+                call = partial(call.func, descriptor, [buffers[0][:most]], offset)
+            return super().submit(call, *arguments)
 
-    monkeypatch.setattr(asyncfile, "_preadv", short_read)
-    monkeypatch.setattr(asyncfile, "_pwritev", short_write)
+    monkeypatch.setattr(asyncfile, "Lane", Short)
     harness = build("asyncfile")
     data = harness.fill(nbytes)
     assert harness.write(harness.request(0, nbytes)).error == 0
@@ -77,19 +81,28 @@ def test_short_transfers_go_on(build: Build, monkeypatch: pytest.MonkeyPatch, mo
 
 
 def test_errors_of_the_system_are_reported(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fails(*arguments: object, **more: object) -> int:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    class Stale(Lane):
+        """Makes system calls that fail, when it is told to."""
 
+        fails = False
+
+        def submit(self, call: Any, *arguments: Any) -> Any:
+            stale = self.fails and call.func in (os.preadv, os.pwritev, os.fdatasync)
+            return super().submit(self.refuse if stale else call, *arguments)
+
+        def refuse(self) -> None:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(asyncfile, "Lane", Stale)
     harness = build("asyncfile")
     harness.fill(NBYTES)
     assert harness.write(harness.request(0, NBYTES)).error == 0
-    for name in ("_preadv", "_pwritev", "_fdatasync"):
-        monkeypatch.setattr(asyncfile, name, fails)
+    monkeypatch.setattr(Stale, "fails", True)
     assert harness.write(harness.request(0, NBYTES)).error == errno.ESTALE
     assert harness.read(harness.request(0, NBYTES)).error == errno.ESTALE
     harness.tier.sync(77)
     assert harness.collect(1)[0].error == errno.ESTALE
-    monkeypatch.undo()
+    monkeypatch.setattr(Stale, "fails", False)
     harness.tier.sync(78)  # what was lost stays lost
     assert harness.collect(1)[0].error == errno.ESTALE
     assert harness.read(harness.request(0, NBYTES)).error == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from offload._native import CompletionQueue, IoUring
 from offload.engine.memory import Arena
 from offload.protocols import Completion, Tier, TileId, TileRequest
 from offload.tiers import FileTier, RemoteTier, StoreOptions, slot_bytes
+from offload.tiers.objects import S3Client, split_url
 
 ARENA_BYTES = 8 << 20
 TILE = TileId(1, 2, 3)
@@ -119,10 +121,10 @@ class Harness:
             record[offset - start] ^= mask
             return
         if isinstance(tier, RemoteTier):
-            start, (key, _) = next((start, slot) for start, slot in tier._slots.items() if start <= offset < slot[1])
+            start, key = max((start, key) for start, key in objects(tier).items() if start <= offset)
             content = object_content(tier, key)
             content[offset - start] ^= mask
-            tier._client.put(key, [memoryview(content)])
+            client_of(tier).put(key, [memoryview(content)])
             return
         assert isinstance(tier, FileTier)
         with open(tier.data_path, "r+b") as file:
@@ -136,12 +138,12 @@ class Harness:
             tier.cut(end)
             return
         if isinstance(tier, RemoteTier):
-            for start, (key, _) in tier._slots.items():
+            for start, key in objects(tier).items():
                 content = object_content(tier, key)
                 if start < end:
-                    tier._client.put(key, [memoryview(content)[: end - start]])
+                    client_of(tier).put(key, [memoryview(content)[: end - start]])
                 else:
-                    tier._client.delete([key])
+                    client_of(tier).delete([key])
             return
         assert isinstance(tier, FileTier)
         os.truncate(tier.data_path, end)
@@ -151,8 +153,8 @@ class Harness:
         ours, theirs = self.tier, other.tier
         if isinstance(ours, RemoteTier):
             assert isinstance(theirs, RemoteTier)
-            content = object_content(theirs, theirs._slots[0][0])
-            ours._client.put(ours._slots[0][0], [memoryview(content)])
+            content = object_content(theirs, objects(theirs)[0])
+            client_of(ours).put(objects(ours)[0], [memoryview(content)])
             return
         assert isinstance(ours, FileTier)
         assert isinstance(theirs, FileTier)
@@ -162,9 +164,21 @@ class Harness:
 
 def object_content(tier: RemoteTier, key: str) -> bytearray:
     """Return what an object holds."""
-    content = bytearray(tier._client.head(key) or 0)
-    tier._client.get_into(key, [memoryview(content)])
+    content = bytearray(client_of(tier).head(key) or 0)
+    client_of(tier).get_into(key, [memoryview(content)])
     return content
+
+
+def objects(tier: RemoteTier) -> dict[int, str]:
+    """Return the key of the newest object of each slot, by the slot's offset."""
+    named = [key for key in client_of(tier).list(tier.store_prefix) if key.rpartition("/")[2].count("-") == 4]
+    return {int(key.rpartition("-")[2]): key for key in sorted(named, key=lambda key: int(key.split("-")[-2]))}
+
+
+@functools.cache
+def client_of(tier: RemoteTier) -> S3Client:
+    """Return a client of one's own for where a tier's objects are."""
+    return S3Client(tier.path, split_url(tier.path)[0])
 
 
 Build = Callable[..., Harness]
