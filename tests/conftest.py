@@ -101,6 +101,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ahead", action="store_true", help="update during every backward pass what can be")
 
 
+def parameters_of(optimizer: Any) -> set[torch.Tensor]:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
 class Everything:
     """A model of all parameters of an optimizer, whose forward pass waits for all of them."""
 
@@ -113,12 +117,12 @@ class Everything:
     def check(self) -> bool:
         """Whether weights hold NaN meanwhile: not where the host writes to them in no order with lanes."""
         optimizer = self._optimizer()
-        return optimizer is not None and getattr(optimizer._late.device, "_caller_is_host", True)
+        return optimizer is not None and getattr(optimizer._late.device, "caller_is_host", True)
 
     @property
     def parameters(self) -> set[torch.Tensor]:
         optimizer = self._optimizer()
-        return set() if optimizer is None else set(optimizer._parameters())
+        return set() if optimizer is None else parameters_of(optimizer)
 
     def unhook(self) -> None:
         pass
@@ -141,7 +145,7 @@ def overlapped(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         self._overlap.following.append(Everything(self))
 
     def step(self: Any, closure: Any = None) -> Any:
-        self._overlap.used(self._parameters())
+        self._overlap.used(parameters_of(self))
         try:
             loss = plain_step(self, closure)
             self.finish()

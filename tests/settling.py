@@ -19,7 +19,7 @@ def settle(engine: offload.Engine) -> None:
         final = [number for number in able if ahead._left[number] <= 0]
         if machine.broken is not None or (machine._held and machine.is_ahead and not machine.in_flight):
             return  # no more is made
-        if machine.is_ahead and not ahead._final and all(machine._beside.get(number) for number in final):
+        if machine.is_ahead and not machine.in_flight and all(number in machine.beside for number in final):
             return
         assert time.monotonic() < until_s, "what can be made ahead is not made"
         time.sleep(0.001)

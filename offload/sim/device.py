@@ -247,12 +247,12 @@ class SimulatedDevice:
         self._lazy = lazy
         self._delay_s = delay_s
         self._bytes_per_s = bytes_per_s
-        self._fail_at = fail_at
+        self.fail_at = fail_at
         self._pin_limits = (
             0 if not pins else math.inf if pin_limit_bytes is None else pin_limit_bytes,
             math.inf if pin_total_bytes is None else pin_total_bytes,
         )
-        self._caller_is_host = caller_is_host
+        self.caller_is_host = caller_is_host
         lanes: tuple[Lane, ...] = (*LANES, TABLES, *(() if caller_is_host else (DeviceLane.CALLER,)))
         self._memory: dict[int, npt.NDArray[np.uint8]] = {}
         self._kernel = CpuUpdateKernel(threads=1)
@@ -397,7 +397,7 @@ class SimulatedDevice:
     def mark(self, lane: DeviceLane, *, timed: bool = True) -> Mark:
         """See `Device.mark`."""
         self._check_caller(lane)
-        if lane is DeviceLane.CALLER and self._caller_is_host:
+        if lane is DeviceLane.CALLER and self.caller_is_host:
             return _Now()
         mark = self._put(self._caller if lane is DeviceLane.CALLER else lane, "mark", lambda: None, (), 0)
         mark.timed = timed
@@ -410,14 +410,14 @@ class SimulatedDevice:
 
     def mark_caller(self, caller: Hashable) -> Mark:
         """See `Device.mark_caller`."""
-        if caller is DeviceLane.CALLER and self._caller_is_host:
+        if caller is DeviceLane.CALLER and self.caller_is_host:
             return _Now()
         return self._put(cast(Lane, caller), "mark", lambda: None, (), 0)
 
     def follow(self, lane: Lane, mark: Mark) -> None:
         """See `Device.follow`."""
         self._check_caller(lane)
-        if lane is DeviceLane.CALLER and self._caller_is_host:
+        if lane is DeviceLane.CALLER and self.caller_is_host:
             mark.wait()
         elif isinstance(mark, _Work):
             with self._lock:
@@ -647,7 +647,7 @@ class SimulatedDevice:
         with self._lock:
             if work.spans and self._failure is None:
                 self.done += 1
-                if self._fail_at is not None and self.done > self._fail_at:
+                if self.fail_at is not None and self.done > self.fail_at:
                     self._failure = OffloadError(f"{self.name} has failed in {work.label}")
             acts = self._failure is None
             self._acting += acts

@@ -249,7 +249,7 @@ def test_a_device_that_fails_hangs_nothing(tmp_path: Path, lazy: bool, fail_at: 
     before = threading.active_count()
     device = SimulatedDevice(lazy=lazy)
     optimizer = OnDevice(parameters, device=device, offload=config(tmp_path))
-    device._fail_at = device.done + fail_at
+    device.fail_at = device.done + fail_at
 
     def train() -> None:
         accumulate(parameters, 9)

@@ -42,7 +42,7 @@ from offload import waits
 from offload.engine import gpu_gradients
 from offload.engine.gpu import GpuLanes
 from offload.errors import ConfigError, OffloadError, StepAbortedError
-from offload.plan import Home, Placement
+from offload.plan import Home, Placement, Plan
 from offload.protocols import DeviceLane
 from offload.sim import SimulatedDevice, predict
 from offload.sim.predict import with_backward_s
@@ -559,33 +559,36 @@ def test_a_device_that_fails_ahead_of_a_step_aborts_it(tmp_path: Path, monkeypat
     closed(training.optimizer)
 
 
+def exchanged(plan: Plan) -> Plan:
+    """Return a plan in which the GPU updates what the CPU has updated, and the other way round."""
+    other = {Placement.CPU: Placement.GPU, Placement.GPU: Placement.CPU}
+    return replace(plan, placements=tuple(other[placement] for placement in plan.placements))
+
+
 def test_a_device_that_fails_where_images_are_taken_anew_does_not_keep_a_session_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = trained(tmp_path)
-    ahead = training.optimizer.engine._thread.ahead
+    training = trained(tmp_path, placement=0.4)
+    engine = training.optimizer.engine
     training.loss().backward()
     training.settle()
-    ahead._imaged = frozenset()
+    engine._parts.plan = exchanged(engine.plan)
     monkeypatch.setattr(GpuLanes, "wait", refuse)
     closed(training.optimizer)
-    assert ahead.hyperparameters is None
+    assert not engine.speculates
 
 
 def test_memory_for_new_weights_is_that_of_the_plan_in_force(tmp_path: Path) -> None:
-    """Also after the GPU has taken over updates of subgroups that had images."""
-    training = trained(tmp_path)
-    engine = training.optimizer.engine
-    ahead, plan = engine._thread.ahead, engine.plan
-    everywhere = {*ahead._image_at}
-    assert ahead._images.nbytes == plan.image_bytes
-    kept = {number for number in everywhere if number % 2}
-    placements = tuple(Placement.CPU if number in kept else Placement.GPU for number in range(len(plan.placements)))
-    engine._parts.plan = replace(plan, placements=placements)
-    ahead._imaged = frozenset(everywhere - {min(kept)})
-    ahead._order = sorted(kept)
-    assert ahead._take_images()
-    assert {*ahead._image_at} == kept
-    assert ahead._images.nbytes == engine._parts.plan.image_bytes
-    engine._parts.plan = plan
+    """Also after the GPU has taken over updates of subgroups that had images, and given up those of others."""
+    training = trained(tmp_path, placement=0.4)
+    engine, parts = training.optimizer.engine, training.optimizer.engine._parts
+    plan = engine.plan
+    assert plan.image_bytes in [arena.nbytes for arena in parts.memory.arenas]
+    training.loss().backward()
+    training.settle()
+    parts.plan = exchanged(plan)
+    assert parts.plan.image_bytes != plan.image_bytes
+    engine.read_state([0])  # what was made is revoked, and made again
+    assert parts.plan.image_bytes in [arena.nbytes for arena in parts.memory.arenas]
+    parts.plan = plan
     training.optimizer.close()

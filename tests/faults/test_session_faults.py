@@ -469,10 +469,10 @@ def test_whoever_is_told_of_a_bug_may_free_what_updates_wrote_to(monkeypatch: py
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
 
-        def learn() -> None:
+        def learn(self: Any) -> None:
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr(optimizer.engine._visits, "learn", learn)
+        monkeypatch.setattr(visits.Visits, "learn", learn)
         executor = optimizer.engine._parts.executor
         with pytest.raises(offload.StepAbortedError, match="a bug"):
             optimizer.step()

@@ -193,11 +193,13 @@ def test_clipping_is_by_the_optimizer_that_a_trainer_has_now(tmp_path: Path) -> 
         assert model.weight.grad.norm() <= 0.5  # torch's own changes gradients
 
 
-def test_the_last_micro_step_is_known(tmp_path: Path) -> None:
+def test_the_last_micro_step_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an epoch's last step, too, which may have fewer."""
     said: list[bool] = []
+    told: list[Any] = []
+    monkeypatch.setattr(offload.AdamW, "last_micro_step", lambda self, is_last: told.append(is_last))
     trained = model()
-    trained.register_forward_hook(lambda *_: said.append(trainer.optimizer.optimizer._is_last_pass()))
+    trained.register_forward_hook(lambda *_: said.append(told[-1]()))
     try:
         offload_transformers.enable()
         args = TrainingArguments(
@@ -234,14 +236,18 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
         OptimizerNames("offload_adamw")
 
 
-def test_another_optimizer_is_told_how_to_go_on_from_ours(tmp_path: Path) -> None:
-    from offload.integrations.transformers import trainer as module
-
+def test_another_optimizer_is_told_how_to_go_on_from_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "COMMIT").touch()
     theirs = SimpleNamespace(optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]))
-    with pytest.raises(offload.CheckpointError, match=r"offload export .* --for transformers OUT"):
-        module._load(theirs, lambda *_: None, str(tmp_path))
     loaded: list[Any] = []
-    module._load(theirs, lambda *given: loaded.append(given), str(tmp_path / "other"))
+    monkeypatch.setattr(Trainer, "_load_optimizer_and_scheduler", lambda *given: loaded.append(given))
+    offload_transformers.enable()
+    try:
+        load = Trainer.__dict__["_load_optimizer_and_scheduler"].__get__(theirs)
+        with pytest.raises(offload.CheckpointError, match=r"offload export .* --for transformers OUT"):
+            load(str(tmp_path))
+        load(str(tmp_path / "other"))
+    finally:
+        offload_transformers.disable()
     assert loaded == [(theirs, str(tmp_path / "other"))]

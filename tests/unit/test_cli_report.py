@@ -3,6 +3,7 @@ import math
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 
 from offload.cli import report
 from offload.cli.record import Comparison, Interval, RunRecord, StepRecord, same_losses, to_json
@@ -127,9 +128,13 @@ def test_overlapping_operations_get_tracks_of_their_own() -> None:
     assert report.tracks([_interval(0, 2), _interval(1, 3), _interval(2, 4), _interval(2.5, 5)]) == [0, 1, 0, 2]
 
 
-def test_busy_time_counts_overlaps_once() -> None:
-    intervals = [_interval(0, 2, 2**20), _interval(1, 3, 2**20), _interval(5, 6, 2**20)]
-    assert report._lane_figures(intervals, 10.0) == "3.0 MiB at 768.0 KiB/s\nbusy 40%"
+def test_busy_time_counts_overlaps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    intervals = [_interval(0, 2, 2**20), _interval(1, 3, 2**20), _interval(5, 10, 2**20)]
+    drawn: list[str] = []
+    plain = Axes.text
+    monkeypatch.setattr(Axes, "text", lambda self, x, y, s, **how: (drawn.append(s), plain(self, x, y, s, **how))[1])
+    report.draw_lanes(tmp_path / "lanes.png", intervals, [], step=1)
+    assert "3.0 MiB at 384.0 KiB/s\nbusy 80%" in drawn
 
 
 def test_lanes_are_drawn_in_the_order_of_the_data_and_by_number() -> None:

@@ -304,10 +304,10 @@ def test_a_run_that_fails_leaves_no_folder(
 ) -> None:
     """Neither its own nor those above it that it has made; one that was there stays, empty or not."""
 
-    def fail(*arguments: object) -> None:
+    def fail(**settings: object) -> None:
         raise ConfigError("rates", "x", "name another")
 
-    monkeypatch.setattr("offload.cli.train._offload_config", fail)
+    monkeypatch.setattr(offload, "OffloadConfig", fail)
     (tmp_path / "mine").mkdir()
     for made in ("new/runs/one", "mine/one"):
         assert train("--output", str(tmp_path / made)) == 2
