@@ -607,7 +607,6 @@ def tables(run: Run) -> None:
         run.keep("words", torch.from_numpy(words))
         return
     lane, backend = run.user(), backends.BACKENDS["late"]
-    uploads = Uploads(torch.device(run.device), backend)
     found = torch.zeros(1000, dtype=torch.int64, device=run.device)
     torch.accelerator.synchronize()
 
@@ -617,13 +616,23 @@ def tables(run: Run) -> None:
                 raise KeyboardInterrupt
             super().record(stream)
 
+    streams: list[Any] = []
+    kinds = [Interrupted]
+
+    def event(device: torch.device, timed: bool) -> Any:
+        return kinds.pop()(device) if kinds else backend.event(device, timed)
+
+    def stream(*how: Any) -> Any:
+        streams.append(backend.stream(*how))
+        return streams[-1]
+
+    uploads = Uploads(torch.device(run.device), replace(backend, event=event, stream=stream))
     with late.held(lane), Host.working_on(lane):
-        stubborn = replaced(uploads, "_backend", replace(backend, event=lambda device, timed: Interrupted(device)))
-        with stubborn, contextlib.suppress(KeyboardInterrupt), uploads.lend(words) as there:
+        with contextlib.suppress(KeyboardInterrupt), uploads.lend(words) as there:
             found.copy_(there)
         del there
         with uploads.lend(words + 5000):
-            uploads._stream.synchronize()
+            streams[0].synchronize()
     lane.synchronize()
     run.keep("words", found)
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import prepared
 import pytest
@@ -18,7 +19,7 @@ import torch
 
 import offload
 from offload import cli, waits
-from offload.checkpoint import commit
+from offload.checkpoint import commit, reader
 from offload.checkpoint.contents import is_checkpoint, read_commit
 from offload.checkpoint.folder import FolderLock, open_folder
 from offload.checkpoint.manifest import manifest_name, seal
@@ -384,16 +385,17 @@ def test_the_manifest_of_another_save_to_the_folder_stays(tmp_path: Path, path: 
 def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_refused(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = Checkpoint._open_stores
+    plain = reader.read_manifests
     with Run(path) as run:
         run.train().save(tmp_path / "ck")
 
-        def opened(self: Checkpoint, paths: list[str]) -> None:
-            monkeypatch.setattr(Checkpoint, "_open_stores", plain)
+        def read(folder: Any) -> Any:
+            monkeypatch.setattr(reader, "read_manifests", plain)
+            found = plain(folder)
             run.train().save(tmp_path / "ck")
-            plain(self, paths)
+            return found
 
-        monkeypatch.setattr(Checkpoint, "_open_stores", opened)
+        monkeypatch.setattr(reader, "read_manifests", read)
         with pytest.raises(offload.CheckpointError, match="while it was opened"):
             Checkpoint(tmp_path / "ck")
 

@@ -335,11 +335,18 @@ def test_a_deepspeed_that_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_layouts_that_cannot_be_run_are_named(attributes: dict[str, Any], names: str) -> None:
-    from offload import ConfigError
-    from offload.integrations.deepspeed import switch
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-    with pytest.raises(ConfigError, match=names):
-        switch._check_engine(SimpleNamespace(**attributes))
+    from offload import ConfigError
+    from offload.integrations import deepspeed as backend
+
+    config = {"multi_tier_offload": {}, "zero_optimization": {"stage": 3}}
+    backend.enable()
+    try:
+        with pytest.raises(ConfigError, match=names):
+            DeepSpeedEngine._configure_optimizer(SimpleNamespace(config=config, **attributes), None, [])
+    finally:
+        backend.disable()
 
 
 def test_updates_during_backward_are_refused_where_gradients_are_on_a_gpu() -> None:

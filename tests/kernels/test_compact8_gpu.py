@@ -35,6 +35,7 @@ from test_update_kernel import (  # noqa: F401
 
 from offload.errors import InternalError
 from offload.kernels import GpuUpdateKernel, reference
+from offload.kernels import gpu as kernels
 from offload.kernels.gpu import BLOCK_NUMEL
 from offload.kernels.reference import minifloat
 from offload.protocols import BLOCK_NUMEL as SHARED_NUMEL
@@ -248,7 +249,7 @@ def test_wrong_tables_are_refused(kernel, changes, message):
 
 
 @pytest.mark.parametrize("residue", [0, 4, 37])
-def test_what_is_aligned_where_blocks_begin_is_read_in_vectors(kernel, residue):
+def test_what_is_aligned_where_blocks_begin_is_read_in_vectors(kernel, residue, monkeypatch):
     """Programs begin there, so that an element's own address says nothing."""
     launched: list[tuple[int, dict[str, Any]]] = []
 
@@ -256,8 +257,9 @@ def test_what_is_aligned_where_blocks_begin_is_read_in_vectors(kernel, residue):
         def __getitem__(self, grid: tuple[int]) -> Any:
             return lambda *arguments, **constants: launched.append((grid[0], constants))
 
-    recording = GpuUpdateKernel.__new__(GpuUpdateKernel)
-    recording.device, recording._kernels = torch.device("cpu"), SimpleNamespace(update=Recorder())
+    recorders = SimpleNamespace(update=Recorder(), triton=SimpleNamespace(JITFunction=()))
+    monkeypatch.setattr(kernels, "import_module", lambda name: recorders)
+    recording = GpuUpdateKernel("cpu")
     items = {"master": 2, MASTER_LOW: 1, "exp_avg": 1, "exp_avg_sq": 1, "gradient": 2, "weight": 2}
     case = Case.make(BLOCK_NUMEL, first_index=residue, flags=ACTIVE)
     row = case.row()

@@ -1002,14 +1002,9 @@ class PublishesEarly(Ahead):
 
 class PublishesWhatIsRevoked(Ahead):
     def confirm(self, subgroups):
-        made = [*self._parts.machine.beside] if self._parts.machine.is_ahead else []
-        tables = dict(self._made)
-        chosen = super().confirm(subgroups)
-        self._made.update(tables)
-        for subgroup in made:
-            if subgroup not in chosen:
-                self._publish(subgroup)
-        return chosen
+        for subgroup in self._parts.machine.beside if self._parts.machine.is_ahead else ():
+            self._publish(subgroup)
+        return super().confirm(subgroups)
 
 
 class ForgetsToPublish(Ahead):

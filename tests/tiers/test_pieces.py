@@ -141,10 +141,6 @@ def _no_follow(device: SimulatedDevice, lane: DeviceLane) -> Callable[..., None]
     return lambda other, mark: None if other is lane else plain(other, mark)
 
 
-def _take_first(copies: PieceCopies) -> None:
-    copies._take = lambda lane: copies._buffers[0]  # type: ignore[method-assign]
-
-
 PLANTED: dict[str, Callable[[Counting, PieceCopies], object]] = {
     "scattered before it has been copied": lambda device, _: setattr(
         device, "follow", _no_follow(device, DeviceLane.PIECES)
@@ -155,7 +151,6 @@ PLANTED: dict[str, Callable[[Counting, PieceCopies], object]] = {
     "a buffer is used again while it is scattered": lambda device, _: setattr(
         device, "follow", _no_follow(device, DeviceLane.H2D)
     ),
-    "a buffer is taken by two": lambda _, copies: _take_first(copies),
 }
 
 

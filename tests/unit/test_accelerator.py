@@ -236,7 +236,13 @@ def test_kernels_of_the_session_come_before_those_of_backward(monkeypatch: pytes
 def test_a_table_is_sent_before_the_state_that_it_is_for_is_there(events: Any) -> None:
     """One engine copies all that goes to the device: a table that comes after the wait takes its turn again."""
     with torch.accelerator.device_index(INDEX):
-        uploads = kernels.Uploads(here(), backends.BACKENDS["late"])
+        backend, streams = backends.BACKENDS["late"], []
+
+        def stream(*how: Any) -> Any:
+            streams.append(backend.stream(*how))
+            return streams[-1]
+
+        uploads = kernels.Uploads(here(), replace(backend, stream=stream))
         lane, words = torch.Stream(here()), np.arange(1000)
         found = torch.zeros(1000, dtype=torch.int64, device=here())
         torch.accelerator.synchronize()
@@ -244,7 +250,7 @@ def test_a_table_is_sent_before_the_state_that_it_is_for_is_there(events: Any) -
         with late.held(lane), backends.working_on(lane):
             with uploads.lend(words) as there:
                 found.copy_(there)
-            uploads._stream.synchronize()  # the table is there, though its lane waits
+            streams[0].synchronize()  # the table is there, though its lane waits
             assert not lane.query()
             with uploads.lend(words):  # in other memory, as its work has not been done
                 assert len(events) == before + 2
@@ -335,10 +341,10 @@ def _kind(argument: Any) -> Any:
 def test_what_is_launched_has_been_compiled(
     monkeypatch: pytest.MonkeyPatch, weight: DtypeCode, formats: tuple[StateFormat, ...]
 ) -> None:
-    kernel = kernels.GpuUpdateKernel.__new__(kernels.GpuUpdateKernel)
-    kernel.device = torch.device("cpu")
-    kernel._kernels = SimpleNamespace(update=Recorder(), gather=Recorder())
-    kernel._kernels.copy_pieces, kernel._kernels.gather_rows = Recorder(), Recorder()
+    recorders = {name: Recorder() for name in ("update", "gather", "copy_pieces", "gather_rows")}
+    launched = SimpleNamespace(**recorders, triton=SimpleNamespace(JITFunction=()))
+    monkeypatch.setattr(kernels, "import_module", lambda name: launched)
+    kernel = kernels.GpuUpdateKernel("cpu")
     at = 1 << 45
     for gradient in {weight, DtypeCode.FLOAT32}:
         kernel.compile(ADAMW, {(gradient, weight, state_format) for state_format in formats})
@@ -356,7 +362,7 @@ def test_what_is_launched_has_been_compiled(
         for rows in range(1, 4):  # what follows them is at multiples of 16 bytes
             kernel.update(np.repeat(table[:1], rows))
     kernel.copy_pieces(np.array([[at, at + (1 << 20), 5000]], np.uint64))
-    for recorder in vars(kernel._kernels).values():
+    for recorder in recorders.values():
         assert recorder.launched
         assert all(launched in recorder.warm for launched in recorder.launched)
 

@@ -26,7 +26,7 @@ OTHERS = {
     "_optimizer_step",  # DeepSpeed's
     "_replace",  # of named tuples
 }
-MOST = 49
+MOST = 40
 
 
 def sources(*folders: str) -> dict[Path, ast.Module]:

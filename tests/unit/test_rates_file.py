@@ -288,7 +288,8 @@ def test_auto_takes_this_machine_s_file_only_if_it_fits(
 
 def test_machines_that_share_a_home_have_a_file_each(monkeypatch: pytest.MonkeyPatch) -> None:
     before = default_rates_file()
-    monkeypatch.setattr("offload.measure.rates_file._cpu_model", lambda: "another")
+    facts = {**machine_facts(), "cpu": "another"}
+    monkeypatch.setattr("offload.measure.rates_file.machine_facts", lambda: facts)
     assert default_rates_file() != before
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
