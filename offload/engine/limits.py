@@ -30,6 +30,3 @@ class Limits:
     settle_s: float = waits.SETTLE_S
     close_s: float = 30.0
     unwind_s: float = 30.0
-
-
-LIMITS = Limits()

@@ -22,7 +22,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from offload.backends import BACKENDS
 from offload.config import OffloadConfig
-from offload.engine.limits import LIMITS
+from offload.engine.limits import Limits
 from offload.engine.none import NoDevice
 from offload.engine.timeline import ENGINE, Interval, covered_s, trace
 from offload.errors import ConfigError, invariant
@@ -50,8 +50,7 @@ LEAST_GAIN = 0.02
 class OffloadedOptimizer(StatefulOptimizer):
     """What this package's optimizers share; use one of these."""
 
-    limits = LIMITS
-    """See `Engine`."""
+    limits = Limits()
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from offload.checkpoint.restore import Restorer
 from offload.checkpoint.saves import Snapshot
 from offload.config import OffloadConfig
 from offload.dtypes import DtypeCode
-from offload.engine.limits import LIMITS, Limits
+from offload.engine.limits import Limits
 from offload.engine.none import NoDevice
 from offload.engine.timeline import ENGINE, Interval
 from offload.engine.touching import bound, cores_of_rank
@@ -67,7 +67,7 @@ class Engine:
         rule: What is kept for each parameter, and how a step changes it.
         among: Which rank it is of those that may run on the same cores, from 0, and how many they are: it takes its
             share of them, by NUMA nodes. None: all nodes, and the share of threads that the launcher's variables say.
-        limits: Leave them as they are.
+        limits: No setting: for tests, whose models are small.
 
     Raises:
         ConfigError: If a path cannot be used, or a GPU is to be used and none is given; raised before any file is
@@ -84,7 +84,7 @@ class Engine:
         device: Device | torch.device | None = None,
         rule: UpdateRule = ADAMW,
         among: tuple[int, int] | None = None,
-        limits: Limits = LIMITS,
+        limits: Limits | None = None,
     ) -> None:
         self.config = config or OffloadConfig()
         if self.config.shard:

@@ -80,10 +80,10 @@ class Parts:
         device: Device,
         rule: UpdateRule,
         sharing: int | None,
-        limits: Limits,
+        limits: Limits | None,
     ) -> None:
         self.config = config
-        self.limits = limits
+        self.limits = limits = limits or Limits()
         self.rule = rule.stored_in(STATE_FORMATS[config.state_format])
         self.is_whole = False
         self._told_nameless = False

@@ -20,7 +20,7 @@ from offload import waits
 from offload.checkpoint import commit
 from offload.checkpoint.contents import is_checkpoint
 from offload.checkpoint.reader import Checkpoint
-from offload.engine.limits import LIMITS, Limits
+from offload.engine.limits import Limits
 from offload.tiers.directories import DirectoryFolder
 
 WHOLE = 10_000
@@ -30,7 +30,7 @@ SCALARS = offload.GroupScalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_
 class Shard:
     """One rank's run of a parameter, in an engine of its own."""
 
-    def __init__(self, start: int, stop: int, limits: Limits = LIMITS, **config: object) -> None:
+    def __init__(self, start: int, stop: int, limits: Limits | None = None, **config: object) -> None:
         generator = torch.Generator().manual_seed(0)
         self.weight = torch.randn(WHOLE, generator=generator).bfloat16()[start:stop].clone()
         gradient = torch.randn(WHOLE, generator=generator).bfloat16()[start:stop].clone()
@@ -49,7 +49,7 @@ class Shard:
         return [self.weight.clone(), *found.values()]
 
 
-def shards(cuts: list[int], paths: list[Path] | None = None, limits: Limits = LIMITS) -> list[Shard]:
+def shards(cuts: list[int], paths: list[Path] | None = None, limits: Limits | None = None) -> list[Shard]:
     found = []
     for rank, (start, stop) in enumerate(itertools.pairwise(cuts)):
         config = {} if paths is None else {"host_memory": 0, "paths": [paths[rank]]}

@@ -3,7 +3,6 @@ import math
 from pathlib import Path
 
 import pytest
-from matplotlib.axes import Axes
 
 from offload.cli import report
 from offload.cli.record import Comparison, Interval, RunRecord, StepRecord, same_losses, to_json
@@ -130,6 +129,8 @@ def test_overlapping_operations_get_tracks_of_their_own() -> None:
 
 def test_busy_time_counts_overlaps_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     intervals = [_interval(0, 2, 2**20), _interval(1, 3, 2**20), _interval(5, 10, 2**20)]
+    from matplotlib.axes import Axes
+
     drawn: list[str] = []
     plain = Axes.text
     monkeypatch.setattr(Axes, "text", lambda self, x, y, s, **how: (drawn.append(s), plain(self, x, y, s, **how))[1])
