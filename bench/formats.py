@@ -57,7 +57,7 @@ def contest(folder: Path, pace: float, numel: int, subgroups: int, rounds: int) 
             )
             engine = engines[form] = stack.enter_context(contextlib.closing(offload.Engine([parameter], config)))
             engine.bind_weight(0, weights[form].data_ptr())
-            engine.bind_gradient(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
+            engine.gradients.bind(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
         for number in range(rounds + 3):
             first = number % len(FORMATS)
             for form in (*FORMATS[first:], *FORMATS[:first]):

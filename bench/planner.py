@@ -185,7 +185,7 @@ class Session:
         for number in range(model.size.subgroups):
             offset = 2 * number * model.size.numel
             self.engine.bind_weight(number, model.weight.data_ptr() + offset)
-            self.engine.bind_gradient(number, model.gradient.data_ptr() + offset, DtypeCode.BFLOAT16)
+            self.engine.gradients.bind(number, model.gradient.data_ptr() + offset, DtypeCode.BFLOAT16)
 
     def step(self) -> float:
         """Take one step; return its seconds."""

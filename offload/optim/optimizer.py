@@ -228,7 +228,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._scaling.forget()
         self._route.forget()
         if self._late.opened is not None:
-            self._late.opened.drop_gradients()
+            self._late.opened.gradients.drop()
         super().zero_grad(set_to_none)
 
     def _bind_gradients(self) -> list[Bound]:
@@ -265,8 +265,8 @@ class OffloadedOptimizer(StatefulOptimizer):
             )
             raise ConfigError("params", "FSDP1's", allowed)
         if all(bound.cut is None for bound in bounds):
-            return self.engine.gradient_norm_sq(positions)
-        found = dict(zip(active, self.engine.gradient_norms_sq(positions), strict=True))
+            return self.engine.gradients.norm_sq(positions)
+        found = dict(zip(active, self.engine.gradients.norms_sq(positions), strict=True))
         # All ranks take part for all parameters, whichever of them have a gradient.
         return shards.total((bound.cut, found.get(bound, 0.0)) for bound in bounds)
 
@@ -430,7 +430,7 @@ class OffloadedOptimizer(StatefulOptimizer):
         return bool(gradients) and not any(bool(gradient.any()) for gradient in gradients)
 
     def _show_state(self) -> None:
-        self._late.open().end_backward()
+        self._late.open().gradients.end_backward()
         self._state.check()
         self._bind_late()
         self._state.show(parameter for parameter in self._parameters() if parameter.grad is not None)

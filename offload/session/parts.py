@@ -30,7 +30,7 @@ from offload.engine.none import Lanes, NoDevice
 from offload.engine.operations import Extend
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews
-from offload.errors import InfeasiblePlanError, OffloadError, TierError
+from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, TierError
 from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact, numels_by_format
 from offload.measure import quick_probe, session_rates, tune_depth
@@ -317,6 +317,21 @@ class Parts:
         # What is there stays where it is: memory for its gradients has been given out by that.
         placements = (*before.placements, *fresh[len(before.placements) :])
         return make_plan(layout, budgets, kept=before, placements=placements)
+
+    def position(self, parameter: int | str) -> int:
+        """Return a parameter's position from its position or name.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        layout = self.plan.layout
+        if isinstance(parameter, str):
+            if parameter not in layout.index_by_name:
+                raise ConfigError("parameter", parameter, "use a name that the engine was made with")
+            return layout.index_by_name[parameter]
+        if not 0 <= parameter < len(layout.parameters):
+            raise ConfigError("parameter", parameter, f"use a position below {len(layout.parameters)}")
+        return parameter
 
     def adopt(self, plan: Plan) -> None:
         """Go on with a plan that keeps all homes; on the engine thread, with nothing in flight.

@@ -323,7 +323,7 @@ def piece(weight: torch.Tensor, start: int, whole: int, form: str) -> tuple[offl
     config = offload.OffloadConfig(state_format=form, subgroup_numel=4096)
     engine = offload.Engine([parameter], config, gradient_slots=False)
     engine.bind_weight(0, weight.data_ptr())
-    engine.bind_gradient(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
+    engine.gradients.bind(0, gradient.data_ptr(), offload.DtypeCode.BFLOAT16)
     return engine, gradient
 
 
@@ -342,7 +342,7 @@ def test_bits_do_not_depend_on_how_a_parameter_is_sharded(form: str, inner: list
             for first, last, engine, gradient in pieces:
                 gradient.copy_(values[first:last])
                 engine.step(groups)
-        states = [engine.read_state([0])[0] for *_, engine, _ in pieces]
+        states = [engine.state.read([0])[0] for *_, engine, _ in pieces]
         found.append([weight, *(torch.cat([state[name] for state in states]) for name in states[0])])
         for *_, engine, _ in pieces:
             engine.close()
