@@ -32,8 +32,8 @@ from offload.dtypes import DtypeCode
 from offload.engine import gpu_gradients, pinning
 from offload.engine.gpu import GpuLanes
 from offload.engine.gpu_gradients import GpuGradients
-from offload.engine.machine import RESIDENT_RUNS_IN_FLIGHT
 from offload.engine.none import NO_LANES
+from offload.engine.runs import RESIDENT_RUNS_IN_FLIGHT
 from offload.plan import Home
 from offload.plan.budget import BROUGHT_AHEAD
 from offload.protocols import SEGMENT_DTYPE, DeviceLane, StateFormat

@@ -17,7 +17,7 @@ import forwards
 from offload._native import CompletionQueue
 from offload.engine.executor import visit_nothing
 from offload.engine.index import Location, Record, TileIndex
-from offload.engine.machine import Machine, Phase
+from offload.engine.machine import Machine
 from offload.engine.operations import (
     Admit,
     AwaitPush,
@@ -41,6 +41,7 @@ from offload.engine.operations import (
     Transfer,
     WriteTile,
 )
+from offload.engine.staging import Phase
 from offload.errors import InternalError, SessionBrokenError
 from offload.session.ahead import Ahead
 from offload.session.behind import Behind
@@ -814,8 +815,9 @@ class FreesTheLiveVersionEarly(BesideTheLive, Overwrites):
 class Careless(Machine):
     """Does not look at its own arrows: others have to find what is wrong."""
 
-    def _to(self, subgroup, phase):
-        self._subgroups[subgroup].phase = phase
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
+        self._staging.to = lambda subgroup, phase: setattr(self._subgroups[subgroup], "phase", phase)
 
 
 class TakesOverWhatIsWrittenAtOnce(Careless):
@@ -855,11 +857,11 @@ class SavesWhatWasRevoked(Careless):
         if self.saver.under_way is None or subgroup not in self.saver.under_way.flushing or flush.error:
             super()._flushed_beside(subgroup, flush)
             return
-        self._to(subgroup, Phase.READY)
-        self._vacate(subgroup)
+        self._staging.to(subgroup, Phase.READY)
+        self._staging.vacate(subgroup)
         self.saver.flushed(flush.records, subgroup)
         if self._subgroups[subgroup].visit is not None:
-            self._unfetched.append(subgroup)
+            self._staging.line.append(subgroup)
 
 
 class GivesASecondSlot(BesideTheLive):

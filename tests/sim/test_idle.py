@@ -17,8 +17,9 @@ from test_predict import make
 
 from offload.engine.index import TileIndex
 from offload.engine.loop import pump
-from offload.engine.machine import Machine, Phase
+from offload.engine.machine import Machine
 from offload.engine.operations import Begin, Sweep, Visit
+from offload.engine.staging import Phase
 from offload.plan import PathRates, Rates, visit_order
 from offload.sim.executor import SimExecutor
 
@@ -30,7 +31,7 @@ class FlushesWhenIdle(Machine):
 
     def _advance(self) -> None:
         super()._advance()
-        for subgroup in list(self._dirty) if self.idle and self.broken is None else []:
+        for subgroup in list(self._staging.dirty) if self.idle and self.broken is None else []:
             if self.phases[subgroup] is Phase.DIRTY:
                 self._flush(subgroup)
 
@@ -54,9 +55,9 @@ def steady(kind: type[Machine], slots: int, read: float, write: float, freed: in
     begun_s, moved, step_s, unfinished = 0.0, executor.lane_bytes, 0.0, 0
     for number in range(1, 6):
         pump(machine, executor, lambda m: m.in_flight == 0)
-        owners = machine._staging.owners[: freed if number > 1 else 0]
+        owners = machine._staging.slots.owners[: freed if number > 1 else 0]
         for owner in (owner for owner in owners if owner is not None):
-            machine._vacate(owner)
+            machine._staging.vacate(owner)
         before, moved = moved, executor.lane_bytes
         begun_s = executor.now_s
         order = visit_order(range(SUBGROUPS), machine.slots)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offload.dtypes import DtypeCode
 from offload.engine.index import TileIndex
-from offload.engine.machine import Machine, Phase, update_visits
+from offload.engine.machine import Machine, update_visits
 from offload.engine.operations import (
     Admit,
     AwaitPush,
@@ -29,6 +29,7 @@ from offload.engine.operations import (
     Visit,
     WriteTile,
 )
+from offload.engine.staging import Phase
 from offload.errors import InternalError, TierError, TierFullError
 from offload.layout import Parameter, build_layout
 from offload.plan import Budgets, Home, PathBudget, Placement, Plan, make_plan, visit_order
@@ -337,7 +338,7 @@ def test_reports_that_cannot_be_are_refused_with_their_story():
 def test_a_phase_that_cannot_follow_is_refused():
     machine = make(1, 1)
     with pytest.raises(InternalError, match=r"subgroup 0 goes from Phase\.ABSENT to Phase\.DIRTY"):
-        machine._to(0, Phase.DIRTY)
+        machine._staging.to(0, Phase.DIRTY)
 
 
 def test_extended_plan_keeps_what_is_there():
