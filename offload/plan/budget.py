@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -527,31 +527,57 @@ def make_plan(
             (or not as many as `kept` has slots).
     """
     sizes = layout.subgroup_bytes
-    homes = [*kept.homes] if kept else []
-    gpu, host, stream = Home
-    left = {gpu: budgets.gpu_bytes, host: budgets.host_bytes, stream: math.inf}
-    for number, nbytes in enumerate(sizes):
-        if number == len(homes):
-            homes.append(gpu if nbytes <= left[gpu] else host if nbytes <= left[host] else stream)
-        left[homes[number]] -= nbytes
+    homes = _homes(sizes, budgets, kept.homes if kept else ())
     asked = itertools.chain(placements, itertools.repeat(Placement.CPU))
-    placed = [Placement.GPU if home is gpu else device for home, device in zip(homes, asked, strict=False)]
+    placed = [Placement.GPU if home is Home.GPU else device for home, device in zip(homes, asked, strict=False)]
     gpu_slots = 0
-    if placed.count(Placement.GPU) > homes.count(gpu):
-        largest = max(nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is not gpu)
+    if placed.count(Placement.GPU) > homes.count(Home.GPU):
+        largest = max(nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is not Home.GPU)
         gpu_slots = min(GPU_STAGING_SLOTS, budgets.gpu_staging_bytes // largest)
         if gpu_slots < 1:
+            offers = {"GPU staging": budgets.gpu_staging_bytes}
             raise InfeasiblePlanError(
-                "one staging slot on the GPU",
-                largest,
-                {"GPU staging": budgets.gpu_staging_bytes},
-                "raise gpu_memory or lower subgroup_numel",
+                "one staging slot on the GPU", largest, offers, "raise gpu_memory or lower subgroup_numel"
             )
-    streamed = [nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is stream]
+    streamed = [nbytes for home, nbytes in zip(homes, sizes, strict=True) if home is Home.STREAMED]
     plan = Plan(layout, tuple(homes), tuple(placed), 0, 0, budgets, gpu_slots)
-    if not streamed:
-        return _with_checkpoints(plan)
-    slot_bytes = max(*streamed, LEAST_SLOT_BYTES)
+    if streamed:
+        slot_bytes = max(*streamed, LEAST_SLOT_BYTES)
+        slots = _staging_slots(budgets, slot_bytes, staging_slots, kept.staging_slots if kept else 0)
+        plan = replace(plan, staging_slots=min(slots, len(streamed)), slot_bytes=slot_bytes)
+        _refuse_without_room(plan)
+    return _with_checkpoints(plan)
+
+
+def _homes(sizes: Sequence[int], budgets: Budgets, kept: Sequence[Home]) -> list[Home]:
+    """Return a home for each subgroup, the first ones' being kept."""
+    homes = [*kept]
+    left = {Home.GPU: budgets.gpu_bytes, Home.HOST: budgets.host_bytes, Home.STREAMED: math.inf}
+    for number, nbytes in enumerate(sizes):
+        if number == len(homes):
+            homes.append(next(home for home, room in left.items() if nbytes <= room))
+        left[homes[number]] -= nbytes
+    return homes
+
+
+def _staging_slots(budgets: Budgets, slot_bytes: int, least: int, kept: int) -> int:
+    """Return how many staging slots there may be, `kept` of which are there."""
+    if budgets.staging_bytes is None or not budgets.paths:
+        return max(1, least, kept)
+    slots = budgets.staging_bytes // slot_bytes
+    offers, remedy = {"staging_memory": budgets.staging_bytes}, "raise staging_memory or lower subgroup_numel"
+    if slots < 1:
+        raise InfeasiblePlanError("one staging slot", slot_bytes, offers, remedy)
+    if slots < kept:
+        # Slots may hold the only copy of what they hold, so there cannot be fewer.
+        what = f"{kept} staging slots as large as the largest subgroup"
+        raise InfeasiblePlanError(what, kept * slot_bytes, offers, remedy)
+    return slots
+
+
+def _refuse_without_room(plan: Plan) -> None:
+    """Refuse a plan whose streamed state finds no room on its paths."""
+    budgets = plan.budgets
     offers = {
         **({"gpu_memory": budgets.gpu_bytes} if budgets.gpu_bytes else {}),
         "host_memory": budgets.host_bytes,
@@ -559,41 +585,14 @@ def make_plan(
     }
     if not budgets.paths:
         raise InfeasiblePlanError(
-            "the optimizer state",
-            layout.state_bytes,
-            offers,
-            "raise host_memory or give paths to stream from",
+            "the optimizer state", plan.state_bytes, offers, "raise host_memory or give paths to stream from"
         )
-    slots = max(1, staging_slots, kept.staging_slots if kept else 0)
-    if budgets.staging_bytes is not None:
-        slots = budgets.staging_bytes // slot_bytes
-        if slots < 1:
-            raise InfeasiblePlanError(
-                "one staging slot",
-                slot_bytes,
-                {"staging_memory": budgets.staging_bytes},
-                "raise staging_memory or lower subgroup_numel",
-            )
-        if kept and slots < kept.staging_slots:
-            # Slots may hold the only copy of what they hold, so there cannot be fewer.
-            raise InfeasiblePlanError(
-                f"{kept.staging_slots} staging slots as large as the largest subgroup",
-                kept.staging_slots * slot_bytes,
-                {"staging_memory": budgets.staging_bytes},
-                "raise staging_memory or lower subgroup_numel",
-            )
-    plan = replace(plan, staging_slots=min(slots, len(streamed)), slot_bytes=slot_bytes)
     # What is left at the end of each path may be too short for a slot.
     largest = max(plan.slot_counts) + SECTOR_BYTES
     needed = plan.storage_bytes + largest * (len(budgets.paths) - 1)
     if needed > sum(path.available_bytes for path in budgets.paths):
-        raise InfeasiblePlanError(
-            "state on storage (with the versions in flight)",
-            needed,
-            offers,
-            "raise host_memory, free space on a path, or add a path",
-        )
-    return _with_checkpoints(plan)
+        what = "state on storage (with the versions in flight)"
+        raise InfeasiblePlanError(what, needed, offers, "raise host_memory, free space on a path, or add a path")
 
 
 def _with_checkpoints(plan: Plan) -> Plan:
