@@ -266,7 +266,7 @@ def _step_s(
             round_s / mix.slots,
         )
         # While resident subgroups last, one that comes back finds the device at work on one and others handed over.
-        copy_s = mean_bytes * max(in_s, up_s, out_s)
+        copy_s = mean_bytes * max((1 / rate for rate, _ in rates.gpu.lanes.values()), default=0.0)
         behind = (
             (1 - on_gpu, (math.ceil(away_s / update_s) + 1) * update_s - away_s, update_s, mix.host[0].nbytes),
             (on_gpu, mix.gpu_slots * copy_s, copy_s, mix.host[1].nbytes),
