@@ -122,8 +122,7 @@ def full_probe(
         samples: list[tuple[str, Sample]] = [*cpu.samples()]
         for probe in probes:
             samples += probe.samples()
-        for gpu in gpus:
-            samples += gpu.samples()
+        samples += [sample for gpu in gpus for sample in gpu.samples()]
         found = _rounds(samples, seconds, report)
         measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
         result = _result(measurements, counts, probes, gpus)

@@ -59,8 +59,7 @@ def trial_rates(
         tiers: The session's tiers, with nothing in any slot yet; they have little room at least, or nothing is tried.
             With an object store among them, the steps are in memory.
         queue: What all report to; nothing else does meanwhile.
-        known: The rates of a session's lanes, measured otherwise. With those of a GPU, whose calls are most of what
-            the thread does, nothing is tried: the first steps teach that.
+        known: The rates of a session's lanes, measured otherwise; returned with a GPU's, whose calls cost most.
         plan: What the session is about to do: as large a part of the small plan's state is at home in memory. Without
             one, none is where there are paths.
         memory: Address and size of memory whose content is lost; other memory is taken where that is too small.

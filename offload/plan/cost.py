@@ -227,9 +227,8 @@ def _step_s(
     Args:
         speed: Part of its own rate that the CPU's update keeps meanwhile.
     """
-    cpu_s_per_byte = 1 / (rates.cpu_bytes_per_s * speed)
-    link = rates.gpu
-    in_s, up_s, out_s = 1 / link.h2d_bytes_per_s, 1 / link.update_bytes_per_s, 1 / link.d2h_bytes_per_s
+    gpu, cpu_s_per_byte = rates.gpu, 1 / (rates.cpu_bytes_per_s * speed)
+    in_s, up_s, out_s = 1 / gpu.h2d_bytes_per_s, 1 / gpu.update_bytes_per_s, 1 / gpu.d2h_bytes_per_s
     on_cpu = mix.streamed[0].count + mix.host[0].count
     push_s = mix.pushed_bytes / on_cpu * in_s if on_cpu else 0.0
     bring_s = mix.brought_bytes / on_cpu * out_s if on_cpu else 0.0

@@ -153,8 +153,7 @@ class GpuRates:
     memory_cost: float = 1.0
     call_s: float = 0.0
 
-    weights_on: ClassVar[str] = "gpu"
-    """Where weights lie, if nobody says it."""
+    weights_on: ClassVar[str] = "gpu"  # if nobody says it
 
     @property
     def lanes(self) -> Mapping[str, tuple[float, float]]:
