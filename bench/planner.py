@@ -42,7 +42,18 @@ from offload import Engine, OffloadConfig
 from offload.dtypes import DtypeCode
 from offload.layout import SECTOR_NUMEL, Parameter, build_layout
 from offload.measure import RatesFile, full, full_probe, observe
-from offload.plan import Budgets, GpuRates, PathBudget, PathRates, Placement, Plan, Rates, choose_plan, estimate
+from offload.plan import (
+    NO_GPU,
+    Budgets,
+    GpuRates,
+    PathBudget,
+    PathRates,
+    Placement,
+    Plan,
+    Rates,
+    choose_plan,
+    estimate,
+)
 from offload.plan.planner import STAGING_SLOTS
 from offload.protocols import StateFormat
 from offload.rules import FP32, GroupScalars
@@ -242,7 +253,7 @@ class Probed:
     def rates(self, configuration: Configuration) -> Rates:
         paths = tuple(self.file.rates.paths[self.kinds.index(rate)] for rate in configuration.paths)
         cpu = self.file.cpu_rate({StateFormat.EXACT: 1}, configuration.threads)
-        return dataclasses.replace(self.file.rates, cpu_bytes_per_s=cpu, paths=paths, gpu=None)
+        return dataclasses.replace(self.file.rates, cpu_bytes_per_s=cpu, paths=paths, gpu=NO_GPU)
 
 
 def rounds_of(opened: Sequence[Session], rounds: int, each: Callable[[Session], None]) -> str:

@@ -112,11 +112,11 @@ def check_fits(node: Node, ranks: int, use: Use, rates: Rates) -> None:
             {"the node": node.memory_bytes},
             "lower --host-memory, or give --node-memory for another node",
         )
-    if use.gpu and 0 < rates.link.memory_bytes < use.gpu_bytes:
+    if 0 < rates.gpu.memory_bytes < use.gpu_bytes:
         raise InfeasiblePlanError(
             f"a rank's GPU memory ({shares(use.gpu)})",
             use.gpu_bytes,
-            {GPU: rates.link.memory_bytes},
+            {GPU: rates.gpu.memory_bytes},
             "lower --gpu-memory, use more ranks on more GPUs, or keep weights in host memory with --weights-on cpu",
         )
 

@@ -280,9 +280,7 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
         raise ConfigError("subgroup_numel", subgroup_numel, f"{allowed}give {_least_subgroup_numel(numel):,} or more")
     exact_numel = math.ceil(question.exact_params / question.all_ranks)
     layout, rates = _layout(numel, exact_numel, subgroup_numel, rule), question.rates
-    staging = question.gpu_staging
-    if staging is None:
-        staging = 4 * layout.max_subgroup_bytes if rates.gpu is not None else 0
+    staging = 4 * layout.max_subgroup_bytes if question.gpu_staging is None else question.gpu_staging
     return layout, Budgets(
         host_bytes=question.host_memory,
         staging_bytes=question.staging_memory,
@@ -302,13 +300,16 @@ def _rates(question: Question) -> Rates:
     Raises:
         ConfigError: There are more ranks than GPUs, and each is to have one.
     """
+    from offload.plan import NO_GPU
+
     rates, gpus = question.rates.shared_by(question.ranks), question.node.gpus
-    if rates.gpu is None or gpus is None or question.ranks <= gpus:
+    if gpus is None or question.ranks <= gpus:
         return rates
     if question.weights_on_gpu or question.gpu_memory or question.placement not in ("auto", "cpu"):
+        rates.gpu.check_used(planned=True)
         allowed = f"the node has {gpus} GPUs, one for each rank; give --gpus for another node"
         raise ConfigError("--ranks", question.ranks, allowed)
-    return replace(rates, gpu=None)
+    return replace(rates, gpu=NO_GPU)
 
 
 def _plan(question: Question, rates: Rates) -> Plan:
@@ -374,7 +375,7 @@ def _forward_backward_s(question: Question, rates: Rates, plan: Plan) -> tuple[f
         # Gradients of what the CPU updates leave the GPU meanwhile.
         subgroups = plan.layout.subgroups
         nbytes = sum(GRADIENT_BYTES * s.numel for s in subgroups if not plan.updates_on_gpu(s.index))
-        backward_s = max(backward_s, nbytes / rates.link.d2h_bytes_per_s)
+        backward_s = max(backward_s, nbytes / rates.gpu.d2h_bytes_per_s)
     return forward_s, backward_s
 
 
@@ -410,7 +411,7 @@ def advice(answer: Answer) -> list[tuple[str, float]]:
     for what, question in _changes(answer):
         try:
             saved_s = now_s - ask(question, simulate=False).step_s
-        except InfeasiblePlanError:
+        except (ConfigError, InfeasiblePlanError):  # there is no such memory, or no GPU
             continue
         if saved_s > 0.01 * now_s:
             found.append((what, saved_s))
@@ -429,15 +430,11 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
     if streamed_bytes := answer.plan.home_bytes[Home.STREAMED]:
         more = min(streamed_bytes, max(1 << 30, int(HELP_HOST * answer.plan.state_bytes)), host_room)
         yield f"host budget +{format_bytes(more)} a rank", replace(question, host_memory=question.host_memory + more)
-    gpu = rates.link
-    if answer.rates.gpu and answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
+    gpu = rates.gpu
+    if answer.plan.home_bytes[Home.GPU] < answer.plan.state_bytes:
         more = min(answer.plan.state_bytes, 10 << 30, (gpu.memory_bytes or 1 << 60) - use.gpu_bytes)
         yield f"GPU budget +{format_bytes(more)} a rank", replace(question, gpu_memory=question.gpu_memory + more)
-        faster = replace(
-            gpu,
-            h2d_bytes_per_s=2 * gpu.h2d_bytes_per_s,
-            d2h_bytes_per_s=2 * gpu.d2h_bytes_per_s,
-        )
+        faster = replace(gpu, h2d_bytes_per_s=2 * gpu.h2d_bytes_per_s, d2h_bytes_per_s=2 * gpu.d2h_bytes_per_s)
         yield "a link to the GPU twice as fast", replace(question, rates=replace(rates, gpu=faster))
     cpu = replace(rates, cpu_bytes_per_s=2 * rates.cpu_bytes_per_s, memory_bytes_per_s=2 * rates.memory_bytes_per_s)
     yield "CPU and memory twice as fast", replace(question, rates=cpu)
@@ -610,7 +607,7 @@ def _question(arguments: argparse.Namespace) -> Question:
         exact_params = 0
     numels = {state_format: params - exact_params} | ({StateFormat.EXACT: exact_params} if exact_params else {})
     rates = replace(rates, cpu_bytes_per_s=file.cpu_rate(numels))
-    weights_on = arguments.weights_on or ("gpu" if rates.gpu is not None else "cpu")
+    weights_on = arguments.weights_on or rates.gpu.weights_on
     values = {
         name: parse_bytes(f"--{name.replace('_', '-')}", value)
         for name in ("host_memory", "gpu_memory", "gpu_staging", "staging_memory", "path_bytes")
@@ -864,8 +861,8 @@ def _node_lines(answer: Answer) -> list[str]:
     of_node = "" if memory_bytes is None else f" of the node's {format_bytes(memory_bytes)}"
     taken = f"{format_bytes(question.ranks * use.host_bytes)}{of_node}"
     lines = [f"host memory: all ranks take {taken}, each {shares(use.host)}"]
-    if use.gpu:
-        size = question.rates.link.memory_bytes
+    if use.gpu_bytes:
+        size = question.rates.gpu.memory_bytes
         of_gpu = f" of {format_bytes(size)}" if size else ""
         lines.append(f"GPU: {format_bytes(use.gpu_bytes)}{of_gpu}, {shares(use.gpu)}; activations come on top")
     fewest = least(question)

@@ -105,8 +105,9 @@ def describe(found: RatesFile) -> str:
     lines.append(f"host memory gives {format_bytes(found.rates.memory_bytes_per_s)}/s")
     for number, path in enumerate(found.rates.paths):
         lines.append(f"path {number} takes {path.memory_cost:.2g} bytes of that from updates for each byte moved")
-    if found.rates.gpu is not None:
-        lines.append(f"GPU copies take {found.rates.gpu.memory_cost:.2g} bytes of that for each byte moved")
+    for lane, (_, cost) in found.rates.gpu.lanes.items():
+        if lane == "h2d":  # and the other way as much
+            lines.append(f"GPU copies take {cost:.2g} bytes of that for each byte moved")
     return "\n".join(lines)
 
 

@@ -35,7 +35,7 @@ from offload.measure.observe import at_once
 from offload.measure.rates_file import Measurement, RatesFile, machine_facts, versions
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
-from offload.plan import GpuRates, PathRates, Rates
+from offload.plan import NO_GPU, GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
 from offload.protocols import SECTOR_BYTES, StateFormat
 from offload.rules import ADAMW
@@ -118,19 +118,17 @@ def full_probe(
         for number, path in enumerate(paths):
             report(0, 1, f"opening {path}")
             probes.append(_PathProbe(number, path, queue, stack, cpu, run_s))
-        gpu = stack.enter_context(gpu_probe(lambda: cpu.rate(cpu.most)))
+        gpus = stack.enter_context(gpu_probe(lambda: cpu.rate(cpu.most)))
         samples: list[tuple[str, Sample]] = [*cpu.samples()]
         for probe in probes:
             samples += probe.samples()
-        if gpu is not None:
-            samples += gpu.samples()
+        samples += [sample for gpu in gpus for sample in gpu.samples()]
         found = _rounds(samples, seconds, report)
-        engine = None
-        if gpu is None:  # else calls of its runtime, which are not known apart, are most of what the thread does
-            unknown = Rates(1.0, (PathRates(1.0, 1.0),) * len(probes))
-            engine = trial_rates(kernels[counts[-1]], [probe.tier for probe in probes], queue, unknown)
-    measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
-    return _result(measurements, counts, probes, gpu, engine)
+        measurements = {name: summarise(values, _unit(name)) for name, values in found.items()}
+        result = _result(measurements, counts, probes, gpus)
+        engine = trial_rates(kernels[counts[-1]], [probe.tier for probe in probes], queue, result.rates)
+    costs = {name: getattr(engine, name) for name in ("reaction_s", "operation_s", "begin_s")}
+    return dataclasses.replace(result, rates=dataclasses.replace(result.rates, **costs))
 
 
 def thread_counts(most: int) -> list[int]:
@@ -195,8 +193,7 @@ def _result(
     measurements: dict[str, Measurement],
     counts: Sequence[int],
     probes: Sequence[_PathProbe],
-    on_gpu: GpuProbe | None,
-    engine: Rates | None,
+    gpus: Sequence[GpuProbe],
 ) -> RatesFile:
     def median(name: str) -> float:
         return measurements[name].median
@@ -218,14 +215,11 @@ def _result(
         together = tier.depth if probe.shares else 1
         rated.append(PathRates(read, write, latency_s, cost(name, read + write), alone[0], alone[1], together))
         facts.append(parse_place(tier.path).facts() | {"io": str(getattr(tier, "io_backend", tier.name))})
-    gpu = None
-    if on_gpu is not None:
+    gpu = NO_GPU
+    for on_gpu in gpus:
         h2d, d2h = median("gpu/h2d"), median("gpu/d2h")
         gpu = GpuRates(median("gpu/update"), h2d, d2h, on_gpu.memory_bytes, cost("gpu", h2d + d2h))
     rates = Rates(cpu[counts[-1]], tuple(rated), gpu, memory)
-    if engine is not None:
-        costs = {name: getattr(engine, name) for name in ("reaction_s", "operation_s", "begin_s")}
-        rates = dataclasses.replace(rates, **costs)
     warnings = []
     apart = [f"{name} ({m.spread:.0%})" for name, m in measurements.items() if m.spread > DISAGREEMENT]
     if apart:

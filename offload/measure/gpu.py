@@ -25,8 +25,8 @@ H2D, D2H, UPDATE = DeviceLane.H2D, DeviceLane.D2H, DeviceLane.UPDATE
 
 
 @contextlib.contextmanager
-def gpu_probe(update: Callable[[], float]) -> Iterator[GpuProbe | None]:
-    """Yield a probe of the current accelerator, or None where torch has none that offload runs on.
+def gpu_probe(update: Callable[[], float]) -> Iterator[list[GpuProbe]]:
+    """Yield the probe of the current accelerator; none where torch has none that offload runs on.
 
     Args:
         update: Runs the CPU's update for a while and returns its rate.
@@ -34,7 +34,7 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[GpuProbe | None]:
     import torch
 
     with contextlib.ExitStack() as ends:
-        probe = None
+        probes = []
         there = torch.accelerator.current_accelerator(check_available=True)
         if there is not None and there.type in BACKENDS:
             from offload.engine.accelerator import AcceleratorDevice
@@ -47,7 +47,8 @@ def gpu_probe(update: Callable[[], float]) -> Iterator[GpuProbe | None]:
             ends.callback(probe.close)
             probe.memory_bytes = device.memory_bytes
             probe.rates(UPDATE)  # compiles
-        yield probe
+            probes.append(probe)
+        yield probes
 
 
 class GpuProbe:

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena, available_bytes
+from offload.engine.none import NO_LANES, Lanes
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_bytes
 from offload.layout import MAX_TILE_BYTES, SECTOR_NUMEL, numels_by_format
@@ -26,7 +27,7 @@ from offload.measure.gpu import COPIES_BESIDE, D2H, H2D, UPDATE, GpuProbe
 from offload.measure.observe import at_once
 from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
-from offload.plan import GpuRates, PathRates, Plan, Rates
+from offload.plan import NO_GPU, GpuRates, PathRates, Plan, Rates
 from offload.plan.rates import mean_rate
 from offload.protocols import SECTOR_BYTES, Queue, StateFormat, Tier
 from offload.rules import ADAMW, UpdateRule
@@ -83,7 +84,7 @@ def quick_probe(
     queue: Queue,
     address: int,
     plan: Plan,
-    lanes: GpuLanes | None = None,
+    lanes: Lanes = NO_LANES,
 ) -> Rates:
     """Measure the update of exact state and of what else the session has, memory, the GPU, every path, the engine.
 
@@ -96,13 +97,13 @@ def quick_probe(
         queue: What all report to; nothing else does meanwhile.
         address: Staging memory, `plan.staging_bytes` long; its content is lost. 0 without any.
         plan: What the session is about to do.
-        lanes: The session's, with nothing on them; nor is the caller's work under way. None without a GPU.
+        lanes: The session's, with nothing on them; nor is the caller's work under way.
 
     Raises:
         TierError: If a path fails.
         OffloadError: If the device fails, or it or the host has no memory for it.
     """
-    layout, gpu = plan.layout, None
+    layout, gpu = plan.layout, NO_GPU
     numels = numels_by_format(layout.parameters, layout.rule) or {StateFormat.EXACT: 1}
     cpu: dict[StateFormat, float] = {}
     memory = 0.0
@@ -110,12 +111,11 @@ def quick_probe(
         with contextlib.closing(_HostProbe(kernel, queue, plan, state_format, address)) as host:
             cpu[state_format], reached = host.rates()
             memory = max(memory, reached)
-            if state_format is StateFormat.EXACT and lanes is not None:
-                gpu = _probe_gpu(lanes, host, plan)
+            if state_format is StateFormat.EXACT:
+                gpu = lanes.rated(partial(_probe_gpu, host=host, plan=plan))
     paths = tuple(_probe_path(tier, queue, address, plan) for tier in tiers)
     rates = Rates(mean_rate(cpu, numels), paths, gpu, memory)
-    # A GPU's calls are most of what its operations cost the engine's thread: its first steps teach that.
-    return rates if gpu is not None else trial_rates(kernel, tiers, queue, rates, plan, (address, plan.staging_bytes))
+    return trial_rates(kernel, tiers, queue, rates, plan, (address, plan.staging_bytes))
 
 
 class _HostProbe:

@@ -82,7 +82,6 @@ class OffloadedOptimizer(StatefulOptimizer):
         self._is_last_pass: Callable[[], bool] | None = None
         self._steps_seen = 0
         self._writers: list[tuple[int, Callable[[Mapping[str, float], int], None]]] = []
-        late.waits = not isinstance(late.device, NoDevice) and config.gpu_memory == "auto"
         if late.waits:
             self._widen_gradients(parameters)
         else:

@@ -47,6 +47,7 @@ def choose_route(
         kind, come = Slots if is_alone else Reduced, arrive
     else:
         kind, come = (AtStep, False) if late.config.keep_grads else (Departing, is_alone)
+        late.waits = late.config.gpu_memory == "auto"  # for backward, which shows what is free there
     if late.config.overlap == "backward" and not come:
         allowed = (
             'use "off": gradients have to come to host memory, of one process, or where weights are there, too, '

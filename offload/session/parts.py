@@ -91,17 +91,19 @@ class Parts:
         self.queue = CompletionQueue()
         self.lanes = Lanes(device)
         self._make_gradients: Callable[..., GradientStore] = HostGradients
-        self._probed: GpuLanes | None = None
-        if not isinstance(device, NoDevice):
+        if isinstance(device, NoDevice):
+            refuse_gpu(config)
+        else:
             copies, cpu_updates = self.tables.weight_copies, config.placement not in ("gpu", 1)
-            self.lanes = self._probed = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates)
-            self._make_gradients = partial(GpuGradients, lanes=self._probed)
+            self.lanes = lanes = GpuLanes(device, self.queue, copies, cpu_updates=cpu_updates)
+            self._make_gradients = partial(GpuGradients, lanes=lanes)
+            gradient_slots = True
         self.memory = HostMemory(self.lanes)
         self.closing: list[tuple[Tier, waits.Aside]] = []
         self.ends = contextlib.ExitStack()  # runs in reverse, and each whatever becomes of the others
         self._gradient_slots = GradientSlots(
             dtype=DtypeCode.FLOAT32 if config.gradient_dtype == "float32" else None,
-            wanted=gradient_slots or self.lanes.on_gpu,
+            wanted=gradient_slots,
             passing=not config.keep_grads,
         )
         self._threads = config.threads or default_threads(self.lanes, sharing)
@@ -122,8 +124,6 @@ class Parts:
         config = self.config
         paths = [path.path for path in config.path_configs]
         check_places(paths)
-        if not self.lanes.on_gpu:
-            refuse_gpu(config)
         parameters = self._with_formats(parameters)
         known = self._known_rates(paths, numels_by_format(parameters, self.rule))
         budgets = self._first_plan(parameters, known)
@@ -241,7 +241,7 @@ class Parts:
             self.rates = known
             return
         caller.wait()  # forward and backward would be slower, and seem so
-        self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self._probed)
+        self.rates = quick_probe(self.kernel, self.tiers, self.queue, memory.staging[0], self.plan, self.lanes)
         plan = choose_plan(self.plan.layout, budgets, self.rates, self.config.placement, kept=self.plan)
         if plan != self.plan:
             self.plan = plan

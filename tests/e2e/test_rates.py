@@ -14,7 +14,7 @@ import offload
 from offload.measure import RatesFile, default_rates_file, load_rates, save_rates
 from offload.measure.observe import HISTORY
 from offload.measure.rates_file import machine_facts, versions
-from offload.plan import GpuRates, PathRates, Rates, estimate
+from offload.plan import NO_GPU, GpuRates, PathRates, Rates, estimate
 from offload.protocols import StateFormat
 from offload.sim import predict
 from offload.tiers import parse_place
@@ -44,7 +44,7 @@ def test_a_session_starts_from_a_file_and_learns(tmp_path: Path, streaming: Conf
         rates = optimizer.engine.rates
         assert rates.paths == measured(tmp_path).rates.paths
         assert rates.cpu_bytes_per_s == 10 * GB
-        assert rates.gpu is None  # nothing of this session runs there
+        assert rates.gpu == NO_GPU  # nothing of this session runs there
         # As the fifth step begins three have been looked at; before that, the file's rates are one of the last three.
         for _ in range(2 + HISTORY):
             optimizer.param_groups[0]["params"][0].grad = torch.ones(400_000, dtype=torch.bfloat16)
