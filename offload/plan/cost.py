@@ -271,11 +271,11 @@ def _step_s(
             (on_gpu, mix.gpu_slots * copy_s, copy_s, mix.host[1].nbytes),
         )
         hindrance_s = 0.0
-        for part, wait_s, work_s, resident_bytes in behind:
+        for part, wait_s, each_s, resident_bytes in behind:
             hindered_s = max(every_s, (round_s + part * wait_s) / mix.slots)
-            spare_s = hindered_s - part * work_s
+            spare_s = hindered_s - part * each_s
             if part and spare_s > 0:
-                lasts = resident_bytes / mean_bytes * work_s / spare_s
+                lasts = resident_bytes / mean_bytes * each_s / spare_s
                 hindrance_s += min(moved, int(lasts)) * (hindered_s - every_s)
         pipeline_s = round_s + (moved - together) * every_s + (together - 1) * work_s + hindrance_s
     # What the CPU has not done by then, it does at its full speed.
