@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload.cli.node import GPU, GRADIENT_BYTES, UNKNOWN, Node, Use, check_fits, shares, use_of
 from offload.cli.progress import Progress
-from offload.cli.record import to_json
-from offload.cli.values import MAX_RANKS, parse_count, parse_number, parse_output, parse_path, read_values
+from offload.cli.values import MAX_RANKS, parse_count, parse_number, parse_output, parse_path, read_values, to_json
 from offload.config import EXACT_NAMES, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
 from offload.protocols import StateFormat

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.progress import Progress
-from offload.cli.record import to_json
-from offload.cli.values import parse_number, parse_output, parse_path
+from offload.cli.values import parse_number, parse_output, parse_path, to_json
 from offload.errors import ConfigError
 from offload.units import DAY_S, format_bytes, format_seconds
 
