@@ -5,19 +5,29 @@ from __future__ import annotations
 import argparse
 import bisect
 import contextlib
-import functools
 import gc
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.node import GPU, GRADIENT_BYTES, UNKNOWN, Node, Use, check_fits, shares, use_of
 from offload.cli.progress import Progress
-from offload.cli.values import MAX_RANKS, parse_count, parse_number, parse_output, parse_path, read_values, to_json
+from offload.cli.values import (
+    MAX_RANKS,
+    add_output,
+    add_value,
+    in_columns,
+    parse_count,
+    parse_number,
+    parse_output,
+    parse_path,
+    read_values,
+    tell,
+)
 from offload.config import EXACT_NAMES, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
 from offload.protocols import StateFormat
@@ -73,15 +83,16 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--params", metavar="N", help="parameters of the model: 70e9, 70B")
-    model.add_argument("--config", metavar="FILE", help="a Hugging Face config.json, or the directory it lies in")
-    parser.add_argument("--rule", choices=tuple(RULES), default="adam", help="update rule (default: %(default)s)")
-    parser.add_argument(
-        "--state-format", choices=tuple(STATE_FORMATS), default="exact", help="how state is stored (default: exact)"
-    )
-    parser.add_argument("--rates", metavar="FILE", help="rates file, or the name of a known machine")
-    parser.add_argument("--ranks", metavar="N", default="1", help="processes that share the node (default: 1)")
-    parser.add_argument("--nodes", metavar="N", default="1", help="such nodes, which share the model (default: 1)")
+    add_value(model, "--params", parse_count, "parameters of the model: 70e9, 70B")
+    config = "a Hugging Face config.json, or the directory it lies in"
+    add_value(model, "--config", parse_path, config, metavar="FILE")
+    rules = "update rule (default: %(default)s)"
+    parser.add_argument("--rule", choices=tuple(RULES), default="adam", help=rules)
+    form = "how state is stored (default: exact)"
+    parser.add_argument("--state-format", choices=tuple(STATE_FORMATS), default="exact", help=form)
+    add_value(parser, "--rates", parse_path, "rates file, or the name of a known machine", metavar="FILE")
+    add_value(parser, "--ranks", _parse_ranks, "processes that share the node (default: 1)", default=1)
+    add_value(parser, "--nodes", _parse_ranks, "such nodes, which share the model (default: 1)", default=1)
     parser.add_argument(
         "--shared-path",
         metavar="N[=SIZE]",
@@ -90,25 +101,9 @@ def add_parser(commands: Any) -> None:
         help="path N (from 0) is one file system for all nodes, which moves SIZE a second each way in all (default: "
         "what the rates say of it); other paths are each node's own",
     )
-    sizes = parser.add_argument_group("budgets of each rank")
-    sizes.add_argument("--host-memory", metavar="SIZE", default="0", help="for state at home there (default: 0)")
-    sizes.add_argument("--gpu-memory", metavar="SIZE", default="0", help="for state at home on the GPU (default: 0)")
-    sizes.add_argument(
-        "--gpu-staging", metavar="SIZE", help="GPU memory through which other state is updated (default: 4 subgroups)"
-    )
-    sizes.add_argument(
-        "--staging-memory", metavar="SIZE", help="that streamed state passes through (default: chosen)"
-    )
-    sizes.add_argument("--path-count", metavar="N", help="use only the first N paths of the rates (default: all)")
-    sizes.add_argument("--path-bytes", metavar="SIZE", help="what each path offers to a rank (default: no limit)")
-    sizes.add_argument("--subgroup-numel", metavar="N", help="most elements of a subgroup (default: chosen)")
-    sizes.add_argument(
-        "--placement",
-        metavar="P",
-        default="auto",
-        help='updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)',
-    )
-    parser.add_argument("--weights-on", choices=("cpu", "gpu"), help="where they lie (default: gpu, if there is one)")
+    _add_budgets(parser.add_argument_group("budgets of each rank"))
+    weights = "where they lie (default: gpu, if there is one)"
+    parser.add_argument("--weights-on", choices=("cpu", "gpu"), help=weights)
     parser.add_argument(
         "--keep-grads",
         action=argparse.BooleanOptionalAction,
@@ -116,22 +111,61 @@ def add_parser(commands: Any) -> None:
         "and under ZeRO, they leave during backward (default: they stay with one rank)",
     )
     node = parser.add_argument_group("each node, where it is another than that of the rates")
-    node.add_argument("--node-memory", metavar="SIZE", help="host memory that all ranks have together")
-    node.add_argument("--gpus", metavar="N", help="number of GPUs")
+    memory = "host memory that all ranks have together"
+    add_value(node, "--node-memory", parse_bytes, memory, metavar="SIZE")
+    add_value(node, "--gpus", _parse_ranks, "number of GPUs")
     work = parser.add_argument_group("the rest of the iteration")
-    work.add_argument(
-        "--tokens", metavar="N", help="tokens of each rank in an iteration: predicts forward and backward"
-    )
-    work.add_argument("--flops", metavar="F", help="FLOP/s they reach (default: that of the rates)")
+    tokens = "tokens of each rank in an iteration: predicts forward and backward"
+    add_value(work, "--tokens", parse_count, tokens)
+    reads = partial(parse_number, least=1, most=1e24, what="operations a second")
+    add_value(work, "--flops", reads, "FLOP/s they reach (default: that of the rates)", metavar="F")
     work.add_argument("--recompute", action="store_true", help="activations are recomputed in backward")
     wear = parser.add_argument_group("wear of the drives")
-    wear.add_argument("--endurance", metavar="SIZE", help="bytes that each drive may be written, by its data sheet")
-    wear.add_argument("--steps-per-day", metavar="N", help="(default: one iteration after the other)")
+    written = "bytes that each drive may be written, by its data sheet"
+    add_value(wear, "--endurance", parse_bytes, written, metavar="SIZE")
+    reads = partial(parse_number, least=1e-3, most=1e9)
+    add_value(wear, "--steps-per-day", reads, "(default: one iteration after the other)")
     parser.add_argument("--sweep", metavar="NAME=V,V,...", help=f"predict for each value of {', '.join(_SWEEPS)}")
-    parser.add_argument("--out", metavar="FILE", help="where the sweep's picture goes (default: no picture)")
-    parser.add_argument(
-        "--json", action="store_true", help="print everything as JSON on stdout, and nothing else there"
-    )
+    picture = "where the sweep's picture goes (default: no picture)"
+    add_value(parser, "--out", parse_output, picture, metavar="FILE")
+    add_output(parser, "print everything as JSON on stdout, and nothing else there")
+
+
+def _add_budgets(sizes: Any) -> None:
+    size = partial(add_value, sizes, metavar="SIZE")
+    size("--host-memory", parse_bytes, "for state at home there (default: 0)", default=0)
+    size("--gpu-memory", parse_bytes, "for state at home on the GPU (default: 0)", default=0)
+    through = "GPU memory through which other state is updated (default: 4 subgroups)"
+    size("--gpu-staging", parse_bytes, through)
+    size("--staging-memory", parse_bytes, "that streamed state passes through (default: chosen)")
+    sizes.add_argument("--path-count", metavar="N", help="use only the first N paths of the rates (default: all)")
+    size("--path-bytes", parse_bytes, "what each path offers to a rank (default: no limit)", default=1 << 60)
+    add_value(sizes, "--subgroup-numel", parse_count, "most elements of a subgroup (default: chosen)")
+    where = 'updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)'
+    add_value(sizes, "--placement", _parse_placement, where, metavar="P", default="auto")
+
+
+def _parse_ranks(field: str, value: str) -> int:
+    return parse_count(field, value, most=MAX_RANKS)
+
+
+def _parse_placement(field: str, value: str) -> str | float:
+    if value in ("auto", "cpu", "gpu"):
+        return value
+    if value.startswith("stride:"):
+        return f"stride:{parse_count(field, value.removeprefix('stride:'))}"
+    return parse_number(field, value, least=0, most=1, what='"auto", "cpu", "gpu", "stride:<k>", or a share')
+
+
+_SWEEPS: Mapping[str, tuple[str, Callable[[str, str], Any]]] = {
+    "host_memory": ("host_memory", parse_bytes),
+    "gpu_memory": ("gpu_memory", parse_bytes),
+    "path_count": ("path_count", lambda field, value: value),  # read when the rates are known
+    "subgroup_numel": ("subgroup_numel", parse_count),
+    "gpu_share": ("placement", _parse_placement),
+    "ranks": ("ranks", _parse_ranks),
+}
+"""What may be swept: the field of a `Question`, and how its values are read, as where it is an option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +277,7 @@ class Answer:
         return [self.question.ranks * lanes.get(f"write:{n}", 0) for n in range(len(self.rates.paths))]
 
 
-@functools.lru_cache(maxsize=4)
+@lru_cache(maxsize=4)
 def _layout(numel: int, exact_numel: int, subgroup_numel: int, rule: UpdateRule) -> Layout:
     """Return the layout of one rank's part of a model; advice asks about one again and again."""
     from offload.dtypes import DtypeCode
@@ -442,24 +476,13 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
 # Sweeps
 
 
-def _gpu_share(question: Question, value: str) -> Question:
-    return replace(question, placement=_placement("--sweep gpu_share", value))
-
-
-def _path_count(question: Question, value: str) -> Question:
-    return replace(question, rates=_first_paths(question.rates, "--sweep path_count", value))
-
-
-_SWEEPS: Mapping[str, Callable[[Question, str], Question]] = {
-    "host_memory": lambda question, value: replace(question, host_memory=parse_bytes("--sweep host_memory", value)),
-    "gpu_memory": lambda question, value: replace(question, gpu_memory=parse_bytes("--sweep gpu_memory", value)),
-    "path_count": _path_count,
-    "subgroup_numel": lambda question, value: replace(
-        question, subgroup_numel=parse_count("--sweep subgroup_numel", value)
-    ),
-    "gpu_share": _gpu_share,
-    "ranks": lambda question, value: replace(question, ranks=parse_count("--sweep ranks", value, most=MAX_RANKS)),
-}
+def _changed(question: Question, name: str, value: str) -> Question:
+    """Return a question with one value of a sweep."""
+    field, read = _SWEEPS[name]
+    found = read(f"--sweep {name}", value)
+    if field == "path_count":
+        return replace(question, rates=_first_paths(question.rates, "--sweep path_count", found))
+    return replace(question, **{field: found})
 
 
 def sweep(question: Question, name: str, values: Sequence[str]) -> list[dict[str, Any]]:
@@ -468,7 +491,7 @@ def sweep(question: Question, name: str, values: Sequence[str]) -> list[dict[str
     for value in values:
         row: dict[str, Any] = {name: value}
         try:
-            answer = ask(_SWEEPS[name](question, value))
+            answer = ask(_changed(question, name, value))
         except (ConfigError, PlanError) as error:
             row["error"] = str(error)
         else:
@@ -483,16 +506,14 @@ def sweep(question: Question, name: str, values: Sequence[str]) -> list[dict[str
     return rows
 
 
-def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: Path) -> None:
+def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: str) -> None:
+    from offload.cli.report import new_figure
+
     try:
-        import matplotlib
+        figure, axes = new_figure(7.0, 4.0)
     except ImportError as cause:
         raise OffloadError("the picture needs matplotlib: pip install matplotlib") from cause
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     drawn = [row for row in rows if "step_s" in row]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     places = range(len(drawn))
     axes.plot(places, [row["step_s"] for row in drawn], "o-", label="step, simulated")
     axes.plot(places, [row["bound_s"] for row in drawn], "_--", color="#888888", label="busiest resource alone")
@@ -506,12 +527,16 @@ def _draw(rows: Sequence[Mapping[str, Any]], name: str, file: Path) -> None:
     try:
         figure.savefig(file, dpi=150)
     except (OSError, ValueError) as cause:  # ValueError: a format that matplotlib does not know
-        raise ConfigError("--out", str(file), f"the picture cannot be written there: {cause}") from cause
-    finally:
-        pyplot.close(figure)
+        raise ConfigError("--out", file, f"the picture cannot be written there: {cause}") from cause
 
 
 # The command
+
+_AS_GIVEN = (
+    *("nodes", "ranks", "host_memory", "gpu_memory", "gpu_staging", "staging_memory", "path_bytes", "subgroup_numel"),
+    *("placement", "tokens", "recompute", "rule", "state_format"),
+)
+"""Fields of a `Question` that are options."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -525,22 +550,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.rates is None or (arguments.params is None and arguments.config is None):
         arguments.refuse("give a model, by --params N or --config FILE, and --rates FILE")
-    endurance = steps_per_day = out = None
-    if arguments.endurance is not None:
-        endurance = parse_bytes("--endurance", arguments.endurance)
-    if arguments.steps_per_day is not None:
-        steps_per_day = parse_number("--steps-per-day", arguments.steps_per_day, least=1e-3, most=1e9)
-    if arguments.out is not None:
-        out = parse_output("--out", arguments.out)
-        if arguments.sweep is None:
-            raise ConfigError("--out", out, "a picture is drawn of a --sweep")
+    if arguments.out is not None and arguments.sweep is None:
+        raise ConfigError("--out", arguments.out, "a picture is drawn of a --sweep")
     question = _question(arguments)
     if arguments.sweep is not None:
         name, values = _parse_sweep(arguments.sweep)
         rows = sweep(question, name, values)
-        print(to_json({"sweep": name, "rows": rows}, indent=2) if arguments.json else _sweep_table(rows, name))
-        if out is not None:
-            _draw(rows, name, Path(out))
+        tell(arguments, {"sweep": name, "rows": rows}, _sweep_table(rows, name))
+        if arguments.out is not None:
+            _draw(rows, name, arguments.out)
         return 0
     progress = Progress(0, title="plan", quiet=arguments.json, unit="visit", after_s=1.0)
     collects = gc.isenabled()
@@ -552,12 +570,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise PlanError(f"{error}; {_say_least(question)}") from error
     else:
-        wear = _wear(answer, endurance, steps_per_day)
+        wear = _wear(answer, arguments.endurance, arguments.steps_per_day)
         found = advice(answer)
-        if arguments.json:
-            print(to_json(_as_dict(answer, wear, found), indent=2))
-        else:
-            print(_describe(answer, wear, found))
+        tell(arguments, _as_dict(answer, wear, found), "" if arguments.json else _describe(answer, wear, found))
         return 0
     finally:
         progress.close()
@@ -579,70 +594,42 @@ def _say_least(question: Question) -> str:
 def _question(arguments: argparse.Namespace) -> Question:
     from offload.measure import find_rates
 
-    ranks = parse_count("--ranks", arguments.ranks, most=MAX_RANKS)
-    nodes = parse_count("--nodes", arguments.nodes, most=MAX_RANKS)
-    file = find_rates(parse_path("--rates", arguments.rates))
+    file = find_rates(arguments.rates)
     rates, node = file.rates, Node.of(file)
     if arguments.node_memory is not None:
-        node = replace(node, memory_bytes=parse_bytes("--node-memory", arguments.node_memory))
+        node = replace(node, memory_bytes=arguments.node_memory)
     if arguments.gpus is not None:
-        node = replace(node, gpus=parse_count("--gpus", arguments.gpus, most=MAX_RANKS))
+        node = replace(node, gpus=arguments.gpus)
     if arguments.flops is not None:
-        flops_per_s = parse_number("--flops", arguments.flops, least=1, most=1e24, what="operations a second")
-        rates = replace(rates, compute_flops_per_s=flops_per_s)
+        rates = replace(rates, compute_flops_per_s=arguments.flops)
     named = [text.partition("=")[0].strip() for text in arguments.shared_path]
     if len(set(named)) < len(named):
         raise ConfigError("--shared-path", ", ".join(named), "give each path once")
     for text in arguments.shared_path:
-        rates = with_shared_path(rates, text, nodes)
+        rates = with_shared_path(rates, text, arguments.nodes)
     if arguments.path_count is not None:
         rates = _first_paths(rates, "--path-count", arguments.path_count)
     if arguments.params is not None:
-        params, exact_params = parse_count("--params", arguments.params), 0
+        params, exact_params = arguments.params, 0
     else:
-        params, exact_params = _params_of(parse_path("--config", arguments.config))
+        params, exact_params = _params_of(arguments.config)
     state_format = STATE_FORMATS[arguments.state_format]
     if state_format is not StateFormat.COMPACT8:
         exact_params = 0
     numels = {state_format: params - exact_params} | ({StateFormat.EXACT: exact_params} if exact_params else {})
     rates = replace(rates, cpu_bytes_per_s=file.cpu_rate(numels))
     weights_on = arguments.weights_on or rates.gpu.weights_on
-    values = {
-        name: parse_bytes(f"--{name.replace('_', '-')}", value)
-        for name in ("host_memory", "gpu_memory", "gpu_staging", "staging_memory", "path_bytes")
-        if (value := getattr(arguments, name)) is not None
-    }
-    counts = {
-        name: parse_count(f"--{name.replace('_', '-')}", value)
-        for name in ("tokens", "subgroup_numel")
-        if (value := getattr(arguments, name)) is not None
-    }
     return Question(
         params=params,
         rates=rates,
-        nodes=nodes,
-        ranks=ranks,
-        placement=_placement("--placement", arguments.placement),
         weights_on_gpu=weights_on == "gpu",
-        keep_grads=nodes * ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
-        recompute=arguments.recompute,
-        rule=arguments.rule,
-        state_format=arguments.state_format,
+        keep_grads=arguments.nodes * arguments.ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
         exact_params=exact_params,
         node=node,
         places=tuple(str(facts.get("path", "")) for facts in file.paths),
         warnings=tuple(filter(None, [file.guesses(numels)])),
-        **values,
-        **counts,
+        **{name: getattr(arguments, name) for name in _AS_GIVEN},
     )
-
-
-def _placement(field: str, value: str) -> str | float:
-    if value in ("auto", "cpu", "gpu"):
-        return value
-    if value.startswith("stride:"):
-        return f"stride:{parse_count(field, value.removeprefix('stride:'))}"
-    return parse_number(field, value, least=0, most=1, what='"auto", "cpu", "gpu", "stride:<k>", or a share')
 
 
 def _first_paths(rates: Rates, field: str, value: str) -> Rates:
@@ -872,14 +859,11 @@ def _node_lines(answer: Answer) -> list[str]:
 
 
 def _sweep_table(rows: Sequence[Mapping[str, Any]], name: str) -> str:
-    width = max(len(name), *(len(str(row[name])) for row in rows))
-    lines = [f"{name:>{width}}  {'step':>10}  {'bound':>10}  bound by   on the GPU"]
+    cells = [(name, "step", "bound", "on the GPU", "bound by")]
     for row in rows:
         if "error" in row:
-            lines.append(f"{row[name]:>{width}}  {row['error']}")
-            continue
-        step, bound = format_seconds(row["step_s"]), format_seconds(row["bound_s"])
-        lines.append(
-            f"{row[name]:>{width}}  {step:>10}  {bound:>10}  {row['bound_by']:<9}  {row['updated_on_gpu']:.0%}"
-        )
-    return "\n".join(lines)
+            cells.append((row[name], "", "", "", row["error"]))
+        else:
+            step, bound = format_seconds(row["step_s"]), format_seconds(row["bound_s"])
+            cells.append((row[name], step, bound, f"{row['updated_on_gpu']:.0%}", row["bound_by"]))
+    return in_columns(cells, right=range(4))
