@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.node import GPU, GRADIENT_BYTES, UNKNOWN, Node, Use, check_fits, shares, use_of
+from offload.cli.node import GPU, GRADIENT_BYTES, Use, check_fits, node_of, shares, use_of
 from offload.cli.progress import Progress
 from offload.cli.values import (
     MAX_RANKS,
@@ -182,7 +182,8 @@ class Question:
         rule: Name of the update rule.
         state_format: How its state is stored.
         exact_params: How many of `params` have exact state all the same.
-        node: What the node has.
+        node_memory: Host memory of the node; None if that is not known.
+        gpus: Its GPUs; None likewise.
         places: Directories of the first paths, or what else the rates call them; other paths have only a number.
         warnings: What the reader should know of the rates.
     """
@@ -205,7 +206,8 @@ class Question:
     rule: str = "adam"
     state_format: str = "exact"
     exact_params: int = 0
-    node: Node = UNKNOWN
+    node_memory: int | None = None
+    gpus: int | None = None
     places: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -270,12 +272,6 @@ class Answer:
             found.append(f"by the closed form: steps of more than {MOST_TILES:,} tiles are not simulated")
         return found
 
-    @property
-    def written_bytes(self) -> list[int]:
-        """Bytes that each step writes to each path, by all ranks of a node together."""
-        lanes = self.prediction.lane_bytes if self.prediction else {}
-        return [self.question.ranks * lanes.get(f"write:{n}", 0) for n in range(len(self.rates.paths))]
-
 
 @lru_cache(maxsize=4)
 def _layout(numel: int, exact_numel: int, subgroup_numel: int, rule: UpdateRule) -> Layout:
@@ -335,7 +331,7 @@ def _rates(question: Question) -> Rates:
     """
     from offload.plan import NO_GPU
 
-    rates, gpus = question.rates.shared_by(question.ranks), question.node.gpus
+    rates, gpus = question.rates.shared_by(question.ranks), question.gpus
     if gpus is None or question.ranks <= gpus:
         return rates
     if question.weights_on_gpu or question.gpu_memory or question.placement not in ("auto", "cpu"):
@@ -381,7 +377,7 @@ def ask(
     rates = _rates(question)
     plan = _plan(question, rates)
     use = use_of(plan)
-    check_fits(question.node, question.ranks, use, rates)
+    check_fits(question.node_memory, question.ranks, use, rates)
     cost = estimate(plan, rates)
     forward_s, backward_s = _forward_backward_s(question, rates, plan)
     follows = forward_s is not None
@@ -455,7 +451,7 @@ def _changes(answer: Answer) -> Iterator[tuple[str, Question]]:
     from offload.plan import Home
 
     question, rates, use = answer.question, answer.question.rates, answer.use
-    host_room = (question.node.memory_bytes or 1 << 60) // question.ranks - use.host_bytes
+    host_room = (question.node_memory or 1 << 60) // question.ranks - use.host_bytes
     if rates.paths:
         best = max(rates.paths, key=lambda path: path.each_way_bytes_per_s)
         what = "a second path like this one" if len(rates.paths) == 1 else "one more path like the fastest"
@@ -581,7 +577,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _say_least(question: Question) -> str:
-    use, memory_bytes = least(question), question.node.memory_bytes
+    use, memory_bytes = least(question), question.node_memory
     if use is None:
         return "no host_memory would be enough"
     why = "" if question.rates.paths else "these rates have no paths (--rates), so "
@@ -595,11 +591,7 @@ def _question(arguments: argparse.Namespace) -> Question:
     from offload.measure import find_rates
 
     file = find_rates(arguments.rates)
-    rates, node = file.rates, Node.of(file)
-    if arguments.node_memory is not None:
-        node = replace(node, memory_bytes=arguments.node_memory)
-    if arguments.gpus is not None:
-        node = replace(node, gpus=arguments.gpus)
+    rates, (node_memory, gpus) = file.rates, node_of(file)
     if arguments.flops is not None:
         rates = replace(rates, compute_flops_per_s=arguments.flops)
     named = [text.partition("=")[0].strip() for text in arguments.shared_path]
@@ -625,7 +617,8 @@ def _question(arguments: argparse.Namespace) -> Question:
         weights_on_gpu=weights_on == "gpu",
         keep_grads=arguments.nodes * arguments.ranks == 1 if arguments.keep_grads is None else arguments.keep_grads,
         exact_params=exact_params,
-        node=node,
+        node_memory=node_memory if arguments.node_memory is None else arguments.node_memory,
+        gpus=gpus if arguments.gpus is None else arguments.gpus,
         places=tuple(str(facts.get("path", "")) for facts in file.paths),
         warnings=tuple(filter(None, [file.guesses(numels)])),
         **{name: getattr(arguments, name) for name in _AS_GIVEN},
@@ -731,11 +724,13 @@ def _at_most(count: int) -> Iterator[None]:
 
 
 def _wear(answer: Answer, endurance: int | None, steps_per_day: float | None) -> list[dict[str, float]]:
-    """Return what each path is written per step and, where its endurance is known, the days until it is used up."""
+    """Return what a node writes to each path per step and, where its endurance is known, the days that it lasts."""
     if steps_per_day is None:
         steps_per_day = DAY_S / answer.iteration_s if answer.iteration_s else 0.0
     found = []
-    for written in answer.written_bytes:
+    lanes = answer.prediction.lane_bytes if answer.prediction else {}
+    for number in range(len(answer.rates.paths)):
+        written = answer.question.ranks * lanes.get(f"write:{number}", 0)
         row: dict[str, float] = {"written_bytes_per_step": written, "steps_per_day": steps_per_day}
         if endurance is not None and written and steps_per_day:
             row["days"] = endurance / (written * steps_per_day)
@@ -774,8 +769,8 @@ def _as_dict(
             "gpu_memory_bytes": dict(answer.use.gpu),
         },
         "node": {
-            "memory_bytes": answer.question.node.memory_bytes,
-            "gpus": answer.question.node.gpus,
+            "memory_bytes": answer.question.node_memory,
+            "gpus": answer.question.gpus,
             "used_bytes": answer.question.ranks * answer.use.host_bytes,
         },
         "forward_s": answer.forward_s,
@@ -843,7 +838,7 @@ def _describe(answer: Answer, wear: Sequence[Mapping[str, float]], found: Sequen
 def _node_lines(answer: Answer) -> list[str]:
     """Return what all ranks take of their node, and the least that they could."""
     question, use = answer.question, answer.use
-    memory_bytes = question.node.memory_bytes
+    memory_bytes = question.node_memory
     of_node = "" if memory_bytes is None else f" of the node's {format_bytes(memory_bytes)}"
     taken = f"{format_bytes(question.ranks * use.host_bytes)}{of_node}"
     lines = [f"host memory: all ranks take {taken}, each {shares(use.host)}"]
