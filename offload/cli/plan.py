@@ -84,13 +84,11 @@ def add_parser(commands: Any) -> None:
     )
     model = parser.add_mutually_exclusive_group()
     add_value(model, "--params", parse_count, "parameters of the model: 70e9, 70B")
-    config = "a Hugging Face config.json, or the directory it lies in"
-    add_value(model, "--config", parse_path, config, metavar="FILE")
-    rules = "update rule (default: %(default)s)"
-    parser.add_argument("--rule", choices=tuple(RULES), default="adam", help=rules)
+    add_value(model, "--config", parse_path, "a Hugging Face config.json, or the directory it lies in")
+    parser.add_argument("--rule", choices=tuple(RULES), default="adam", help="update rule (default: %(default)s)")
     form = "how state is stored (default: exact)"
     parser.add_argument("--state-format", choices=tuple(STATE_FORMATS), default="exact", help=form)
-    add_value(parser, "--rates", parse_path, "rates file, or the name of a known machine", metavar="FILE")
+    add_value(parser, "--rates", parse_path, "rates file, or the name of a known machine")
     add_value(parser, "--ranks", _parse_ranks, "processes that share the node (default: 1)", default=1)
     add_value(parser, "--nodes", _parse_ranks, "such nodes, which share the model (default: 1)", default=1)
     parser.add_argument(
@@ -102,8 +100,7 @@ def add_parser(commands: Any) -> None:
         "what the rates say of it); other paths are each node's own",
     )
     _add_budgets(parser.add_argument_group("budgets of each rank"))
-    weights = "where they lie (default: gpu, if there is one)"
-    parser.add_argument("--weights-on", choices=("cpu", "gpu"), help=weights)
+    parser.add_argument("--weights-on", choices=("cpu", "gpu"), help="where they lie (default: gpu, if there is one)")
     parser.add_argument(
         "--keep-grads",
         action=argparse.BooleanOptionalAction,
@@ -111,38 +108,33 @@ def add_parser(commands: Any) -> None:
         "and under ZeRO, they leave during backward (default: they stay with one rank)",
     )
     node = parser.add_argument_group("each node, where it is another than that of the rates")
-    memory = "host memory that all ranks have together"
-    add_value(node, "--node-memory", parse_bytes, memory, metavar="SIZE")
+    add_value(node, "--node-memory", parse_bytes, "host memory that all ranks have together")
     add_value(node, "--gpus", _parse_ranks, "number of GPUs")
     work = parser.add_argument_group("the rest of the iteration")
-    tokens = "tokens of each rank in an iteration: predicts forward and backward"
-    add_value(work, "--tokens", parse_count, tokens)
+    add_value(work, "--tokens", parse_count, "tokens of each rank in an iteration: predicts forward and backward")
     reads = partial(parse_number, least=1, most=1e24, what="operations a second")
     add_value(work, "--flops", reads, "FLOP/s they reach (default: that of the rates)", metavar="F")
     work.add_argument("--recompute", action="store_true", help="activations are recomputed in backward")
     wear = parser.add_argument_group("wear of the drives")
-    written = "bytes that each drive may be written, by its data sheet"
-    add_value(wear, "--endurance", parse_bytes, written, metavar="SIZE")
+    add_value(wear, "--endurance", parse_bytes, "bytes that each drive may be written, by its data sheet")
     reads = partial(parse_number, least=1e-3, most=1e9)
     add_value(wear, "--steps-per-day", reads, "(default: one iteration after the other)")
     parser.add_argument("--sweep", metavar="NAME=V,V,...", help=f"predict for each value of {', '.join(_SWEEPS)}")
-    picture = "where the sweep's picture goes (default: no picture)"
-    add_value(parser, "--out", parse_output, picture, metavar="FILE")
+    add_value(parser, "--out", parse_output, "where the sweep's picture goes (default: no picture)")
     add_output(parser, "print everything as JSON on stdout, and nothing else there")
 
 
 def _add_budgets(sizes: Any) -> None:
-    size = partial(add_value, sizes, metavar="SIZE")
-    size("--host-memory", parse_bytes, "for state at home there (default: 0)", default=0)
-    size("--gpu-memory", parse_bytes, "for state at home on the GPU (default: 0)", default=0)
-    through = "GPU memory through which other state is updated (default: 4 subgroups)"
-    size("--gpu-staging", parse_bytes, through)
-    size("--staging-memory", parse_bytes, "that streamed state passes through (default: chosen)")
+    add = partial(add_value, sizes)
+    add("--host-memory", parse_bytes, "for state at home there (default: 0)", default=0)
+    add("--gpu-memory", parse_bytes, "for state at home on the GPU (default: 0)", default=0)
+    add("--gpu-staging", parse_bytes, "GPU memory through which other state is updated (default: 4 subgroups)")
+    add("--staging-memory", parse_bytes, "that streamed state passes through (default: chosen)")
     sizes.add_argument("--path-count", metavar="N", help="use only the first N paths of the rates (default: all)")
-    size("--path-bytes", parse_bytes, "what each path offers to a rank (default: no limit)", default=1 << 60)
-    add_value(sizes, "--subgroup-numel", parse_count, "most elements of a subgroup (default: chosen)")
+    add("--path-bytes", parse_bytes, "what each path offers to a rank (default: no limit)", default=1 << 60)
+    add("--subgroup-numel", parse_count, "most elements of a subgroup (default: chosen)")
     where = 'updates on the GPU: "auto", "cpu", "gpu", a share, or "stride:<k>" (default: auto)'
-    add_value(sizes, "--placement", _parse_placement, where, metavar="P", default="auto")
+    add("--placement", _parse_placement, where, metavar="P", default="auto")
 
 
 def _parse_ranks(field: str, value: str) -> int:

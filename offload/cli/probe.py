@@ -40,8 +40,7 @@ def add_parser(commands: Any) -> None:
     )
     where = "paths to measure, beside each update"
     add_value(parser, "--paths", parse_path, where, metavar="DIR", nargs="+", default=[])
-    file = "rates file to write (default: this machine's, below ~/.cache)"
-    add_value(parser, "--out", parse_output, file, metavar="FILE")
+    add_value(parser, "--out", parse_output, "rates file to write (default: this machine's, below ~/.cache)")
     reads = partial(parse_number, least=0.01, most=DAY_S, what="seconds,")
     add_value(parser, "--seconds", reads, "about how long to measure (default: 20)", metavar="S", default=20.0)
     add_output(parser, "print the file's content on stdout, and nothing else there", "no progress and no table")

@@ -63,34 +63,31 @@ def _add_training(model: Any, training: Any) -> None:
     model.add_argument("--dtype", choices=DTYPES, default="bf16", help=dtype)
     model.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
 
+    add = partial(add_value, training)
     data = "text file, or folder read recursively (default: the sources of Python's standard library)"
-    add_value(training, "--data", parse_path, data, metavar="PATH")
-    add_value(training, "--seq", _count(1 << 20), "bytes a sequence (default: %(default)s)", default=128)
-    add_value(training, "--batch", _count(1 << 20), "sequences a micro-step (default: %(default)s)", default=8)
-    add_value(training, "--accumulate", _count(1 << 20), "micro-steps a step (default: %(default)s)", default=1)
-    add_value(training, "--steps", _count(10**9), "(default: %(default)s)", default=160)
-    rate = (
-        "peak learning rate; warms up over a tenth of the steps (100 at most), then falls to a tenth along a cosine"
-    )
-    reads = partial(parse_number, least=0, most=1e6)
-    add_value(training, "--lr", reads, f"{rate} (default: %(default)s)", metavar="RATE", default=1e-3)
-    reads = partial(parse_number, least=0, most=1e30, what="the largest gradient norm (0: no clipping)")
-    norm = "largest gradient norm, 0 for any (default: %(default)g)"
-    add_value(training, "--clip", reads, norm, metavar="NORM", default=1.0)
-    add_value(training, "--seed", _count(2**63 - 1, least=0), "of weights and batches (default: 0)", default=0)
+    add("--data", parse_path, data, metavar="PATH")
+    add("--seq", _count(1 << 20), "bytes a sequence (default: %(default)s)", default=128)
+    add("--batch", _count(1 << 20), "sequences a micro-step (default: %(default)s)", default=8)
+    add("--accumulate", _count(1 << 20), "micro-steps a step (default: %(default)s)", default=1)
+    add("--steps", _count(10**9), "(default: %(default)s)", default=160)
+    peak = "peak learning rate; warms up over a tenth of the steps (100 at most), then falls to a tenth"
+    rate = partial(parse_number, least=0, most=1e6)
+    add("--lr", rate, f"{peak} along a cosine (default: 1e-3)", metavar="RATE", default=1e-3)
+    norm = partial(parse_number, least=0, most=1e30, what="the largest gradient norm (0: no clipping)")
+    add("--clip", norm, "largest gradient norm, 0 for any (default: 1)", metavar="NORM", default=1.0)
+    add("--seed", _count(2**63 - 1, least=0), "of weights and batches (default: %(default)s)", default=0)
 
 
 def _add_offloading(offloading: Any, checkpoints: Any) -> None:
+    add = partial(add_value, offloading)
     where = "where streamed state is stored, one for each disk (default: OUTPUT/state)"
-    add_value(offloading, "--paths", parse_path, where, metavar="DIR", nargs="+", default=[])
+    add("--paths", parse_path, where, metavar="DIR", nargs="+", default=[])
     budget = "budget for state that stays in host memory, such as 8GiB (default: a quarter of the state)"
-    add_value(offloading, "--host-memory", parse_bytes, budget, metavar="SIZE")
-    buffers = "buffers for state on its way (default: the engine's choice)"
-    add_value(offloading, "--staging-memory", parse_bytes, buffers, metavar="SIZE")
+    add("--host-memory", parse_bytes, budget)
+    add("--staging-memory", parse_bytes, "buffers for state on its way (default: the engine's choice)")
     subgroup = "parameters a subgroup (default: the engine's choice)"
-    add_value(offloading, "--subgroup-numel", _count(MAX_COUNT, least=1024), subgroup, metavar="COUNT")
-    threads = "CPU threads of model and updates (default: one a core)"
-    add_value(offloading, "--threads", _count(MAX_THREADS), threads)
+    add("--subgroup-numel", _count(MAX_COUNT, least=1024), subgroup, metavar="COUNT")
+    add("--threads", _count(MAX_THREADS), "CPU threads of model and updates (default: one a core)")
     form = "how state is stored (default: exact)"
     offloading.add_argument("--state-format", choices=tuple(STATE_FORMATS), default="exact", help=form)
     offloading.add_argument(
@@ -101,14 +98,14 @@ def _add_offloading(offloading: Any, checkpoints: Any) -> None:
         "should pay (default: off); the numbers are the same",
     )
     rates = "what `offload probe` wrote (default: this machine's file if it fits, else a short probe)"
-    add_value(offloading, "--rates", parse_path, rates, metavar="FILE", default="auto")
+    add("--rates", parse_path, rates, default="auto")
 
+    add = partial(add_value, checkpoints)
     kept = "keep a checkpoint in this folder, of the last step and of those between"
-    add_value(checkpoints, "--save", parse_path, kept, metavar="DIR")
-    every = "steps from one checkpoint to the next (default: only the last)"
-    add_value(checkpoints, "--save-every", _count(10**9), every)
+    add("--save", parse_path, kept, metavar="DIR")
+    add("--save-every", _count(10**9), "steps from one checkpoint to the next (default: only the last)")
     again = "go on from the checkpoint in this folder; give the same model, data, --steps and --seed as before, and "
-    add_value(checkpoints, "--resume", parse_path, f"{again}any other offloading", metavar="DIR")
+    add("--resume", parse_path, f"{again}any other offloading", metavar="DIR")
 
 
 def _count(most: int, *, least: int = 1) -> Any:

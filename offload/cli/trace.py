@@ -45,8 +45,7 @@ def add_parser(commands: Any) -> None:
         "(ui.perfetto.dev) and chrome://tracing open, and as a picture beside it.",
     )
     add_value(parser, "RUN", parse_path, f"the run's folder, which holds {TIMELINE_NAME}")
-    where = "the trace; its picture gets the same name (default: RUN/trace.json)"
-    add_value(parser, "--out", parse_output, where, metavar="FILE")
+    add_value(parser, "--out", parse_output, "the trace; its picture gets the same name (default: RUN/trace.json)")
     add_output(parser, "print what was written as JSON", "print nothing")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NoReturn
 
-from offload.config import check_text
+from offload.config import check_text, parse_bytes
 from offload.errors import ConfigError
 from offload.units import read_number
 
@@ -61,13 +61,15 @@ def add_value(options: Any, name: str, reads: Callable[[str, str], Any], help: s
     Args:
         options: A parser, or a group of one.
         name: Such as "--steps"; or "PATH", for what has no name on the command line.
-        reads: Returns the value from the option's name and what was written; such as `parse_path`.
+        reads: Returns the value from the option's name and what was written, such as `parse_path`; says what `--help`
+            calls the value, too.
         help: What it is, for `--help`.
         more: Further arguments of `add_argument`. Where there may be several values, they are a list.
     """
+    metavar = "SIZE" if reads is parse_bytes else "FILE" if reads in (parse_path, parse_output) else "N"
     if name.isupper():
-        name, more = name.lower(), {"metavar": name, **more}
-    options.add_argument(name, action=_Reading, reads=reads, help=help, **{"metavar": "N", **more})
+        name, metavar = name.lower(), name
+    options.add_argument(name, action=_Reading, reads=reads, help=help, **{"metavar": metavar, **more})
 
 
 def add_output(parser: argparse.ArgumentParser, json: str, quiet: str | None = None) -> None:
