@@ -141,7 +141,7 @@ class _Run:
 
                 def note() -> None:
                     """Ask for the figures of the last step, which waits for one that is still hidden in forward."""
-                    if not record.rows or record.rows[-1].keys() & {f"{OPTIMIZERS}step"}:
+                    if not record.rows or f"{OPTIMIZERS}step" in record.rows[-1]:
                         return
                     metrics = optimizer.metrics()
                     row = record.rows[-1]
