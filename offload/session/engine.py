@@ -38,7 +38,7 @@ from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAb
 from offload.layout import Layout, Parameter, Segment
 from offload.measure import lane_totals
 from offload.plan import Home, Plan, Rates
-from offload.protocols import Device, DeviceLane, Mark, StateFormat
+from offload.protocols import Device, DeviceLane, Mark
 from offload.rules import ADAMW, MASTER, UpdateRule, checked_step
 from offload.session.ahead import Foreseen
 from offload.session.behind import Behind
@@ -510,7 +510,7 @@ class Engine:
                 (position, name)
                 for position in dict.fromkeys(positions)
                 for name in layout.rule.names
-                if own_masters or name != MASTER.name or layout.parameters[position].dtype is not DtypeCode.FLOAT32
+                if own_masters or name != MASTER or layout.parameters[position].dtype is not DtypeCode.FLOAT32
             ]
             numbers = {tensor: number for number, tensor in enumerate(wanted)}
             numels = [layout.parameters[position].numel for position, _ in wanted]
@@ -590,7 +590,8 @@ class Engine:
         with self._thread.turn():
             tensors_of = {self._position(parameter): tensors for parameter, tensors in values.items()}
             counts = {self._position(n): checked_step(f"step of {n}", step) for n, step in (steps or {}).items()}
-            rule = self.plan.layout.rule
+            state = self.plan.layout.state
+            rule = state.rule
             for position, tensors in tensors_of.items():
                 parameter = self.plan.layout.parameters[position]
                 for name, tensor in tensors.items():
@@ -600,26 +601,26 @@ class Engine:
                     refuse_uncopied(tensor, what)
                     if tensor.numel() != parameter.numel:
                         raise ConfigError(what, tensor.numel(), f"give {parameter.numel} elements")
-                    if name in rule.roots and rule.state_format is not StateFormat.EXACT:
+                    if name in rule.roots and state.format.rounds:
                         refuse_negative(tensor, what)
 
             def write(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
                 for name, tensor in tensors_of.get(segment.parameter, {}).items():
                     copy_run(tensor, segment.start, views[name])
 
-            masters = {position for position, tensors in tensors_of.items() if weights and MASTER.name in tensors}
+            masters = {position for position, tensors in tensors_of.items() if weights and MASTER in tensors}
             self._change_state(self._visits.subgroups_of(tensors_of), write, counts, masters)
 
     def reset_state(self, parameters: Iterable[int | str]) -> None:
         """Make moments and step counts 0; masters and weights stay."""
         with self._thread.turn():
             chosen = {self._position(parameter) for parameter in parameters}
-            tensors, machine = self.plan.layout.rule.state, self._parts.machine
+            names, machine = self.plan.layout.rule.state, self._parts.machine
 
             def reset(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
                 if segment.parameter in chosen:
-                    for tensor in tensors:
-                        views[tensor.name].zero_()
+                    for name in names:
+                        views[name].zero_()
 
             # What was never changed has no moments yet.
             subgroups = [number for number in self._visits.subgroups_of(chosen) if not machine.is_fresh(number)]
@@ -684,9 +685,9 @@ class Engine:
 
         def describe() -> Snapshot:
             layout, tables = self.plan.layout, self._parts.tables
-            rounds = layout.rule.state_format is not StateFormat.EXACT
+            rounds = layout.state.format.rounds
             return Snapshot(
-                layout=Layout((), (), layout.rule) if replica else layout.renamed(names) if names else layout,
+                layout=Layout((), (), layout.state) if replica else layout.renamed(names) if names else layout,
                 step=self._visits.step_number,
                 steps=() if replica else tuple(tables.steps.tolist()),
                 metadata=metadata or {},
