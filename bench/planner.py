@@ -40,6 +40,7 @@ from paths import MB, Pace, Throttles
 
 from offload import Engine, OffloadConfig
 from offload.dtypes import DtypeCode
+from offload.formats import EXACT, FP32
 from offload.layout import SECTOR_NUMEL, Parameter, build_layout
 from offload.measure import RatesFile, full, full_probe, observe
 from offload.plan import (
@@ -55,8 +56,7 @@ from offload.plan import (
     estimate,
 )
 from offload.plan.planner import STAGING_SLOTS
-from offload.protocols import StateFormat
-from offload.rules import FP32, GroupScalars
+from offload.rules import GroupScalars
 from offload.session import parts, setup
 from offload.sim import predict
 from offload.units import format_seconds
@@ -252,7 +252,7 @@ class Probed:
 
     def rates(self, configuration: Configuration) -> Rates:
         paths = tuple(self.file.rates.paths[self.kinds.index(rate)] for rate in configuration.paths)
-        cpu = self.file.cpu_rate({StateFormat.EXACT: 1}, configuration.threads)
+        cpu = self.file.cpu_rate({EXACT: 1}, configuration.threads)
         return dataclasses.replace(self.file.rates, cpu_bytes_per_s=cpu, paths=paths, gpu=NO_GPU)
 
 

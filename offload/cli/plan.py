@@ -30,8 +30,8 @@ from offload.cli.values import (
 )
 from offload.config import EXACT_NAMES, parse_bytes
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, PlanError
-from offload.protocols import StateFormat
-from offload.rules import RULES, STATE_FORMATS, UpdateRule
+from offload.formats import EXACT, STATE_FORMATS, StateSpec
+from offload.rules import RULES
 from offload.units import DAY_S, format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ class Answer:
 
 
 @lru_cache(maxsize=4)
-def _layout(numel: int, exact_numel: int, subgroup_numel: int, rule: UpdateRule) -> Layout:
+def _layout(numel: int, exact_numel: int, subgroup_numel: int, state: StateSpec) -> Layout:
     """Return the layout of one rank's part of a model; advice asks about one again and again."""
     from offload.dtypes import DtypeCode
     from offload.layout import Parameter, build_layout
@@ -275,7 +275,7 @@ def _layout(numel: int, exact_numel: int, subgroup_numel: int, rule: UpdateRule)
         Parameter("model", numel - exact_numel, DtypeCode.BFLOAT16, 0),
         Parameter("kept exact", exact_numel, DtypeCode.BFLOAT16, 0, exact=True),
     ]
-    return build_layout(parameters if exact_numel else parameters[:1], subgroup_numel, rule=rule)
+    return build_layout(parameters if exact_numel else parameters[:1], subgroup_numel, state=state)
 
 
 def _least_subgroup_numel(numel: int) -> int:
@@ -291,16 +291,16 @@ def _budgets(question: Question) -> tuple[Layout, Budgets]:
     if numel > MOST_NUMEL:
         allowed = f"each rank has {numel:,} of them, and {MOST_NUMEL:,} are the most; give more --ranks or --nodes"
         raise ConfigError("--params", question.params, allowed)
-    rule = RULES[question.rule].stored_in(STATE_FORMATS[question.state_format])
+    state = StateSpec(RULES[question.rule], STATE_FORMATS[question.state_format])
     subgroup_numel = question.subgroup_numel
     if subgroup_numel is None:
-        chosen = choose_subgroup_numel(numel, question.staging_memory, rule)
+        chosen = choose_subgroup_numel(numel, question.staging_memory, state)
         subgroup_numel = max(chosen, _least_subgroup_numel(numel))
     elif subgroup_numel < _least_subgroup_numel(numel):
         allowed = f"a rank has {numel:,} parameters and at most {MOST_SUBGROUPS:,} subgroups are planned; "
         raise ConfigError("subgroup_numel", subgroup_numel, f"{allowed}give {_least_subgroup_numel(numel):,} or more")
     exact_numel = math.ceil(question.exact_params / question.all_ranks)
-    layout, rates = _layout(numel, exact_numel, subgroup_numel, rule), question.rates
+    layout, rates = _layout(numel, exact_numel, subgroup_numel, state), question.rates
     staging = 4 * layout.max_subgroup_bytes if question.gpu_staging is None else question.gpu_staging
     return layout, Budgets(
         host_bytes=question.host_memory,
@@ -598,9 +598,9 @@ def _question(arguments: argparse.Namespace) -> Question:
     else:
         params, exact_params = _params_of(arguments.config)
     state_format = STATE_FORMATS[arguments.state_format]
-    if state_format is not StateFormat.COMPACT8:
+    if not state_format.shares_scales:
         exact_params = 0
-    numels = {state_format: params - exact_params} | ({StateFormat.EXACT: exact_params} if exact_params else {})
+    numels = {state_format: params - exact_params} | ({EXACT: exact_params} if exact_params else {})
     rates = replace(rates, cpu_bytes_per_s=file.cpu_rate(numels))
     weights_on = arguments.weights_on or rates.gpu.weights_on
     return Question(

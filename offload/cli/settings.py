@@ -9,7 +9,7 @@ from typing import Any
 from offload.cli.values import MAX_COUNT, add_output, add_value, parse_count, parse_number, parse_path
 from offload.config import MAX_THREADS, parse_bytes
 from offload.errors import ConfigError
-from offload.rules import STATE_FORMATS
+from offload.formats import STATE_FORMATS
 
 DTYPES = ("bf16", "fp32")
 OVERLAPS = ("off", "forward", "backward", "both", "auto")

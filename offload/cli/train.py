@@ -35,8 +35,8 @@ from offload.cli.trace import TIMELINE_NAME
 from offload.cli.values import to_json
 from offload.engine.memory import available_bytes
 from offload.errors import ConfigError, OffloadError
+from offload.formats import EXACT_ADAMW, FP32, STATE_FORMATS
 from offload.measure.products import DTYPES, Compute, choose_compute, computing_in
-from offload.rules import ADAMW, MASTER, STATE_FORMATS
 from offload.units import format_bytes, format_count
 
 _EXTRA = ("transformers", "matplotlib", "tqdm")
@@ -321,9 +321,9 @@ def _check_memory(settings: Namespace, shape: Shape) -> None:
 
 def _offload_config(settings: Namespace, shape: Shape, paths: Sequence[str]) -> Any:
     """Return the configuration asked for; without a budget, a quarter of the state stays in host memory."""
-    rule = ADAMW.stored_in(STATE_FORMATS[settings.state_format])
+    state = EXACT_ADAMW.stored_in(STATE_FORMATS[settings.state_format])
     # An fp32 weight is its own master.
-    bytes_per_parameter = rule.item_bytes - (MASTER.format.item_bytes if settings.dtype == "fp32" else 0)
+    bytes_per_parameter = state.item_bytes - (FP32.item_bytes if settings.dtype == "fp32" else 0)
     host_memory = settings.host_memory
     if host_memory is None:
         host_memory = int(shape.numel * bytes_per_parameter / 4)

@@ -25,6 +25,7 @@ from offload._native import CompletionQueue
 from offload.engine.memory import Arena, available_bytes
 from offload.engine.timeline import Interval
 from offload.errors import ConfigError
+from offload.formats import EXACT, EXACT_ADAMW, FORMATS, StateFormat
 from offload.kernels import CpuUpdateKernel, StreamVariant
 from offload.kernels.table import trial_bytes
 from offload.layout import MAX_TILE_BYTES
@@ -37,8 +38,7 @@ from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, UPDATE_DEPTH, Slots, TrialState, memory_cost
 from offload.plan import NO_GPU, GpuRates, PathRates, Rates
 from offload.plan.rates import UPDATE_MEMORY_COST
-from offload.protocols import SECTOR_BYTES, StateFormat
-from offload.rules import ADAMW
+from offload.protocols import SECTOR_BYTES
 from offload.tiers import StoreOptions, check_places, open_tier, parse_place, slot_bytes
 from offload.units import format_bytes, format_count
 
@@ -101,13 +101,13 @@ def full_probe(
     check_places(paths)
     threads = threads or len(os.sched_getaffinity(0))
     if numel is None:
-        most = available_bytes() // 4 // sum(trial_bytes(ADAMW.stored_in(form)) for form in StateFormat)
+        most = available_bytes() // 4 // sum(trial_bytes(EXACT_ADAMW.stored_in(form)) for form in FORMATS)
         numel = max(UPDATE_DEPTH * CHUNK_NUMEL, min(UPDATE_NUMEL, most)) // CHUNK_NUMEL * CHUNK_NUMEL
     with contextlib.ExitStack() as stack:
         queue = CompletionQueue()
         states = {}
-        for form in StateFormat:
-            states[form] = TrialState(ADAMW.stored_in(form), numel, UPDATE_DEPTH, prefault=True)
+        for form in FORMATS:
+            states[form] = TrialState(EXACT_ADAMW.stored_in(form), numel, UPDATE_DEPTH, prefault=True)
             stack.callback(states[form].close)
         counts = thread_counts(threads)
         kernels = {count: stack.enter_context(CpuUpdateKernel(queue, count)) for count in counts}
@@ -143,7 +143,7 @@ def thread_counts(most: int) -> list[int]:
 
 def _update_name(state_format: StateFormat, count: int) -> str:
     """Return what the update with so many threads is called among measurements."""
-    which = "" if state_format is StateFormat.EXACT else f" of {state_format.name.lower()}"
+    which = f" of {state_format.name}" if state_format.rounds else ""
     return f"update{which}/{format_count(count, 'thread')}"
 
 
@@ -198,8 +198,8 @@ def _result(
     def median(name: str) -> float:
         return measurements[name].median
 
-    by_format = {form: {count: median(_update_name(form, count)) for count in counts} for form in StateFormat}
-    cpu = by_format[StateFormat.EXACT]
+    by_format = {form: {count: median(_update_name(form, count)) for count in counts} for form in FORMATS}
+    cpu = by_format[EXACT]
     streams = [median(f"memory/{name}") for name in _VARIANTS]
     memory = max(*streams, max(cpu.values()) * UPDATE_MEMORY_COST)
 
@@ -282,11 +282,11 @@ class _CpuProbe:
         for label, variant in _VARIANTS.items():
             yield "memory bandwidth", partial(self._stream, label, variant)
 
-    def load(self, threads: int, count: int | None, state_format: StateFormat = StateFormat.EXACT) -> Load:
+    def load(self, threads: int, count: int | None, state_format: StateFormat = EXACT) -> Load:
         """Return the update as a load."""
         return self._states[state_format].updates(self._kernels[threads], count)
 
-    def rate(self, threads: int, state_format: StateFormat = StateFormat.EXACT) -> float:
+    def rate(self, threads: int, state_format: StateFormat = EXACT) -> float:
         """Return the state bytes that the update does a second, with nothing beside it."""
         name = _update_name(state_format, threads)
         return lane_rates(self._runs.run(name, 4, lambda count: [self.load(threads, count, state_format)]))["cpu"]
@@ -296,7 +296,7 @@ class _CpuProbe:
 
     def _stream(self, label: str, variant: StreamVariant) -> dict[str, float]:
         # Twice, as a stream negates the state.
-        state, kernel = self._states[StateFormat.EXACT], self._kernels[self.most]
+        state, kernel = self._states[EXACT], self._kernels[self.most]
         return {f"memory/{label}": state.stream_rate(kernel, variant, variant)}
 
 

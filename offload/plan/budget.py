@@ -12,10 +12,10 @@ from functools import cached_property
 
 from offload.dtypes import ITEM_BYTES, DtypeCode
 from offload.errors import InfeasiblePlanError
+from offload.formats import EXACT_ADAMW, FORMATS, StateSpec
 from offload.layout import Layout, Subgroup
 from offload.plan.rates import Rates
-from offload.protocols import SECTOR_BYTES, StateFormat
-from offload.rules import ADAMW, UpdateRule
+from offload.protocols import SECTOR_BYTES
 from offload.units import format_bytes, format_count
 
 DEFAULT_STAGING_SLOTS = 4
@@ -69,19 +69,19 @@ AUTO_SUBGROUP_NUMEL = (1 << 18, 1 << 24)
 """Without a size: enough subgroups to pipeline, none so small that a disk is slow on its tiles."""
 
 
-def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, rule: UpdateRule = ADAMW) -> int:
+def choose_subgroup_numel(numel: int, staging_bytes: int | None = None, state: StateSpec = EXACT_ADAMW) -> int:
     """Return a subgroup size that suits a model of so many elements and the staging memory.
 
     Args:
         numel: Elements of one rank's shard.
         staging_bytes: What `DEFAULT_STAGING_SLOTS` subgroups have to fit into; None for no limit.
-        rule: What is kept for each element.
+        state: What is kept for each element, and how.
     """
     least, most = AUTO_SUBGROUP_NUMEL
     chosen = max(least, min(most, numel // AUTO_SUBGROUPS))
     if staging_bytes is not None and staging_bytes >= LEAST_SLOT_BYTES:  # else `make_plan` says that it is too little
-        chosen = min(chosen, int(staging_bytes / (DEFAULT_STAGING_SLOTS * rule.item_bytes)))
-    return max(rule.sector_numel, chosen // rule.sector_numel * rule.sector_numel)
+        chosen = min(chosen, int(staging_bytes / (DEFAULT_STAGING_SLOTS * state.item_bytes)))
+    return max(state.sector_numel, chosen // state.sector_numel * state.sector_numel)
 
 
 class Home(Enum):
@@ -391,16 +391,16 @@ class Plan:
     def formats(self) -> dict[str, tuple[int, int]]:
         """Parameters whose state is stored in each format, and the bytes that it takes."""
         found = {}
-        for state_format in StateFormat:
-            subgroups = [s for s in self.layout.subgroups if s.state_format is state_format]
+        for state_format in FORMATS:
+            subgroups = [s for s in self.layout.subgroups if s.state.format is state_format]
             if subgroups:
                 numel = sum(segment.numel for s in subgroups for segment in s.segments)
-                found[state_format.name.lower()] = numel, sum(s.state_bytes for s in subgroups)
+                found[state_format.name] = numel, sum(s.state_bytes for s in subgroups)
         return found
 
     def _format_lines(self) -> list[str]:
         """Return what state in other formats than `exact` takes, and what is kept exact beside it."""
-        if self.layout.rule.state_format is StateFormat.EXACT:
+        if not self.layout.state.format.rounds:
             return []
         return [
             f"  {name:<11}  {format_bytes(nbytes):>10}  state of {numel:,} parameters, "

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from offload.errors import ConfigError
-from offload.protocols import StateFormat
-from offload.rules import ADAMW
+from offload.formats import EXACT, EXACT_ADAMW, StateFormat
 
-UPDATE_MEMORY_COST = ADAMW.memory_cost
+UPDATE_MEMORY_COST = EXACT_ADAMW.memory_cost
 """Bytes of memory traffic for each state byte of Adam's update of exact state. Other rules move up to 8% more
 for each, other formats up to 20%."""
 
@@ -39,7 +38,7 @@ def mean_rate(bytes_per_s: Mapping[StateFormat, float], numels: Mapping[StateFor
         numels: How many parameters have each, one at least.
     """
     nbytes = {form: numel * _bytes_each(form) for form, numel in numels.items()}
-    exact_numel_per_s = bytes_per_s[StateFormat.EXACT] / _bytes_each(StateFormat.EXACT)
+    exact_numel_per_s = bytes_per_s[EXACT] / _bytes_each(EXACT)
     seconds = sum(
         size / bytes_per_s.get(form, exact_numel_per_s * _bytes_each(form)) for form, size in nbytes.items()
     )
@@ -47,7 +46,7 @@ def mean_rate(bytes_per_s: Mapping[StateFormat, float], numels: Mapping[StateFor
 
 
 def _bytes_each(state_format: StateFormat) -> float:
-    return ADAMW.stored_in(state_format).item_bytes
+    return EXACT_ADAMW.stored_in(state_format).item_bytes
 
 
 class Direction(NamedTuple):

@@ -36,7 +36,7 @@ from offload.errors import ConfigError, OffloadError, SessionBrokenError, StepAb
 from offload.layout import Layout, Parameter
 from offload.measure import lane_totals
 from offload.plan import Home, Plan, Rates
-from offload.protocols import Device, DeviceLane, StateFormat
+from offload.protocols import Device, DeviceLane
 from offload.rules import ADAMW, UpdateRule
 from offload.session.ahead import Foreseen
 from offload.session.behind import Behind
@@ -401,9 +401,9 @@ class Engine:
 
         def describe() -> Snapshot:
             layout, tables = self.plan.layout, self._parts.tables
-            rounds = layout.rule.state_format is not StateFormat.EXACT
+            rounds = layout.state.format.rounds
             return Snapshot(
-                layout=Layout((), (), layout.rule) if replica else layout.renamed(names) if names else layout,
+                layout=Layout((), (), layout.state) if replica else layout.renamed(names) if names else layout,
                 step=self._visits.step_number,
                 steps=() if replica else tuple(tables.steps.tolist()),
                 metadata=metadata or {},

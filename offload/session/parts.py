@@ -31,12 +31,13 @@ from offload.engine.operations import Extend
 from offload.engine.tables import Tables
 from offload.engine.views import StateViews
 from offload.errors import ConfigError, InfeasiblePlanError, OffloadError, TierError
+from offload.formats import STATE_FORMATS, StateFormat, StateSpec
 from offload.kernels import CpuUpdateKernel
 from offload.layout import MAX_TILE_BYTES, Layout, Parameter, extend_layout, keep_exact, numels_by_format
 from offload.measure import quick_probe, session_rates, tune_depth
 from offload.plan import Budgets, Plan, Rates, choose_plan, choose_subgroup_numel, make_plan
-from offload.protocols import Completion, Device, Mark, StateFormat, Tier, TileRequest
-from offload.rules import STATE_FORMATS, UpdateRule
+from offload.protocols import Completion, Device, Mark, Tier, TileRequest
+from offload.rules import UpdateRule
 from offload.session.setup import (
     LEAST_TILE_BYTES,
     default_threads,
@@ -81,7 +82,7 @@ class Parts:
         sharing: int | None = None,
     ) -> None:
         self.config = config
-        self.rule = rule.stored_in(STATE_FORMATS[config.state_format])
+        self.state = StateSpec(rule, STATE_FORMATS[config.state_format])
         self.is_whole = False
         self._told_nameless = False
         self.tables = Tables(config.seed)
@@ -125,7 +126,7 @@ class Parts:
         paths = [path.path for path in config.path_configs]
         check_places(paths)
         parameters = self._with_formats(parameters)
-        known = self._known_rates(paths, numels_by_format(parameters, self.rule))
+        known = self._known_rates(paths, numels_by_format(parameters, self.state.format))
         budgets = self._first_plan(parameters, known)
         saves_end = self.ends.enter_context(contextlib.ExitStack())  # their locks outlast what they lock
         self._open_lanes()
@@ -155,7 +156,7 @@ class Parts:
 
     def _with_formats(self, parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
         """Return parameters that know how their state is stored."""
-        if self.rule.state_format is not StateFormat.COMPACT8:
+        if not self.state.format.shares_scales:
             return parameters
         nameless = any(parameter.name.startswith("param_groups[") for parameter in parameters)
         if nameless and self.config.exact_names and not self._told_nameless:
@@ -178,11 +179,11 @@ class Parts:
         paths = [path.path for path in config.path_configs]
         numel = sum(parameter.numel for parameter in parameters)
         staging = None if config.staging_memory is None else int(config.staging_memory)
-        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging, self.rule)
-        state_bytes = int(self.rule.item_bytes * self._subgroup_numel)
+        self._subgroup_numel = config.subgroup_numel or choose_subgroup_numel(numel, staging, self.state)
+        state_bytes = int(self.state.item_bytes * self._subgroup_numel)
         striped_bytes = state_bytes // (TILES_PER_PATH * max(1, len(paths)))
         self._tile_bytes = max(LEAST_TILE_BYTES, min(MAX_TILE_BYTES, striped_bytes))
-        layout = extend_layout(Layout((), (), self.rule), parameters, self._subgroup_numel, self._tile_bytes)
+        layout = extend_layout(Layout((), (), self.state), parameters, self._subgroup_numel, self._tile_bytes)
         gradient_bytes = self._gradient_slots.total_bytes(parameters)
         budgets = first_budgets(config, layout, self.lanes, gradient_bytes, leftover_bytes(paths))
         if known is None:
@@ -273,7 +274,7 @@ class Parts:
         """Take memory for what `plan` adds on the device and for it; return the plan with its gradients' bytes."""
         slots = self._gradient_slots
         layout = plan.layout
-        kinds = {(slots.dtype_of(found), found.dtype, layout.format_of(found)) for found in layout.parameters}
+        kinds = {(slots.dtype_of(p), p.dtype, layout.state_of(p).format.code) for p in layout.parameters}
         self.lanes.device.prepare(layout.rule.name, kinds)
         self.memory.adopt_device(plan, before)
         return self.counting_gradients(plan)
@@ -306,7 +307,7 @@ class Parts:
             return self._place(layout, budgets)
         except InfeasiblePlanError:
             # Larger slots may be the reason, as those there are in use: cut the new state to their size.
-            most = int(before.slot_bytes / before.layout.rule.item_bytes)
+            most = int(before.slot_bytes / before.layout.state.item_bytes)
             if most >= self._subgroup_numel or not before.staging_slots:
                 raise
             return self._place(extend_layout(before.layout, parameters, most, self._tile_bytes), budgets)

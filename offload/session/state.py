@@ -10,7 +10,6 @@ import torch
 from offload.dtypes import DtypeCode
 from offload.errors import ConfigError
 from offload.layout import Segment
-from offload.protocols import StateFormat
 from offload.rules import MASTER, checked_step
 from offload.session.handout import Handout, copy_run, refuse_negative, refuse_uncopied, rooms_beside
 from offload.session.parts import Parts
@@ -56,7 +55,7 @@ class State:
                 (position, name)
                 for position in dict.fromkeys(positions)
                 for name in layout.rule.names
-                if own_masters or name != MASTER.name or layout.parameters[position].dtype is not DtypeCode.FLOAT32
+                if own_masters or name != MASTER or layout.parameters[position].dtype is not DtypeCode.FLOAT32
             ]
             numbers = {tensor: number for number, tensor in enumerate(wanted)}
             numels = [layout.parameters[position].numel for position, _ in wanted]
@@ -137,7 +136,8 @@ class State:
         with self._thread.turn():
             tensors_of = {parts.position(parameter): tensors for parameter, tensors in values.items()}
             counts = {parts.position(n): checked_step(f"step of {n}", step) for n, step in (steps or {}).items()}
-            rule = parts.plan.layout.rule
+            state = parts.plan.layout.state
+            rule = state.rule
             for position, tensors in tensors_of.items():
                 parameter = parts.plan.layout.parameters[position]
                 for name, tensor in tensors.items():
@@ -147,26 +147,26 @@ class State:
                     refuse_uncopied(tensor, what)
                     if tensor.numel() != parameter.numel:
                         raise ConfigError(what, tensor.numel(), f"give {parameter.numel} elements")
-                    if name in rule.roots and rule.state_format is not StateFormat.EXACT:
+                    if name in rule.roots and state.format.rounds:
                         refuse_negative(tensor, what)
 
             def write(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
                 for name, tensor in tensors_of.get(segment.parameter, {}).items():
                     copy_run(tensor, segment.start, views[name])
 
-            masters = {position for position, tensors in tensors_of.items() if weights and MASTER.name in tensors}
+            masters = {position for position, tensors in tensors_of.items() if weights and MASTER in tensors}
             self._change(self._visits.subgroups_of(tensors_of), write, counts, masters)
 
     def reset(self, parameters: Iterable[int | str]) -> None:
         """Make moments and step counts 0; masters and weights stay."""
         with self._thread.turn():
             chosen = {self._parts.position(parameter) for parameter in parameters}
-            tensors, machine = self._parts.plan.layout.rule.state, self._parts.machine
+            names, machine = self._parts.plan.layout.rule.state, self._parts.machine
 
             def reset(segment: Segment, views: Mapping[str, torch.Tensor]) -> None:
                 if segment.parameter in chosen:
-                    for tensor in tensors:
-                        views[tensor.name].zero_()
+                    for name in names:
+                        views[name].zero_()
 
             # What was never changed has no moments yet.
             subgroups = [number for number in self._visits.subgroups_of(chosen) if not machine.is_fresh(number)]

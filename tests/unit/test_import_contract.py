@@ -20,6 +20,7 @@ ROWS: list[tuple[str, ...]] = [
     ("engine", "config"),
     ("plan", "tiers", "kernels"),
     ("layout",),
+    ("formats",),
     ("rules",),
     ("protocols", "backends"),
     ("errors", "waits", "dtypes"),

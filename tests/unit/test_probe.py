@@ -20,6 +20,7 @@ from offload._native import CompletionQueue
 from offload.engine.gpu import GpuLanes
 from offload.engine.timeline import Interval
 from offload.errors import ConfigError, TierError
+from offload.formats import EXACT, EXACT_ADAMW, FORMATS
 from offload.measure import RatesFile, full, full_probe
 from offload.measure.drive import Load, bytes_per_s, drive, rates_beside
 from offload.measure.full import LADDER_BYTES, PATH_SLOTS, ROUNDS, fit_latency, summarise, thread_counts
@@ -27,8 +28,6 @@ from offload.measure.gpu import GpuProbe
 from offload.measure.workbench import memory_cost
 from offload.plan import NO_GPU, PathRates, Rates
 from offload.plan.rates import LEAST_CPU_SPEED, UPDATE_MEMORY_COST
-from offload.protocols import StateFormat
-from offload.rules import ADAMW
 from offload.sim.device import SimulatedDevice
 from offload.tiers import StoreOptions, open_tier
 
@@ -83,12 +82,10 @@ def test_a_probe_measures_everything_and_leaves_nothing(tmp_path: Path) -> None:
     reports: list[tuple[int, int, str]] = []
     found = probe(tmp_path / "one", tmp_path / "two", report=lambda *each: reports.append(each))
     assert found.misfit() == ""
-    assert set(found.cpu_bytes_per_s) == set(StateFormat)
+    assert set(found.cpu_bytes_per_s) == set(FORMATS)
     assert all(set(each) == {1, 2} for each in found.cpu_bytes_per_s.values())
     assert len(found.rates.paths) == len(found.paths) == 2
-    assert (
-        found.rates.memory_bytes_per_s >= max(found.cpu_bytes_per_s[StateFormat.EXACT].values()) * UPDATE_MEMORY_COST
-    )
+    assert found.rates.memory_bytes_per_s >= max(found.cpu_bytes_per_s[EXACT].values()) * UPDATE_MEMORY_COST
     for number in range(2):
         for name in ("read alone", "write alone", "read", "write", "latency", "read beside cpu", "speed of cpu"):
             assert f"path {number}/{name}" in found.measurements
@@ -272,7 +269,7 @@ def test_a_device_is_measured_through_its_lanes() -> None:
     device = SimulatedDevice(bytes_per_s=1e9)
     lanes = GpuLanes(device, CompletionQueue())
     free_bytes = device.free_bytes()
-    with contextlib.closing(GpuProbe(lanes, ADAMW, 4096, 2, itertools.count(1.0).__next__)) as made:
+    with contextlib.closing(GpuProbe(lanes, EXACT_ADAMW, 4096, 2, itertools.count(1.0).__next__)) as made:
         found: dict[str, float] = {}
         for _ in range(2):
             for _, sample in made.samples():

@@ -16,6 +16,7 @@ from offload.engine.executor import LiveExecutor
 from offload.engine.gpu import GpuLanes
 from offload.engine.memory import Arena
 from offload.engine.operations import Event
+from offload.formats import COMPACT8, COMPACT16, EXACT, EXACT_ADAMW, StateFormat
 from offload.kernels import CpuUpdateKernel
 from offload.kernels.table import trial_bytes
 from offload.layout import Parameter, build_layout
@@ -24,21 +25,19 @@ from offload.measure.trial import trial_rates
 from offload.measure.workbench import CHUNK_NUMEL, TrialState
 from offload.plan import NO_GPU, Budgets, Home, PathBudget, PathRates, Plan, Rates, make_plan
 from offload.plan.rates import UPDATE_MEMORY_COST
-from offload.protocols import StateFormat
-from offload.rules import ADAMW
 from offload.sim import SimulatedDevice, predict
 from offload.tiers import StoreOptions, open_tier
 
 GIB = 1 << 30
 
 
-def plan_of(numel: int, state_format: StateFormat = StateFormat.EXACT, exact: int = 0) -> Plan:
+def plan_of(numel: int, state_format: StateFormat = EXACT, exact: int = 0) -> Plan:
     parameters = [
         Parameter("p", numel, DtypeCode.BFLOAT16, 0),
         Parameter("q", exact, DtypeCode.BFLOAT16, 0, exact=True),
     ]
-    rule = ADAMW.stored_in(state_format)
-    layout = build_layout(parameters if exact else parameters[:1], 1 << 22, 1 << 20, rule=rule)
+    state = EXACT_ADAMW.stored_in(state_format)
+    layout = build_layout(parameters if exact else parameters[:1], 1 << 22, 1 << 20, state=state)
     return make_plan(layout, Budgets(host_bytes=layout.state_bytes))
 
 
@@ -70,9 +69,9 @@ def test_over_how_much_memory(
     class Session:
         host_bytes, overhead_bytes, staging_bytes = state + staging + 1000, 1000, staging
 
-    numel = probe._host_numel(Session, ADAMW)  # type: ignore[arg-type]
-    nbytes = numel * trial_bytes(ADAMW)
-    unit = (CHUNK_NUMEL if expected > CHUNK_NUMEL * trial_bytes(ADAMW) else 1024) * trial_bytes(ADAMW)
+    numel = probe._host_numel(Session, EXACT_ADAMW)  # type: ignore[arg-type]
+    nbytes = numel * trial_bytes(EXACT_ADAMW)
+    unit = (CHUNK_NUMEL if expected > CHUNK_NUMEL * trial_bytes(EXACT_ADAMW) else 1024) * trial_bytes(EXACT_ADAMW)
     assert numel > 0
     assert numel % 1024 == 0
     assert nbytes <= max(expected, unit)
@@ -97,9 +96,9 @@ def test_caches_are_counted_once_each(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_process_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
-    def trial(rule: Any, numel: int, *arguments: Any, **options: Any) -> TrialState:
+    def trial(spec: Any, numel: int, *arguments: Any, **options: Any) -> TrialState:
         taken.append(numel)
-        return TrialState(rule, numel, *arguments, **options)
+        return TrialState(spec, numel, *arguments, **options)
 
     monkeypatch.setattr(probe, "TrialState", trial)
     queue = CompletionQueue()
@@ -120,29 +119,29 @@ def test_a_process_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("state_format", "exact", "expected"),
     [
-        (StateFormat.EXACT, 0, 12.0),
-        (StateFormat.COMPACT16, 0, 4.0),
-        (StateFormat.COMPACT8, 0, 1.0),
-        (StateFormat.COMPACT8, 100_000, (12 + 5 + 2 / 64) / (12 / 12 + (5 + 2 / 64) / 1)),
+        (EXACT, 0, 12.0),
+        (COMPACT16, 0, 4.0),
+        (COMPACT8, 0, 1.0),
+        (COMPACT8, 100_000, (12 + 5 + 2 / 64) / (12 / 12 + (5 + 2 / 64) / 1)),
     ],
 )
 def test_each_format_of_a_session_is_measured(
     state_format: StateFormat, exact: int, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = {StateFormat.EXACT: 12.0, StateFormat.COMPACT16: 4.0, StateFormat.COMPACT8: 1.0}
+    rates = {EXACT: 12.0, COMPACT16: 4.0, COMPACT8: 1.0}
     plain, measured = probe._HostProbe.rates, []
 
     def stated(self: Any) -> tuple[float, float]:
         assert min(plain(self)) > 0
-        measured.append(self._rule.state_format)
-        return rates[self._rule.state_format] * 1e9, 50e9
+        measured.append(self._spec.format)
+        return rates[self._spec.format] * 1e9, 50e9
 
     monkeypatch.setattr(probe._HostProbe, "rates", stated)
     queue = CompletionQueue()
     with CpuUpdateKernel(queue, 1) as kernel:
         found = quick_probe(kernel, [], queue, 0, plan_of(100_000, state_format, exact))
     assert found.cpu_bytes_per_s == pytest.approx(expected * 1e9)
-    assert set(measured) == {StateFormat.EXACT, state_format}
+    assert set(measured) == {EXACT, state_format}
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -183,8 +182,7 @@ def test_what_copies_leave_of_the_update_is_their_cost(speed: float, expected: f
 
 def test_staging_memory_is_passed_over_where_it_is_most_of_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken already; what the probe took beside it, the session would take never."""
-    rule = ADAMW.stored_in(StateFormat.EXACT)
-    layout = build_layout([Parameter("p", 12 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20, rule=rule)
+    layout = build_layout([Parameter("p", 12 << 20, DtypeCode.BFLOAT16, 0)], 1 << 20, 1 << 20)
     plan = make_plan(layout, Budgets(0, staging_bytes=100 << 20, paths=(PathBudget("disk", 1 << 30),)))
     assert plan.staging_bytes > plan.host_bytes - plan.overhead_bytes - plan.staging_bytes
     taken: list[int] = []
@@ -200,12 +198,12 @@ def test_staging_memory_is_passed_over_where_it_is_most_of_what_there_is(monkeyp
 
 def test_what_lay_in_borrowed_memory_makes_no_difference() -> None:
     """As moments, some bits take the kernel several times as long."""
-    rule, numel = ADAMW.stored_in(StateFormat.COMPACT8), 1 << 16
+    spec, numel = EXACT_ADAMW.stored_in(COMPACT8), 1 << 16
     staging = Arena(32 << 20)
     everything = staging.tensor(0, staging.nbytes, torch.uint8)
     everything.fill_(0xFF)
-    borrowed = TrialState(rule, numel, borrowed=(staging.address, staging.nbytes))
-    own = TrialState(rule, numel)
+    borrowed = TrialState(spec, numel, borrowed=(staging.address, staging.nbytes))
+    own = TrialState(spec, numel)
     assert isinstance(borrowed._arena, workbench.Borrowed)
     assert isinstance(own._arena, Arena)
     size = own._arena.nbytes
@@ -217,7 +215,7 @@ def test_what_lay_in_borrowed_memory_makes_no_difference() -> None:
 
 def test_trial_state_repeats_its_values() -> None:
     numel = (1 << 16) * 2 + 1000
-    state = TrialState(ADAMW, numel)
+    state = TrialState(EXACT_ADAMW, numel)
     master = state._arena.numpy(state._addresses["master"] - state._arena.address, numel, "float32")
     gradient = state._arena.numpy(state._addresses["gradient"] - state._arena.address, numel, "uint16")
     assert (master[: 1 << 16] == master[1 << 16 : 2 << 16]).all()
